@@ -58,6 +58,15 @@ def hide_wandb() -> None:
     sys.modules["wandb"] = None  # pyrefly: ignore
 
 
+def forget_groups() -> None:
+    """Drop the references to process groups that `destroy_model_parallel` leaves behind."""
+    from megatron.core import parallel_state
+
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, torch.distributed.ProcessGroup):
+            setattr(parallel_state, name, None)
+
+
 def check_padding(optimizer: Any) -> None:
     """Check that `padded_buckets` knows how this release lays out an optimizer's buckets.
 

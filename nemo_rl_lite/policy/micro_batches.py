@@ -1,20 +1,8 @@
-"""Cuts batches into micro-batches, and lays their sequences into the model's input.
+"""Cuts batches into micro-batches, shares them among replicas, and sends them to the device that trains.
 
 Three layouts: a fixed number of right-padded sequences; as many padded sequences of similar length as fit a number of
-tokens (dynamic batching); sequences joined in a single row, each attending to itself alone (sequence packing).
-Logprobs and gradients do not depend on the layout, beyond floating-point rounding.
-
-Which replica trains on which sequences, so that no replica waits for another.
-
-Responses to one prompt are alike in length, so that shares of neighbouring rows differ.
-
-The few shapes that packs are padded to where a captured graph runs them, because a graph has one shape.
-
-Send tensors from the host to the device that trains, many of them in one copy.
-
-A copy engine works in order. While optimizer states come back (offload/host_memory.py), each copy waits a
-millisecond or more for the pieces before it, and so does the GPU work that needs it. A micro-batch is a dozen small
-tensors.
+tokens (dynamic batching); sequences joined in one row, each attending to itself alone (sequence packing). Logprobs and
+gradients do not depend on the layout, beyond floating-point rounding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,77 +16,8 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode, mb_tokens, row_round
 
-Work = Callable[[Sequence[int]], float]
-"""How much work a share is, from the indices of its items."""
-
-# Swaps end where the share with the most work has this much more than the mean, or after this number of them.
-NEAR, MOST_SWAPS = 0.01, 64
-
-# Swaps of the most loaded share that are tried before the best one is made, and how far apart by size the two items
-# are at most: like items for like ones change a share's work a little, which is what is missing at the end.
-TRIED, APART = 128, 4
-
-
-def even_shares(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """The indices of each replica's items: as many for each, nearly equal sums of `costs`, in ascending order.
-
-    The items are taken in blocks of `replicas`, the most expensive first, and each block's most expensive item goes to
-    the replica with the smallest sum.
-
-    Raises:
-        ValueError: the number of items is no multiple of `replicas`.
-    """
-    if len(costs) % replicas:
-        raise ValueError(f"{len(costs)} items cannot be shared evenly by {replicas} replicas")
-    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    sums = [0.0] * replicas
-    for start in range(0, len(order), replicas):
-        emptiest_first = sorted(range(replicas), key=lambda replica: (sums[replica], replica))
-        for replica, index in zip(emptiest_first, order[start : start + replicas], strict=True):
-            shares[replica].append(index)
-            sums[replica] += costs[index]
-    return [sorted(share) for share in shares]
-
-
-def swapped(shares: Sequence[Sequence[int]], sizes: Sequence[float], work: Work) -> list[list[int]]:
-    """The shares after swaps that bring their `work` together; each keeps its number of items.
-
-    Work may depend on which items meet in a share, as padding does. The share with the most work swaps an item with one
-    of the two that have the least; `sizes` say which items are alike.
-    """
-    current = [sorted(share) for share in shares]
-    works = [work(share) for share in current]
-    for _ in range(MOST_SWAPS):
-        by_work = sorted(range(len(works)), key=works.__getitem__)
-        most, least = by_work[-1], by_work[:-1][:2]
-        if works[most] <= (1 + NEAR) * sum(works) / len(works):
-            break
-        for other in least:
-            tried = [[sorted(share) for share in pair] for pair in _swaps(current[most], current[other], sizes)]
-            after = [[work(share) for share in pair] for pair in tried]
-            best = min(range(len(tried)), key=lambda index: max(after[index]), default=None)
-            if best is not None and max(after[best]) < works[most]:
-                current[most], current[other] = tried[best]
-                works[most], works[other] = after[best]
-                break
-        else:
-            break
-    return current
-
-
-def _swaps(one: Sequence[int], other: Sequence[int], sizes: Sequence[float]) -> Iterator[tuple[list[int], list[int]]]:
-    """Both shares after each of at most `TRIED` swaps of two items that are near in the order of sizes but unequal."""
-    mine, theirs = (sorted(share, key=lambda index: (-sizes[index], index)) for share in (one, other))
-    pairs = [
-        (a, b)
-        for place, a in enumerate(mine)
-        for b in theirs[max(0, place - APART) : place + APART + 1]
-        if sizes[a] != sizes[b]
-    ]
-    for a, b in pairs[:: max(1, -(-len(pairs) // TRIED))]:
-        yield [b if index == a else index for index in one], [a if index == b else index for index in other]
-
+Cost = Callable[[int], float]
+"""The work of a sequence of this many tokens, in any unit."""
 
 # A row of tokens is padded by less than this share of itself, or to the layout's multiple.
 PARTS = 16
@@ -109,11 +28,30 @@ LEAST_WIDTH = 64
 # Rows are a multiple of this, and of a quarter of the power of 2 below. It is even, for pairs.
 LEAST_ROWS = 8
 
+# Swaps end where the share with the most work is this close to the mean, or after this number of them.
+NEAR, MOST_SWAPS = 0.01, 64
+
+# Swaps that are tried before the best one is made, and how far apart by size the two items are at most: similar items
+# change a share's work a little.
+TRIED, APART = 128, 4
+
+# Tensors of any type may begin at its multiples, and CUDA's kernels read fastest there.
+_ALIGNED = 256
+
+
+def round_up(count: int, step: int) -> int:
+    """The smallest multiple of `step` that is at least `count`."""
+    return -(-count // step) * step
+
+
+def _power_of_2_below(most: int) -> int:
+    return 1 << (most.bit_length() - 1)
+
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shape of a padded pack. Sequences that are not there have length 0, and padding is cut into pieces that are
-    no longer than the longest sequence may be."""
+    """The shape that a pack is padded to, for a CUDA graph. Missing sequences have length 0, and padding is cut into
+    pieces of at most `width` tokens."""
 
     tokens: int
     """Tokens of the row."""
@@ -128,82 +66,21 @@ class Bucket:
     def of(cls, lengths: Sequence[int], round_to: int, most: int) -> "Bucket":
         """The bucket of sequences of these lengths. The row is a multiple of `round_to` tokens, and at most `most`
         tokens where they fit."""
-        own = _rounded(sum(lengths), round_to)
-        tokens = _rounded(own, _rounded(max(_power_of_2_below(own) // PARTS, 1), round_to))
-        tokens = min(tokens, max(own, _rounded(most, round_to)))
-        rows = _rounded(len(lengths), max(_power_of_2_below(len(lengths)) // 4, LEAST_ROWS))
-        width = _power_of_2(max(*lengths, LEAST_WIDTH))
+        own = round_up(sum(lengths), round_to)
+        tokens = round_up(own, round_up(max(_power_of_2_below(own) // PARTS, 1), round_to))
+        tokens = min(tokens, max(own, round_up(most, round_to)))
+        rows = round_up(len(lengths), max(_power_of_2_below(len(lengths)) // 4, LEAST_ROWS))
+        width = 1 << (max(*lengths, LEAST_WIDTH) - 1).bit_length()
         # Padding is shorter than a step between two buckets and what `round_to` adds.
         padding = max(tokens // PARTS, 1) + 2 * round_to
         return cls(tokens, rows, width, rows + -(-padding // width))
 
     def pieces_of(self, lengths: Sequence[int]) -> list[int]:
-        """Tokens of each piece: of the sequences, given with those that are not there, and of the padding."""
+        """Tokens of each piece: of the sequences, missing ones included, and of the padding."""
         padding = self.tokens - sum(lengths)
         whole, rest = divmod(padding, self.width)
         used = [*lengths, *[self.width] * whole, rest]
         return used + [0] * (self.pieces - len(used))
-
-
-def _rounded(count: int, step: int) -> int:
-    return -(-count // step) * step
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
-
-
-def _power_of_2_below(most: int) -> int:
-    return 1 << (most.bit_length() - 1)
-
-
-# Tensors of any type may begin at its multiples, and CUDA's kernels read fastest there.
-_ALIGNED = 256
-
-
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Begin to copy `values` to `device`. Work there sees the copy; the host waits neither for it nor for work before
-    it, because a GPU reads from page-locked memory by itself."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
-def sent_together(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """As `sent`, with one copy to a GPU. What arrives shares its memory, and must not be changed in place: autograd
-    would take that for a change of all."""
-    if device.type != "cuda":
-        return {name: one.to(device) for name, one in values.items()}
-    return unpacked(packed(values, pin=True).to(device, non_blocking=True), values)
-
-
-def packed(values: Mapping[str, Tensor], pin: bool) -> Tensor:
-    """The bytes of tensors on the host, uint8 [n], in page-locked memory or not."""
-    whole = torch.empty(packed_bytes(values), dtype=torch.uint8, pin_memory=pin)
-    for name, place in unpacked(whole, values).items():
-        place.copy_(values[name])
-    return whole
-
-
-def unpacked(whole: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views of `packed` bytes, wherever they are now, with the names, types and shapes of `like`."""
-    return {
-        name: whole[start : start + one.nbytes].view(one.dtype).view(one.shape) for name, one, start in _places(like)
-    }
-
-
-def packed_bytes(values: Mapping[str, Tensor]) -> int:
-    """How many bytes `packed` has."""
-    return sum(_rounded(one.nbytes) for one in values.values())
-
-
-def _places(values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int]]:
-    start = 0
-    for name, one in values.items():
-        yield name, one, start
-        start += _rounded(one.nbytes)
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True)
@@ -215,9 +92,9 @@ class Layout:
     size: int
     round_to: int
     together: int = 1
-    """Neighbours that stay in one micro-batch. A fixed `size` counts such groups of neighbours."""
+    """Neighbours that stay in one micro-batch. A fixed `size` counts groups of neighbours."""
     in_buckets: bool = False
-    """Whether packs are padded to few shapes: see `Bucket`."""
+    """Whether packs are padded to the shape of a `Bucket`."""
     piece: int = 1
     """Each packed sequence is padded to a multiple of this many tokens, so that context-parallel ranks can share it."""
 
@@ -235,46 +112,47 @@ class Layout:
         return cls(mode, mb_tokens(config, mode, training), row_round(config), together, in_buckets, piece)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
-        """Indices of the sequences of each micro-batch. There are at least `at_least` micro-batches, if there are
-        as many sequences, or groups of neighbours that stay together."""
+        """Indices of the sequences of each micro-batch: at least `at_least` micro-batches, if there are as many
+        sequences or groups of neighbours."""
         each = [lengths[start : start + self.together] for start in range(0, len(lengths), self.together)]
         if self.mode == "fixed":
             starts = range(0, len(each), self.size)
             groups = [list(range(start, min(start + self.size, len(each)))) for start in starts]
         elif self.mode == "packed":
-            groups = _even_packs([sum(_up(length, self.piece) for length in one) for one in each], self.size, at_least)
+            groups = _even_packs(
+                [sum(round_up(length, self.piece) for length in one) for one in each], self.size, at_least
+            )
         else:
             # Each group of neighbours is padded to its longest.
             groups = _similar_lengths([len(one) * self.rounded(max(one)) for one in each], self.size, at_least)
         return [[item * self.together + place for item in group for place in range(self.together)] for group in groups]
 
     def rounded(self, length: int) -> int:
-        return _up(length, self.round_to)
+        return round_up(length, self.round_to)
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A micro-batch as the model reads it: b sequences in n rows of S tokens. In a bucket, the last of the sequences
-    may have length 0: these are in no batch."""
+    """A micro-batch as the model reads it: b sequences in n rows of S tokens. In a bucket, the last sequences may be
+    missing: they have length 0 and are in no batch."""
 
     rows: Tensor
-    """The indices in the batch of those that come from it."""
+    """The indices of the sequences in the batch."""
     tokens_nS: Tensor
     lengths: Tensor
-    """Tokens of each, [b]."""
+    """Tokens of each sequence, [b]."""
     starts: Tensor
-    """The index of each one's first token in `tokens_nS.flatten()`, [b]."""
+    """The index of each sequence's first token in `tokens_nS.flatten()`, [b]."""
     own_lengths: tuple[int, ...]
-    """The same as `lengths`, on the host."""
+    """`lengths` on the host."""
     packed: bool
     bucket: Bucket | None = None
     piece: int = 1
-    """Behind each packed sequence is padding, up to a multiple of this many tokens. It attends to the sequence, and the
-    sequence not to it."""
+    """Each packed sequence is padded to a multiple of this many tokens. Padding attends to it, and not the reverse."""
 
     @property
     def width(self) -> int:
-        """Tokens of the longest sequence, or of the longest that the bucket has room for."""
+        """Tokens of the longest sequence, or of the longest that fits the bucket."""
         return max(self.own_lengths) if self.bucket is None else self.bucket.width
 
     def to(self, device: torch.device) -> "ModelInput":
@@ -284,16 +162,16 @@ class ModelInput:
 
     @property
     def pieces(self) -> list[int]:
-        """Tokens of the packed sequences, and of the padding that follows as one more, or several in a bucket."""
+        """Tokens of the packed sequences, and of the padding behind them: one piece, or several in a bucket."""
         if self.bucket is not None:
             return self.bucket.pieces_of(self.own_lengths)
-        padded = [_up(length, self.piece) for length in self.own_lengths]
+        padded = [round_up(length, self.piece) for length in self.own_lengths]
         padding = self.tokens_nS.numel() - sum(padded)
         return [*padded, padding] if padding else padded
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest of the `pieces`, or of the longest that the bucket has room for."""
+        """Tokens of the longest of the `pieces`, or of the longest that fits the bucket."""
         return max(self.pieces) if self.bucket is None else self.bucket.width
 
     def boundaries(self) -> Tensor:
@@ -318,7 +196,7 @@ class ModelInput:
         return hidden[None, None]
 
     def lay(self, of_token_bT: Tensor, outside: int) -> Tensor:
-        """Values [b, width, ...] of each token -> [n, S, ...], where the input has it; `outside` elsewhere."""
+        """Values [b, width, ...] of each token -> [n, S, ...] at its place in the input; `outside` elsewhere."""
         place = torch.arange(self.width)
         index = (self.starts[:, None] + place)[inside := place < self.lengths[:, None]]
         laid = of_token_bT.new_full((self.tokens_nS.numel(), *of_token_bT.shape[2:]), outside)
@@ -326,12 +204,11 @@ class ModelInput:
         return laid.view(*self.tokens_nS.shape, *of_token_bT.shape[2:])
 
     def pack(self, of_token_bTk: Tensor) -> Tensor:
-        """The opposite of `unpack`: values [b, width, k] about each token -> [N, k], where the input has the token
-        before it; 0 elsewhere."""
+        """The inverse of `unpack`: values [b, width, k] about each token -> [N, k], at the token before it."""
         place = torch.arange(self.width, device=of_token_bTk.device)
         inside = (place > 0) & (place < self.lengths[:, None])
         packed = of_token_bTk.new_zeros(self.tokens_nS.numel(), of_token_bTk.shape[2])
-        # The places outside share one that `unpack` does not read: that of the last token of the first sequence.
+        # Places outside map to one that `unpack` does not read: the last token of the first sequence.
         index = torch.where(inside, self.starts[:, None] + place - 1, self.starts[0] + self.lengths[0] - 1)
         packed[index.flatten()] = torch.where(inside[..., None], of_token_bTk, 0).flatten(0, 1)
         return packed
@@ -368,7 +245,7 @@ def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout
 
 def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
     rows, own = torch.tensor(group), tuple(lengths[row] for row in group)
-    wide = [_up(length, layout.piece) for length in own]
+    wide = [round_up(length, layout.piece) for length in own]
     each, pieces = torch.tensor(own), torch.tensor(wide)
     starts = pieces.cumsum(0) - pieces
     place = torch.arange(sum(own)) - (each.cumsum(0) - each).repeat_interleave(each)
@@ -382,58 +259,13 @@ def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layou
     return ModelInput(rows, row[None], each, starts, own, packed=True, bucket=bucket, piece=layout.piece)
 
 
-def _up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
-
-
-def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
-    """Sorted by length and cut where rows x longest would exceed `limit` tokens; then halved to `at_least` groups."""
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= limit:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return _split_to(groups, at_least)
-
-
-def _even_packs(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
-    """Packs of at most `limit` tokens and nearly equal sums: longest first, each to the emptiest pack."""
-    count = max(at_least, -(-sum(lengths) // limit))
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    while True:
-        packs: list[list[int]] = [[] for _ in range(count)]
-        sums = [0] * count
-        for index in order:
-            emptiest = sums.index(min(sums))
-            packs[emptiest].append(index)
-            sums[emptiest] += lengths[index]
-        if max(sums) <= limit or count >= len(lengths):
-            return [sorted(pack) for pack in packs if pack]
-        count += 1
-
-
-def _split_to(groups: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the largest groups until there are `count`."""
-    groups = list(groups)
-    while len(groups) < count and max(map(len, groups)) > 1:
-        largest = max(range(len(groups)), key=lambda index: len(groups[index]))
-        middle = len(groups[largest]) // 2
-        groups[largest : largest + 1] = [groups[largest][:middle], groups[largest][middle:]]
-    return groups
-
-
-Cost = Callable[[int], float]
-"""How much work a sequence of this many tokens is, in any unit."""
-
-
 def balanced_shares(
     lengths: Sequence[int], replicas: int, cost: Cost, together: int = 1, layout: Layout | None = None
 ) -> list[list[int]]:
-    """Each replica's sequences, in ascending order: as many for each; `together` neighbours stay together.
+    """Each replica's sequences, equally many, in ascending order; `together` neighbours stay together.
 
-    Without a `layout`, the work of a share is the sum of its sequences' costs; with one, the work of the micro-batches
-    into which the replica cuts it, padding included.
+    Without a `layout`, the work of a share is the sum of its sequences' costs; with one, that of its micro-batches,
+    padding included.
 
     Raises:
         ValueError: the sequences cannot be shared evenly.
@@ -457,3 +289,137 @@ def work(lengths: Sequence[int], layout: Layout, cost: Cost, micro_batches: int 
 
 def _lengths(share: Sequence[int], lengths: Sequence[int], together: int) -> list[int]:
     return [length for group in share for length in lengths[group * together : (group + 1) * together]]
+
+
+def even_shares(costs: Sequence[float], replicas: int) -> list[list[int]]:
+    """The indices of each replica's items: equally many, with nearly equal sums of `costs`, in ascending order.
+
+    Items are taken in blocks of `replicas`, the most expensive first, and each block's most expensive item goes to
+    the replica with the smallest sum.
+
+    Raises:
+        ValueError: the number of items is no multiple of `replicas`.
+    """
+    if len(costs) % replicas:
+        raise ValueError(f"{len(costs)} items cannot be shared evenly by {replicas} replicas")
+    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    sums = [0.0] * replicas
+    for start in range(0, len(order), replicas):
+        emptiest_first = sorted(range(replicas), key=lambda replica: (sums[replica], replica))
+        for replica, index in zip(emptiest_first, order[start : start + replicas], strict=True):
+            shares[replica].append(index)
+            sums[replica] += costs[index]
+    return [sorted(share) for share in shares]
+
+
+def swapped(
+    shares: Sequence[Sequence[int]], sizes: Sequence[float], work: Callable[[Sequence[int]], float]
+) -> list[list[int]]:
+    """The shares after swaps that even out their `work`; each keeps its number of items.
+
+    Work may depend on which items share a micro-batch, as padding does. The share with the most work swaps an item with
+    one of the two with the least; `sizes` say which items are similar.
+    """
+    current = [sorted(share) for share in shares]
+    works = [work(share) for share in current]
+    for _ in range(MOST_SWAPS):
+        by_work = sorted(range(len(works)), key=works.__getitem__)
+        most, least = by_work[-1], by_work[:-1][:2]
+        if works[most] <= (1 + NEAR) * sum(works) / len(works):
+            break
+        for other in least:
+            tried = [[sorted(share) for share in pair] for pair in _swaps(current[most], current[other], sizes)]
+            after = [[work(share) for share in pair] for pair in tried]
+            best = min(range(len(tried)), key=lambda index: max(after[index]), default=None)
+            if best is not None and max(after[best]) < works[most]:
+                current[most], current[other] = tried[best]
+                works[most], works[other] = after[best]
+                break
+        else:
+            break
+    return current
+
+
+def _swaps(one: Sequence[int], other: Sequence[int], sizes: Sequence[float]) -> Iterator[tuple[list[int], list[int]]]:
+    """Both shares after each of at most `TRIED` swaps of two items that are near in the order of sizes but unequal."""
+    mine, theirs = (sorted(share, key=lambda index: (-sizes[index], index)) for share in (one, other))
+    pairs = [
+        (a, b)
+        for place, a in enumerate(mine)
+        for b in theirs[max(0, place - APART) : place + APART + 1]
+        if sizes[a] != sizes[b]
+    ]
+    for a, b in pairs[:: max(1, -(-len(pairs) // TRIED))]:
+        yield [b if index == a else index for index in one], [a if index == b else index for index in other]
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Begin to copy `values` to `device`, from pinned memory, so that the host waits for nothing on a GPU."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def sent_together(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """As `sent`, with one copy to a GPU. The results share memory and must not be changed in place: autograd would take
+    that for a change of all.
+
+    A copy engine works in order. While optimizer states come back (`offload/host_memory.py`), each copy waits a
+    millisecond or more, and so does the GPU work that needs it. A micro-batch is a dozen small tensors.
+    """
+    if device.type != "cuda":
+        return {name: one.to(device) for name, one in values.items()}
+    return unpacked(packed(values, pin=True).to(device, non_blocking=True), values)
+
+
+def packed(values: Mapping[str, Tensor], pin: bool) -> Tensor:
+    """The bytes of tensors on the host, uint8 [n], in pinned memory or not."""
+    whole = torch.empty(packed_bytes(values), dtype=torch.uint8, pin_memory=pin)
+    for name, place in unpacked(whole, values).items():
+        place.copy_(values[name])
+    return whole
+
+
+def unpacked(whole: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of `packed` bytes with the names, types and shapes of `like`."""
+    views, start = {}, 0
+    for name, one in like.items():
+        views[name] = whole[start : start + one.nbytes].view(one.dtype).view(one.shape)
+        start += round_up(one.nbytes, _ALIGNED)
+    return views
+
+
+def packed_bytes(values: Mapping[str, Tensor]) -> int:
+    """The number of bytes that `packed` returns."""
+    return sum(round_up(one.nbytes, _ALIGNED) for one in values.values())
+
+
+def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
+    """Sorted by length and cut where rows x longest would exceed `limit` tokens; the largest are then halved until
+    there are `at_least`."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= limit:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    while len(groups) < at_least and max(map(len, groups)) > 1:
+        largest = max(range(len(groups)), key=lambda index: len(groups[index]))
+        middle = len(groups[largest]) // 2
+        groups[largest : largest + 1] = [groups[largest][:middle], groups[largest][middle:]]
+    return groups
+
+
+def _even_packs(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
+    """Packs of at most `limit` tokens and nearly equal sums: longest first, each to the emptiest pack."""
+    count = max(at_least, -(-sum(lengths) // limit))
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    while True:
+        packs: list[list[int]] = [[] for _ in range(count)]
+        sums = [0] * count
+        for index in order:
+            emptiest = sums.index(min(sums))
+            packs[emptiest].append(index)
+            sums[emptiest] += lengths[index]
+        if max(sums) <= limit or count >= len(lengths):
+            return [sorted(pack) for pack in packs if pack]
+        count += 1

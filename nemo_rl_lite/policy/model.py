@@ -1,27 +1,10 @@
-"""Builds a megatron-core model on this rank from a Hugging Face folder, through megatron-bridge.
-
-Low-rank adapters (LoRA, Hu et al. 2021) through megatron-bridge: the weights are frozen, and small matrices
-parallel to linear layers are trained. The bridge merges them into the weights it exports,
-for engines and folders alike.
-
-What a model needs so that CUDA graphs can record its training passes.
-
-What data-parallel replicas exchange while they compute: gradients during the backward pass, and the weights that an
-optimizer step leaves sharded during the next training step's forward pass.
-
-How long this rank's own part of a pass takes: from where data-parallel replicas have agreed on the micro-batches to
-where they exchange gradients, or where scores are complete. What replicas wait for each other is not part of it; what
-ranks of one replica wait for each other is.
-
-The fields of megatron-bridge's provider, from which it builds a model: the parallel layout, and the kernels.
-"""
+"""Builds a megatron-core model on this rank from a Hugging Face folder, through megatron-bridge."""
 
 import gc
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -33,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_lite.compat import transformer_engine
-from nemo_rl_lite.compat.megatron import auto_bridge
-from nemo_rl_lite.config.schema import LoraConfig, MegatronConfig, PolicyConfig
+from nemo_rl_lite.compat.megatron import auto_bridge, forget_groups
+from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import ParallelDims, keeps_logits
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.policy import activation_offload, moe
@@ -43,109 +26,36 @@ from nemo_rl_lite.policy.logprobs import check_scorable
 from nemo_rl_lite.policy.moe import RouterReplay
 from nemo_rl_lite.refit.ipc import SharedFrozenParams
 
+log = logging.getLogger(__name__)
 
-def adapters(config: LoraConfig) -> Any:
-    """megatron-bridge's own description of the adapters."""
-    from megatron.bridge.peft.lora import LoRA
-
-    return LoRA(target_modules=list(config.target_modules), dim=config.dim, alpha=config.alpha, dropout=config.dropout)
-
-
-def trained_of_all(chunks: list[Any]) -> tuple[int, int]:
-    """The number of parameters that have a gradient, and of all parameters."""
-    sizes = [(parameter.requires_grad, parameter.numel()) for chunk in chunks for parameter in chunk.parameters()]
-    return sum(size for trained, size in sizes if trained), sum(size for _, size in sizes)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
-    return ".adapter." in name
-
-
-class WithoutAdapters:
-    """The reference policy of a model with adapters: the same weights without the adapters."""
-
-    def __init__(self, chunks: list[Any], adapted: Any):
-        """`adapted`: what `adapters` gave, after it was applied to the chunks."""
-        self._chunks, self._adapted = chunks, adapted
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within the block the model is the reference; afterwards, also after an error, the policy again."""
-        with self._adapted.disable_adapter(self._chunks):
-            yield
-
-
-def accumulate_where_recorded(bare: list[Any]) -> list[Any]:
-    """Let megatron-core wrap the model on the stream on which graphs are recorded: the nodes that accumulate gradients
-    run on the stream that they were made on, for ever."""
-    for chunk in bare:
-        chunk.config.cuda_graph_impl = "full_iteration"
-    return bare
-
-
-def check_recordable(chunks: Sequence[Any]) -> None:
-    """Check what the configuration does not show.
-
-    Raises:
-        TrainingError: the model has dropout, whose random numbers a graph does not take from the seed of a step.
-    """
-    for chunk in chunks:
-        shares = (chunk.config.hidden_dropout, chunk.config.attention_dropout)
-        if any(shares):
-            raise TrainingError(
-                f"policy.megatron_cfg.cuda_graph_impl: the model has dropout ({max(shares):g}), which CUDA graphs "
-                "cannot repeat from a step's seed; set policy.megatron_cfg.cuda_graph_impl=none"
-            )
-
-
-def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:
-    """The options of megatron-core's DistributedDataParallel. `replicas`: ranks that average their gradients."""
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    options = parallel.distributed_data_parallel_config
-    return DistributedDataParallelConfig(
-        use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
-        grad_reduce_in_fp32=True,
-        # Also of a single replica, because some checkpoints have its buckets, for any number of replicas.
-        overlap_grad_reduce=options.overlap_grad_reduce,
-        overlap_param_gather=options.overlap_param_gather and replicas > 1,
-        bucket_size=options.bucket_size,
-        # The worker looks at all ranks' gradients at once, and skips the step.
-        check_for_nan_in_grad=False,
-    )
-
-
-def connect_schedules(chunks: list[Any], model_config: Any) -> None:
-    """Let megatron-core's schedules reduce gradients with the last micro-batch only, and those of later pipeline stages
-    when all of their backward passes have ended, as its own training loop does."""
-    if not chunks[0].ddp_config.overlap_grad_reduce:
-        return
-    one = len(chunks) == 1
-    no_sync, start = [chunk.no_sync for chunk in chunks], [chunk.start_grad_sync for chunk in chunks]
-    model_config.no_sync_func = no_sync[0] if one else no_sync
-    model_config.grad_sync_func = start[0] if one else start
+# Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
+_FUSIONS = (
+    "apply_rope_fusion",
+    "masked_softmax_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "moe_permute_fusion",
+    "moe_grouped_gemm",
+    "moe_router_fusion",
+)
 
 
 class Gather:
-    """The weights of a model whose optimizer step leaves each rank with its share of them.
+    """Gathers weights that an optimizer step leaves sharded (`overlap_param_gather`).
 
-    megatron-core gathers the rest before the modules that use them run, in the forward pass of the next training step.
-    Whoever reads weights before that, moves or replaces them, calls `complete` first. Where nothing overlaps, the
-    optimizer step has gathered them, and no method does anything.
+    megatron-core gathers them in the forward pass of the next training step, before the modules that use them run. Call
+    `complete` before weights are read, moved or replaced. Without overlap no method does anything.
     """
 
     def __init__(self, chunks: list[Any]):
         wrapped = [chunk for chunk in chunks if hasattr(chunk, "ddp_config")]
         self._chunks = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
         # megatron-core would gather in the first forward pass, although every rank has loaded all weights.
+        self.overlaps = bool(self._chunks)
         self._is_behind = self.overlaps
         self.complete()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether an optimizer step leaves weights to be gathered."""
-        return bool(self._chunks)
 
     def fall_behind(self) -> None:
         """Note that gradients have been reduced: megatron-core gathers before the next forward pass."""
@@ -160,7 +70,7 @@ class Gather:
         self._is_behind = False
 
     def wait_for(self, weight: Tensor) -> None:
-        """Wait until a weight is whole that is used outside of its module's forward pass. Collective."""
+        """Wait until a weight is complete that is used outside its module's forward pass. Collective."""
         for chunk in self._chunks:
             if weight in chunk.param_to_bucket_group:
                 chunk.param_to_bucket_group[weight].finish_param_sync()
@@ -171,8 +81,11 @@ Mark = torch.cuda.Event | float
 
 
 class PassClock:
-    """Marks the beginning and the end of passes. On a GPU these are places in its stream, so that the host does not
-    wait until they are read. Passes are kept where they are `compared` with those of other replicas."""
+    """Times this rank's own part of a pass: until data-parallel replicas exchange gradients, or scores are complete.
+
+    Waits for other replicas are not part of it; waits within a replica are. On a GPU the marks are events in its
+    stream, so that the host waits only when they are read. Passes are kept if replicas are `compared`.
+    """
 
     def __init__(self, device: torch.device, compared: bool):
         self._device, self._compared = device, compared
@@ -210,97 +123,9 @@ def _seconds(begin: Mark, end: Mark) -> float:
     return end - begin  # pyrefly: ignore  # both are the host's
 
 
-# Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
-_FUSIONS = (
-    "apply_rope_fusion",
-    "masked_softmax_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "gradient_accumulation_fusion",
-    "persist_layer_norm",
-    "moe_permute_fusion",
-    "moe_grouped_gemm",
-    "moe_router_fusion",
-)
-
-
-def torch_dtype(precision: str) -> torch.dtype:
-    return getattr(torch, precision)
-
-
-def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:
-    """Set what the configuration says, before the provider is finalized: with Transformer Engine's layers on a GPU,
-    with megatron-core's local ones on a CPU."""
-    _set_layout(provider, config)
-    if on_gpu:
-        _set_gpu_kernels(provider, config.megatron_cfg)
-    else:
-        _set_cpu_kernels(provider)
-
-
-def _set_layout(provider: Any, config: PolicyConfig) -> None:
-    parallel, dtype = config.megatron_cfg, torch_dtype(config.precision)
-    provider.tensor_model_parallel_size = parallel.tensor_model_parallel_size
-    provider.pipeline_model_parallel_size = parallel.pipeline_model_parallel_size
-    provider.num_layers_in_first_pipeline_stage = parallel.num_layers_in_first_pipeline_stage
-    provider.num_layers_in_last_pipeline_stage = parallel.num_layers_in_last_pipeline_stage
-    provider.context_parallel_size, provider.cp_comm_type = parallel.context_parallel_size, parallel.cp_comm_type
-    provider.expert_model_parallel_size = parallel.expert_model_parallel_size
-    provider.sequence_parallel = parallel.sequence_parallel
-    provider.params_dtype = provider.pipeline_dtype = dtype
-    provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
-    # Pipeline stages send each other the shape of each micro-batch; the all-to-all dispatcher of experts allows for it.
-    provider.variable_seq_lengths = parallel.pipeline_model_parallel_size > 1
-    provider.moe_token_dispatcher_type = "alltoall"
-    # A tensor-parallel group does not split single experts: whole experts are distributed over ranks.
-    provider.expert_tensor_parallel_size = 1
-    moe.set_fields(provider, parallel)
-    if parallel.activation_checkpointing:
-        provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
-    activation_offload.set_fields(provider, parallel)
-
-
-def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
-    # Without fusion, packed sequences are rotated one by one, in Python.
-    provider.apply_rope_fusion = True
-    # megatron-bridge sets it for some models only; unfused, the MLP's activation keeps two more copies of its input.
-    provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
-    # megatron-core's output layer needs Apex for it.
-    provider.gradient_accumulation_fusion = False
-    if provider.num_moe_experts:
-        _set_expert_kernels(provider, options)
-
-
-def _set_expert_kernels(provider: Any, options: MegatronConfig) -> None:
-    """Set how the experts of each layer are reached and multiplied. Whether shared experts compute while tokens travel
-    is left to the bridge, which knows the model.
-
-    The all-to-all of routed experts is not overlapped with other work. megatron-core's
-    `overlap_moe_expert_parallel_comm` runs a forward pass next to the backward pass of the micro-batch before: two
-    micro-batches have activations at a time, and a schedule plan takes the place of the `forward` of `one_pass`. Its
-    `overlap_dispatch_backward_with_experts_wgrad` is for its FSDP: it computes gradients of experts after the hooks
-    that add them to the gradient buffers of its DistributedDataParallel.
-    """
-    provider.moe_grouped_gemm = options.moe_grouped_gemm
-    provider.moe_permute_fusion = options.moe_permute_fusion
-    provider.moe_router_fusion = options.moe_router_fusion
-
-
-def _set_cpu_kernels(provider: Any) -> None:
-    from megatron.bridge.models.gpt_provider import local_layer_spec
-
-    provider.transformer_layer_spec = local_layer_spec
-    provider.use_cpu_initialization = True
-    for fusion in _FUSIONS:
-        setattr(provider, fusion, False)
-
-
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class ParallelPlace:
-    """A rank's place in the parallel layout: its indices, whether it has logits, whether it has the whole model."""
+    """A rank's place in the parallel layout."""
 
     data_rank: int
     data_size: int
@@ -326,25 +151,22 @@ class MegatronModel:
     device: torch.device
     half_precision: bool
     keep_logits: bool = False
-    """Whether a backward pass finds the logits of its forward pass."""
+    """Whether logits are kept for the backward pass."""
     lora: Any = None
-    """megatron-bridge's description of the adapters, where there are any."""
+    """megatron-bridge's description of LoRA's adapters, where there are any."""
     trains: bool = True
     """Whether chunks are wrapped, for their gradients (megatron-core's DistributedDataParallel)."""
     context: ContextRanks = field(default_factory=ContextRanks)
     replay: RouterReplay | None = None
-    """What tells the routers which experts to take, in a run with router replay."""
     in_engine: SharedFrozenParams = field(default_factory=SharedFrozenParams)
     """The frozen weights that are in the memory of the engine on this device."""
 
     @cached_property
     def gather(self) -> Gather:
-        """What completes the weights after an optimizer step."""
         return Gather(self.chunks)
 
     @cached_property
     def clock(self) -> PassClock:
-        """What measures this rank's passes."""
         return PassClock(self.device, compared=self.place.data_size > 1)
 
     def finish_gradients(self, *arguments: Any, **options: Any) -> None:
@@ -366,7 +188,7 @@ class MegatronModel:
         return [parameter for parameter in self.parameters() if parameter not in self.in_engine]
 
     def state(self) -> list[Tensor]:
-        """What a forward pass depends on: parameters, and buffers such as the biases that balance experts."""
+        """Parameters, and buffers such as the biases that balance experts."""
         return self.parameters() + [buffer for chunk in self.bare_chunks for buffer in chunk.buffers()]
 
     def train_mode(self, training: bool) -> None:
@@ -397,74 +219,66 @@ def build_model(
     check_shareable(provider)
     transformer_engine.exchange_heads_on_device(provider)
     provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
-    adapted: Any = adapters(parallel.peft) if parallel.peft.enabled else None
+    peft, lora = parallel.peft, None
+    if peft.enabled:
+        from megatron.bridge.peft.lora import LoRA
+
+        lora = LoRA(target_modules=list(peft.target_modules), dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
     in_graphs = on_gpu and parallel.cuda_graph_impl != "none"
 
     def before_wrapping(bare: list[Any]) -> list[Any]:
-        """Add adapters and freeze weights before gradient buffers are made, so that frozen weights get none. The stream
-        of these buffers is chosen then, too."""
-        if adapted is not None:
+        """Add adapters and freeze weights before gradient buffers are made, so that frozen weights get none."""
+        if lora is not None:
             bridge.load_hf_weights(bare)
-            bare = adapted(bare)
-        if in_graphs:
-            bare = accumulate_where_recorded(bare)
+            bare = lora(bare)
+        for chunk in bare if in_graphs else ():
+            # megatron-core then wraps on the stream that graphs record: AccumulateGrad nodes keep the stream they were
+            # created on.
+            chunk.config.cuda_graph_impl = "full_iteration"
         return moe.freeze(bare) if parallel.freeze_moe_router else bare
 
     chunks = provider.provide_distributed_model(
         ddp_config=ddp_config(parallel, parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
         wrap_with_ddp=trains,
         use_cpu_initialization=not on_gpu,
-        pre_wrap_hook=before_wrapping if adapted is not None or parallel.freeze_moe_router or in_graphs else None,
+        pre_wrap_hook=before_wrapping if lora is not None or parallel.freeze_moe_router or in_graphs else None,
     )
     transformer_engine.leave_random_state(chunks)
     if in_graphs:
-        check_recordable(chunks)
+        _check_recordable(chunks)
     moe.keep_biases_in_float32(chunks)
-    if adapted is None:
+    if lora is None:
         bridge.load_hf_weights(chunks)
     activation_offload.add_mlps(chunks, parallel)
-    if adapted is not None:
-        log.info("LoRA: %d of %d parameters are trained on this rank", *trained_of_all(chunks))
-    place = ParallelPlace(
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        has_logits=parallel_state.is_pipeline_last_stage(),
-        is_whole=not ParallelDims.of(parallel, dist.get_world_size()).splits_weights,
-        context_rank=parallel_state.get_context_parallel_rank(),
-    )
     model = MegatronModel(
         bridge,
         chunks,
-        place,
+        _own_place(parallel),
         device,
         half_precision=config.precision != "float32",
         keep_logits=keeps_logits(config),
-        lora=adapted,
+        lora=lora,
         trains=trains,
         context=context_ranks(),
     )
+    if lora is not None:
+        sizes = [(parameter.requires_grad, parameter.numel()) for parameter in model.parameters()]
+        trained, total = sum(size for is_trained, size in sizes if is_trained), sum(size for _, size in sizes)
+        log.info("LoRA: %d of %d parameters are trained on this rank", trained, total)
     if config.router_replay.enabled:
         model.replay = moe.replaying(chunks, parallel, model.context, device)
-    if place.has_logits:
+    if model.place.has_logits:
         check_scorable(unwrap_model(chunks[-1]))
     return model
 
 
-def leave_groups() -> None:
-    """Leave all process groups, once nobody refers to the model any more. gloo's threads and sockets end with the last
-    reference to a group. Collective."""
-    from megatron.core import parallel_state
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return ".adapter." in name
 
-    # Before the groups are destroyed: a CUDA graph of the model uses them.
-    gc.collect()
-    parallel_state.destroy_model_parallel()
-    # megatron-core 0.19 keeps two of its groups.
-    for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, dist.ProcessGroup):
-            setattr(parallel_state, name, None)
-    dist.destroy_process_group()
+
+def torch_dtype(precision: str) -> torch.dtype:
+    return getattr(torch, precision)
 
 
 def context_ranks() -> ContextRanks:
@@ -473,3 +287,112 @@ def context_ranks() -> ContextRanks:
 
     group = parallel_state.get_context_parallel_group()
     return ContextRanks(dist.get_rank(group), dist.get_world_size(group), group)
+
+
+def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:
+    """The options of megatron-core's DistributedDataParallel. `replicas`: ranks that average their gradients."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    options = parallel.distributed_data_parallel_config
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        # Also of a single replica, because some checkpoints have its buckets, for any number of replicas.
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather and replicas > 1,
+        bucket_size=options.bucket_size,
+        # The worker checks the gradients of all ranks together, and skips the step.
+        check_for_nan_in_grad=False,
+    )
+
+
+def leave_groups() -> None:
+    """Leave all process groups, once nobody refers to the model. Collective.
+
+    gloo's threads and sockets end with the last reference to a group.
+    """
+    from megatron.core import parallel_state
+
+    # Before the groups are destroyed: a CUDA graph of the model uses them.
+    gc.collect()
+    parallel_state.destroy_model_parallel()
+    forget_groups()
+    dist.destroy_process_group()
+
+
+def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:
+    """Set what the configuration says on megatron-bridge's provider, before it is finalized."""
+    parallel, dtype = config.megatron_cfg, torch_dtype(config.precision)
+    provider.tensor_model_parallel_size = parallel.tensor_model_parallel_size
+    provider.pipeline_model_parallel_size = parallel.pipeline_model_parallel_size
+    provider.num_layers_in_first_pipeline_stage = parallel.num_layers_in_first_pipeline_stage
+    provider.num_layers_in_last_pipeline_stage = parallel.num_layers_in_last_pipeline_stage
+    provider.context_parallel_size, provider.cp_comm_type = parallel.context_parallel_size, parallel.cp_comm_type
+    provider.expert_model_parallel_size = parallel.expert_model_parallel_size
+    provider.sequence_parallel = parallel.sequence_parallel
+    provider.params_dtype = provider.pipeline_dtype = dtype
+    provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
+    # Pipeline stages send each other the shape of each micro-batch; the all-to-all dispatcher of experts allows for it.
+    provider.variable_seq_lengths = parallel.pipeline_model_parallel_size > 1
+    provider.moe_token_dispatcher_type = "alltoall"
+    # A tensor-parallel group does not split single experts: whole experts are distributed over ranks.
+    provider.expert_tensor_parallel_size = 1
+    moe.set_fields(provider, parallel)
+    if parallel.activation_checkpointing:
+        provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
+    activation_offload.set_fields(provider, parallel)
+    if on_gpu:
+        _set_gpu_kernels(provider, parallel)
+        return
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+
+    provider.transformer_layer_spec = local_layer_spec
+    provider.use_cpu_initialization = True
+    for fusion in _FUSIONS:
+        setattr(provider, fusion, False)
+
+
+def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
+    """Set the kernels of Transformer Engine's layers.
+
+    Whether shared experts compute during the all-to-all is left to the bridge, which knows the model. The all-to-all of
+    routed experts is not overlapped. megatron-core's `overlap_moe_expert_parallel_comm` holds activations of two
+    micro-batches and replaces the `forward` of `micro_pass` by a schedule plan.
+    `overlap_dispatch_backward_with_experts_wgrad` is for its FSDP: it computes gradients of experts after the hooks
+    that add them to the gradient buffers of its DistributedDataParallel.
+    """
+    # Without fusion, packed sequences are rotated one by one, in Python.
+    provider.apply_rope_fusion = True
+    # megatron-bridge sets it for some models only; unfused, the MLP's activation keeps two more copies of its input.
+    provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
+    # megatron-core's output layer needs Apex for it.
+    provider.gradient_accumulation_fusion = False
+    if provider.num_moe_experts:
+        provider.moe_grouped_gemm = options.moe_grouped_gemm
+        provider.moe_permute_fusion = options.moe_permute_fusion
+        provider.moe_router_fusion = options.moe_router_fusion
+
+
+def _check_recordable(chunks: Sequence[Any]) -> None:
+    """Raise TrainingError where a model has dropout: a graph does not take its random numbers from a step's seed."""
+    for chunk in chunks:
+        shares = (chunk.config.hidden_dropout, chunk.config.attention_dropout)
+        if any(shares):
+            raise TrainingError(
+                f"policy.megatron_cfg.cuda_graph_impl: the model has dropout ({max(shares):g}), which CUDA graphs "
+                "cannot repeat from a step's seed; set policy.megatron_cfg.cuda_graph_impl=none"
+            )
+
+
+def _own_place(parallel: MegatronConfig) -> ParallelPlace:
+    from megatron.core import parallel_state
+
+    return ParallelPlace(
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        has_logits=parallel_state.is_pipeline_last_stage(),
+        is_whole=not ParallelDims.of(parallel, dist.get_world_size()).splits_weights,
+        context_rank=parallel_state.get_context_parallel_rank(),
+    )

@@ -22,7 +22,7 @@ from nemo_rl_lite.compat.megatron import forget_classes
 from nemo_rl_lite.compat.torch import free_host_cache
 from nemo_rl_lite.config.schema import OptimizerConfig, PolicyConfig
 from nemo_rl_lite.policy.memory import gradient_buffers, torch_optimizers
-from nemo_rl_lite.policy.model import MegatronModel, connect_schedules, torch_dtype
+from nemo_rl_lite.policy.model import MegatronModel, torch_dtype
 
 
 def megatron_options(settings: OptimizerConfig) -> dict[str, Any]:
@@ -137,8 +137,19 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         model_config = get_model_config(chunk)
         model_config.finalize_model_grads_func = model.finish_gradients
         model_config.grad_scale_func = optimizer.scale_loss
-        connect_schedules(model.chunks, model_config)
+        _connect_schedules(model.chunks, model_config)
     return optimizer, scheduler
+
+
+def _connect_schedules(chunks: list[Any], model_config: Any) -> None:
+    """Connect megatron-core's schedules: they reduce gradients with the last micro-batch only, and those of later
+    pipeline stages after all of their backward passes, as its own training loop does."""
+    if not chunks[0].ddp_config.overlap_grad_reduce:
+        return
+    one = len(chunks) == 1
+    no_sync, start = [chunk.no_sync for chunk in chunks], [chunk.start_grad_sync for chunk in chunks]
+    model_config.no_sync_func = no_sync[0] if one else no_sync
+    model_config.grad_sync_func = start[0] if one else start
 
 
 def disconnect(model: MegatronModel) -> None:

@@ -1,18 +1,11 @@
-"""One policy rank: its phases, batches, refits and saves. A plain class; `cluster/` runs it in an actor. `scoring.py`
-and `training.py` have its passes.
-
-Logprobs and losses of one policy rank's rows, without a gradient.
-
-Optimizer steps of one policy rank.
-"""
+"""The policy on one rank: its passes, optimizer steps, refits and saves. A plain class; `cluster/` hosts it."""
 
 import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,15 +20,13 @@ from nemo_rl_lite.observability.liveness import note_progress
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.mover import Move
-from nemo_rl_lite.offload.phases import PhaseMemory
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.policy import memory
 from nemo_rl_lite.policy.checkpoint import PolicyState
 from nemo_rl_lite.policy.export import export_folder, plan_refit
 from nemo_rl_lite.policy.graphs import CudaRecorder, MicroBatchGraphs
-from nemo_rl_lite.policy.memory import Reference, kept_reference, phase_memory, require_weights
+from nemo_rl_lite.policy.memory import clear_module_caches, kept_reference, phase_memory, require_weights
 from nemo_rl_lite.policy.micro_batches import Layout
-from nemo_rl_lite.policy.model import MegatronModel, ParallelPlace, build_model, leave_groups
+from nemo_rl_lite.policy.model import ParallelPlace, build_model, leave_groups
 from nemo_rl_lite.policy.moe import expert_biases
 from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, stays_on_host, step_threads
 from nemo_rl_lite.policy.passes import forward_backward, forward_scores
@@ -43,142 +34,6 @@ from nemo_rl_lite.refit.interface import RefitReport, WeightSource
 from nemo_rl_lite.refit.ipc import SharedBytes, SharedWeights
 from nemo_rl_lite.refit.layout import RefitPlan
 from nemo_rl_lite.system import numa
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """The policy and, where a loss compares with it, the reference policy. Every method is collective."""
-
-    model: MegatronModel
-    reference: Reference | None
-    layout: Layout
-    temperature: float
-    phases: PhaseMemory
-    memory: MemoryMeter
-
-    def score(
-        self, batch: Batch, which: Sequence[str], counts: Normalizers, first: int
-    ) -> tuple[Batch, dict[str, float] | None]:
-        """See `MegatronWorker.score`; returns the batch with its logprobs, too."""
-        measured = {}
-        if "previous" in which:
-            later, previous_BT = batch.rows(slice(first, None)), torch.zeros(batch.tokens.shape)
-            scored_BT = self._logprobs(later, then_train="reference" not in which)
-            if scored_BT is not None:
-                previous_BT[first:] = scored_BT
-                batch = replace(batch, previous_logprobs=previous_BT)
-                if batch.generation_logprobs is not None:
-                    measured = mismatch_metrics(batch.rows(slice(first, None)), counts)
-        if "reference" in which:
-            if self.reference is None:
-                raise RuntimeError("the worker was started without reference weights (keep_reference)")
-            require_weights(self.model, self.phases)
-            with self.reference.in_place():
-                batch = replace(batch, reference_logprobs=self._logprobs(batch, then_train=True))
-        return batch, floats([measured])[0] if self.model.place.reports else None
-
-    def evaluate(self, batch: Batch, rows: int, loss: Loss, counts: Normalizers) -> dict[str, float] | None:
-        """See `MegatronWorker.evaluate`."""
-        scored = self.scores(batch.tokens, batch.lengths, then_train=self.reference is None, loss=loss)
-        if scored is None or not rows or not self.model.place.reports:
-            return None
-        logprobs_BT = scored.pop("logprobs")
-        with torch.no_grad():
-            _, metrics = loss_of(loss, logprobs_BT[:rows], replace(batch, **scored).rows(slice(rows)), counts)
-        return floats([metrics])[0]
-
-    def scores(
-        self,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        phase: str = "logprob",
-        then_train: bool = False,
-        loss: Loss | None = None,
-        experts_BTLk: Tensor | None = None,
-    ) -> dict[str, Tensor] | None:
-        """See `forward_scores`. `then_train`: training follows, so what it needs may move to the device meanwhile."""
-        require_weights(self.model, self.phases)
-        working_bytes = self.memory.working_bytes(phase) if then_train else None
-        between = self.phases.between_micro_batches(Phase.TRAIN, working_bytes, self.memory.moving)
-        with self.memory.phase(phase):
-            return forward_scores(
-                self.model,
-                tokens_BT,
-                lengths_B,
-                self.layout,
-                self.temperature,
-                between,
-                loss,
-                experts_BTLk=experts_BTLk,
-            )
-
-    def _logprobs(self, batch: Batch, then_train: bool) -> Tensor | None:
-        scored = self.scores(batch.tokens, batch.lengths, then_train=then_train, experts_BTLk=batch.routed_experts)
-        self.model.clock.keep("logprob")
-        return None if scored is None else scored["logprobs"]
-
-
-@dataclass(frozen=True)
-class Training:
-    """The model with its optimizer and schedule. `graphs` run micro-batches where there are any; `seed` is the
-    run's."""
-
-    model: MegatronModel
-    optimizer: Any
-    scheduler: Any
-    layout: Layout
-    graphs: MicroBatchGraphs | None
-    temperature: float
-    weight_decay: float
-    seed: int
-    phases: PhaseMemory
-    memory: MemoryMeter
-
-    def step(
-        self, batch: Batch, loss: Loss, counts: Normalizers, mismatch_counts: Normalizers | None
-    ) -> tuple[dict[str, float], dict[str, float]] | None:
-        """See `MegatronWorker.train`; the batch has the rows of this step alone. Collective."""
-        self.phases.require(Component.PARAMETERS)
-        self.phases.expect(Component.OPTIMIZER_STATES)
-        self._seed_step()
-        with self.memory.phase("train"), self.phases.gradients.accumulating():
-            for chunk in self.model.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            biases = expert_biases(self.model.chunks)
-            before = [bias.clone() for bias in biases]
-            parts = forward_backward(
-                self.model, batch, self.layout, self.temperature, loss, counts, mismatch_counts, self.graphs
-            )
-            self.model.clock.keep("train")
-            self.phases.arrive(Component.OPTIMIZER_STATES)
-            self.model.gather.fall_behind()
-            learning_rate = self.optimizer.param_groups[0]["lr"]
-            finite, grad_norm = gradients_are_finite(self.model), math.nan
-            if finite:
-                _, grad_norm, _ = self.optimizer.step()
-                self.scheduler.step(increment=1)
-            else:
-                # megatron-core has moved them already, with the gradients.
-                for bias, value in zip(biases, before, strict=True):
-                    bias.copy_(value)
-            self.phases.recount()
-        if not self.model.place.reports:
-            return None
-        measured = [{"grad_norm": torch.as_tensor(grad_norm)}, *(part.metrics for part in parts)]
-        norm, *each = floats([*measured, *(part.mismatch for part in parts)])
-        shares, mismatch = combine_metrics(each[: len(parts)]), combine_metrics(each[len(parts) :])
-        own = {"lr": learning_rate, "wd": self.weight_decay, "skipped_steps": float(not finite)}
-        return shares | norm | own, mismatch
-
-    def _seed_step(self) -> None:
-        """Seed the random numbers of a step, such as dropout's, from run, step and place alone. Context-parallel ranks
-        have other tokens of the replica's sequences."""
-        steps, context = self.scheduler.num_steps, self.model.context
-        replica = self.model.place.data_rank * context.size + context.rank
-        note_progress(optimizer_step=steps + 1, micro_batch=0)
-        torch.manual_seed((self.seed * 1_000_003 + steps) * 65_537 + replica)
-
 
 log = logging.getLogger(__name__)
 
@@ -211,39 +66,29 @@ class MegatronWorker:
         residency: Residency,
         resume_layouts: str,
     ):
-        # Bind before anything else, so that threads and page-locked memory are near the GPU.
+        # Bind before anything else, so that threads and pinned memory are near the GPU.
         if on_gpu and cluster.numa_binding:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._model_path, self._rank = Path(model_path), int(os.environ["RANK"])
+        self._seed, self._temperature = seed, temperature
+        self._weight_decay = policy.megatron_cfg.optimizer.weight_decay
         with SETUP("model"):
             self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed)
         with SETUP("optimizer"):
-            optimizer, scheduler = build_optimizer(policy, self._model)
+            self._optimizer, self._scheduler = build_optimizer(policy, self._model)
         if stays_on_host(policy.megatron_cfg.optimizer) and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
-        reference = kept_reference(policy, self._model) if keep_reference else None
-        training = Layout.configured(policy, "train", on_gpu, sequences_together)
-        logprobs = Layout.configured(policy, "logprob", on_gpu)
-        log.info("micro-batches: %s for training, %s for logprobs", training, logprobs)
-        self._phases = phase_memory(policy, self._model, optimizer, residency)
+        self._reference = kept_reference(policy, self._model) if keep_reference else None
+        self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together)
+        self._logprob_layout = Layout.configured(policy, "logprob", on_gpu)
+        log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
+        self._phases = phase_memory(policy, self._model, self._optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)
-        self._scoring = Scoring(self._model, reference, logprobs, temperature, self._phases, self._memory)
-        self._training = Training(
-            self._model,
-            optimizer,
-            scheduler,
-            training,
-            graphs=MicroBatchGraphs(self._model, CudaRecorder()) if training.in_buckets else None,
-            temperature=temperature,
-            weight_decay=policy.megatron_cfg.optimizer.weight_decay,
-            seed=seed,
-            phases=self._phases,
-            memory=self._memory,
-        )
+        self._graphs = MicroBatchGraphs(self._model, CudaRecorder()) if self._train_layout.in_buckets else None
         self._held: dict[str, Batch] = {}
-        self._state = PolicyState(self._model, optimizer, scheduler, resume_layouts)
+        self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts)
 
     def place(self) -> ParallelPlace:
         return self._model.place
@@ -253,17 +98,16 @@ class MegatronWorker:
         self._leave_training(Phase.LOGPROB, working_bytes=self._memory.working_bytes("logprob"))
 
     def prepare_for_training(self) -> None:
-        """Enter the training phase: everything that training needs is on the device, but for the optimizer's states,
-        which may still be on their way until the optimizer steps."""
+        """Enter the training phase. Optimizer states may arrive later, before the optimizer steps."""
         self._phases.enter(Phase.TRAIN, later=[Component.OPTIMIZER_STATES])
 
     def prepare_for_refit(self, engine_bytes: int) -> None:
-        """Enter the refit phase. Moves to the host may overlap with an engine on this device that takes `engine_bytes`
-        for its weights, if there is room."""
+        """Enter the refit phase. Moves to the host may overlap with an engine on this device that allocates
+        `engine_bytes` for its weights, if there is room."""
         self._leave_training(Phase.REFIT, working_bytes=engine_bytes)
 
     def prepare_for_generation(self) -> None:
-        """Enter the generation phase: the engines have the room that the residency gives them."""
+        """Enter the generation phase: the engines have the memory that the residency gives them."""
         self._leave_training(Phase.GENERATE)
         self._memory.note("generate")
 
@@ -282,11 +126,11 @@ class MegatronWorker:
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> np.ndarray | None:
         """Logprobs [B, T] of a few sequences at the sampling temperature; entry t belongs to token t, entry 0 is 0."""
-        scored = self._scoring.scores(tokens_BT, lengths_B, phase)
+        scored = self._scores(tokens_BT, lengths_B, phase)
         return scored["logprobs"].numpy() if scored is not None and self._model.place.reports else None
 
     def hold(self, rows: Sequence[TokenRow], name: str = "train") -> None:
-        """Keep this replica's share of a batch, padded to its longest row, instead of an older one of this name."""
+        """Keep this replica's share of a batch, padded to its longest row. It replaces the batch of this name."""
         self._held[name] = Batch.padded(rows)
 
     def score(
@@ -295,12 +139,34 @@ class MegatronWorker:
         """Add `previous` or `reference` logprobs to a held batch, or both; previous ones from the row `first` on.
         Returns this replica's share of the `mismatch_metrics` of a global batch with these counts, if engines sampled
         its rows and they now have previous logprobs."""
-        self._held[name], measured = self._scoring.score(self._held[name], which, counts, first)
-        return measured
+        batch, measured = self._held[name], {}
+        if "previous" in which:
+            later, previous_BT = batch.rows(slice(first, None)), torch.zeros(batch.tokens.shape)
+            scored_BT = self._pass_logprobs(later, then_train="reference" not in which)
+            if scored_BT is not None:
+                previous_BT[first:] = scored_BT
+                batch = replace(batch, previous_logprobs=previous_BT)
+                if batch.generation_logprobs is not None:
+                    measured = mismatch_metrics(batch.rows(slice(first, None)), counts)
+        if "reference" in which:
+            if self._reference is None:
+                raise RuntimeError("the worker was started without reference weights (keep_reference)")
+            require_weights(self._model, self._phases)
+            with self._reference():
+                batch = replace(batch, reference_logprobs=self._pass_logprobs(batch, then_train=True))
+        self._held[name] = batch
+        return floats([measured])[0] if self._model.place.reports else None
 
     def evaluate(self, rows: int, loss: Loss, counts: Normalizers, name: str = "train") -> dict[str, float] | None:
-        """The loss and its metrics of the first `rows` rows of a held batch; None where there are none."""
-        return self._scoring.evaluate(self._held[name], rows, loss, counts)
+        """The loss and its metrics of the first `rows` rows of a held batch, without a gradient; None without rows."""
+        batch = self._held[name]
+        scored = self._scores(batch.tokens, batch.lengths, then_train=self._reference is None, loss=loss)
+        if scored is None or not rows or not self._model.place.reports:
+            return None
+        logprobs_BT = scored.pop("logprobs")
+        with torch.no_grad():
+            _, metrics = loss_of(loss, logprobs_BT[:rows], replace(batch, **scored).rows(slice(rows)), counts)
+        return floats([metrics])[0]
 
     def train(
         self,
@@ -310,11 +176,45 @@ class MegatronWorker:
         name: str = "train",
         mismatch_counts: Normalizers | None = None,
     ) -> tuple[dict[str, float], dict[str, float]] | None:
-        """One optimizer step on `rows` of a held batch, this rank's share of a global batch; `mismatch_counts`: see
-        `forward_backward`. Returns the metrics of the step, and of the mismatch. These are this replica's
-        share, except `grad_norm`, `lr`, `wd` and `skipped_steps`, which are whole on every replica. Where a gradient is
-        not finite, weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is NaN."""
-        return self._training.step(self._held[name].rows(rows), loss, counts, mismatch_counts)
+        """One optimizer step on `rows` of a held batch, this rank's share of a global batch.
+
+        Returns this replica's share of the metrics of the step, and of the mismatch (`mismatch_counts`: see
+        `forward_backward`). `grad_norm`, `lr`, `wd` and `skipped_steps` are the same on every replica. Where a gradient
+        is not finite, weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is NaN.
+        """
+        self._phases.require(Component.PARAMETERS)
+        self._phases.expect(Component.OPTIMIZER_STATES)
+        self._seed_step()
+        batch = self._held[name].rows(rows)
+        with self._memory.phase("train"), self._phases.gradients.accumulating():
+            for chunk in self._model.chunks:
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            biases = expert_biases(self._model.chunks)
+            before = [bias.clone() for bias in biases]
+            parts = forward_backward(
+                self._model, batch, self._train_layout, self._temperature, loss, counts, mismatch_counts, self._graphs
+            )
+            self._model.clock.keep("train")
+            self._phases.arrive(Component.OPTIMIZER_STATES)
+            self._model.gather.fall_behind()
+            learning_rate = self._optimizer.param_groups[0]["lr"]
+            finite, grad_norm = gradients_are_finite(self._model), math.nan
+            if finite:
+                _, grad_norm, _ = self._optimizer.step()
+                self._scheduler.step(increment=1)
+            else:
+                # megatron-core has moved them already, with the gradients.
+                for bias, value in zip(biases, before, strict=True):
+                    bias.copy_(value)
+            self._phases.recount()
+        if not self._model.place.reports:
+            return None
+        measured = [{"grad_norm": torch.as_tensor(grad_norm)}, *(part.metrics for part in parts)]
+        norm, *each = floats([*measured, *(part.mismatch for part in parts)])
+        shares, mismatch = combine_metrics(each[: len(parts)]), combine_metrics(each[len(parts) :])
+        own = {"lr": learning_rate, "wd": self._weight_decay, "skipped_steps": float(not finite)}
+        return shares | norm | own, mismatch
 
     def take_memory(self) -> Peaks:
         """Peak memory of the phases since the last call; empty on a CPU."""
@@ -323,14 +223,14 @@ class MegatronWorker:
     def plan_refit(
         self, config: RefitConfig, shared_device: bool, consumers: int, adapters_alone: bool = False
     ) -> RefitPlan | None:
-        """See `producer.plan_refit`; rank 0 returns the plan."""
+        """See `export.plan_refit`; rank 0 returns the plan."""
         require_weights(self._model, self._phases)
         self._producer = plan_refit(self._model, config, shared_device, consumers, adapters_alone)
         return None if self._rank else self._producer.plan
 
     def use_shared_weights(self, weights: SharedWeights | None) -> SharedBytes | None:
-        """Keep frozen weights in the memory of the engine on this rank's device, if there is one, and give this rank's
-        own copies back to the device; see `refit.transport.one_copy`."""
+        """Keep frozen weights in the memory of the engine on this rank's device, if there is one, and free this rank's
+        own copies; see `SharedFrozenParams`."""
         if weights is None:
             return None
         require_weights(self._model, self._phases)
@@ -343,7 +243,7 @@ class MegatronWorker:
         return frozen
 
     def open_refit(self, host: str) -> tuple[int, WeightSource | None]:
-        """Open this rank's meeting point; returns its port, and the offer for consumers."""
+        """Open this rank's rendezvous; returns its port, and the offer for consumers."""
         self._open_producer = self._producer.open(host)
         return self._open_producer.store.port, self._open_producer.offer
 
@@ -387,13 +287,45 @@ class MegatronWorker:
 
     def close(self) -> None:
         """Drop the model with all that belongs to it. This process may then build another worker. Collective."""
-        memory.clear_module_caches(self._model)
+        clear_module_caches(self._model)
         disconnect(self._model)
         self.__dict__.clear()
         leave_groups()
 
+    def _pass_logprobs(self, batch: Batch, then_train: bool) -> Tensor | None:
+        scored = self._scores(batch.tokens, batch.lengths, then_train=then_train, experts_BTLk=batch.routed_experts)
+        self._model.clock.keep("logprob")
+        return None if scored is None else scored["logprobs"]
+
+    def _scores(
+        self,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        phase: str = "logprob",
+        then_train: bool = False,
+        loss: Loss | None = None,
+        experts_BTLk: Tensor | None = None,
+    ) -> dict[str, Tensor] | None:
+        """See `forward_scores`. `then_train`: training follows, so what it needs may move to the device meanwhile."""
+        require_weights(self._model, self._phases)
+        working_bytes = self._memory.working_bytes(phase) if then_train else None
+        between = self._phases.between_micro_batches(Phase.TRAIN, working_bytes, self._memory.moving)
+        layout, temperature = self._logprob_layout, self._temperature
+        with self._memory.phase(phase):
+            return forward_scores(
+                self._model, tokens_BT, lengths_B, layout, temperature, between, loss, experts_BTLk=experts_BTLk
+            )
+
+    def _seed_step(self) -> None:
+        """Seed the random numbers of a step, such as dropout's, from run, step and place alone. Context-parallel ranks
+        have different tokens of the replica's sequences."""
+        steps, context = self._scheduler.num_steps, self._model.context
+        replica = self._model.place.data_rank * context.size + context.rank
+        note_progress(optimizer_step=steps + 1, micro_batch=0)
+        torch.manual_seed((self._seed * 1_000_003 + steps) * 65_537 + replica)
+
     def _leave_training(self, phase: Phase, working_bytes: int | None = None) -> None:
-        """Enter another phase, with whole weights, because they may move, and without what passes left behind."""
+        """Enter another phase with complete weights, because they may move, and without what passes left behind."""
         self._model.gather.complete()
-        memory.clear_module_caches(self._model)
+        clear_module_caches(self._model)
         self._phases.enter(phase, working_bytes)

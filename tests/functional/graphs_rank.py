@@ -82,10 +82,9 @@ def main(model_folder: str, output_file: str, overrides: str, ways: str) -> None
 def run(config: Config, worker: MegatronWorker, overrides: list[str], way: str) -> dict[str, Any]:
     """Four steps with each loss, on other rows each time, one more after gradients have moved, and one that fails."""
     recorder = Again()
-    layout = replace(worker._training.layout, together=2, in_buckets=way != "plain")
-    worker._training = replace(worker._training, layout=layout)
+    worker._train_layout = replace(worker._train_layout, together=2, in_buckets=way != "plain")
     if way == "again":
-        worker._training = replace(worker._training, graphs=MicroBatchGraphs(worker._model, recorder))
+        worker._graphs = MicroBatchGraphs(worker._model, recorder)
     losses, measured, recorded = (
         losses_of(config, [*OF_THE_EMBEDDED, f"policy.model_name={config.policy.model_name}", *overrides]),
         [],
@@ -107,7 +106,7 @@ def run(config: Config, worker: MegatronWorker, overrides: list[str], way: str) 
     found = {"measured": measured, "recorded": recorded, "reads": recorder.reads, "initial": initial}
     found["weights"] = weights_of(worker)
     if way == "again":
-        worker._training = replace(worker._training, graphs=MicroBatchGraphs(worker._model, Refusing()))
+        worker._graphs = MicroBatchGraphs(worker._model, Refusing())
         try:
             train(worker, losses["sft"], 0, first_pass=False)
         except TrainingError as error:
@@ -116,7 +115,7 @@ def run(config: Config, worker: MegatronWorker, overrides: list[str], way: str) 
 
 
 def recorded_by(worker: MegatronWorker) -> int:
-    graphs = worker._training.graphs
+    graphs = worker._graphs
     return graphs.recorded if graphs else 0
 
 

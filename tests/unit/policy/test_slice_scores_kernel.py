@@ -12,10 +12,10 @@ def test_the_kernels_give_what_torch_gives(tmp_path):
 import sys
 from pathlib import Path
 from tests.linear_scores_cases import alone, check_everything
-from nemo_rl_lite.policy import slice_scores_kernel
+from nemo_rl_lite.policy import vocab_chunks_kernel
 
 alone(Path(sys.argv[1]))
-check_everything(slice_scores_kernel, "cpu")
+check_everything(vocab_chunks_kernel, "cpu")
 """
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[3]
