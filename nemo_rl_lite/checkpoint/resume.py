@@ -23,8 +23,8 @@ _LAYOUT = (
     *(f"{_MEGATRON}.distributed_data_parallel_config.{name}" for name in ("overlap_grad_reduce", "bucket_size")),
     _DISTRIBUTED,
 )
-# Float32 parameters have no separate main copies. Only megatron-core's distributed optimizer, where it saves by
-# parameter, writes the same with and without them.
+# Float32 parameters have no separate main copies. Only megatron-core's distributed optimizer, saved by parameter,
+# writes the same with and without them.
 _PRECISION = "policy.precision"
 # Sections that do not affect results.
 _FREE = ("run_name", "logger", "checkpoint", "cluster")
@@ -32,14 +32,14 @@ _FREE = ("run_name", "logger", "checkpoint", "cluster")
 
 @dataclass(frozen=True)
 class Start:
-    """`steps` are done, and `policy` is the folder of the policy's state after them (None: a new run)."""
+    """Where a run starts: after `steps`, from the policy's state in the folder `policy` (None: a new run)."""
 
     steps: int = 0
     policy: Path | None = None
     changes: tuple[str, ...] = ()
     """One line for each key that differs from the saved configuration."""
     rollouts: Mapping[str, Any] = field(default_factory=dict)
-    """What the source of rollouts had saved."""
+    """The saved state of the source of rollouts."""
 
     @property
     def folder(self) -> Path | None:
@@ -82,11 +82,11 @@ def find_start(
         found = store.newest_whole()
         if found is None and named is not None:
             found = locate(Path(named))
-    if found is None and named is not None:
+    if found is None:
+        if named is None:
+            return Start()
         fix = "the folder of a run, or of one checkpoint (.../checkpoints/step-00000010)"
         raise ConfigError([Violation("checkpoint.resume_from", named, "has no complete checkpoint", fix)])
-    if found is None:
-        return Start()
     saved = found.record.get("config", {})
     # Without a teacher its keys, which follow the policy's, change nothing.
     free = _FREE if has_teacher(config) else (*_FREE, "teacher")
@@ -101,7 +101,7 @@ def find_start(
     ]
     wrong += _of_another_model(config, changes, found.path)
     last, key = config.algorithm.max_num_steps, "algorithm.max_num_steps"
-    # A run that ended between its last checkpoint and its end has its ending left.
+    # The run's own checkpoint of the last step: it exited before the final export.
     if last is not None and found.step >= last + (named is None or has_any(store.folder)):
         rule = f"{found.path} has taken {found.step} steps already"
         wrong.append(Violation(key, last, rule, f"{key}={found.step + 10}, or another number above {found.step}"))
@@ -112,7 +112,7 @@ def find_start(
 
 
 def _of_another_model(config: Config, changes: Mapping[str, tuple[Any, Any]], checkpoint: Path) -> Iterator[Violation]:
-    """A checkpoint of LoRA has the adapters alone, which belong to the frozen weights that they were trained on."""
+    """Yield a violation where LoRA's adapters, all that a checkpoint has, were trained on another model's weights."""
     key = "policy.model_name"
     before, now = changes.get(key, (None, None))
     if not config.policy.megatron_cfg.peft.enabled or before is None:

@@ -3,11 +3,7 @@
 A checkpoint is a folder `step-00000120` with what the run wrote and `checkpoint.json`, which has a digest of every file
 and of itself: a bit that flipped on a disk changes weights without an error anywhere else. It is written under a name
 that begins with a dot, synced to the disk, and then renamed; `latest` names the newest. Older ones stay until the new
-one is complete.
-
-Reads the pickles of a distributed checkpoint safely: tensors and its own records load, anything else is refused.
-
-Saves a run's checkpoints while it trains.
+one is complete. `Checkpoints` saves them while a run trains.
 """
 
 import hashlib
@@ -15,25 +11,23 @@ import json
 import logging
 import math
 import os
-import pickle
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from nemo_rl_lite.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 RECORD, PREFIX = "checkpoint.json", "step-"
-
 LATEST, _REPLACED = "latest", ".replaced-"
+# The policy's part of a checkpoint's folder.
+POLICY = "policy"
 
 # Reading a file and computing its digest release the interpreter's lock; disks and CPUs both have room for this many.
 _THREADS = 8
@@ -44,8 +38,8 @@ _REMOVED = ".nfs"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: `record` describes the run, `metrics` are the last validation's at its step, and `files`
-    are the digests of its files (None in one that was saved before there were digests)."""
+    """A complete checkpoint: `record` describes the run, `metrics` are those of the validation at its step, and `files`
+    are the digests of its files (None in a checkpoint from before digests)."""
 
     path: Path
     step: int
@@ -76,7 +70,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the folder cannot be made.
         """
-        unfinished = self.folder / f".{folder_name(step)}"
+        unfinished = self._unfinished(step)
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
@@ -91,13 +85,13 @@ class CheckpointStore:
         record: Mapping[str, Any],
         digests: Mapping[str, str] | None = None,
     ) -> Checkpoint:
-        """Complete the checkpoint that was begun, and remove those that are not kept. `digests`: those that are known
-        already, by the file's path in the checkpoint.
+        """Complete the checkpoint that was begun, and remove those that are not kept. `digests`: known ones, by the
+        file's path in the checkpoint.
 
         Raises:
             CheckpointError: it was not written completely; older checkpoints are unchanged.
         """
-        unfinished, target = self.folder / f".{folder_name(step)}", self.folder / folder_name(step)
+        unfinished, target = self._unfinished(step), self.folder / folder_name(step)
         known = dict(digests or {})
         try:
             others = [file for file in files_below(unfinished) if file.relative_to(unfinished).as_posix() not in known]
@@ -115,7 +109,10 @@ class CheckpointStore:
             raise CheckpointError(f"step {step} cannot be written to {self.folder}: {error}") from error
         try:
             shutil.rmtree(replaced, ignore_errors=True)
-            self._point_to(target)
+            pointer = self.folder / f".{LATEST}"
+            pointer.write_text(f"{target.name}\n")
+            to_disk(pointer)
+            pointer.replace(self.folder / LATEST)
             self._prune()
         except OSError as error:
             log.warning("the checkpoint of step %d is complete, but older ones were not tidied up: %s", step, error)
@@ -145,7 +142,7 @@ class CheckpointStore:
 
     def discard(self, step: int) -> None:
         """Remove the checkpoint that was begun."""
-        shutil.rmtree(self.folder / f".{folder_name(step)}", ignore_errors=True)
+        shutil.rmtree(self._unfinished(step), ignore_errors=True)
 
     def complete(self) -> list[Checkpoint]:
         """All complete checkpoints, the oldest first. Their files are not read."""
@@ -153,10 +150,10 @@ class CheckpointStore:
         return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
     def newest_whole(self) -> Checkpoint | None:
-        """The newest checkpoint, whose files are as they were saved; None where there is none.
+        """The newest checkpoint, with its files verified; None where there is none.
 
         Raises:
-            CheckpointError: they are not. The message names the next older checkpoint that is whole.
+            CheckpointError: it is damaged. The message names the next older checkpoint that is whole.
         """
         folders = self._folders()
         if not folders:
@@ -165,10 +162,17 @@ class CheckpointStore:
         try:
             return verified(newest)
         except CheckpointError as error:
-            fallback = next(filter(None, map(_whole, reversed(older))), None)
+            fallback = None
+            for path in reversed(older):
+                with suppress(CheckpointError):
+                    fallback = verified(path)
+                    break
             offer = f"the newest one that is whole is {fallback.path}" if fallback else "no older one is whole"
             fix = f"fix: restore it, or move it away to resume {'from there' if fallback else 'from the start'}"
             raise CheckpointError(f"{error}; {offer}; {fix}") from error
+
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f".{folder_name(step)}"
 
     def _folders(self) -> list[Path]:
         return sorted(self.folder.glob(f"{PREFIX}*"))
@@ -196,23 +200,10 @@ class CheckpointStore:
                 one.path.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)
 
-    def _point_to(self, target: Path) -> None:
-        pointer = self.folder / f".{LATEST}"
-        pointer.write_text(f"{target.name}\n")
-        to_disk(pointer)
-        pointer.replace(self.folder / LATEST)
-
 
 def has_any(folder: Path) -> bool:
     """Whether a run has saved there, including a replaced checkpoint that `tidy` would restore."""
     return any(path for begin in ("", _REPLACED) for path in folder.glob(f"{begin}{PREFIX}*"))
-
-
-def _whole(path: Path) -> Checkpoint | None:
-    try:
-        return verified(path)
-    except CheckpointError:
-        return None
 
 
 def load(path: Path) -> Checkpoint | None:
@@ -238,7 +229,7 @@ def read(path: Path) -> Checkpoint:
     own, changed = content.pop("digest", None), f"{path / RECORD} is not what was saved"
     if not all(isinstance(value, kind) for value, kind in kinds):
         raise CheckpointError(changed)
-    # One from before there were digests has neither.
+    # A checkpoint from before digests has neither.
     if (own, files) != (None, None) and own != _record_digest(content):
         raise CheckpointError(changed)
     if path.name.startswith(PREFIX) and path.name != folder_name(step):
@@ -267,22 +258,21 @@ def verified(path: Path) -> Checkpoint:
 
 
 def write_record(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the record of a checkpoint into its folder: the old one or the new one is there, whatever happens. Raises
-    OSError."""
+    """Write the record of a checkpoint into its folder atomically. Raises OSError."""
     content: dict[str, Any] = {"step": checkpoint.step, "metrics": checkpoint.metrics, "record": checkpoint.record}
     if checkpoint.files is not None:
         content["files"] = checkpoint.files
         content["digest"] = _record_digest(content)
     unfinished = folder / f".{RECORD}"
     unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    # It has the configuration.
+    # It contains the configuration.
     unfinished.chmod(0o640)
     to_disk(unfinished)
     unfinished.replace(folder / RECORD)
 
 
 def _record_digest(content: Mapping[str, Any]) -> str:
-    """The digest of a record, the same for what is written and for what is read."""
+    """The digest of a record, as written and as read."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -292,7 +282,7 @@ def folder_name(step: int) -> str:
 
 
 def to_disk(path: Path) -> None:
-    """Let the disk have what was written to a file or a folder. Raises OSError."""
+    """Sync a file or a folder to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -304,19 +294,22 @@ def digests_of(folder: Path, files: Iterable[Path]) -> dict[str, str]:
     """SHA-256 in hexadecimal of each file, by its path below `folder`. Raises OSError: a file cannot be read."""
     paths = sorted(files)
     with ThreadPoolExecutor(_THREADS) as pool:
-        return {
-            path.relative_to(folder).as_posix(): own
-            for path, own in zip(paths, pool.map(_file_digest, paths), strict=True)
-        }
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        return dict(zip(names, pool.map(_file_digest, paths), strict=True))
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files in a folder and in those in it."""
+    """All files in a folder and its subfolders."""
     return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_REMOVED)]
 
 
 def difference(folder: Path, files: Iterable[Path], expected: Mapping[str, str]) -> str:
-    """What is wrong with the `files` of a folder, which should have the `expected` digests; empty where they do."""
+    """The first way in which the `files` of a folder differ from the `expected` digests; empty without one."""
     names = {path.relative_to(folder).as_posix(): path for path in files}
     if missing := sorted(expected.keys() - names.keys()):
         return f"{missing[0]} is missing"
@@ -326,82 +319,12 @@ def difference(folder: Path, files: Iterable[Path], expected: Mapping[str, str])
     return next((f"{name} is not what was saved" for name in sorted(expected) if found[name] != expected[name]), "")
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# The file name that torch.distributed.checkpoint uses.
-INDEX_FILE = ".metadata"
-
-# torch.distributed.checkpoint reads other objects than tensors with weights_only=False; this overrides it.
-_TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-
-_RECORDS = (
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-)
-
-_NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    *((_METADATA, name) for name in _RECORDS),
-}
-
-_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
-
-
-@contextmanager
-def reading_only(folder: Path) -> Iterator[None]:
-    """Let megatron-core and torch read the checkpoint in `folder` within the block, without running code from it.
-
-    Raises:
-        CheckpointError: there is no index, or it names an object that no index needs.
-    """
-    path = folder / INDEX_FILE
-    try:
-        with path.open("rb") as file:
-            _IndexOnly(file).load()
-    except Exception as error:  # a damaged pickle may ask for anything, such as more memory than there is
-        raise CheckpointError(f"{path} is not a checkpoint's index: {error}") from error
-    before = os.environ.get(_TENSORS_ONLY)
-    os.environ[_TENSORS_ONLY] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_TENSORS_ONLY]
-        if before is not None:
-            os.environ[_TENSORS_ONLY] = before
-
-
-class _IndexOnly(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_constant = module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS)
-        if is_constant or (module, name) in _NAMES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-# The policy's part of a checkpoint's folder.
-POLICY = "policy"
-
 SaveRollouts = Callable[[Path], Mapping[str, Any]]
-"""Returns what the source of rollouts needs to resume; what is large it writes to the checkpoint's folder."""
+"""Returns what the source of rollouts needs to resume; large state goes to files in the checkpoint's folder."""
 
 
 def save_none(_: Path) -> Mapping[str, Any]:
-    """Of a run that generates nothing."""
+    """No-op for algorithms without rollouts."""
     return {}
 
 
@@ -420,7 +343,7 @@ class Saver(Protocol):
 class Checkpoints:
     """Saves every `period` steps (0: never) and on request; writes at most one checkpoint at a time.
 
-    A checkpoint that cannot be written is a warning and does not end the training; `require` raises if the last failed.
+    A checkpoint that cannot be written is a warning, and training continues; `require` raises if the last one failed.
     """
 
     def __init__(
@@ -434,8 +357,8 @@ class Checkpoints:
         saved: int | None = None,
         rollouts: SaveRollouts = save_none,
     ):
-        """`record` is written into every checkpoint, for the run that resumes from it, and so is what `rollouts`
-        returns. `saved`: the step that this run was resumed from."""
+        """Every checkpoint contains `record` and what `rollouts` returns. `saved`: the step that this run resumed
+        from."""
         self.store, self._policy, self._period, self._asynchronous = store, policy, period, asynchronous
         self._record, self._say, self._rollouts = dict(record), say, rollouts
         self._writing: int | None = None
@@ -474,7 +397,7 @@ class Checkpoints:
             self.finish()
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Store the validation metrics of `step`, which decide what the best checkpoints are."""
+        """Store the validation metrics of `step`, which decide which checkpoints are best."""
         self._measured = (step, dict(metrics))
         try:
             if step != self._writing:

@@ -1,13 +1,11 @@
-"""A policy's weights, optimizer and schedule in megatron-core's distributed checkpoints: every rank writes its shards,
-and ranks of another layout read the shards that they need.
+"""A policy's weights, optimizer and schedule in megatron-core's distributed checkpoints.
 
-The files of megatron-core's distributed checkpoints: a thread writes this rank's, and what reads them runs no code
-in them.
-
-Completes what megatron-core's checkpoints lack for some optimizers: states that do not exist yet, step counts, and
-the two parts of its CPU optimizer.
+Every rank writes its shards, in a thread, and ranks of another layout read the shards that they need. Reading runs no
+code from the files. What megatron-core's checkpoints lack for some optimizers is completed: states that do not exist
+yet, step counts, and the two parts of its CPU optimizer.
 """
 
+import os
 import pickle
 import re
 import shutil
@@ -22,242 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_rl_lite.checkpoint.store import digests_of, reading_only
+from nemo_rl_lite.checkpoint.store import digests_of
 from nemo_rl_lite.compat.megatron import async_request, check_padding, collect_states, padded_buckets, staged_writing
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.policy import optimizer as cpu_optimizer
 from nemo_rl_lite.policy.memory import torch_optimizers
 from nemo_rl_lite.policy.model import MegatronModel, is_adapter
-
-# What reading a damaged file may raise.
-_OF_DAMAGED_FILES = (
-    OSError,
-    RuntimeError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    TypeError,
-    ValueError,
-)
-
-
-class Writing:
-    """A save in progress: a copy of the state, and the thread that writes it."""
-
-    def __init__(self, state: Callable[[], dict[str, Any]], folder: Path, live: Callable[[], set[int]]):
-        """Copy what `state` returns to host memory, and begin to write it to an empty folder. `live`: addresses of
-        storages that will change meanwhile.
-
-        Raises:
-            CheckpointError: megatron-core cannot save this, or not to this folder.
-        """
-        request = _request(state, folder)
-        self._finalize, self._folder = request.finalize_fns, folder
-        self._digests: dict[str, str] = {}
-        changing = live()
-        writing = staged_writing(request, lambda bucket: _staged(bucket, changing))
-
-        def work() -> None:
-            # Other ranks may have this rank's state.
-            if writing is not None:
-                rank, write = writing
-                write()
-                # Here rather than in the launcher: ranks do it at once, while training continues.
-                self._digests = digests_of(folder, folder.glob(f"__{rank}_*"))
-
-        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the thread has written, or failed to."""
-        return not self._thread.is_alive()
-
-    def finish(self) -> dict[str, str]:
-        """Wait until all ranks have written and make the folder loadable; returns the digests of this rank's files.
-
-        Raises:
-            CheckpointError: a rank could not write.
-        """
-        self._thread.join()
-        try:
-            for finalize in self._finalize:
-                finalize()
-        except (CheckpointException, OSError) as error:
-            raise CheckpointError(f"{_cause(error)}{_free(self._folder)}") from error
-        return self._digests
-
-
-def read(sharded: dict[str, Any], folder: Path) -> Any:
-    """Read this rank's part of a state, which `sharded` describes. Raises CheckpointError."""
-    from megatron.core import dist_checkpointing
-
-    return _reading(folder, lambda: dist_checkpointing.load(sharded, str(folder)))
-
-
-def read_common(folder: Path) -> dict[str, Any]:
-    """Read what is not sharded. Raises CheckpointError."""
-    from megatron.core import dist_checkpointing
-
-    return _reading(folder, lambda: dist_checkpointing.load_common_state_dict(str(folder)))
-
-
-def _request(state: Callable[[], dict[str, Any]], folder: Path) -> Any:
-    """megatron-core's AsyncRequest to write what `state` returns."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
-    try:
-        return async_request(state(), folder)
-    # megatron-core refuses a model or optimizer by an assertion, on all ranks alike.
-    except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
-        raise CheckpointError(_cause(error)) from error
-
-
-def _reading(folder: Path, reader: Callable[[], Any]) -> Any:
-    """Call `reader` so that no code in `folder` can run. Raises CheckpointError."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
-    try:
-        with reading_only(folder):
-            return reader()
-    except (CheckpointingException, CheckpointException, pickle.PickleError, *_OF_DAMAGED_FILES) as error:
-        raise CheckpointError(f"the policy cannot be read from {folder}: {_cause(error)}") from error
-
-
-def _cause(error: BaseException) -> str:
-    """The error in one line; torch's message has every rank's traceback."""
-    lines = str(error).splitlines()
-    named = [line.strip() for line in lines if re.match(r"\s*\w+Error: ", line)]
-    if isinstance(error, CheckpointException) and not error.failures:
-        return "another rank could not write its part"
-    return "; ".join(named) or next(iter(lines), "") or type(error).__name__
-
-
-def _free(folder: Path) -> str:
-    with suppress(OSError):
-        return f" ({shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there)"
-    return ""
-
-
-def _staged(bucket: Any, live: set[int]) -> Any:
-    """Copy a bucket (file, key, (bytes, tensors)) of megatron-core to host memory. megatron-core itself does not copy
-    tensors that are in host memory already, although training keeps writing to them."""
-    file, key, (data, tensors) = bucket
-    own = [(item, t.clone() if t.untyped_storage().data_ptr() in live else t) for item, t in tensors]
-    return file, key, (data, own)
-
-
-_ADAM = (torch.optim.Adam, torch.optim.AdamW)
-
-# Entries of a parameter group that are not settings.
-_NO_SETTINGS = {"params", "step"}
-
-# Settings that are the same in every group.
-_LEARNING_RATES = ("max_lr", "min_lr")
-
-
-def make_states(optimizer: Any) -> None:
-    """Make the states that a first step would make, into which a checkpoint is read. megatron-core does so for its own
-    optimizers, not for torch's."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        part.init_state_fn = part.init_state_fn or _make_nothing
-    for own in torch_optimizers(optimizer):
-        is_split = cpu_optimizer.is_split(own)
-        for part in cpu_optimizer.parts(own):
-            # Other optimizers would take an empty state for one that exists.
-            if is_split or isinstance(part, (*_ADAM, torch.optim.SGD)):
-                for group, parameter in _parameters(part):
-                    if not part.state.get(parameter):
-                        part.state[parameter] = _first_state(part, group, parameter)
-        if is_split:
-            collect_states(own)
-
-
-@contextmanager
-def own_settings(optimizer: Any, saved: dict[str, Any]) -> Iterator[None]:
-    """Within the block, groups keep their own settings (learning rate, betas, decay, ...) while `saved` is read, and
-    only parameters' states and step counts change. megatron-core also distinguishes groups by their learning rates."""
-    settings = [{key: group[key] for key in group.keys() - _NO_SETTINGS} for group in _groups(optimizer)]
-    rates = {key: value for own in settings for key, value in own.items() if key in _LEARNING_RATES}
-    for group in _saved_groups(saved):
-        group.update({key: rates[key] for key in rates.keys() & group.keys()})
-    yield
-    for group, kept in zip(_groups(optimizer), settings, strict=True):
-        group.update(kept)
-
-
-def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for own in torch_optimizers(optimizer):
-        yield from own.param_groups
-
-
-def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
-    """Yield the groups of one optimizer or several, however they are nested."""
-    if isinstance(saved, dict):
-        yield from saved.get("param_groups", ())
-        for value in saved.values():
-            yield from _saved_groups(value)
-
-
-def require_states(optimizer: Any) -> None:
-    """Raise RuntimeError where an Adam would begin with moments of zero."""
-    for part in _stepping(optimizer):
-        missing = any("exp_avg" not in part.state.get(parameter, {}) for _, parameter in _parameters(part))
-        if "Adam" in type(part).__name__ and missing:
-            raise RuntimeError("megatron-core has read a checkpoint and left out optimizer states")
-
-
-def restore_split(optimizer: Any) -> None:
-    """Copy the states of megatron-core's CPU optimizer, which are read as views of all ranks' states of a parameter:
-    the views would keep the whole in memory."""
-    for own in filter(cpu_optimizer.is_split, torch_optimizers(optimizer)):
-        for part in cpu_optimizer.parts(own):
-            for state in part.state.values():
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-                        state[name] = value.clone()
-
-
-def set_step_counts(optimizer: Any) -> None:
-    """Give each parameter of torch's Adam its own step count. megatron-core reads the step into the group, and leaves
-    parameters without a count or with one shared counter, which each parameter would increase. In its CPU optimizer it
-    would reset the GPU part's count to the group's at each step."""
-    for own in torch_optimizers(optimizer):
-        for part in cpu_optimizer.parts(own):
-            for group, parameter in _parameters(part):
-                state = part.state.get(parameter, {})
-                if isinstance(state.get("step"), Tensor):
-                    state["step"] = torch.full_like(state["step"], group.get("step", state["step"].item()))
-        if cpu_optimizer.is_split(own):
-            for group in own.param_groups:
-                group.pop("step", None)
-
-
-def _stepping(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return [part for own in torch_optimizers(optimizer) for part in cpu_optimizer.parts(own)]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Yield each parameter with its group."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield group, parameter
-
-
-def _make_nothing(optimizer: Any, config: Any = None) -> None:
-    """Stand in for the function by which megatron-core makes an optimizer's states."""
-
-
-def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """The state of a parameter before the optimizer's first step."""
-    if isinstance(optimizer, torch.optim.SGD):
-        return {"momentum_buffer": torch.zeros_like(parameter.data)} if group["momentum"] else {}
-    moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
-    # Other optimizers count steps in the group.
-    return {"step": torch.zeros(()), **moments} if isinstance(optimizer, _ADAM) else moments
-
 
 # How megatron-core writes optimizer states, by `checkpoint.resume_layouts`: by parameter, gathered in host memory of
 # one rank of each data-parallel group; or each rank writes its share of the optimizer's buckets.
@@ -270,6 +38,48 @@ _OPTIMIZER_FORMATS = {
 }
 
 _FORMAT = "resume_layouts"
+
+# The file name that torch.distributed.checkpoint uses.
+INDEX_FILE = ".metadata"
+
+# torch.distributed.checkpoint reads other objects than tensors with weights_only=False; this overrides it.
+_TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+
+# Everything that an index may name, besides torch's constants.
+_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+}
+
+# What reading a damaged file may raise.
+_OF_DAMAGED_FILES = (
+    OSError,
+    RuntimeError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+    pickle.PickleError,
+    CheckpointException,
+)
+
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class PolicyState:
@@ -285,7 +95,7 @@ class PolicyState:
         check_padding(optimizer)
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._format = resume_layouts
-        self._writing: Writing | None = None
+        self._writing: _Writing | None = None
 
     def begin_save(self, folder: Path) -> None:
         """Copy the state to host memory and begin to write it to `folder`, which is empty and which all ranks see. Once
@@ -299,11 +109,11 @@ class PolicyState:
             raise RuntimeError("finish_save comes before the next begin_save")
         self._require_everywhere(folder)
         make_states(self._optimizer)
-        self._writing = Writing(lambda: self._sharded(self._format, is_loading=False), folder, self._live_storages)
+        self._writing = _Writing(lambda: self._sharded(self._format, is_loading=False), folder, self._live_storages)
 
     def is_written(self) -> bool:
         """Whether this rank has written its shards, or failed to."""
-        return self._writing is None or self._writing.is_done
+        return self._writing is None or not self._writing.thread.is_alive()
 
     def finish_save(self) -> dict[str, str]:
         """Wait until all ranks have written and make the folder loadable. Returns the digests of this rank's shards.
@@ -315,13 +125,17 @@ class PolicyState:
         return {} if writing is None else writing.finish()
 
     def load(self, folder: Path) -> None:
-        """Resume from what another run, of this layout or another, has saved.
+        """Resume from what a run of this layout or another has saved.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is another model's.
         """
+        from megatron.core import dist_checkpointing
+
         make_states(self._optimizer)
-        state = read(self._sharded(_format_of(folder), is_loading=True), folder)
+        with _reading(folder):
+            form = str(dist_checkpointing.load_common_state_dict(str(folder)).get(_FORMAT, "any"))
+        state = _read(self._sharded(form, is_loading=True), folder)
         self._put_weights(state)
         # In float32 the main parameters are the model's own, which require a gradient.
         with own_settings(self._optimizer, state["optimizer"]), torch.no_grad():
@@ -337,7 +151,7 @@ class PolicyState:
 
     def load_weights(self, folder: Path) -> None:
         """Load the weights alone. Raises CheckpointError as `load` does."""
-        self._put_weights(read(self._sharded_weights(), folder))
+        self._put_weights(_read(self._sharded_weights(), folder))
 
     def _put_weights(self, state: dict[str, Any]) -> None:
         for index, chunk in enumerate(self._model.bare_chunks):
@@ -345,11 +159,10 @@ class PolicyState:
             chunk.load_state_dict(state[f"model{index}"], strict=self._model.lora is None)
 
     def _sharded_weights(self) -> dict[str, Any]:
-        models = {}
+        models, everything = {}, self._model.lora is None
         for index, chunk in enumerate(self._model.bare_chunks):
             state = chunk.sharded_state_dict()
-            kept = self._model.lora is None
-            models[f"model{index}"] = {name: value for name, value in state.items() if kept or is_adapter(name)}
+            models[f"model{index}"] = {name: one for name, one in state.items() if everything or is_adapter(name)}
         return models
 
     def _sharded(self, form: str, is_loading: bool) -> dict[str, Any]:
@@ -369,16 +182,219 @@ class PolicyState:
 
     def _live_storages(self) -> set[int]:
         """Addresses of the memory that training keeps writing to."""
-        tensors = self._model.parameters()
-        for chunk in self._model.bare_chunks:
-            tensors += chunk.buffers()
+        tensors = self._model.state()
         for optimizer in torch_optimizers(self._optimizer):
-            tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            tensors += [parameter for _, parameter in _parameters(optimizer)]
             values = [value for state in optimizer.state.values() for value in state.values()]
             tensors += [value for value in values if isinstance(value, Tensor)]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def _format_of(folder: Path) -> str:
-    """The format of the optimizer states in `folder`; `any` where none is recorded."""
-    return str(read_common(folder).get(_FORMAT, "any"))
+class _Writing:
+    """A save in progress: a copy of the state, and the thread that writes it."""
+
+    def __init__(self, state: Callable[[], dict[str, Any]], folder: Path, live: Callable[[], set[int]]):
+        """Copy what `state` returns to host memory, and begin to write it to an empty folder. `live`: addresses of
+        storages that will change meanwhile.
+
+        Raises:
+            CheckpointError: megatron-core cannot save this, or not to this folder.
+        """
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
+        try:
+            request = async_request(state(), folder)
+        # megatron-core refuses a model or optimizer by an assertion, on all ranks alike.
+        except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
+            raise CheckpointError(_cause(error)) from error
+        self._finalize, self._folder = request.finalize_fns, folder
+        self._digests: dict[str, str] = {}
+        changing = live()
+
+        def staged(bucket: Any) -> Any:
+            """Copy a bucket to host memory. megatron-core itself does not copy tensors that are there already, although
+            training keeps writing to them."""
+            file, key, (data, tensors) = bucket
+            own = [(item, t.clone() if t.untyped_storage().data_ptr() in changing else t) for item, t in tensors]
+            return file, key, (data, own)
+
+        writing = staged_writing(request, staged)
+
+        def work() -> None:
+            # Other ranks may have this rank's state.
+            if writing is not None:
+                rank, write = writing
+                write()
+                # Here rather than in the launcher: ranks do it in parallel, while training continues.
+                self._digests = digests_of(folder, folder.glob(f"__{rank}_*"))
+
+        self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def finish(self) -> dict[str, str]:
+        """See `PolicyState.finish_save`."""
+        self.thread.join()
+        try:
+            for finalize in self._finalize:
+                finalize()
+        except (CheckpointException, OSError) as error:
+            free = ""
+            with suppress(OSError):
+                free = f" ({shutil.disk_usage(self._folder).free / 2**30:.1f} GiB are free there)"
+            raise CheckpointError(f"{_cause(error)}{free}") from error
+        return self._digests
+
+
+def _read(sharded: dict[str, Any], folder: Path) -> Any:
+    """Read this rank's part of a state, which `sharded` describes. Raises CheckpointError."""
+    from megatron.core import dist_checkpointing
+
+    with _reading(folder):
+        return dist_checkpointing.load(sharded, str(folder))
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Read a distributed checkpoint within the block, without running code from it. Raises CheckpointError."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        with reading_only(folder):
+            yield
+    except (CheckpointingException, *_OF_DAMAGED_FILES) as error:
+        raise CheckpointError(f"the policy cannot be read from {folder}: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """The error in one line; torch's message has every rank's traceback."""
+    lines = str(error).splitlines()
+    named = [line.strip() for line in lines if re.match(r"\s*\w+Error: ", line)]
+    if isinstance(error, CheckpointException) and not error.failures:
+        return "another rank could not write its part"
+    return "; ".join(named) or next(iter(lines), "") or type(error).__name__
+
+
+@contextmanager
+def reading_only(folder: Path) -> Iterator[None]:
+    """Restrict what torch and megatron-core read from `folder` within the block to tensors and their index.
+
+    Raises:
+        CheckpointError: there is no index, or it names an object that no index needs.
+    """
+    path = folder / INDEX_FILE
+    try:
+        with path.open("rb") as file:
+            _IndexOnly(file).load()
+    except Exception as error:  # a damaged pickle may ask for anything, such as more memory than there is
+        raise CheckpointError(f"{path} is not a checkpoint's index: {error}") from error
+    before = os.environ.get(_TENSORS_ONLY)
+    os.environ[_TENSORS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_TENSORS_ONLY]
+        if before is not None:
+            os.environ[_TENSORS_ONLY] = before
+
+
+class _IndexOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        constants = (torch.dtype, torch.layout, torch.memory_format)
+        if (module, name) in _NAMES or (module == "torch" and isinstance(getattr(torch, name, None), constants)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def make_states(optimizer: Any) -> None:
+    """Make the states that a first step would make, into which a checkpoint is read. megatron-core does so for its own
+    optimizers, not for torch's."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn = part.init_state_fn or (lambda *_, **__: None)
+    for own in torch_optimizers(optimizer):
+        is_split = cpu_optimizer.is_split(own)
+        for part in cpu_optimizer.parts(own):
+            # Other optimizers would take an empty state for one that exists.
+            if is_split or isinstance(part, (*_ADAM, torch.optim.SGD)):
+                for group, parameter in _parameters(part):
+                    if not part.state.get(parameter):
+                        part.state[parameter] = _first_state(part, group, parameter)
+        if is_split:
+            collect_states(own)
+
+
+def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    if isinstance(optimizer, torch.optim.SGD):
+        return {"momentum_buffer": torch.zeros_like(parameter.data)} if group["momentum"] else {}
+    moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+    # Other optimizers count steps in the group.
+    return {"step": torch.zeros(()), **moments} if isinstance(optimizer, _ADAM) else moments
+
+
+@contextmanager
+def own_settings(optimizer: Any, saved: dict[str, Any]) -> Iterator[None]:
+    """Keep the groups' own settings (learning rate, betas, decay, ...) while `saved` is read within the block, so that
+    only states and step counts change. megatron-core also distinguishes groups by their learning rates."""
+
+    def groups() -> list[dict[str, Any]]:
+        return [group for own in torch_optimizers(optimizer) for group in own.param_groups]
+
+    settings = [{key: group[key] for key in group.keys() - {"params", "step"}} for group in groups()]
+    # The same in every group.
+    rates = {key: own[key] for own in settings for key in ("max_lr", "min_lr") if key in own}
+    for group in _saved_groups(saved):
+        group.update({key: rates[key] for key in rates.keys() & group.keys()})
+    yield
+    for group, kept in zip(groups(), settings, strict=True):
+        group.update(kept)
+
+
+def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
+    """Yield the groups of one optimizer or several, however they are nested."""
+    if isinstance(saved, dict):
+        yield from saved.get("param_groups", ())
+        for value in saved.values():
+            yield from _saved_groups(value)
+
+
+def require_states(optimizer: Any) -> None:
+    """Raise RuntimeError where an Adam would begin with moments of zero."""
+    for part in _parts(optimizer):
+        missing = any("exp_avg" not in part.state.get(parameter, {}) for _, parameter in _parameters(part))
+        if "Adam" in type(part).__name__ and missing:
+            raise RuntimeError("megatron-core has read a checkpoint and left out optimizer states")
+
+
+def restore_split(optimizer: Any) -> None:
+    """Copy the states of megatron-core's CPU optimizer, which are read as views of all ranks' states of a parameter:
+    the views would keep the whole in memory."""
+    for own in filter(cpu_optimizer.is_split, torch_optimizers(optimizer)):
+        for state in (state for part in cpu_optimizer.parts(own) for state in part.state.values()):
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+                    state[name] = value.clone()
+
+
+def set_step_counts(optimizer: Any) -> None:
+    """Give each parameter of torch's Adam its own step count. megatron-core reads the step into the group, and leaves
+    parameters without a count or with one shared counter, which each parameter would increase. In its CPU optimizer it
+    would reset the GPU part's count to the group's at each step."""
+    for part in _parts(optimizer):
+        for group, parameter in _parameters(part):
+            state = part.state.get(parameter, {})
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = torch.full_like(state["step"], group.get("step", state["step"].item()))
+    for own in filter(cpu_optimizer.is_split, torch_optimizers(optimizer)):
+        for group in own.param_groups:
+            group.pop("step", None)
+
+
+def _parts(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that step parameters."""
+    return [part for own in torch_optimizers(optimizer) for part in cpu_optimizer.parts(own)]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Yield each parameter with its group."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield group, parameter

@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_rl_lite.checkpoint.store import INDEX_FILE, reading_only
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.policy.checkpoint import INDEX_FILE, reading_only
 
 
 def read(folder):
