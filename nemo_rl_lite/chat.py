@@ -1,8 +1,7 @@
-"""`python -m nemo_rl_lite.chat RUN [key.path=value ...]`: a conversation with a run's model, or with that of a Hugging
-Face folder.
+"""`python -m nemo_rl_lite.chat RUN [key.path=value ...]`: a conversation with a run's or a Hugging Face folder's model.
 
-A line is a message; /reset begins a new conversation, /quit ends. Without a terminal, each line of the standard input
-is a message, and each response is written to the standard output.
+A line is a message; /reset begins a new conversation, /quit ends. Responses go to standard output; without a terminal,
+messages are the lines of standard input.
 """
 
 import argparse
@@ -44,29 +43,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with shown_as_message("nrl-lite chat"):
         served = find_served(given.run, given.overrides, given.max_new_tokens, console.print)
         with console.status(f"starting {served}"):
-            queue, speaker = start_engine(served)
+            queue, responder = start_engine(served)
         if sys.stdin.isatty():
             console.print(f"{served}; {_RESET} begins a new conversation, {_QUIT} or Ctrl-D ends")
         try:
-            refused = converse(replier(queue, speaker, given.temperature, console.print), console)
+            refused = converse(replier(queue, responder, given.temperature, console.print), console)
         except KeyboardInterrupt:
             refused = 0
     sys.exit(1 if refused and not sys.stdin.isatty() else 0)
 
 
 def replier(
-    queue: RequestQueue, speaker: ResponderConfig, temperature: float | None, say: Callable[[str], None]
+    queue: RequestQueue, responder: ResponderConfig, temperature: float | None, say: Callable[[str], None]
 ) -> Reply:
-    """Return what asks the engine for a response at a temperature (None: the run's), and says where one was cut."""
+    """Return a function that asks the engine at a temperature (None: the run's), and says when a response was cut."""
 
     async def reply(messages: Sequence[Message]) -> str:
         asked = ChatRequest(messages=list(messages), temperature=temperature)
         async with queue.serving() as requests:
-            answer = await PublicHandler(speaker, requests).respond(asked)
+            answer = await PublicHandler(responder, requests).respond(asked)
         (completion,) = answer.completions
         if completion.finish_reason == "length":
             say(f"cut after {len(completion.tokens)} tokens; --max-new-tokens allows more")
-        return speaker.tokenizer.text(completion.tokens)
+        return responder.tokenizer.text(completion.tokens)
 
     return lambda messages: asyncio.run(reply(messages))
 

@@ -105,7 +105,7 @@ class WorkerError(LauncherError):
 
 @contextmanager
 def shown_as_message(program: str) -> Iterator[None]:
-    """Within the block of a command line, print an error that a user can act on and exit with its status."""
+    """Print a user's error in the block of a command line, and exit with its status."""
     try:
         yield
     except LauncherError as error:

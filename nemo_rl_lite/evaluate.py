@@ -1,7 +1,7 @@
-"""`python -m nemo_rl_lite.evaluate MODEL [options] [group=file ...] [key.path=value ...]`: how many held-out problems a
-run's model solves, or that of a Hugging Face folder or of the hub: avg@k and pass@k, with intervals.
+"""`python -m nemo_rl_lite.evaluate MODEL [options] [group=file ...] [key.path=value ...]`: avg@k and pass@k of a model
+on held-out problems, with intervals.
 
-The same command continues what was interrupted.
+MODEL is a run's folder, a Hugging Face folder or a hub name. The same command continues after an interrupt.
 """
 
 import argparse
@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.errors import LauncherError, WorkerError, shown_as_message
-from nemo_rl_lite.system.machine import local_path
-
-INTERRUPTED = 130
+from nemo_rl_lite.system.machine import close_to_others, local_path
+from nemo_rl_lite.system.stopping import INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,13 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = Options(given.samples, given.problems, given.temperature, given.pass_reward)
         evaluation = compose(find_model(given.model, console.say), given.overrides, options)
         folder = given.output or evaluation.usual_folder()
+        resume = f"the same command continues with what is in {folder}"
         try:
             evaluate(evaluation, folder, console)
         except KeyboardInterrupt:
-            sys.stderr.write(f"interrupted: {_continues(folder)}\n")
+            sys.stderr.write(f"interrupted: {resume}\n")
             sys.exit(INTERRUPTED)
         except WorkerError as error:
-            raise _Ended(f"{error}; {_continues(folder)}") from error
+            raise _Ended(f"{error}; {resume}") from error
 
 
 class _Ended(LauncherError):
@@ -56,9 +56,7 @@ class _Ended(LauncherError):
     exit_status = WorkerError.exit_status
 
 
-def _continues(folder: Path) -> str:
-    return f"the same command continues with what is in {folder}"
-
-
 if __name__ == "__main__":
+    # Several engines run in Ray, which is not imported yet.
+    close_to_others()
     main()

@@ -1,8 +1,5 @@
-"""`python -m nemo_rl_lite.plan [options] [group=file ...] [key.path=value ...]`: what a run needs, whether it fits, and
-who waits for whom.
-
-Needs no GPU, no weights and a few seconds.
-"""
+"""`python -m nemo_rl_lite.plan [options] [group=file ...] [key.path=value ...]`: a run's memory and time, and whether
+it fits, in seconds and without a GPU or weights."""
 
 import argparse
 import sys
@@ -42,10 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rule = "describes another model than policy.model_name, which the command gives as well"
             raise ConfigError([Violation("--model-config", str(given.model_config), rule, "one of the two")])
         # With --model-config, the folder that policy.model_name names need not exist.
-        elsewhere = (
-            [f"policy.model_name=config/{given.model_config.parent.name or 'here'}"] if given.model_config else []
-        )
-        config, overrides = _compose([*given.overrides, *elsewhere])
+        name = f"policy.model_name=config/{given.model_config.parent.name or 'here'}" if given.model_config else ""
+        config, overrides = _compose([*given.overrides, *filter(None, [name])])
         show_notes([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config)])
         from nemo_rl_lite.observability.console import RunConsole
         from nemo_rl_lite.planning import page
@@ -70,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _compose(overrides: list[str]) -> tuple[Config, list[str]]:
-    """Compose the configuration; returns it with its overrides. If the model of the recipes has not been made yet, the
-    published model with the same sizes takes its place."""
+    """Compose the configuration; returns it with its overrides. A published model of the same sizes stands for the
+    recipes' model where that has not been made yet."""
     try:
         return compose_config(overrides), overrides
     except ConfigError as error:

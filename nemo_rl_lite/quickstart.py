@@ -3,7 +3,6 @@
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.embedded_task import NAME, embedded_folder
@@ -19,7 +18,13 @@ def main() -> None:
     arguments = sys.argv[1:]
     flags, overrides = split_arguments(arguments)
     if not flags.given:
-        _forget_warm_start(overrides)
+        try:
+            config = compose_config(overrides)
+        except ConfigError as error:
+            fail(error)
+        if config.policy.model_name == NAME:
+            # The job includes the warm start: an earlier run's is made again.
+            shutil.rmtree(embedded_folder(config), ignore_errors=True)
     for summary in launch(arguments):
         seconds = time.perf_counter() - STARTED
         before, after = (
@@ -30,16 +35,6 @@ def main() -> None:
             f"RESULT accuracy_before={before} accuracy_after={after} seconds={seconds:.1f} steps={summary.steps} "
             f"run={summary.run_folder}\n"
         )
-
-
-def _forget_warm_start(overrides: Sequence[str]) -> None:
-    """Remove the warm start of an earlier run, because the job includes making it."""
-    try:
-        config = compose_config(overrides)
-    except ConfigError as error:
-        fail(error)
-    if config.policy.model_name == NAME:
-        shutil.rmtree(embedded_folder(config), ignore_errors=True)
 
 
 if __name__ == "__main__":

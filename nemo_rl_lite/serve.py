@@ -1,5 +1,4 @@
-"""`python -m nemo_rl_lite.serve RUN [key.path=value ...]`: an OpenAI-compatible endpoint of a run's model, or of a
-Hugging Face folder."""
+"""`python -m nemo_rl_lite.serve RUN [key.path=value ...]`: an OpenAI-compatible endpoint of a model."""
 
 import argparse
 import asyncio
@@ -41,19 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with shown_as_message("nrl-lite serve"):
         served = find_served(given.run, given.overrides, given.max_new_tokens, _tell)
         _tell(f"starting {served}")
-        queue, speaker = start_engine(served)
+        queue, responder = start_engine(served)
         address = ServeConfig(True, given.host, given.port)
-        endpoint = Endpoint(address, speaker.tokenizer, served.name, speaker.max_length, given.api_key)
+        endpoint = Endpoint(address, responder.tokenizer, served.name, responder.max_length, given.api_key)
         with endpoint.running():
-            asyncio.run(_answer(endpoint, queue, speaker))
+            asyncio.run(_answer(endpoint, queue, responder))
 
 
-async def _answer(endpoint: Endpoint, queue: RequestQueue, speaker: ResponderConfig) -> None:
+async def _answer(endpoint: Endpoint, queue: RequestQueue, responder: ResponderConfig) -> None:
     """Answer until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with queue.serving() as requests, endpoint.answering(PublicHandler(speaker, requests)):
+    async with queue.serving() as requests, endpoint.answering(PublicHandler(responder, requests)):
         sys.stdout.write(f"OPENAI_BASE_URL={endpoint.url}\nOPENAI_API_KEY={endpoint.token}\n")
         sys.stdout.flush()
         _tell(f"serving the model {endpoint.model!r} until Ctrl-C")

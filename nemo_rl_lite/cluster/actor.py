@@ -16,14 +16,13 @@ from nemo_rl_lite.observability import profiling
 from nemo_rl_lite.observability.timer import SETUP, seconds_since_start
 from nemo_rl_lite.system.machine import free_port, log_to_stderr
 
-# Of every worker: no hub, no tokenizer threads, no output that is held back by processes which it starts.
+# Of every worker: no hub, no tokenizer threads, unbuffered output in its child processes.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 @contextmanager
 def errors_that_travel() -> Iterator[None]:
-    """In place of an error that cannot be sent to the driver, raise one that says the same. Ray would only say that it
-    could not send it."""
+    """Replace an error that cannot be pickled by one with the same text. Ray would drop the text."""
     try:
         yield
     except Exception as error:
@@ -38,8 +37,8 @@ def errors_that_travel() -> Iterator[None]:
 class WorkerActor:
     """A process for one worker. Its output goes to `log_file`, and its heartbeats report what `worker` does.
 
-    `environment` is set here, before anything that reads it is imported: as a runtime environment of Ray, it would be
-    made by a process that Ray starts first, which takes longer than the start of this one."""
+    `environment` is set here, before anything that reads it is imported. Ray's runtime environments start another
+    process first, which takes longer than the start of this one."""
 
     def __init__(self, worker: str, log_file: str, environment: dict[str, str]):
         SETUP.add("process", seconds_since_start())
@@ -55,7 +54,7 @@ class WorkerActor:
         self._worker: Any = None
 
     def free_port(self) -> tuple[str, int]:
-        """The address of this process' node and a port that is free there now."""
+        """The address of this process' node, and a free port there."""
         return ray.util.get_node_ip_address(), free_port()
 
     def gpus(self) -> list[str]:
@@ -74,8 +73,8 @@ class WorkerActor:
             self._class = getattr(module, class_name)
 
     def start(self, arguments: dict[str, Any]) -> dict[str, float]:
-        """Construct the worker whose class was loaded. Returns the seconds of the parts of this process' start so far;
-        `build` is the whole constructor, and contains the parts that the worker itself has named."""
+        """Construct the loaded worker. Returns the seconds of the parts of this process' start. `build` is the whole
+        constructor, with the parts that the worker has named."""
         with self._heartbeat.during("start", None), SETUP("build"), errors_that_travel():
             self._worker = self._class(**arguments)
         return SETUP.take()

@@ -1,4 +1,4 @@
-"""Calls of workers that run at the same time: waits for them together, and fails soon after one fails."""
+"""Waits for concurrent calls of workers, and fails soon after one fails."""
 
 import asyncio
 import re
@@ -33,10 +33,10 @@ class Call:
 
 
 async def result(call: Call) -> list[Any]:
-    """Return what `wait` returns for one call, and raise what it raises, while other coroutines run."""
+    """Await one call, with the results and errors of `wait`."""
     futures = [asyncio.wrap_future(reference.future()) for reference in call.references]
     for future in futures:
-        # `wait` raises the error, unless this is cancelled; asyncio would report it as one that nobody has seen.
+        # `wait` raises the error. Without this, asyncio would report it as never retrieved after a cancellation.
         future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     # At its limit the worker writes its stack to the log first.
     _, late = await asyncio.wait(futures, timeout=None if call.limit_s is None else call.limit_s + GRACE_S)
@@ -48,9 +48,9 @@ async def result(call: Call) -> list[Any]:
 def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
     """Return the results of all workers of all calls, in order, or raise soon after the first failure.
 
-    Where one worker's failure makes others fail (a collective whose peer has died), raise the error of the worker that
-    died, or else of one that failed outside communication, or else of one that is still running while the others gave
-    up waiting for it.
+    Where one worker's failure makes others fail (a collective whose peer has died), the first of these is raised: the
+    error of a worker that died; of one that failed outside communication; of one that is still running while others
+    gave up waiting for it.
 
     Raises:
         WorkerError: names the worker, the phase and the cause; also raised after `timeout_s` seconds, or after the
@@ -100,7 +100,7 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A worker's error, and its distance from the cause: 0 died, 1 failed, 2 lost connection to another."""
+    """A worker's error, and its distance from the cause: 0 died, 1 failed, 2 lost the connection to another."""
 
     distance: int
     error: WorkerError

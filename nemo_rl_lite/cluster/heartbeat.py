@@ -1,4 +1,4 @@
-"""Heartbeats: each worker's process reports what it does, so that a worker that hangs, and its stack, can be found."""
+"""Heartbeats of the workers' processes: phase, progress, stack and load, to name a worker that hangs."""
 
 import faulthandler
 import json
@@ -21,14 +21,14 @@ from nemo_rl_lite.observability.system import Sampler, Usage
 log = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
-# A process without a heartbeat for longer than this is held up as a whole.
+# A process without a heartbeat for longer than this hangs as a whole.
 SILENT_S = 5 * PERIOD_S
 _FRAMES = 24
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a worker's process does at one time. Times are seconds since the epoch."""
+    """The state of a worker's process at one time. Times are seconds since the epoch."""
 
     worker: str
     phase: str
@@ -43,16 +43,16 @@ class Heartbeat:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it is in a collective operation, and so waits for other ranks."""
+        """Whether it is in a collective operation."""
         return any("torch/distributed/" in frame for frame in self.stack[-4:])
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """The optimizer step and micro-batch that it is at."""
+        """The current optimizer step and micro-batch."""
         return tuple(self.counts.get(name, 0) for name in ("optimizer_step", "micro_batch"))
 
     def is_silent(self, now: float) -> bool:
-        """Whether the process as a whole is held up, its other threads too."""
+        """Whether all threads of the process hang."""
         return now - self.at > SILENT_S
 
     def describe(self, now: float) -> str:
@@ -72,8 +72,7 @@ class HeartbeatThread:
 
     @contextmanager
     def during(self, phase: str, limit_s: float | None) -> Iterator[None]:
-        """Report the block as `phase`. Where it takes longer than its limit, all threads' stacks go to the log, even if
-        Python hangs."""
+        """Report the block as `phase`. After its limit all threads' stacks go to the log, even if Python hangs."""
         self._phase, self._since = phase, time.time()
         if limit_s is not None:
             faulthandler.dump_traceback_later(limit_s, file=sys.stderr)
@@ -98,8 +97,7 @@ def last_heartbeats(workers: Sequence[str]) -> list[Heartbeat]:
     """The last heartbeat of each worker that has written one."""
     found = []
     for worker in workers:
-        value = kv_get(_key(worker))
-        if value is not None:
+        if (value := kv_get(_key(worker))) is not None:
             content = json.loads(value)
             typed = {"stack": tuple(content["stack"]), "usage": Usage(**content["usage"])}
             found.append(Heartbeat(**content | typed))
@@ -107,7 +105,7 @@ def last_heartbeats(workers: Sequence[str]) -> list[Heartbeat]:
 
 
 class SystemUsage:
-    """Use of the machines and GPUs of `workers`, from their heartbeats alone. Machine 0 is the first worker's."""
+    """Use of the machines and GPUs of `workers`, from their heartbeats. Machine 0 is the first worker's."""
 
     def __init__(self, workers: Sequence[str]):
         self._workers = list(workers)
@@ -133,8 +131,7 @@ class SystemUsage:
 
 
 def hang(workers: Sequence[str], phase: str, cause: str) -> WorkerError:
-    """The error for workers that are still in `phase`. It names the stragglers, and has every worker's stack in its
-    details."""
+    """Make the error for workers that are still in `phase`. It names the stragglers; its details have all stacks."""
     heartbeats, now = last_heartbeats(workers), time.time()
     named = stragglers(heartbeats, now) or list(workers)
     seen = "; ".join(one.describe(now) for one in heartbeats if one.worker in named)
@@ -145,9 +142,8 @@ def hang(workers: Sequence[str], phase: str, cause: str) -> WorkerError:
 
 
 def stragglers(heartbeats: Sequence[Heartbeat], now: float) -> list[str]:
-    """The workers that the others seem to wait for: silent ones, or else those with the least progress, or else, among
-    equals, those outside torch's collectives. On GPUs a rank mostly waits where it reads a result, so all equals are
-    named."""
+    """The workers that the others seem to wait for: silent ones, or else those with the least progress; among equals,
+    those outside torch's collectives. On GPUs ranks mostly wait where they read a result, so all equals are named."""
     silent = [one for one in heartbeats if one.is_silent(now)]
     # Engines count nothing, so their progress cannot be compared.
     comparable = all(one.counts for one in heartbeats)

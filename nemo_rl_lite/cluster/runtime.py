@@ -1,6 +1,6 @@
-"""Starts Ray with the run and stops it, however the run ends.
+"""Starts Ray with the run, places its workers, and stops Ray however the run ends.
 
-Places workers on GPUs: one Ray bundle for each GPU, which the policy and an engine may share.
+Each GPU is one Ray bundle, which the policy and an engine may share.
 """
 
 import logging
@@ -36,6 +36,12 @@ _POLL_S = 2.0
 
 # Ray options of one worker's actor.
 Slot = dict[str, Any]
+# The environment of Ray's own processes: no usage report, no idle worker for each core.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,10 @@ class Placement:
 
 
 def place(config: Config, engines: int, teacher: bool = False) -> Placement:
-    """Reserve the run's GPUs. A teacher has a rank on the GPU of each policy rank. On CPUs nothing is reserved: ranks
-    are spread over the nodes, and each engine is on the node of the policy rank that sends it weights. `engines` is 0
-    for a run without generation.
+    """Reserve the run's GPUs. A teacher shares the GPU of each policy rank. `engines`: 0 without generation.
 
-    In a cluster that RAY_ADDRESS names, wait for nodes that have not joined yet.
+    On CPUs nothing is reserved: ranks are spread over the nodes, and each engine is on the node of the policy rank that
+    sends it weights. In a cluster that RAY_ADDRESS names, wait for nodes that have not joined yet.
 
     Raises:
         WorkerError: the cluster does not have the GPUs or nodes, or not within `cluster.start_timeout_s`.
@@ -63,7 +68,9 @@ def place(config: Config, engines: int, teacher: bool = False) -> Placement:
         policy = _on_cpus(ranks, config.cluster.num_nodes, config.cluster.start_timeout_s)
         return Placement(policy, policy if teacher else [], [policy[engine % ranks] for engine in range(engines)])
     group = _reserve(all_gpus(config), config.cluster.start_timeout_s)
-    nodes = _by_node(group)
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    log.info("bundles by node: %s", nodes)
+    nodes = dict(sorted(nodes.items(), key=lambda item: (item[1], item[0])))
     check_nodes(list(nodes.values()), config.cluster.gpus_per_node)
     bundles = list(nodes)
     shared = config.generation.colocated.enabled and engines > 0
@@ -83,10 +90,6 @@ def _on_cpus(ranks: int, nodes: int, limit_s: float) -> list[Slot]:
     chosen = sorted(_alive(), key=lambda node: (node != own, node))[:nodes]
     on_nodes = [NodeAffinitySchedulingStrategy(node_id=node, soft=False) for node in chosen]
     return [{"scheduling_strategy": on_nodes[rank * nodes // ranks]} for rank in range(ranks)]
-
-
-def _gpus() -> int:
-    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def _alive() -> list[str]:
@@ -109,7 +112,8 @@ def _wait_for(there: Callable[[], int], wanted: int, what: str, limit_s: float) 
 
 
 def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
-    _wait_for(_gpus, gpus, "GPUs (cluster.num_nodes x cluster.gpus_per_node)", limit_s)
+    what = "GPUs (cluster.num_nodes x cluster.gpus_per_node)"
+    _wait_for(lambda: int(ray.cluster_resources().get("GPU", 0)), gpus, what, limit_s)
     group = placement_group([{"GPU": 1}] * gpus, strategy="PACK")
     if not group.wait(limit_s):
         free = ray.available_resources().get("GPU", 0)
@@ -117,15 +121,8 @@ def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
     return group
 
 
-def _by_node(group: PlacementGroup) -> dict[int, str]:
-    """The node of each bundle, ordered by node."""
-    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    log.info("bundles by node: %s", nodes)
-    return dict(sorted(nodes.items(), key=lambda item: (item[1], item[0])))
-
-
 def check_nodes(nodes: list[str], gpus_per_node: int) -> None:
-    """Raise WorkerError where a node does not have the number of GPUs that the run's layout needs."""
+    """Raise WorkerError: a node does not have the number of GPUs that the run's layout needs."""
     counts = Counter(nodes)
     if any(count != gpus_per_node for count in counts.values()):
         spread = " + ".join(str(count) for count in counts.values())
@@ -138,17 +135,9 @@ def _slot(group: PlacementGroup, bundle: int, share: float) -> Slot:
     return {"num_gpus": share, "scheduling_strategy": strategy}
 
 
-# The environment of Ray's own processes: no usage report, no idle worker for each core.
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_prestart_worker_first_driver": "0",
-}
-
-
 @contextmanager
 def ray_runtime() -> Iterator[None]:
-    """Run Ray on this machine (or join the cluster that RAY_ADDRESS names) for the time of the block.
+    """Run Ray on this machine, or join the cluster that RAY_ADDRESS names, during the block.
 
     SIGTERM and SIGUSR1 end the block like Ctrl-C does, so that no worker outlives the run.
     """
@@ -171,8 +160,12 @@ def ray_runtime() -> Iterator[None]:
 
 
 def _start_or_join() -> None:
-    """Start once more where Ray is too slow to start; raise LauncherError where it is again, and ConfigError where the
-    cluster of RAY_ADDRESS cannot be joined."""
+    """Start Ray, a second time if it is too slow, or join a cluster.
+
+    Raises:
+        LauncherError: Ray is too slow twice.
+        ConfigError: the cluster of RAY_ADDRESS cannot be joined.
+    """
     for is_second in (False, True):
         try:
             _init()

@@ -30,8 +30,8 @@ class WorkerGroup:
     ):
         """Start an empty process in every slot, with `environment`.
 
-        A worker may need several GPUs (`slots_each`): the process in its first slot is the worker, the processes in its
-        other slots reserve GPUs for it. `limit_s`: seconds that a call of a worker's method may take.
+        A worker may need several GPUs (`slots_each`): its first slot's process is the worker, the others reserve GPUs
+        for it. `limit_s`: the most seconds of a call.
         """
         self.name, self._log_folder, self._environment = name, log_folder, environment
         self._limit_s = limit_s
@@ -46,7 +46,7 @@ class WorkerGroup:
 
     @property
     def processes(self) -> list[str]:
-        """The names of all processes in their heartbeats."""
+        """The names of all processes, as in their heartbeats."""
         return [
             _name(self.name, rank, index)
             for rank, place in zip(self._ranks, self.places, strict=True)
@@ -57,14 +57,19 @@ class WorkerGroup:
         return len(self.places)
 
     def lost(self) -> list[int]:
-        """Find the ranks whose processes have died. Wait for the others' current calls, at most as long as a call may
-        take."""
+        """Find the ranks whose processes have died. Waits for the others' current calls, up to the limit of a call."""
         asked = {process.is_there.remote(): rank for rank, place in enumerate(self.places) for process in place}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self._limit_s)
-        return sorted({asked[answer] for answer in answered if not _was_there(answer)})
+        dead = set()
+        for answer in answered:
+            try:
+                ray.get(answer)
+            except RayActorError:
+                dead.add(asked[answer])
+        return sorted(dead)
 
     def replace(self, ranks: Sequence[int]) -> "WorkerGroup":
-        """Start new, empty processes for these ranks in the same slots; return a group of these ranks alone."""
+        """Start new, empty processes for these ranks in the same slots; return a group of these ranks."""
         for rank in ranks:
             for process in self.places[rank]:
                 ray.kill(process)
@@ -85,17 +90,16 @@ class WorkerGroup:
 
     def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
         """Import the worker `class_path` in every process, each with its own environment."""
-        return self._as_call(
-            "start", [h.load.remote(class_path, own) for h, own in zip(self.hosts, environments, strict=True)]
-        )
+        pairs = zip(self.hosts, environments, strict=True)
+        return self._as_call("start", [host.load.remote(class_path, own) for host, own in pairs])
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
-        """Construct the loaded worker in every process, each with its own arguments; returns `WorkerActor.start`'s
-        seconds."""
-        return self._as_call("start", [h.start.remote(own) for h, own in zip(self.hosts, arguments, strict=True)])
+        """Construct the loaded workers, each with its own arguments; returns the seconds of `WorkerActor.start`."""
+        pairs = zip(self.hosts, arguments, strict=True)
+        return self._as_call("start", [host.start.remote(own) for host, own in pairs])
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
-        """Each worker's GPUs, including those reserved for it, in the form of CUDA_VISIBLE_DEVICES."""
+        """Each worker's GPUs, with those reserved for it, in the form of CUDA_VISIBLE_DEVICES."""
         processes = [(index, process) for index, place in enumerate(self.places) for process in place]
         names = tuple(f"{self.name} rank {self._ranks[index]}" for index, _ in processes)
         asked = Call(names, "start", tuple(process.gpus.remote() for _, process in processes))
@@ -105,7 +109,7 @@ class WorkerGroup:
         return gpus
 
     def put(self, value: Any) -> Any:
-        """Store an argument that several workers share, once; each gets the value where it is passed the reference."""
+        """Store an argument of several workers once. A worker that is passed the reference gets the value."""
         return ray.put(value)
 
     def call(self, method: str, *arguments: Any, phase: str = "") -> Call:
@@ -151,13 +155,6 @@ def _name(group: str, rank: int, slot: int) -> str:
     return f"{group} rank {rank}" + (f" slot {slot}" if slot else "")
 
 
-def _was_there(answer: Any) -> bool:
-    try:
-        return ray.get(answer)
-    except RayActorError:
-        return False
-
-
 class StepProfiler:
     """Traces the steps in `profile.steps`, in the launcher and every worker: `profile/step-<step>/<worker>.json.gz`."""
 
@@ -166,7 +163,7 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Trace the block if `step` is one of them. Nothing is written where the block raises."""
+        """Trace the block if `step` is one of them. Nothing is written if the block raises."""
         if step not in self._config.steps:
             yield
             return

@@ -30,7 +30,7 @@ class Algorithm:
     data: str
     """What it trains on: a `data.formats.RowFormat`."""
     job: str
-    """Its data, workers and loop: a class with the constructor and the method of `run.job.Job`."""
+    """Its data, workers and loop: a class with the constructor and the method of `run.run.Job`."""
     loss: str
     """What makes its own loss from its options; `algorithm.loss` can replace it."""
     view: str

@@ -1,5 +1,5 @@
-"""Runs checks of this machine concurrently, within a time limit that holds even where a driver or a file system never
-answers, and prints them."""
+"""Runs checks of this machine concurrently, within a time limit even where a driver or a file system never answers, and
+prints them."""
 
 import sys
 import time
@@ -31,7 +31,7 @@ COLOURS = {OK: 32, WARN: 33, FAIL: 31, SKIPPED: 2}
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the diagnosis. `off` names the feature that does not work, or is slow, until it is fixed."""
+    """One line of the diagnosis. `off`: the feature that does not work, or is slow, until it is fixed."""
 
     name: str
     status: CheckStatus
@@ -51,13 +51,13 @@ def judge(
     off: str = "",
     bad: CheckStatus = CheckStatus.WARN,
 ) -> Check:
-    """A check that is ok where what was found `fits`, and `bad` otherwise."""
+    """A check that is ok if it `fits`, and `bad` otherwise."""
     return Check(name, OK, found, wanted) if fits else Check(name, bad, found, wanted, fix, off)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What nvidia-smi says of one GPU."""
+    """A GPU as nvidia-smi describes it."""
 
     index: str
     name: str
@@ -72,7 +72,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What several checks read."""
+    """Facts that several checks read."""
 
     gpus: Sequence[Gpu] = ()
     gpu_trouble: str = ""
@@ -87,8 +87,8 @@ type Look = Callable[[Machine], Iterable[Check]]
 
 
 def run_within[Result](limit_s: float, calls: Sequence[Callable[[], Result]]) -> list[Result | Exception]:
-    """Run `calls` concurrently and return what each returned or raised: TimeoutError where it did neither within
-    `limit_s` seconds. The threads are daemons, so a call that hangs does not keep the process alive."""
+    """Run `calls` concurrently and return the result or error of each: TimeoutError after `limit_s` seconds. Threads
+    are daemons, so a call that hangs does not keep the process alive."""
     results: list[Result | Exception] = [TimeoutError() for _ in calls]
 
     def run(index: int) -> None:
@@ -107,8 +107,8 @@ def run_within[Result](limit_s: float, calls: Sequence[Callable[[], Result]]) ->
 
 
 def examine(machine: Machine, looks: Mapping[str, Sequence[Look]], limit_s: float) -> list[Check]:
-    """Run all checks, listed by subject, and return what they found in the same order. One that raises or hangs gives a
-    line that says so."""
+    """Run all checks, listed by subject, and return their lines in the same order. One that raises or hangs gets a line
+    that says so."""
     named = [(subject, look) for subject, group in looks.items() for look in group]
     answers = run_within(limit_s, [lambda look=look: list(look(machine)) for _, look in named])
     checks: list[Check] = []
@@ -129,7 +129,7 @@ def _unanswered(look: Look, error: Exception, limit_s: float) -> Check:
 
 
 def lines(checks: Sequence[Check], coloured: bool = False) -> list[str]:
-    """One line a check; what is wanted, the fix and what is off follow where it is not ok. The last line counts."""
+    """One line a check, with more lines where it is not ok. The last line counts."""
     width = max((len(check.name) for check in checks), default=0)
     text: list[str] = []
     for subject, group in groupby(checks, key=lambda check: check.subject):

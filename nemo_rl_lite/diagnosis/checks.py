@@ -1,4 +1,4 @@
-"""Checks of this machine: its Python environment, GPUs, host and network. No secret is shown or sent."""
+"""Checks this machine: its Python environment, GPUs, host and network. No secret is shown or sent."""
 
 import csv
 import importlib.metadata
@@ -54,13 +54,13 @@ CPU, GPU = "cpu", "gpu"
 GIB = 2**30
 ON_GPUS = "runs on GPUs (cluster.gpus_per_node > 0); runs on CPUs work"
 NO_DEVICES = "No devices"
-# CUDA 13 has no code for older GPUs; bfloat16, in which policy=megatron_gpu and vLLM compute, needs the second.
+# CUDA 13 has no code for older GPUs. bfloat16, the precision of policy=megatron_gpu and vLLM, needs the second.
 OLDEST_CAPABILITY, BFLOAT16_CAPABILITY = (7, 5), (8, 0)
 OF_TORCH = ("libnccl", "libcudnn", "libcublas")
 IDLE_MIB = 1024
 """Memory that an idle GPU may have in use."""
 _QUERY = "--query-gpu=index,name,driver_version,memory.total,memory.used,compute_mode,compute_cap"
-# Starts CUDA without torch and prints the newest CUDA version that the driver runs, and why CUDA does not start.
+# Starts CUDA without torch. Prints the newest CUDA version of the driver, and why CUDA does not start.
 PROBE = """
 import ctypes
 cuda, version, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.c_char_p()
@@ -99,15 +99,15 @@ def diagnose() -> list[Check]:
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, the module that shows whether its files exist, and what does not work without it."""
+    """A distribution, a module of it, and the feature that needs it."""
 
     name: str
     module: str = ""
     off: str = EVERY_RUN
     kind: str = ""
-    """`cpu` or `gpu` where the other does not use it."""
+    """`cpu` or `gpu` if the other does not use it."""
     optional: bool = False
-    """Whether only features that are off by default use it."""
+    """Only features that are off by default use it."""
 
 
 PACKAGES = (
@@ -131,8 +131,7 @@ PACKAGES = (
 
 
 def environment_kind(prefix: Path = Path(sys.prefix)) -> str:
-    """`cpu` or `gpu`: what scripts/install.sh made the environment for, or else what its vLLM is for; empty where
-    neither says."""
+    """The kind, `cpu` or `gpu`, that scripts/install.sh noted, or else that of the installed vLLM; empty if unknown."""
     noted = (prefix / "kind").read_text().strip() if (prefix / "kind").is_file() else ""
     if noted in (CPU, GPU):
         return noted
@@ -140,7 +139,7 @@ def environment_kind(prefix: Path = Path(sys.prefix)) -> str:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution: None without one, empty where its metadata is damaged."""
+    """The version of an installed distribution; None without one, empty if its metadata is damaged."""
     try:
         return importlib.metadata.version(name) or ""
     except importlib.metadata.PackageNotFoundError:
@@ -150,15 +149,14 @@ def installed(name: str) -> str | None:
 
 
 def tested_versions() -> dict[str, str]:
-    """What constraints.txt pins: the checkout's, or the copy in the installed package."""
+    """The versions in constraints.txt of the checkout, or in the installed package's copy."""
     copy = ROOT / "nemo_rl_lite" / "constraints.txt"
     file = copy if copy.is_file() else ROOT / "constraints.txt"
     return dict(re.findall(r"^([^#=\s]+)==(\S+)", file.read_text(), re.M))
 
 
 def torch_cuda() -> str:
-    """The CUDA version that the installed torch was built for (`13.0`), read without importing it; empty where there is
-    no torch, or one for CPUs."""
+    """The CUDA version of the installed torch (`13.0`), read without importing it; empty for CPUs or without torch."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else Path()
     found = re.search(r"^cuda[^=]*= *'([\d.]+)'", file.read_text(), re.M) if file.is_file() else None
@@ -166,7 +164,7 @@ def torch_cuda() -> str:
 
 
 def is_there(module: str) -> bool:
-    """Whether a module could be imported, by its files alone."""
+    """Return whether a module has files to import."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -205,9 +203,8 @@ def versions(machine: Machine) -> Iterator[Check]:
 
 
 def judge_version(package: Package, version: str | None, tested: str, kind: str, root: Path = ROOT) -> Check:
-    """Check a package: `version` is the installed one (None: none), `tested` the one of constraints.txt. Another patch
-    of the tested minor version is a warning."""
-    # With its dependencies, a package could replace tested versions of others.
+    """Check a package's installed `version` (None: none) against the `tested` one. Another patch is a warning."""
+    # A package's dependencies could replace tested versions of others.
     by_pip = f"pip install --no-deps {package.name}=={tested}"
     fix = f"{INSTALL} {kind}" if (root / "scripts" / "install.sh").is_file() else by_pip
     found, bad = version or "", WARN if package.optional else FAIL
@@ -244,7 +241,7 @@ def conflicts(machine: Machine) -> Iterator[Check]:
 
 
 def read_gpus() -> tuple[list[Gpu], str]:
-    """The GPUs that nvidia-smi lists, or no GPU and its reason (empty where there is no nvidia-smi)."""
+    """The GPUs that nvidia-smi lists, or none and its reason (empty without nvidia-smi)."""
     command = ["nvidia-smi", _QUERY, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_LIMIT_S, check=False)
@@ -295,10 +292,9 @@ def driver(machine: Machine) -> Iterator[Check]:
 
 
 def start_cuda() -> tuple[int, str]:
-    """Start CUDA in another process: the newest major version that the driver runs (0: unknown), and why CUDA does not
-    start (empty: it does)."""
+    """Start CUDA in another process. Returns the driver's newest major version (0: unknown), and why CUDA fails."""
     command = [sys.executable, "-I", "-c", PROBE]
-    # CUDA does not start where this variable hides all GPUs, which is a line of `environment_variables`.
+    # This variable may hide all GPUs, which `environment_variables` reports.
     shown = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(command, env=shown, capture_output=True, text=True, timeout=DRIVER_LIMIT_S, check=False)
@@ -332,7 +328,7 @@ def each_gpu(machine: Machine) -> Iterator[Check]:
 
 
 def compiler(machine: Machine) -> Iterator[Check]:
-    """Check for what Triton compiles its launchers with while a run starts."""
+    """Check for the compiler and headers with which Triton compiles its launchers."""
     if not machine.gpus:
         return
     named = os.environ.get("CC")
@@ -368,12 +364,12 @@ def environment_variables(machine: Machine) -> Iterator[Check]:
 
 
 def _severity(machine: Machine) -> CheckStatus:
-    """The status of what keeps GPUs from being used: an environment for CPUs does not need them."""
+    """The status of a problem with GPUs: an environment for CPUs does not need them."""
     return FAIL if machine.kind == GPU else WARN
 
 
 def memory(machine: Machine) -> Iterator[Check]:
-    """Check the memory that the machine and the control groups of this process leave free."""
+    """Check the free memory of the machine and of this process' control groups."""
     import psutil
 
     there, free = psutil.virtual_memory(), free_host_bytes(machine.system)
@@ -385,7 +381,7 @@ def memory(machine: Machine) -> Iterator[Check]:
 
 
 def cpus(machine: Machine) -> Iterator[Check]:
-    """Check how many CPUs this process may use, and the share of them that its control groups grant."""
+    """Check the CPUs of this process, and the share that its control groups grant."""
     allowed = len(os.sched_getaffinity(0))
     granted = min([allowed, *map(cpu_quota, control_groups("cpu", machine.system))])
     found = f"{allowed} of {os.cpu_count()}" + f", of which a limit grants the time of {granted:g}" * (
@@ -397,8 +393,7 @@ def cpus(machine: Machine) -> Iterator[Check]:
 
 
 def cpu_quota(group: Path) -> float:
-    """CPUs whose time a control group grants, in version 2's file and then version 1's; infinite where it sets no
-    limit."""
+    """CPUs whose time a control group of version 2 or 1 grants; infinite without a limit."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with suppress(OSError, ValueError):
             quota, period = (int(part) for name in names for part in (group / name).read_text().split())
@@ -407,7 +402,7 @@ def cpu_quota(group: Path) -> float:
 
 
 def shared_memory(machine: Machine) -> Iterator[Check]:
-    """Check /dev/shm: Ray keeps its objects there, and NCCL and tensor-parallel engines meet there."""
+    """Check /dev/shm, for Ray's objects, NCCL and tensor-parallel engines."""
     import psutil
 
     fix = "docker run --shm-size=16g, or --ipc=host; as root: mount -o remount,size=16G /dev/shm"
@@ -423,7 +418,7 @@ def shared_memory(machine: Machine) -> Iterator[Check]:
 
 
 def disks(machine: Machine) -> Iterator[Check]:
-    """Check the disks of checkpoints and exports, and of what is downloaded from the hub."""
+    """Check the disks of checkpoints and exports, and of the hub's downloads."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     yield disk("disk of the current folder", Path.cwd(), "checkpoints (up to 14 bytes a parameter each) and exports")
@@ -431,7 +426,7 @@ def disks(machine: Machine) -> Iterator[Check]:
 
 
 def disk(name: str, folder: Path, off: str) -> Check:
-    """Check that a folder, or the one that it would be made in, can be written and has room."""
+    """Check that a folder, or its nearest existing parent, can be written and has room."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     fix = "free some, or use another disk (hydra.run.dir=..., HF_HOME)"
     free = shutil.disk_usage(there).free
@@ -471,7 +466,7 @@ def ports(machine: Machine) -> Iterator[Check]:
 
 
 def is_free(port: int) -> bool:
-    """Whether this process can listen on the port."""
+    """Return whether this process can listen on the port."""
     with socket.socket() as probe, suppress(OSError):
         probe.bind(("", port))
         return True
@@ -492,7 +487,7 @@ def hub(machine: Machine) -> Iterator[Check]:
 
 
 def unreachable(address: str) -> str:
-    """Why a server does not answer; empty where it gives any answer."""
+    """Return why a server does not answer, or ""."""
     try:
         request = urllib.request.Request(address, method="HEAD", headers={"User-Agent": "nemo_rl_lite doctor"})
         urllib.request.urlopen(request, timeout=ANSWER_LIMIT_S).close()

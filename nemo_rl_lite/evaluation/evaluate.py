@@ -1,4 +1,4 @@
-"""Ask a model the held-out problems several times, through the same collector and rewards as in training."""
+"""Asks a model the held-out problems several times, through the same collector and rewards as in training."""
 
 import json
 import math
@@ -32,7 +32,7 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import watched
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, Group, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.collector import Group, GroupSelection, RolloutTask
 from nemo_rl_lite.rollout.episode import RESAMPLES, Episode, Rollout, interval, ks, pass_at_k, passes
 from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.store import RolloutFiles, SavedRollout, load_rollouts, save_rollouts
@@ -54,7 +54,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AwakeEngines:
-    """`Generation` by engines that nobody shares a device with."""
+    """`Generation` by engines that share their devices with nobody."""
 
     queue: RequestQueue
 
@@ -67,8 +67,7 @@ class AwakeEngines:
 
 @contextmanager
 def running_engines(served: Served, folder: Path, say: Say) -> Iterator[Generation]:
-    """Start the engines that the configuration asks for; those in actors end with the block, and their logs are in
-    `folder/logs`.
+    """Start the configured engines. Several run in actors, which end with the block; their logs are in `folder/logs`.
 
     Raises:
         WorkerError: there are too few GPUs, an engine does not start, or all have died too often.
@@ -122,17 +121,16 @@ class Fleet:
 
 
 def _last_words(error: WorkerError) -> None:
-    """What is left to say by a command that does not react any more."""
+    """Print the error where the main thread does not react any more."""
     sys.stderr.write(f"{error}\n")
     sys.stderr.flush()
 
 
 def claim(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Make the folder that of one evaluation, or check that it already is. Where nothing has been kept of another one,
-    such as one whose reward did not work, the folder is taken over.
+    """Make the folder that of one evaluation, or check that it already is. A folder without samples is taken over.
 
     Raises:
-        ConfigError: it is a run's, has other files, or samples of another evaluation; with the first key that differs.
+        ConfigError: it is a run's, has other files, or samples of another evaluation; with the keys that differ.
     """
     if is_run(folder):
         raise ConfigError([Violation(OUTPUT, str(folder), "is the folder of a run", f"{OUTPUT} ANOTHER_FOLDER")])
@@ -157,8 +155,8 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 class Journal:
-    """Keeps complete groups of samples, those of a problem, in `groups/*.parquet`. A group of which a reward, an
-    environment or an agent failed is not complete: the next command tries it again."""
+    """Keeps complete groups, each the samples of a problem, in `groups/*.parquet`. In an incomplete one a reward, an
+    environment or an agent failed; the next command tries it again."""
 
     def __init__(self, folder: Path, problems: Sequence[Problem]):
         """Raises:
@@ -180,27 +178,25 @@ class Journal:
         self._kept = set(self.done)
 
     def keep(self, groups: Sequence[Group], at_once: bool = False) -> None:
-        """Write the groups that are complete and not on disk yet, now and then or `at_once`. Raises OSError."""
+        """Write the new complete groups, every few seconds or `at_once`. Raises OSError."""
         if not at_once and time.monotonic() - self._kept_at < _EVERY_S:
             return
-        complete = {number: one.episodes for number, one in enumerate(groups) if one.is_done}
         new = {
-            number: episodes
-            for number, episodes in complete.items()
-            if number not in self._kept and all(episode.reward is not None for episode in episodes)
+            number: group.episodes
+            for number, group in enumerate(groups)
+            if group.is_done
+            and number not in self._kept
+            and all(episode.reward is not None for episode in group.episodes)
         }
         if new:
-            self._write(new)
+            # Readers of the folder see whole files only.
+            partial, place = self._folder / ".partial", len(list(self._folder.glob("*.parquet")))
+            partial.mkdir(exist_ok=True)
+            save_rollouts([SavedRollout(place, [], None, new)], partial)
+            for file in partial.glob(f"*{place}.parquet"):
+                file.replace(self._folder / file.name)
+            self._kept |= set(new)
         self._kept_at = time.monotonic()
-
-    def _write(self, new: Mapping[int, list[Episode]]) -> None:
-        """Readers of the folder see whole files alone."""
-        partial, place = self._folder / ".partial", len(list(self._folder.glob("*.parquet")))
-        partial.mkdir(exist_ok=True)
-        save_rollouts([SavedRollout(place, [], None, new)], partial)
-        for file in partial.glob(f"*{place}.parquet"):
-            file.replace(self._folder / file.name)
-        self._kept |= set(new)
 
 
 def _asked(problem: Problem) -> list[Any]:
@@ -208,7 +204,7 @@ def _asked(problem: Problem) -> list[Any]:
 
 
 def summarize(rollout: Rollout, pass_reward: float) -> dict[str, Any]:
-    """Return the numbers of all samples, as JSON has them. Lengths are in tokens.
+    """Return metrics of all samples, as JSON. Lengths are in tokens.
 
     Raises:
         DataError: no response has a reward.
@@ -286,14 +282,13 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
             rollout = _sampled(evaluation, asked, journal, playing, judge, tokenizer, folder, console)
         RolloutFiles(folder, None, 0).write(0, "validation", rollout)
         found = summarize(rollout, evaluation.options.pass_reward)
-        sampling = asdict(evaluation.sampling(tokenizer.end_tokens))
         about = {
             "model": str(evaluation.served.folder),
             "data": described(evaluation.config.data),
-            "sampling": sampling,
+            "sampling": asdict(evaluation.sampling(tokenizer.end_tokens)),
+            "seed": evaluation.config.algorithm.seed,
         }
-        seconds = {"seconds": time.monotonic() - began}
-        write_json(folder / SUMMARY_FILE, about | {"seed": evaluation.config.algorithm.seed} | found | seconds)
+        write_json(folder / SUMMARY_FILE, about | found | {"seconds": time.monotonic() - began})
     title = f"{evaluation.served.name} on {evaluation.config.data.name}: {len(asked)} problems"
     show(found, title, console)
     console.say(f"{folder} has {SUMMARY_FILE} and every response")
@@ -303,7 +298,7 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
 def _problems(
     evaluation: Evaluation, playing: Playing, judge: Judge, tokenizer: ChatTokenizer, console: RunConsole
 ) -> Sequence[Problem]:
-    """The problems to ask, as a run checks them before it starts anything."""
+    """The problems to ask, checked as a run checks its own before it starts."""
     config = evaluation.config
     all_of_it = config.algorithm.max_val_samples if config.data.name in TASKS else sys.maxsize
     limit = evaluation.options.problems or all_of_it
@@ -333,11 +328,7 @@ def _sampled(
     with ExitStack() as stack:
         with console.busy(f"starting {evaluation.served}" + (f", {count} engines" if count > 1 else "")):
             started = stack.enter_context(running_engines(evaluation.served, folder, console.say))
-        generation, play = stack.enter_context(playing.through(started, tokenizer, folder, console.say))
-        part = config.agent if play.section == "agent" else config.environment
-        shares = ErrorShares(config.reward.max_error_share, part.max_error_share)
-        longest = config.policy.max_total_sequence_length
-        collector = RolloutCollector(generation, tokenizer, judge, longest, shares, play)
+        collector = stack.enter_context(playing.collecting(started, tokenizer, judge, folder, console.say))
         with console.busy(f"sampling {samples} response(s) to each of {len(asked)} problems") as tell:
 
             def shown(progress: str) -> None:

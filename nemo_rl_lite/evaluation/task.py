@@ -1,4 +1,4 @@
-"""What an evaluation is of: a model, and the data, reward, environment and sampling of its configuration."""
+"""Composes an evaluation: a model, and the data, reward, environment and sampling of its configuration."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -34,15 +34,14 @@ _KEYS = (
     *(f"cluster.{name}" for name in ("start_timeout_s", "phase_timeout_s", "max_restarts")),
 )
 _OF_POLICY = ("max_total_sequence_length", "precision", "tokenizer")
-_GPUS = "cluster.gpus_per_node"
 # Of generation: where engines run, and how many. Each response has a seed of its own.
 _PLACES = ("data_parallel_size", "colocated", "serve")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command. `problems`: at most this many (None: all); `temperature`: 0 is greedy (None: that of
-    `generation.temperature`); `pass_reward`: a response passes from this reward on."""
+    """The options of the command. `problems`: at most this many (None: all); `temperature`: 0 is greedy (None:
+    `generation.temperature`); `pass_reward`: the least reward that passes."""
 
     samples: int
     problems: int | None
@@ -71,7 +70,7 @@ class Evaluation:
         return replace(sampling, temperature=self.temperature) if self.temperature else sampling.greedy()
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides what is sampled and which rewards it gets, as JSON has it, without secrets."""
+        """Everything that decides the samples and their rewards, as JSON without secrets."""
         weights = [file.stat().st_mtime for file in self.served.folder.glob("*.safetensors")]
         written = datetime.fromtimestamp(max(weights, default=0), UTC).isoformat(timespec="seconds")
         whole = described(self.config)
@@ -119,13 +118,19 @@ def compose(model: Served, arguments: Sequence[str], options: Options) -> Evalua
     given = given_keys(overrides)
     config = _resolved(lay_over(_base(model), overrides), given)
     evaluation = Evaluation(replace(model, config=_with_own_engines(config)), options)
-    if violations := [*_held_out(config), *_missing(config), *_wrong_options(evaluation)]:
+    whole = {section: asdict(getattr(config, section)) for section in SECTIONS}
+    missing = [
+        Violation(key, value, "is a secret, which the run's folder does not have", f"{key}=...")
+        for key, value in flatten(whole)
+        if value == HIDDEN
+    ]
+    if violations := [*_held_out(config), *missing, *_wrong_options(evaluation)]:
         raise ConfigError(violations)
     return evaluation
 
 
 def _base(model: Served) -> DictConfig:
-    """The model's configuration; what is about training is that of the defaults, in which nothing validates."""
+    """The model's configuration, with the defaults' training sections and without validations."""
     config = model.config
     gpus = ["cluster.gpus_per_node=1", "policy=megatron_gpu"] if on_gpus(config) else []
     base = compose_files(gpus)
@@ -140,15 +145,14 @@ def _base(model: Served) -> DictConfig:
     for key in _OF_POLICY:
         base.policy[key] = own["policy"][key]
     base.policy.model_name = str(model.folder)
-    kept = {name: getattr(config.algorithm, name) for name in ("seed", "max_val_samples")}
-    algorithm = {**kept, "val_at_start": False, "val_at_end": False, "val_period": 0}
-    for key, value in algorithm.items():
-        base.algorithm[key] = value
+    for key in ("seed", "max_val_samples"):
+        base.algorithm[key] = getattr(config.algorithm, key)
+    base.algorithm.update({"val_at_start": False, "val_at_end": False, "val_period": 0})
     return base
 
 
 def _resolved(composed: DictConfig, given: Sequence[str]) -> Config:
-    if composed.cluster.gpus_per_node and _GPUS not in given:
+    if composed.cluster.gpus_per_node and "cluster.gpus_per_node" not in given:
         size, wanted = composed.generation.vllm_cfg.tensor_parallel_size, composed.generation.data_parallel_size
         composed.cluster.gpus_per_node = size * (wanted or max(1, composed.cluster.gpus_per_node // size))
 
@@ -184,13 +188,6 @@ def _held_out(config: Config) -> Iterator[Violation]:
     keys = {"file": ("data.validation_path", "FILE"), "hub": ("data.validation_split", "test")}
     key, example = keys.get(data.name, ("data.validation_fraction", "0.1"))
     yield Violation(key, None, "names nothing, and an evaluation asks the held-out problems", f"{key}={example}")
-
-
-def _missing(config: Config) -> Iterator[Violation]:
-    whole = asdict(config)
-    for key, value in flatten({section: whole[section] for section in SECTIONS}):
-        if value == HIDDEN:
-            yield Violation(key, value, "is a secret, which the run's folder does not have", f"{key}=...")
 
 
 def _wrong_options(evaluation: Evaluation) -> Iterator[Violation]:

@@ -1,4 +1,4 @@
-"""A run's output on the terminal: a line about its start, one for each step, samples at times, tables at the end."""
+"""Prints a run on the terminal: a line about its start, one for each step, samples at times, tables at the end."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ PHASES = {
     "refit": (("prepare_for_generation/transfer_and_update_weights",), "magenta"),
 }
 BAR_CELLS = 6
-# A checkpoint is shown in the line of a step where it takes this share of the step's time.
+# A step's line shows a checkpoint that takes this share of the step's time.
 WORTH_SHOWING = 0.05
 # The number of past values that a sparkline shows.
 TREND_VALUES = 12
@@ -46,12 +46,14 @@ _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 class RunConsole:
-    """Prints progress on stdout, as plain lines where stdout is no terminal, and writes the same lines to the run's
-    log."""
+    """Prints progress on stdout, as plain lines without a terminal, and writes the lines to the run's log."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or _standard_console()
-        self._pace = Pace()
+        if console is None:
+            console = Console(highlight=False, soft_wrap=True)
+            if not console.is_terminal:
+                console.width = PLAIN_WIDTH
+        self.console, self._pace = console, Pace()
 
     def say(self, message: str) -> None:
         log.info(message)
@@ -59,8 +61,8 @@ class RunConsole:
 
     @contextmanager
     def busy(self, what: str, announced: bool = True) -> Iterator[Callable[[str], None]]:
-        """Show that a long operation is running; the block may tell how far it is as often as it likes. Without a
-        terminal that is a line now and then, and `announced` a line at the start."""
+        """Show that a long operation is running. The block may report its progress as often as it likes; without a
+        terminal that is a line at times, after one at the start if `announced`."""
         if self.console.is_terminal:
             with self.console.status(what) as status:
                 yield lambda progress: status.update(f"{what}: {progress}")
@@ -86,10 +88,10 @@ class RunConsole:
         trend: Sequence[float] = (),
         idle: float | None = None,
     ) -> None:
-        """Print `step 3/30  reward 0.412 ▁▃▅  kl 0.0021  1.32 s  36 s left  generate ██▌ 0.41 ...`: values, the first
-        of them with its `trend` so far, then a bar for each phase, full where the phase takes the whole step, one for a
-        checkpoint that takes long, and one for the seconds in which engines that work while it trains were `idle`. A
-        narrow terminal gets no bars and no trend, and lines that end between words."""
+        """Print `step 3/30  reward 0.412 ▁▃▅  kl 0.0021  1.32 s  36 s left  generate ██▌ 0.41 ...`.
+
+        The first value has its `trend`. Bars show the share of the step that each phase, a long checkpoint and the
+        `idle` seconds of asynchronous engines take. A narrow terminal gets neither bars nor trend."""
         left = self._pace.left(step, steps, seconds["total_step_time"])
         head = f"step {step:>{len(str(steps))}}/{steps}"
         line = _step_line(head, values, seconds, left, trend, idle, bars=True)
@@ -150,15 +152,8 @@ def _step_line(
     return line
 
 
-def _standard_console() -> Console:
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    return console
-
-
 def phases_in(timers: Iterable[str]) -> dict[str, tuple[tuple[str, ...], str]]:
-    """The entries of PHASES that have any of the timers: not every algorithm has every phase."""
+    """The entries of PHASES with any of these timers."""
     present = set(timers)
     return {phase: (names, colour) for phase, (names, colour) in PHASES.items() if not present.isdisjoint(names)}
 
@@ -219,16 +214,15 @@ def readable(text: str) -> str:
 
 
 def report_start(setup: Timer, step: int, metrics: MetricsLog, console: RunConsole) -> None:
-    """Log `timing/setup/...` at `step` and print a line of it. `total` is the time since the command. `<group>/<part>`
-    are parts within a group's processes, which ran at the same time as others; the launcher's parts follow each
-    other."""
+    """Log `timing/setup/...` at `step` and print a line of it. `total` is the time since the command. The launcher's
+    parts follow each other; the parts `<group>/<part>` of a group's processes ran at the same time as others."""
     seconds = setup.take() | {"total": seconds_since_start()}
     metrics.log(step, under("timing/setup", seconds))
     console.say(start_line(seconds))
 
 
 def start_line(seconds: Mapping[str, float]) -> str:
-    """Return one line with the total, the launcher's parts in their order, and what each group's processes did."""
+    """Return one line with the total, the launcher's parts in order, and each group's parts."""
     own = {name: value for name, value in seconds.items() if "/" not in name and name != "total"}
     own["other"] = seconds["total"] - sum(own.values())
     shown = [f"started in {seconds['total']:.1f} s: {_parts(own)}"]

@@ -1,4 +1,4 @@
-"""Descriptions of a run for its folder and for trackers: configuration without secrets, versions, hardware, commit."""
+"""Describes a run for its folder and for trackers: configuration without secrets, versions, hardware, commit."""
 
 import dataclasses
 import json
@@ -49,31 +49,27 @@ _IN_TEXT = re.compile(rf"(?<![\w-])(['\"]?{_NAMES}['\"]?\s*[:=]\s*)('[^']*'|\"[^
 
 def describe_environment() -> dict[str, Any]:
     """Describe this machine and the commit of the working directory. Facts that cannot be found are left out."""
-    return {
-        "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "hardware": _hardware(),
-        "versions": {"nemo_rl_lite": nemo_rl_lite.__version__} | versions(PACKAGES),
-        **_commit(Path.cwd()),
-    }
-
-
-def for_trackers(folder: Path, whole_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What trackers store about the run in `folder`: its configuration without secrets, and its environment under the
-    key `launched_on`."""
-    file = folder / ENVIRONMENT_FILE
-    environment = {"launched_on": json.loads(file.read_text())} if file.exists() else {}
-    return redact(whole_config) | environment
-
-
-def _hardware() -> dict[str, Any]:
-    found: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
-    gpus = _answer("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return found | {"gpus": gpus.splitlines()} if gpus else found
+    if gpus := _answer("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"):
+        hardware["gpus"] = gpus.splitlines()
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "hardware": hardware,
+        "versions": {"nemo_rl_lite": nemo_rl_lite.__version__} | versions(PACKAGES),
+        **_commit(),
+    }
+
+
+def for_trackers(folder: Path, whole_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's configuration without secrets, and its environment under the key `launched_on`."""
+    file = folder / ENVIRONMENT_FILE
+    environment = {"launched_on": json.loads(file.read_text())} if file.exists() else {}
+    return redact(whole_config) | environment
 
 
 def _cpu_model() -> str:
@@ -86,7 +82,7 @@ def _cpu_model() -> str:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of Python and of those packages that are installed."""
+    """The versions of Python and of the installed packages among these."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -96,17 +92,17 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _commit(folder: Path) -> dict[str, Any]:
-    """The commit of the checkout that has `folder`, and whether tracked files differ from it; empty without one."""
-    commit = _answer("git", "-C", str(folder), "rev-parse", "HEAD")
+def _commit() -> dict[str, Any]:
+    """The commit of the working directory's checkout, if any, and whether tracked files differ from it."""
+    commit = _answer("git", "rev-parse", "HEAD")
     if not commit:
         return {}
-    changed = _answer("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
+    changed = _answer("git", "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "uncommitted_changes": bool(changed)}
 
 
 def _answer(*command: str) -> str:
-    """What a command prints; empty where it does not exist or fails."""
+    """The output of a command; empty where it does not exist or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -115,7 +111,7 @@ def _answer(*command: str) -> str:
 
 
 def described(config: Any) -> dict[str, Any]:
-    """A configuration (a dataclass) as it is written to files: all of it but its secrets."""
+    """A configuration (a dataclass) without its secrets, as it is written to files."""
     return redact(dataclasses.asdict(config))
 
 

@@ -1,7 +1,6 @@
-"""Liveness of this process.
+"""Limits on the launcher's own work with a watchdog that enforces them, and a worker's progress for its heartbeat.
 
-For the launcher: what its main thread does, how long it may take, and the watchdog that ends a run which exceeds that.
-For a worker: how far it is, for its heartbeat. Workers' calls have other limits (`cluster/calls.py`).
+Workers' calls have other limits (`cluster/calls.py`).
 """
 
 import faulthandler
@@ -42,33 +41,21 @@ class Limit:
         return self.limit_s - (time.monotonic() - self.since)
 
 
-# The innermost is the one that counts.
+# Only the innermost counts.
 _limits: list[Limit] = []
-# Called with the seconds that are left, whenever the innermost begins or begins again.
-_listeners: list[Callable[[float], None]] = []
-
-
-@contextmanager
-def heard_by(listener: Callable[[float], None]) -> Iterator[None]:
-    """Within the block, call `listener` with the seconds that are left whenever a limit begins or begins again."""
-    _listeners.append(listener)
-    try:
-        listener(seconds_left())
-        yield
-    finally:
-        _listeners.remove(listener)
+_watchdog_runs = False
 
 
 @contextmanager
 def limited(what: str, limit_s: float | None) -> Iterator[None]:
-    """Within the block the main thread does `what`, for at most `limit_s` seconds (None: without a limit). The limit
-    around the block starts again after it."""
+    """Limit the block, in which the main thread does `what`, to `limit_s` seconds (None: no limit). The limit around
+    the block starts again after it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     own = Limit(what, math.inf if limit_s is None else limit_s, time.monotonic())
     _limits.append(own)
-    _tell()
+    _set_last_resort()
     try:
         yield
     finally:
@@ -80,17 +67,18 @@ def progressed() -> None:
     """Start the innermost limit again: something that the main thread waits for has happened."""
     if _limits and threading.current_thread() is threading.main_thread():
         _limits[-1].since = time.monotonic()
-    _tell()
+    _set_last_resort()
 
 
-def _tell() -> None:
-    for listener in _listeners:
-        listener(seconds_left())
-
-
-def seconds_left() -> float:
-    """Seconds until the innermost limit is exceeded; infinite without one, negative where it is."""
-    return _limits[-1].seconds_left() if _limits else math.inf
+def _set_last_resort() -> None:
+    """Make faulthandler, whose thread needs no Python, end this process where the watchdog cannot: some time after the
+    innermost limit, unless this is called again before."""
+    if not _watchdog_runs:
+        return
+    faulthandler.cancel_dump_traceback_later()
+    left = _limits[-1].seconds_left() if _limits else math.inf
+    if left < _LONGEST_S:
+        faulthandler.dump_traceback_later(max(left, 0) + 2 * GRACE_S + PERIOD_S, exit=True, file=_STANDARD_ERROR)
 
 
 def exceeded() -> Limit | None:
@@ -100,12 +88,13 @@ def exceeded() -> Limit | None:
 
 @contextmanager
 def watched(last_words: Callable[[WorkerError], None], lost: Callable[[], str] = str) -> Iterator[None]:
-    """Within the block, raise WorkerError in the main thread when a limit is exceeded, or when `lost` names a process
-    that the run cannot do without.
+    """Raise WorkerError in the main thread, during the block, when a limit is exceeded or `lost` names a process that
+    the run needs.
 
-    Where the main thread does not react, call `last_words` and end this process and all that it has started. Where one
-    long step of C code keeps Python from running at all, the process ends with a traceback on standard error.
+    If the main thread does not react, call `last_words` and end this process and all that it has started. If C code
+    keeps Python from running at all, the process ends with a traceback on standard error.
     """
+    global _watchdog_runs
     over, errors = threading.Event(), list[WorkerError]()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -121,34 +110,31 @@ def watched(last_words: Callable[[WorkerError], None], lost: Callable[[], str] =
             signal.pthread_kill(main, _SIGNAL)
             if not over.wait(GRACE_S) and (gone or exceeded() is late):
                 last_words(errors[-1])
-                _end_at_once()
+                for child in psutil.Process().children(recursive=True):
+                    with suppress(psutil.Error):
+                        child.kill()
+                os._exit(WorkerError.exit_status)
 
     main = threading.main_thread().ident or 0
     previous = signal.signal(_SIGNAL, interrupt)
     thread = threading.Thread(target=watch, name="watchdog", daemon=True)
     thread.start()
     try:
-        with heard_by(_end_without_python):
-            yield
+        _watchdog_runs = True
+        _set_last_resort()
+        yield
     except BaseException as raised:
         # Ray's own calls raise something else instead of what a handler of a signal raises.
         if errors and raised is not errors[-1]:
             raise errors[-1] from None
         raise
     finally:
+        _watchdog_runs = False
         over.set()
         thread.join()
         faulthandler.cancel_dump_traceback_later()
         errors.clear()
         signal.signal(_SIGNAL, previous)
-
-
-def _end_without_python(left: float) -> None:
-    """Let a thread of faulthandler, which needs no Python, end this process if nothing begins within `left` seconds and
-    the time in which the watchdog would have ended it."""
-    faulthandler.cancel_dump_traceback_later()
-    if left < _LONGEST_S:
-        faulthandler.dump_traceback_later(max(left, 0) + 2 * GRACE_S + PERIOD_S, exit=True, file=_STANDARD_ERROR)
 
 
 def _error(late: Limit) -> WorkerError:
@@ -157,13 +143,6 @@ def _error(late: Limit) -> WorkerError:
     at = f"{stack[-1].filename}:{stack[-1].lineno} {stack[-1].name}" if stack else "an unknown place"
     cause = f"not done within {late.limit_s:g} s; it is at {at}"
     return WorkerError("launcher", late.what, cause, details="".join(traceback.format_list(stack)))
-
-
-def _end_at_once() -> None:
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            child.kill()
-    os._exit(WorkerError.exit_status)
 
 
 _counts: dict[str, int] = {}

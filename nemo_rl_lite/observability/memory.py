@@ -10,15 +10,14 @@ Peaks = dict[str, float]
 
 
 class MemoryMeter:
-    """Collects measurements of named phases until `take`. `components` returns the bytes of the device that each
-    component of the policy takes now.
+    """Collects measurements of named phases until `take`. `components` returns the device bytes of each component of
+    the policy now.
 
-    - `measured/<phase>/<component>`: bytes that it took throughout the phase, without what moved during the phase
+    - `measured/<phase>/<component>`: bytes that it took throughout the phase
     - on a GPU, `measured/<phase>/activations`: the peak of what the allocator handed out during the phase;
-      `measured/<phase>/other`: device memory of buffers, other processes, CUDA itself and torch's cache;
-      `policy_peak_bytes/<phase>` and `policy_reserved_bytes/<phase>`: the allocator's peaks, of what it handed out, and
-      of that with its cached blocks, which fragmentation makes larger; `device_bytes/<phase>`: the bytes in use at the
-      end
+      `measured/<phase>/other`: buffers, other processes, CUDA itself and torch's cache; `policy_peak_bytes/<phase>`,
+      and with cached blocks `policy_reserved_bytes/<phase>`: the allocator's peaks; `device_bytes/<phase>`: all bytes
+      in use at the end
     """
 
     def __init__(self, components: Callable[[], Mapping[str, int]]) -> None:
@@ -32,7 +31,7 @@ class MemoryMeter:
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block as the phase `name`."""
         before = dict(self._components())
-        self._outside = _allocated(sum(before.values())) - sum(before.values())
+        self._outside = torch.cuda.memory_allocated() - sum(before.values()) if torch.cuda.is_available() else 0
         self._peak = self._reserved = self._most = 0
         self._begin_segment()
         try:
@@ -54,7 +53,7 @@ class MemoryMeter:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Enclose a move of components within a phase, so that they are not counted as working memory or vice versa."""
+        """Enclose a move of components within a phase, so that they do not count as working memory."""
         self._end_segment()
         yield
         self._begin_segment()
@@ -90,13 +89,8 @@ class MemoryMeter:
         self._peaks[name] = max(value, self._peaks.get(name, 0.0))
 
 
-def _allocated(on_a_cpu: int) -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else on_a_cpu
-
-
 def with_rest(phase: str, memory: Mapping[str, float]) -> dict[str, float]:
-    """Add `measured/<phase>/other` to the metrics where the whole device was measured in `phase`: the bytes that belong
-    to no component."""
+    """Add `measured/<phase>/other`, the bytes of no component, if the whole device was measured in `phase`."""
     whole = memory.get(f"device_bytes/{phase}")
     if whole is None:
         return dict(memory)

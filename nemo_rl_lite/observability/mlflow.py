@@ -1,4 +1,4 @@
-"""Metrics, parameters and samples for MLflow: a server, a database or a folder."""
+"""Sends metrics, parameters and samples to MLflow: a server, a database or a folder."""
 
 import logging
 import math
@@ -102,8 +102,8 @@ class MLflow(Sink):
 
 
 class _Calls:
-    """Calls to the client, made one at a time and in order by a daemon thread, for which the end of the process does
-    not wait. (MLflow stores in a folder break where two batches come at once.)"""
+    """Calls to the client, one at a time and in order, in a daemon thread that does not delay the process' end. (Stores
+    in a folder break when two batches arrive at the same time.)"""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[Callable[[], object] | None] = SimpleQueue()

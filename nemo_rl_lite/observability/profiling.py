@@ -65,8 +65,8 @@ def begin(tool: Tool, on_device: bool = True) -> None:
 
 
 def end(file: Path | None) -> None:
-    """Stop recording, and write a Chrome trace to `file` (None: discard it), gzipped if its name ends in .gz. Do
-    nothing where nothing is recorded."""
+    """Stop recording, if this process records, and write a Chrome trace to `file` (None: discard it), gzipped if its
+    name ends in .gz."""
     global _recording
     recording, _recording = _recording, None
     if recording is not None:

@@ -17,8 +17,7 @@ class Sample:
 
 
 def spread(rewards: Sequence[float], count: int) -> list[int]:
-    """`count` indices (all where there are fewer), evenly from the lowest reward to the highest; equal ones in
-    order."""
+    """At most `count` indices, evenly from the lowest reward to the highest; equal ones in order."""
     order = sorted(range(len(rewards)), key=lambda index: rewards[index])
     if len(order) <= count:
         return order
@@ -34,7 +33,7 @@ def text_of(messages: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """A bar for each row: its label, and its value in the last column."""
+    """A bar chart: each row has a label first and its value last."""
 
     name: str
     title: str
@@ -43,7 +42,7 @@ class Chart:
 
 
 class Sink:
-    """Receives a run's metrics, and ignores what it cannot show."""
+    """Receives a run's metrics; by default ignores them."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of one step."""

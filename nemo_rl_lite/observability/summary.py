@@ -1,7 +1,7 @@
 """Summarizes a run that is done: a table on the terminal, and summary.json."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -17,33 +17,30 @@ PREDICTED, MEASURED = "memory/predicted/", "memory/measured/"
 LAST_STEPS = 5
 """Measured memory is the mean over this many last steps of the run, when everything has been allocated."""
 GIB = 2**30
-# Phase -> the metric that says how near its limit the GPU was, and what that limit is.
-_LIMIT_SHARES = {
-    "generate": "performance/generation_bandwidth_share",
-    "logprob": "performance/policy_and_reference_logprobs_fp_utilization",
-    "train": "performance/train_fp_utilization",
+# Phase -> the GPU's limit, and the metric of the share of it that was reached.
+_LIMITS = {
+    "generate": ("bandwidth", "performance/generation_bandwidth_share"),
+    "logprob": ("bf16 peak", "performance/policy_and_reference_logprobs_fp_utilization"),
+    "train": ("bf16 peak", "performance/train_fp_utilization"),
 }
-_LIMITS = {"generate": "bandwidth", "logprob": "bf16 peak", "train": "bf16 peak"}
 
 
 @dataclass(frozen=True)
 class Waits:
-    """What the policy and the engines waited for each other in a step, where they work at the same time: medians over
-    steps."""
+    """Medians over steps of the waits of policy and engines that work at the same time."""
 
     policy_seconds: float
     """Until the rollout was complete."""
     engines_seconds: float
     """In which no engine had a request."""
     token_age: float
-    """Steps of the run between the weights that sampled a token and those at the start of the step that trained on it,
-    mean over the tokens."""
+    """Steps between the weights that sampled a token and those at the start of its training step; mean over tokens."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in numbers. Accuracies and validation losses (nats a token) are measured before the first and after the
-    last step (None: not measured); seconds are medians over steps."""
+    """The content of summary.json. Accuracies and validation losses (nats a token) are those before the first and after
+    the last step (None: not measured); seconds are medians over steps."""
 
     run_folder: str
     steps: int
@@ -57,8 +54,8 @@ class Summary:
     waits: Waits | None = None
     """None where policy and engines take turns."""
     limit_shares: dict[str, float] = field(default_factory=dict)
-    """By phase, the share of the GPU's limit that it reached: of its bfloat16 peak, in generation of its memory's
-    bandwidth; medians over steps. Empty where the limits are not known."""
+    """By phase, the share of the GPU's bfloat16 peak, or of its memory's bandwidth in generation: medians over steps.
+    Empty where the limits are not known."""
 
 
 def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int]) -> Summary:
@@ -87,18 +84,23 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
         peak_memory_bytes=dict(peak_memory),
         waits=_waits(metrics),
         limit_shares={
-            phase: median(values) for phase, name in _LIMIT_SHARES.items() if (values := metrics.series(name)[1])
+            phase: median(values) for phase, (_, name) in _LIMITS.items() if (values := metrics.series(name)[1])
         },
     )
 
 
 def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, title: str, view: View) -> None:
-    """Print the table, write summary.json."""
+    """Write summary.json and print its tables."""
     folder = Path(summary.run_folder)
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
     rows = [row for panel in view for curve in panel.curves if (row := _row(curve, metrics))]
     console.table(title, ("", "at the start", "at the end"), rows)
-    console.table("median seconds a step", *_phase_table(summary))
+    headers, shares = ("phase", "s", "GPU") if summary.limit_shares else ("phase", "s"), summary.limit_shares
+    phases = []
+    for phase, seconds in (summary.seconds_by_phase | {"whole step": summary.seconds_a_step}).items():
+        reached = f"{shares[phase]:.0%} of the {_LIMITS[phase][0]}" if phase in shares else ""
+        phases.append((phase, f"{seconds:.3f}", reached)[: len(headers)])
+    console.table("median seconds a step", headers, phases)
     if waits := summary.waits:
         waited = [("policy waited", waits.policy_seconds), ("engines were idle", waits.engines_seconds)]
         rows = [(what, f"{seconds:.3f} s") for what, seconds in waited]
@@ -107,16 +109,6 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
     if (model := folder / "hf").is_dir():
         console.say(f"model    {model}")
     console.say(f"run      {folder}")
-
-
-def _phase_table(summary: Summary) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Headers and rows; with a column of the shares of the GPU's limits where there are any."""
-    seconds = summary.seconds_by_phase | {"whole step": summary.seconds_a_step}
-    shares = summary.limit_shares
-    if not shares:
-        return ("phase", "s"), [(phase, f"{own:.3f}") for phase, own in seconds.items()]
-    limit = {phase: f"{share:.0%} of the {_LIMITS[phase]}" for phase, share in shares.items()}
-    return ("phase", "s", "GPU"), [(phase, f"{own:.3f}", limit.get(phase, "")) for phase, own in seconds.items()]
 
 
 def tracked(summary: Summary) -> dict[str, float]:
@@ -134,9 +126,10 @@ def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
     seconds = list(summary.seconds_by_phase.items())
     predicted, measured = stacks(metrics, PREDICTED), stacks(metrics, MEASURED)
     residency = [
-        (f"{phase}: {component.replace('_', ' ')}", _gib(predicted.get(phase, {}).get(component)), nbytes / GIB)
+        (f"{phase}: {component.replace('_', ' ')}", there / GIB if there is not None else None, nbytes / GIB)
         for phase in PHASES
         for component, nbytes in measured.get(phase, {}).items()
+        for there in [predicted.get(phase, {}).get(component)]
     ]
     return [
         Chart("phases", "median seconds a step, by phase", ("phase", "seconds"), seconds),
@@ -161,12 +154,8 @@ def _waits(metrics: MetricsLog) -> Waits | None:
     return Waits(*map(median, columns)) if all(columns) else None
 
 
-def _gib(nbytes: float | None) -> float | None:
-    return None if nbytes is None else nbytes / GIB
-
-
 def _row(curve: Curve, metrics: MetricsLog) -> tuple[str, str, str] | None:
-    """Label and values of a metric at the start and at the end of the run; None where either is missing."""
+    """Label and values of a metric at the start and at the end; None if either is missing."""
     if curve.held_out:
         before, after = _held_out(metrics, curve.metric)
     else:

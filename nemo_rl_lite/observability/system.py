@@ -18,8 +18,8 @@ MILLIWATTS = 1000
 
 @dataclass(frozen=True)
 class Usage:
-    """Sums over `samples` samples since the process began, by metric. The difference of two is the use between them, so
-    several readers do not disturb each other."""
+    """Sums over `samples` samples since the process began, by metric. Two of them give the use in between, so readers
+    do not disturb each other."""
 
     samples: int = 0
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -28,8 +28,7 @@ class Usage:
         return Usage(self.samples + 1, {name: self.sums.get(name, 0.0) + value for name, value in sample.items()})
 
     def means_since(self, before: "Usage") -> dict[str, float]:
-        """Means of the samples after `before`, or of all where `before` is of an earlier process. Empty without a new
-        sample."""
+        """Means of the samples after `before`, or of all if `before` is of an earlier process; empty without any."""
         if before.samples > self.samples:
             before = Usage()
         count = self.samples - before.samples

@@ -1,7 +1,4 @@
-"""Measures wall-clock seconds of named phases.
-
-Rates of a phase, a GPU, and what share they are of the most that the GPU can do.
-"""
+"""Measures seconds of named phases, and turns work into rates and shares of a GPU's limits."""
 
 import os
 import time
@@ -22,10 +19,10 @@ class PolicySpeed:
     ranks: int
     """GPUs of the policy, or its ranks on CPUs."""
     peak: float | None
-    """Dense FLOP/s of one of its GPUs in bfloat16; None on CPUs, and for a GPU that is not known."""
+    """Dense bfloat16 FLOP/s of one GPU; None on CPUs and for an unknown GPU."""
 
     def training(self, flops: float, seconds: float) -> dict[str, float]:
-        """The rate of training, in TFLOP/s, and its share of the peak where that is known."""
+        """The rate of training in TFLOP/s, and its share of the peak if that is known."""
         return self._named("train_flops_per_gpu", "train_fp_utilization", flops, seconds)
 
     def logprobs(self, flops: float, seconds: float) -> dict[str, float]:
@@ -40,19 +37,18 @@ class PolicySpeed:
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    """Turns what engines have decoded into rates."""
+    """Turns the steps of engines into rates."""
 
     step_bytes: float
-    """Bytes that a GPU of an engine must read in a step of the engine, whatever it decodes."""
+    """Bytes that a GPU of an engine reads in each step, whatever it decodes."""
     token_bytes: float
-    """Bytes that it must read in a step for each token in the KV caches of the sequences that it decodes."""
+    """Bytes that it reads in a step for each cached token of the sequences that it decodes."""
     bandwidth: float | None
-    """Bytes/s of its memory; None on CPUs, and for a GPU that is not known."""
+    """Bytes/s of its memory; None on CPUs and for an unknown GPU."""
 
     def metrics(self, steps: int, cached: int, seconds: float) -> dict[str, float]:
-        """`generation_read_gb_per_sec_per_gpu` and, where the bandwidth is known, `generation_bandwidth_share`, of
-        engines that took `steps` steps, which read `cached` tokens of KV caches, in `seconds`, all of them summed over
-        the engines. Empty where nothing was decoded."""
+        """`generation_read_gb_per_sec_per_gpu` and, if the bandwidth is known, `generation_bandwidth_share`. Steps,
+        `cached` tokens read and seconds are sums over the engines. Empty if nothing was decoded."""
         if not steps or not seconds:
             return {}
         rate = (steps * self.step_bytes + cached * self.token_bytes) / seconds
@@ -66,7 +62,7 @@ _UNIX_ZERO = time.time() - time.perf_counter()
 
 @dataclass(frozen=True)
 class Phase:
-    """One time that a named phase took, in seconds of `time.perf_counter()`."""
+    """Begin and end of a named phase, in seconds of `time.perf_counter()`."""
 
     name: str
     begin: float

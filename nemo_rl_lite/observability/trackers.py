@@ -1,4 +1,4 @@
-"""The log of a run's metrics: JSON lines always, W&B, TensorBoard and MLflow where they are enabled."""
+"""Logs a run's metrics: JSON lines always; W&B, TensorBoard and MLflow if enabled."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ class MetricsLog:
     def open(
         cls, config: LoggerConfig, run_folder: Path, whole_config: Mapping[str, Any], done: int = 0
     ) -> "MetricsLog":
-        """Open the sinks of a run of which `done` steps are done: keep their metrics and move later ones away."""
+        """Open the sinks of a run after `done` steps: keep their metrics and move later ones away."""
         history = [
             {name: float(value) for name, value in entry.items() if name != "time" and value is not None}
             for entry in rewind(run_folder / METRICS_FILE, done)
@@ -105,7 +105,7 @@ class JsonLines(Sink):
 
 class TensorBoard(Sink):
     def __init__(self, folder: Path, done: int):
-        """Hide what the folder has of steps after `done`, which will be repeated."""
+        """Hide the folder's steps after `done`, which will be repeated."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
@@ -142,8 +142,8 @@ def _cell(text: str) -> str:
 
 
 def rewind(path: Path, step: int) -> list[dict[str, Any]]:
-    """Keep the entries up to `step` of a file of JSON lines, each with its `step`, and return them. Move later entries,
-    whose steps will be repeated, and incomplete lines to `<name>-undone.jsonl` in the same folder."""
+    """Keep and return the entries up to `step` of a file of JSON lines. Move later ones, whose steps will be repeated,
+    and incomplete lines to `<name>-undone.jsonl` in the same folder."""
     if not path.exists():
         return []
     kept, undone, entries = [], [], []
@@ -181,8 +181,8 @@ def _parsed(line: str) -> dict[str, Any] | None:
 def with_every_age[Value: float | None](
     entries: Iterable[Mapping[str, Value]],
 ) -> tuple[list[dict[str, Value | float]], dict[str, str]]:
-    """Give each step that has shares of tokens by age a share of 0 for the ages that only other steps have. Returns all
-    entries, and what to call these metrics, from the youngest age to the oldest."""
+    """Fill in a share of 0 for ages that a step with shares of tokens by age does not have. Returns all entries, and
+    labels of these metrics, from the youngest age to the oldest."""
     filled = [dict[str, Value | float](entry) for entry in entries]
     found = {match for name in {name for entry in filled for name in entry} if (match := _AGE.fullmatch(name))}
     names = {match[0]: f"age {match[1]}" for match in sorted(found, key=lambda match: int(match[1]))}

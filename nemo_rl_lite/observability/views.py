@@ -1,4 +1,4 @@
-"""Which metrics an algorithm is judged by: the rows of a run's table and the curves of its picture."""
+"""The metrics that show how an algorithm does: the rows of a run's last table and the first curves of its report."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,11 @@ from nemo_rl_lite.config.user_code import imported
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric: its label, its decimals in the table, its colour in the picture."""
+    """One metric, its label, and its decimals in the table."""
 
     metric: str
     label: str
     decimals: int
-    colour: str
 
     @property
     def held_out(self) -> bool:
@@ -32,15 +31,15 @@ class Panel:
 
 View = tuple[Panel, ...]
 
-_ACCURACY = Curve("validation/accuracy", "held-out accuracy", 3, "tab:orange")
-_REWARD = Curve("train/reward", "training reward", 3, "tab:blue")
-_TRAINING_ACCURACY = Curve("train/accuracy", "training accuracy", 3, "tab:blue")
-_KL = Curve("train/kl_penalty", "KL to the start", 4, "tab:red")
-_MARGIN = Curve("train/rewards_margin_mean", "reward margin", 3, "tab:green")
-_GRADIENT_NORM = Curve("train/grad_norm", "gradient norm", 3, "tab:red")
+_ACCURACY = Curve("validation/accuracy", "held-out accuracy", 3)
+_REWARD = Curve("train/reward", "training reward", 3)
+_TRAINING_ACCURACY = Curve("train/accuracy", "training accuracy", 3)
+_KL = Curve("train/kl_penalty", "KL to the start", 4)
+_MARGIN = Curve("train/rewards_margin_mean", "reward margin", 3)
+_GRADIENT_NORM = Curve("train/grad_norm", "gradient norm", 3)
 _LOSSES = (
-    Curve("validation/val_loss", "held-out loss", 4, "tab:orange"),
-    Curve("train/loss", "training loss", 4, "tab:blue"),
+    Curve("validation/val_loss", "held-out loss", 4),
+    Curve("train/loss", "training loss", 4),
 )
 
 REWARD: View = (
@@ -54,7 +53,7 @@ PREFERENCE: View = (
 )
 UNPAIRED: View = (Panel("loss", _LOSSES), Panel("reward margin", (_MARGIN,)))
 TEACHER: View = (
-    Panel("KL to the teacher (nats a token)", (Curve("train/teacher_kl", "KL to the teacher", 4, "tab:red"),)),
+    Panel("KL to the teacher (nats a token)", (Curve("train/teacher_kl", "KL to the teacher", 4),)),
     Panel("reward", (_ACCURACY, _REWARD), limits=(0, 1.02)),
 )
 LOSS: View = (Panel("loss (nats a response token)", _LOSSES), Panel("gradient norm", (_GRADIENT_NORM,)))

@@ -1,4 +1,4 @@
-"""Metrics, samples and charts for W&B. Works offline; `wandb sync RUN/wandb/offline-run-*` sends them later."""
+"""Sends metrics, samples and charts to W&B; offline, `wandb sync RUN/wandb/offline-run-*` sends them later."""
 
 import secrets
 from collections.abc import Mapping, Sequence

@@ -32,7 +32,6 @@ from nemo_rl_lite.planning.memory import (
     token_cache_bytes,
     totals,
 )
-from nemo_rl_lite.refit.layout import bucket_size
 
 # The overhead of CUDA and NCCL contexts, captured graphs and torch's cached blocks as measured on H100s and H200s
 # (docs/benchmarks, plan-against-measured): with an engine on the GPU, with engines on other GPUs, and without engines.
@@ -148,6 +147,9 @@ def _refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) 
         return 0
     weights = refit_bytes(config, shape)
     largest = shape.vocabulary * shape.hidden * item_bytes(config)
+    # It imports torch, and a plan of a run on CPUs needs none.
+    from nemo_rl_lite.refit.layout import bucket_size
+
     bucket = bucket_size(device_bytes, config.refit.buffer_memory_ratio, config.refit.bucket_bytes)
     bucket = min(max(bucket, largest), weights)
     count = 2 if Residency.of(config).engines_share_device else config.refit.num_buffers

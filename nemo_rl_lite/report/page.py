@@ -16,16 +16,16 @@ from nemo_rl_lite.report.record import ReportError, RunRecord, defaults_of, read
 
 PAGE = "report.html"
 ASSETS = Path(__file__).parent / "page"
-# A page has about this many numbers in all its curves, and between FEWEST and MOST points in one curve.
+# A page has about NUMBERS in all its curves, and between FEWEST and MOST points in one curve.
 NUMBERS, FEWEST, MOST = 300_000, 200, 2000
 _DIGITS = 6
-# In the first lines of every page.
+# Every page begins with this.
 _TITLE = b"<title>nemo_rl_lite report</title>"
 
 
 def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page and return its path. Of a folder that is no run's own, those below it are reported, and their
-    number is printed. Raises ReportError: a folder has no run, or `output` is another file."""
+    """Write the page and return its path. A folder that is not a run stands for the runs below it, whose number is
+    printed. Raises ReportError: a folder has no run, or `output` is another file."""
     found = {given: runs_of(given) for given in runs}
     records = [read_run(run) for run in dict.fromkeys(run for below in found.values() for run in below)]
     output = output or (runs[0] / PAGE if len(found) == 1 else Path(PAGE))
@@ -60,7 +60,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 
 def is_page(file: Path) -> bool:
-    """Whether a file, of this version or an earlier one, is a page or empty."""
+    """Return whether a file is empty or a page, of any version."""
     with file.open("rb") as opened:
         start = opened.read(2048)
     return not start or _TITLE in start

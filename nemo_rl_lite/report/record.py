@@ -1,7 +1,7 @@
 """Reads a run back from its folder for a report, also a run that is still running, was killed, or lacks files.
 
-`timeline` is of one rollout: what engines, environments and rewards did. `waits` is of the newest steps: who waited for
-whom, from the files of their rollouts.
+`timeline`: the work of engines, environments and rewards in one rollout. `waits`: who waited for whom in the newest
+steps.
 """
 
 import json
@@ -34,16 +34,16 @@ from nemo_rl_lite.validation.compose import default_values
 # The report shows this many rollouts, evenly over the run, and this many samples of each.
 ROLLOUTS, SAMPLES = 12, 6
 _CHARACTERS, _ERROR_LINES = 4000, 40
-# The most episodes that are drawn, and the parts of the rollout's time in which work is counted.
+# The most episodes that are drawn, and the parts of a rollout's time in which work is counted.
 EPISODES, ROLLOUT_PARTS = 256, 120
 # The most steps that are drawn, and the parts of their time in which requests are counted.
 STEPS, PARTS = 12, 300
-# The newest files, of both splits, that are looked at. More than those of STEPS: see `waits`.
+# The newest files, of both splits, that `waits` reads. More than those of STEPS.
 _FILES = 6 * STEPS
 # Seconds of the shortest activity that is drawn.
 _SHORTEST_S = 0.001
 _WHOLE = "total_step_time"
-# What the policy does, by the name of its timer. Of `generate`, the policy's part is to wait.
+# The policy's activity by the name of its timer. It waits in `generate`.
 _ACTIVITIES = {timer: phase for phase, (timers, _) in PHASES.items() for timer in timers} | {
     "generation": "wait",
     "checkpointing": "checkpoint",
@@ -52,7 +52,7 @@ _ACTIVITIES = {timer: phase for phase, (timers, _) in PHASES.items() for timer i
 
 Interval = tuple[float, float]
 Entry = Mapping[str, float | None]
-# So far below a folder are its runs: outputs/NAME/sweep-TIME/0.
+# The levels below a folder that are searched for runs: outputs/NAME/sweep-TIME/0.
 _LEVELS = 3
 
 
@@ -72,9 +72,9 @@ class RunRecord:
     metrics: list[dict[str, float | None]]
     samples: list[dict[str, Any]]
     timeline: dict[str, Any] | None
-    """Of the newest rollout that it trained on."""
+    """Of the newest training rollout."""
     waits: dict[str, Any] | None
-    """Who waited for whom in the newest steps."""
+    """Of the newest steps."""
     environment: dict[str, Any]
     status: dict[str, Any]
     error: str
@@ -83,13 +83,12 @@ class RunRecord:
 
     @property
     def algorithm(self) -> str:
-        """The algorithm of the configuration; GRPO where there is no configuration."""
+        """The algorithm of the configuration; GRPO without one."""
         return str(self.config.get("algorithm.name", "grpo"))
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """The folders of the runs in a folder, by name, and a sweep's by number; for a run's folder, and where there is no
-    run, the folder itself."""
+    """The runs in a folder, by name, and a sweep's by number; the folder itself if it is a run or has none."""
     return _runs_below(folder, _LEVELS) or [folder]
 
 
@@ -165,10 +164,8 @@ def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
 def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
     lines = _read_text(file).splitlines()
     entries = [entry for line in lines if (entry := _entry(line)) is not None]
-    if len(entries) < len(lines):
-        notes.append(
-            f"{len(lines) - len(entries)} of {len(lines)} lines of {file.name} cannot be read and are left out"
-        )
+    if missing := len(lines) - len(entries):
+        notes.append(f"{missing} of {len(lines)} lines of {file.name} cannot be read and are left out")
     if not entries:
         notes.append("no metrics yet")
     return entries
@@ -214,9 +211,9 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def timeline(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the rollout's seconds; `lanes`, how much each engine, the environment and the reward had to do on average
-    in each of ROLLOUT_PARTS parts of that time; and what each episode waited for, as [what, begin, end, engine]. None
-    where the rows tell nothing: runs of earlier versions kept no times."""
+    """Return the rollout's `seconds`; `lanes`, the mean number of calls of each engine, the environment and the reward
+    in each of ROLLOUT_PARTS parts of that time; and each episode's calls, as [what, begin, end, engine]. None where the
+    rows have no times, as in runs of earlier versions."""
     episodes = [row.get("spans") or [] for row in rows]
     spans = [span for episode in episodes for span in episode]
     seconds = max((span["end"] for span in spans), default=0.0)
@@ -259,13 +256,12 @@ class _Recorded:
 
 
 def waits(folder: Path, metrics: Sequence[Entry], is_done: bool) -> dict[str, Any] | None:
-    """Return what the policy and the engines did in the newest steps, in seconds since the first of them began: the
-    `steps`; the `policy`'s activities; the `requests` of each rollout that the engines had in each of PARTS parts; when
-    the engines were `paused` for new weights and `idle`; the `shares` of the time. None where the files do not tell: of
-    earlier versions, or without a sample.
+    """Return the work of policy and engines in the newest steps, in seconds since the first of them: the `steps`; the
+    `policy`'s activities; each rollout's `requests` in each of PARTS parts; when the engines were `paused` for new
+    weights or `idle`; and `shares` of the time. None without samples, and in runs of earlier versions.
 
-    The rollouts that a run has under way are on disk only later. So unless it `is_done`, the steps that ended after the
-    newest rollout was begun are left out. Raises OSError or pyarrow.ArrowException: a file cannot be read.
+    Rollouts are written when they are complete. So steps that ended after the newest rollout began are left out, unless
+    the run `is_done`. Raises OSError or pyarrow.ArrowException: a file cannot be read.
     """
     files = list(_of_newest_process(folder, metrics))
     steps = _known(files, is_done)[-STEPS:]
@@ -298,7 +294,7 @@ def waits(folder: Path, metrics: Sequence[Entry], is_done: bool) -> dict[str, An
 
 
 def _of_newest_process(folder: Path, metrics: Sequence[Entry]) -> Iterator[_Recorded]:
-    """The files with times, of the process that took the newest steps: between two processes nothing is known."""
+    """The files with times of the process that took the newest steps."""
     starts = [entry["step"] for entry in metrics if "timing/setup/total" in entry]
     since = max((step for step in starts if step is not None), default=0)
     for file in rollout_files(folder)[-_FILES:]:
@@ -307,7 +303,7 @@ def _of_newest_process(folder: Path, metrics: Sequence[Entry]) -> Iterator[_Reco
 
 
 def _known(files: Sequence[_Recorded], is_done: bool) -> list[_Recorded]:
-    """The steps for which the files have all that the engines did."""
+    """The steps for which the files have all work of the engines."""
     steps = [one for one in files if one.split == "train" and one.times.phases]
     if is_done:
         return steps
@@ -316,14 +312,14 @@ def _known(files: Sequence[_Recorded], is_done: bool) -> list[_Recorded]:
 
 
 def _paused(steps: Sequence[_Recorded], metrics: Sequence[Entry], zero: float) -> list[Interval]:
-    """When the engines had stopped for new weights."""
+    """The times in which the engines had stopped for new weights."""
     stopping = {entry["step"]: entry.get("refit/pause_s") or 0.0 for entry in metrics if "refit/seconds" in entry}
     refits = [(one.step, *interval) for one in steps for interval in one.phases("refit")]
     return [(begin + stopping.get(step, 0.0) - zero, end - zero) for step, begin, end in refits]
 
 
 def _generating(one: _Recorded, zero: float, end: float) -> Iterator[Interval]:
-    """When each request of a rollout was with the engines, as far as that lies between `zero` and `end`."""
+    """The times of a rollout's requests in the engines, cut to `zero` to `end`."""
     if one.times.began is None:
         return
     began = one.times.began - zero
@@ -334,7 +330,7 @@ def _generating(one: _Recorded, zero: float, end: float) -> Iterator[Interval]:
 
 
 def _counts(spans: Sequence[Interval], seconds: float) -> tuple[int, list[float]]:
-    """The first part in which there is a request, and the mean number of requests from there on."""
+    """The first part with a request, and the mean number of requests from there on."""
     counts = _mean_count(spans, seconds, PARTS)
     (there,) = np.nonzero(counts > 0.005)
     if not len(there):
@@ -350,7 +346,7 @@ def _mean_count(spans: Sequence[Interval], seconds: float, parts: int) -> np.nda
 
 
 def _elapsed(edges: np.ndarray, since: np.ndarray) -> np.ndarray:
-    """The seconds that have passed at each of `edges` since the times that lie before it, together."""
+    """At each of `edges`, the sum of the seconds since all times before it."""
     times = np.sort(since)
     passed = np.searchsorted(times, edges)
     return passed * edges - np.concatenate(([0.0], np.cumsum(times)))[passed]

@@ -1,4 +1,7 @@
-"""Turn a training command line into runs: flags, jobs of a sweep, compose, validate, run."""
+"""Turns a training command line into runs: flags, jobs of a sweep, composed configurations, exit statuses.
+
+Imports nothing heavy: Ray reads its variables when it is imported, and a run sets them first (`close_to_others`).
+"""
 
 import difflib
 import itertools
@@ -22,7 +25,8 @@ from nemo_rl_lite.config.keys import (
 )
 from nemo_rl_lite.config.overrides import check_overrides, given_keys, named_run_folder
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
-from nemo_rl_lite.system.machine import check_ray_address, check_single_launcher, why_not_writable
+from nemo_rl_lite.system.machine import check_ray_address, check_single_launcher, close_to_others, why_not_writable
+from nemo_rl_lite.system.stopping import INTERRUPTED, interrupted_status, was_asked_to_end
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.validation.notes import notes, show_notes
 
@@ -32,29 +36,21 @@ if TYPE_CHECKING:
     from nemo_rl_lite.config.schema import Config
     from nemo_rl_lite.observability.summary import Summary
 
-
 log = logging.getLogger(__name__)
 
 # This launcher's own flag: do everything up to the first process.
 DRY_RUN = "--dry-run"
-
 SWEEP = ("--multirun", "-m")
-
 _CFG, _INFO = ("--cfg", "-c"), ("--info", "-i")
-
-# What may follow a flag. The value of --info may be left out.
+# The values that may follow a flag (None: any). That of --info may be left out.
 _VALUES = {
     _CFG: ("job", "hydra", "all"),
     _INFO: ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
     ("--package", "-p"): None,
 }
-
-# Hydra's flags that print something instead of running.
+# Hydra's flags that print something instead of running, and those that belong to --cfg.
 _INFORMATION = ("--help", "-h", "--hydra-help", "--version", *_CFG, *_INFO)
-
-# These belong to --cfg.
 _OF_CFG = ("--resolve", "--package", "-p")
-
 FLAGS = (*_INFORMATION, *_OF_CFG, *SWEEP, DRY_RUN)
 
 
@@ -66,9 +62,14 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
         if not flags.only_informs:
             _check_place(overrides, SWEEP_FOLDER if flags.sweeps else RUN_FOLDER)
         if flags.dry_run:
-            _dry_run(configs, named_run_folder(overrides))
+            from nemo_rl_lite.run.run import dry_run
+
+            named = named_run_folder(overrides)
+            for job, config in configs:
+                # Each job of a sweep has its own folder.
+                dry_run(config, job, Path(named) if named and len(configs) == 1 else None)
             return []
-    except ConfigError as error:
+    except LauncherError as error:
         fail(error)
     if not flags.only_informs:
         return _run_all(flags, overrides, configs, shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]))
@@ -86,10 +87,10 @@ def fail(error: LauncherError, *more: str) -> NoReturn:
 
 
 def _checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], Config]]":
-    """Return the overrides and the configuration of each job, and print what there is to note.
+    """Return the overrides and the configuration of each job, and print notes.
 
     Raises:
-        ConfigError: of everything that is wrong with the flags, the overrides, and the first job that is wrong.
+        ConfigError: all problems of the flags, the overrides, and the first job that has any.
     """
     accepted, violations = check_overrides(overrides, flags.sweeps)
     wrong = [*flags.problems(), *sweep_problems(flags, overrides)]
@@ -116,24 +117,13 @@ def _check_place(overrides: Sequence[str], key: str) -> None:
     from nemo_rl_lite.run.folder import check_place
 
     named = named_run_folder(overrides, key)
-    # Only Hydra knows what a reference stands for.
+    # Only Hydra can resolve a reference.
     folder = "." if named is not None and "${" in named else "outputs" if named is None else named
     if rule := why_not_writable(Path(folder)) if folder else "is empty":
         raise ConfigError([Violation(key, folder, rule, "name another folder, or free some space")])
     check_place(Path(folder), key)
     check_single_launcher()
     check_ray_address()
-
-
-def _dry_run(configs: "Sequence[tuple[list[str], Config]]", named: str | None) -> None:
-    from nemo_rl_lite.run.dry_run import dry_run
-
-    try:
-        for job, config in configs:
-            # Each job of a sweep has its own folder.
-            dry_run(config, job, Path(named) if named and len(configs) == 1 else None)
-    except LauncherError as error:
-        fail(error)
 
 
 # --- Runs
@@ -152,7 +142,9 @@ def _run_all(
         try:
             end = _guarded(config, folder, command)
         except SystemExit as status:
-            if not flags.sweeps or _was_ended(status):
+            # What the user or the scheduler ends also ends the sweep.
+            was_ended = status.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
+            if not flags.sweeps or was_ended:
                 raise
             end = status.code if isinstance(status.code, int) and status.code else LauncherError.exit_status
         except Exception:
@@ -185,13 +177,11 @@ def _begin(composed: "DictConfig", parent: str | None, number: int) -> Path:
 
 
 def _guarded(config: "Config", folder: Path, command: str) -> "Summary":
-    from nemo_rl_lite.system.machine import close_to_others
-
+    """Run in `folder`; an error that a user can act on ends the process with its message and status."""
     close_to_others()
     from nemo_rl_lite.observability.environment import ERROR_FILE
     from nemo_rl_lite.run.folder import how_to_resume, write_error
     from nemo_rl_lite.run.run import run
-    from nemo_rl_lite.system.stopping import interrupted_status
 
     try:
         return run(config, folder, command)
@@ -209,19 +199,12 @@ def _guarded(config: "Config", folder: Path, command: str) -> "Summary":
         sys.exit(interrupted_status(saves))
 
 
-def _was_ended(end: SystemExit) -> bool:
-    """Return whether the user or the scheduler ended the job, which also ends the sweep."""
-    from nemo_rl_lite.system.stopping import INTERRUPTED, was_asked_to_end
-
-    return end.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
-
-
 # --- Sweeps
 
 
 @dataclass
 class Sweep:
-    """What came of the jobs, in their order: overrides and folder of each, and its summary or exit status."""
+    """The jobs that have ended, in order: overrides and folder of each, and its summary or exit status."""
 
     overrides: Sequence[str]
     """Of the whole sweep."""
@@ -254,12 +237,12 @@ def _result(end: "Summary | int") -> str:
         "accuracy": (end.accuracy_before, end.accuracy_after),
         "validation loss": (end.val_loss_before, end.val_loss_after),
     }
-    shown = [f"{name} {_number(before)} -> {_number(after)}" for name, (before, after) in pairs.items() if after]
+    shown = [
+        f"{name} {'-' if before is None else f'{before:.3f}'} -> {after:.3f}"
+        for name, (before, after) in pairs.items()
+        if after
+    ]
     return ", ".join(shown) or f"{end.steps} steps"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -279,7 +262,7 @@ def values_of(argument: str) -> list[str]:
 
 
 def sweep_problems(flags: "Flags", overrides: Sequence[str]) -> list[Violation]:
-    """Return what is wrong with a sweep that has fewer than two jobs, one of them twice, or endlessly many."""
+    """Find a sweep that has fewer than two jobs, a job twice, or values that are not a list."""
     if not flags.sweeps:
         return []
     listed = [values_of(override) for override in overrides]
@@ -316,7 +299,7 @@ class Flags:
         return any(_name(flag) in _INFORMATION for flag in self.given)
 
     def problems(self) -> Iterator[Violation]:
-        """Yield what is wrong with the flags."""
+        """Yield problems of single flags and of their combination."""
         for flag in self.given:
             if flag.startswith("-") and _name(flag) not in FLAGS:
                 yield _unknown(flag)
@@ -326,8 +309,8 @@ class Flags:
         if names & set(_OF_CFG) and not names & set(_CFG):
             lonely = next(flag for flag in self.given if _name(flag) in _OF_CFG)
             yield Violation(lonely, None, "says how --cfg prints the configuration", f"--cfg job {lonely}")
-        kinds = {_kind(name) for name in names if name in FLAGS}
-        if len(kinds) > 1 and kinds != {DRY_RUN, SWEEP}:
+        runs = names & {*SWEEP, DRY_RUN}
+        if runs and names & {*_INFORMATION, *_OF_CFG}:
             rule_text = "one of them runs, the other only prints"
             yield Violation(" ".join(self.given), None, rule_text, "drop one")
 
@@ -351,18 +334,13 @@ def _follows(flag: str, argument: str) -> bool:
     return values is None or argument in values
 
 
-def _kind(name: str) -> object:
-    return SWEEP if name in SWEEP else DRY_RUN if name == DRY_RUN else _INFORMATION
-
-
 def _name(flag: str) -> str:
     return flag.partition("=")[0]
 
 
 def _unknown(flag: str) -> Violation:
-    close = difflib.get_close_matches(_name(flag), FLAGS, n=1, cutoff=0.8)
-    name, _, value = flag.lstrip("-").partition("=")
-    if close:
+    if close := difflib.get_close_matches(_name(flag), FLAGS, n=1, cutoff=0.8):
         return Violation(flag, None, "is no flag of this command", f"did you mean {close[0]}?")
+    name, _, value = flag.lstrip("-").partition("=")
     fix = unknown_key(name.replace("-", "_"), value or "...").fix
     return Violation(flag, None, "is no flag of this command", f"options are written as key=value: {fix}")

@@ -1,5 +1,5 @@
-"""A run's folder: whether a run may start in it, the lock against a second one, and the files that describe the run
-itself (configuration, command, environment, status). docs/dashboards.md describes the whole folder."""
+"""A run's folder: whether a run may start in it, the lock against a second one, and its configuration, command,
+environment and status. docs/dashboards.md describes all files."""
 
 import fcntl
 import json
@@ -8,10 +8,9 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed, checkpoints_around
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention, has_any
@@ -39,27 +38,10 @@ _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
 _SHOWN_CHANGES = 3
 
 
-State = Literal["running", "done", "stopped", "interrupted", "failed"]
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """The content of status.json. `exit_status` is None while the run's command runs, and where a signal ended it.
-    Times are ISO 8601, in UTC."""
-
-    state: State
-    exit_status: int | None
-    message: str
-    host: str
-    pid: int
-    started: str
-    ended: str | None
-
-
 @contextmanager
 def locked(folder: Path, key: str = RUN_FOLDER) -> Iterator[None]:
-    """Lock the folder, which `key` names, against other processes for the time of the block. The lock ends with this
-    process, because programs that it starts do not inherit the file.
+    """Lock the folder, which `key` names, against other processes during the block. The lock ends with this process:
+    programs that it starts do not inherit the file.
 
     Raises:
         ConfigError: another process is running there.
@@ -95,7 +77,7 @@ def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
 
 
 def how_to_resume(folder: Path) -> str:
-    """Say how to resume an interrupted run, and after which step, or that there is nothing to resume from."""
+    """Say how to resume an interrupted run, or that there is nothing to resume from."""
     if has_any(folder / CHECKPOINTS):
         newest = CheckpointStore(folder / CHECKPOINTS, Retention(1, 0, None, True)).latest()
         where = f" after step {newest.step}, of which the newest checkpoint is" if newest else ""
@@ -117,12 +99,12 @@ def check_place(folder: Path, key: str) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder is that of a run."""
+    """Return whether a run has started in the folder."""
     return (folder / STATUS_FILE).exists() and (folder / CONFIG_FILE).exists()
 
 
 def write_start(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:
-    """Write down what is run, and where; remove the summary and the error of an earlier start."""
+    """Write the command, configuration and environment; remove the summary and the error of an earlier start."""
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     (folder / ERROR_FILE).unlink(missing_ok=True)
     _append(folder / COMMAND_FILE, f"{redact_command(command)}\n")
@@ -145,9 +127,9 @@ def _append(file: Path, text: str) -> None:
 
 @contextmanager
 def status_kept(folder: Path, saves: bool) -> Iterator[None]:
-    """Write status.json: that the run is running, and after the block how it ended. A killed run stays `running`.
-    `saves`: whether the run has checkpoints, so that one which was interrupted can be resumed."""
-    _write(folder, RunStatus("running", None, "", socket.gethostname(), os.getpid(), _now(), None))
+    """Write status.json: `running`, and after the block how it ended. A killed run stays `running`. `saves`: the run
+    has checkpoints, so that it can be resumed after an interrupt."""
+    _write(folder, "running", None, "", _now(), None)
     try:
         yield
     except LauncherError as error:
@@ -166,14 +148,14 @@ def status_kept(folder: Path, saves: bool) -> Iterator[None]:
     write_ending(folder, "done", 0, "")
 
 
-def write_ending(folder: Path, state: State, exit_status: int, message: str) -> None:
-    """Write into status.json how the run ended."""
-    started, shown = _read_json(folder / STATUS_FILE).get("started", _now()), redact_text(message)
-    _write(folder, RunStatus(state, exit_status, shown, socket.gethostname(), os.getpid(), started, _now()))
+def write_ending(folder: Path, state: str, exit_status: int, message: str) -> None:
+    """Write the end into status.json. `state`: done, stopped, interrupted or failed."""
+    started = _read_json(folder / STATUS_FILE).get("started", _now())
+    _write(folder, state, exit_status, redact_text(message), started, _now())
 
 
 def _running_process(folder: Path) -> str:
-    """The process and host that status.json names; empty where it does not say."""
+    """The process and host that status.json names, if it does."""
     status = _read_json(folder / STATUS_FILE)
     known = status.get("state") == "running" and {"pid", "host"} <= status.keys()
     return f" (process {status['pid']} on {status['host']})" if known else ""
@@ -188,10 +170,20 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _write(folder: Path, status: RunStatus) -> None:
+def _write(folder: Path, state: str, exit_status: int | None, message: str, started: str, ended: str | None) -> None:
+    """Write status.json. Times are ISO 8601, in UTC."""
+    content = {
+        "state": state,
+        "exit_status": exit_status,
+        "message": message,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": started,
+        "ended": ended,
+    }
     partial = folder / f".{STATUS_FILE}"
     try:
-        partial.write_text(json.dumps(asdict(status), indent=2) + "\n")
+        partial.write_text(json.dumps(content, indent=2) + "\n")
         partial.replace(folder / STATUS_FILE)
     except OSError as error:
         log.warning("%s cannot be written: %s", folder / STATUS_FILE, error)

@@ -1,13 +1,13 @@
 """The jobs of all algorithms: data, workers and loop of GRPO, and of SFT, DPO, ORPO or KTO.
 
-How a run's episodes are played: with an environment, by an agent, or in one turn; the endpoint of the engines.
+`Playing` is the user's code in episodes: an environment, tools or an agent.
 """
 
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.timer import Phase, Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Policy, Scored
-from nemo_rl_lite.rewards.judge import make_judge, terms_of, try_reward
+from nemo_rl_lite.rewards.judge import Judge, make_judge, terms_of, try_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.episode import Rollout
 from nemo_rl_lite.rollout.play import EpisodeRunner, SingleTurn, Turns
@@ -57,13 +57,21 @@ from nemo_rl_lite.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.workers.reserve import StartingWorkers
 
 ENDPOINT_FILE = "endpoint.json"
+# Samples that the terminal shows, the worst and the best, and that trackers get.
+SHOWN, TRACKED = 2, 16
+# Keys that decide what a rollout is.
+_OF_ROLLOUTS = (
+    *("algorithm.seed.", "algorithm.num_", "algorithm.use_dynamic_sampling.", "algorithm.overlong_filtering."),
+    *("algorithm.reward_shaping.", "data.", "reward.", "environment.", "agent.", "generation."),
+    *("policy.model_name.", "policy.max_total_sequence_length."),
+)
 
 
 class Playing:
-    """The user's code that takes part in episodes. Its processes start at once, while the run still reads its data."""
+    """The user's code that takes part in episodes. Its processes start now, while the run still reads its data."""
 
     def __init__(self, config: Config):
-        """Raises ConfigError where that code cannot be used."""
+        """Raises ConfigError: the code cannot be used."""
         self.tools = check_environment(config.environment)
         """The tools that the environment offers in every episode."""
         check_agent(config.agent)
@@ -76,48 +84,47 @@ class Playing:
         self._agents = None if config.agent.name is None else Agents(config.agent, config.generation.serve.host)
 
     @contextmanager
-    def through(
-        self, generation: Generation, tokenizer: ChatTokenizer, folder: Path, say: Callable[[str], None]
-    ) -> Iterator[tuple[Generation, EpisodeRunner]]:
-        """Yield what rollouts need: the engines, with their endpoint where the run has one, and how an episode is
-        played. The endpoint ends with the block.
+    def collecting(
+        self,
+        generation: Generation,
+        tokenizer: ChatTokenizer,
+        judge: Judge,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> Iterator[RolloutCollector]:
+        """Yield the collector of rollouts from the engines. Their endpoint, if the run has one, ends with the block.
 
         Raises:
             ConfigError: the endpoint's address cannot be used.
         """
-        if has_endpoint(self._config):
-            with self._through_endpoint(generation, tokenizer, folder, say) as both:
-                yield both
-        else:
-            yield generation, self._play
+        config, play, longest = self._config, self._play, self._config.policy.max_total_sequence_length
+        with ExitStack() as stack:
+            if has_endpoint(config):
+                # FastAPI takes a second to import, and few runs need it.
+                from nemo_rl_lite.rollout.agents import AgentPlay
+                from nemo_rl_lite.serving.public import ResponderConfig
+                from nemo_rl_lite.serving.server import Endpoint, ServedGeneration
 
-    @contextmanager
-    def _through_endpoint(
-        self, generation: Generation, tokenizer: ChatTokenizer, folder: Path, say: Callable[[str], None]
-    ) -> Iterator[tuple[Generation, EpisodeRunner]]:
-        # FastAPI takes a second to import, and few runs need it.
-        from nemo_rl_lite.rollout.agents import AgentPlay
-        from nemo_rl_lite.serving.public import ResponderConfig
-        from nemo_rl_lite.serving.server import Endpoint, ServedGeneration
-
-        config, longest = self._config, self._config.policy.max_total_sequence_length
-        sampling = Sampling.of(config.generation, tokenizer.end_tokens)
-        endpoint, speaker = Endpoint(config.generation.serve, tokenizer, config.run_name, longest), None
-        with endpoint.running():
-            told = nullcontext()
-            if config.generation.serve.enabled:
-                speaker = ResponderConfig(tokenizer, sampling, longest, engine_of(config).temperatures)
-                address = {"base_url": endpoint.url, "api_key": endpoint.token, "model": endpoint.model}
-                told = _written(folder / ENDPOINT_FILE, address)
-                say(f"the engines answer at {endpoint.url} during rollouts; the token is in {folder / ENDPOINT_FILE}")
-            play = self._play if self._agents is None else AgentPlay(self._agents, endpoint, sampling)
-            with told:
-                yield ServedGeneration(generation, endpoint, speaker), play
+                sampling = Sampling.of(config.generation, tokenizer.end_tokens)
+                endpoint, responder = Endpoint(config.generation.serve, tokenizer, config.run_name, longest), None
+                stack.enter_context(endpoint.running())
+                if config.generation.serve.enabled:
+                    responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config).temperatures)
+                    address = {"base_url": endpoint.url, "api_key": endpoint.token, "model": endpoint.model}
+                    file = folder / ENDPOINT_FILE
+                    say(f"the engines answer at {endpoint.url} during rollouts; the token is in {file}")
+                    stack.enter_context(_written(file, address))
+                generation = ServedGeneration(generation, endpoint, responder)
+                if self._agents is not None:
+                    play = AgentPlay(self._agents, endpoint, sampling)
+            taking_part = config.agent if play.section == "agent" else config.environment
+            shares = ErrorShares(config.reward.max_error_share, taking_part.max_error_share)
+            yield RolloutCollector(generation, tokenizer, judge, longest, shares, play)
 
 
 @contextmanager
 def _written(file: Path, content: Mapping[str, str]) -> Iterator[None]:
-    """Write a file that only this user may read, for the time of the block."""
+    """Keep a file that only this user may read during the block."""
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
         opened.write(json.dumps(content, indent=2) + "\n")
@@ -127,19 +134,8 @@ def _written(file: Path, content: Mapping[str, str]) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-# Samples that the terminal shows, the worst and the best, and that trackers get.
-SHOWN, TRACKED = 2, 16
-
-# Keys that decide what a rollout is.
-_OF_ROLLOUTS = (
-    *("algorithm.seed.", "algorithm.num_", "algorithm.use_dynamic_sampling.", "algorithm.overlong_filtering."),
-    *("algorithm.reward_shaping.", "data.", "reward.", "environment.", "agent.", "generation."),
-    *("policy.model_name.", "policy.max_total_sequence_length."),
-)
-
-
 class GRPOJob:
-    """Reads and checks everything when it is made; waits for its workers when it runs."""
+    """The `Job` of GRPO and of distillation."""
 
     def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
         self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
@@ -163,7 +159,6 @@ class GRPOJob:
         try_reward(self._judge, self._training.problem(0))
 
     def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
-        """See `Job.run`; the memory is by the workers' names."""
         config, console = self._config, self._console
         with setup("memory_plan"):
             show_memory_plan(config, self._model_path, console, metrics, start.steps)
@@ -172,11 +167,10 @@ class GRPOJob:
             probe_prompt = self._tokenizer.prompt(first.messages, first.tools)
             workers = launch(begun, probe_prompt, start.policy, setup, console.say)
         report_start(setup, start.steps, metrics, console)
-        with self._playing.through(workers.generation, self._tokenizer, self._folder, console.say) as (
-            generation,
-            play,
-        ):
-            loop = self._loop(metrics, start, workers, self._collector(generation, play))
+        with self._playing.collecting(
+            workers.generation, self._tokenizer, self._judge, self._folder, console.say
+        ) as collector:
+            loop = self._loop(metrics, start, workers, collector)
             try:
                 loop.run()
             finally:
@@ -229,13 +223,6 @@ class GRPOJob:
         done, steps, saves = start.steps, options.max_num_steps, options.rollouts.save_begun
         return AsyncRolloutSource(sampler, generation, staleness, done, steps, ahead, stall_s, saves)
 
-    def _collector(self, generation: Generation, play: EpisodeRunner) -> RolloutCollector:
-        config = self._config
-        taking_part = config.agent if play.section == "agent" else config.environment
-        shares = ErrorShares(config.reward.max_error_share, taking_part.max_error_share)
-        max_length = config.policy.max_total_sequence_length
-        return RolloutCollector(generation, self._tokenizer, self._judge, max_length, shares, play)
-
     def _rollout_log(self, metrics: MetricsLog, start: Start) -> Callable[[int, Split, Rollout, Sequence[Phase]], None]:
         options, console = self._config.logger, self._console
         files, period = RolloutFiles(self._folder, options.log_samples, start.steps), options.show_samples_period
@@ -250,13 +237,13 @@ class GRPOJob:
 
 
 def _scored(config: Config) -> list[Scored]:
-    """Whose logprobs a rollout gets before training."""
+    """The models whose logprobs a rollout gets before training."""
     own: list[Scored] = ["previous" if repeats_first_pass(config) else "later"] if previous_passes(config) else []
     return [*own, "reference"] if compares(config) else own
 
 
 def _staleness(options: GRPOConfig) -> Staleness | None:
-    """How old rollouts may be; None where the weights that train are those that sampled."""
+    """The largest staleness of rollouts; None where a step trains the weights that sampled."""
     rollouts = options.rollouts
     if rollouts.source == "on_policy":
         return None
@@ -266,7 +253,7 @@ def _staleness(options: GRPOConfig) -> Staleness | None:
 
 
 class SupervisedJob:
-    """Reads and checks everything when it is made; waits for its workers when it runs."""
+    """The `Job` of SFT, DPO, ORPO and KTO."""
 
     def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
         self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
@@ -282,7 +269,6 @@ class SupervisedJob:
             console.say(limits)
 
     def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
-        """See `Job.run`; the memory is by the workers' names."""
         config, console = self._config, self._console
         with setup("memory_plan"):
             show_memory_plan(config, self._model_path, console, metrics, start.steps)

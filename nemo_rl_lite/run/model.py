@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nemo_rl_lite.generation.interface import Decoded
 
 CHAT_KEYS = ("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs")
-"""They mean what they mean for a run, and are those of a command for a run's model as for that of a folder."""
+"""The keys of a run that `chat`, `serve` and `evaluate` also take, for a run's model and for a folder."""
 
 
 def starting_model(config: Config, console: RunConsole, untrained: Path | None = None) -> Path:
@@ -64,8 +64,8 @@ def starting_model(config: Config, console: RunConsole, untrained: Path | None =
 
 
 def with_chosen_template(config: Config, model: Path, run_folder: Path, say: Callable[[str], None]) -> Path:
-    """Return the model's folder, or where `policy.tokenizer.chat_template` names a file, one in the run's folder that
-    has this template: everything that reads the model, and what is exported, has it from there.
+    """Return the model's folder, or one in the run's folder with the chat template of `policy.tokenizer.chat_template`.
+    Everything that reads or exports the model takes the template from there.
 
     Raises:
         ConfigError: the run's folder has another folder of that name.
@@ -83,11 +83,10 @@ def with_chosen_template(config: Config, model: Path, run_folder: Path, say: Cal
 
 
 def with_teacher(config: Config, console: RunConsole, untrained: Path | None = None) -> Config:
-    """Return the configuration with the folder of the teacher in `teacher.model_name`; it is made or downloaded where
-    it does not exist. Without a teacher, the configuration is the same.
+    """Return the configuration with the teacher's folder, made or downloaded, in `teacher.model_name`.
 
     Raises:
-        ConfigError: what `starting_model` finds, under the teacher's keys.
+        ConfigError: as `starting_model`, under the teacher's keys.
     """
     if not has_teacher(config):
         return config
@@ -99,7 +98,7 @@ def with_teacher(config: Config, console: RunConsole, untrained: Path | None = N
 
 
 def check_same_tokens(policy: ChatTokenizer, config: Config) -> None:
-    """Check that the teacher, whose folder is known, reads the policy's token ids as the policy writes them.
+    """Check that the teacher has the policy's token ids.
 
     Raises:
         ConfigError: its tokenizer cannot be read, or gives one of the policy's tokens another id.
@@ -155,13 +154,13 @@ def with_effect(overrides: Sequence[str], read: Sequence[str]) -> list[str]:
 
 
 def as_composed(config: Config) -> dict[str, Any]:
-    """Return a configuration as mappings that overrides can be laid over. Its texts are whole, and nothing in them is
-    filled in a second time."""
+    """Return a configuration as mappings that overrides can be laid over. Texts with `${` are escaped, so that nothing
+    is interpolated in them."""
     return json.loads(json.dumps(asdict(config)).replace("${", "\\\\${"))
 
 
 def settled(config: Config, model_path: Path, console: RunConsole) -> Config:
-    """The configuration with numbers in place of `auto`, and the reasons on the console."""
+    """Replace `auto` by numbers, and print the reasons."""
     shape = _shape(model_path, console)
     found = resolve_auto(config, shape, gpu_bytes() if on_gpus(config) else None)
     for reason in found.reasons:
@@ -228,8 +227,8 @@ def policy_speed(config: Config) -> PolicySpeed:
 def decoding_speed(
     config: Config, shape: ModelShape | None, take_decoded: Callable[[], tuple["Decoded", float]]
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that gives the rates of the engines since its last call, and what speculation has done; no
-    rates for a model of unknown shape."""
+    """Return a function that gives the engines' rates since its last call, and those of speculation. A model of unknown
+    shape has no rates."""
     speed, gpu = None, _gpu(config)
     if shape is not None:
         nbytes = DecodingBytes.of(config, shape)

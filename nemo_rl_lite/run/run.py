@@ -1,17 +1,26 @@
-"""Runs one command, from its folder to its summary, and restarts it where workers are lost."""
+"""Runs one command, from its folder to its summary, and restarts it where workers are lost; and its dry run."""
 
+import logging
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store, find_start
+import psutil
+from rich.markup import escape
+
+from nemo_rl_lite.checkpoint.resume import Start, changed, checkpoint_store, find_start
 from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.compat.ray import lost_process
+from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.errors import ConfigError, Violation, WorkerError
+from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import limited, watched
@@ -19,11 +28,35 @@ from nemo_rl_lite.observability.summary import Summary, charts, show_summary, su
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.observability.views import view_of
-from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
-from nemo_rl_lite.run.job import Job, import_packages, make_job
+from nemo_rl_lite.planning.budget import size
+from nemo_rl_lite.planning.gpus import size_of
+from nemo_rl_lite.planning.page import make_plan, show_plan
+from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked, status_kept, write_ending, write_error, write_start
 from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
 from nemo_rl_lite.system.stopping import was_asked_to_end
-from nemo_rl_lite.workers.reserve import begin, reserve
+from nemo_rl_lite.validation.compose import default_values
+from nemo_rl_lite.workers.reserve import StartingWorkers, begin, reserve
+
+log = logging.getLogger(__name__)
+
+
+class Job(Protocol):
+    """One algorithm's part of a run. Its constructor reads and checks the data; `run` waits for the workers."""
+
+    def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
+        """Train in the processes that have begun, from `start` on; returns each worker's peak memory in bytes. `setup`
+        has timed the start so far, and `run` times the rest of it."""
+        ...
+
+
+def make_job(config: Config, folder: Path, console: RunConsole, model_path: Path) -> Job:
+    """Make the job of the configured algorithm for a run in `folder`. `model_path` is the `starting_model`.
+
+    Raises:
+        ConfigError: the model's tokenizer, or a user's code, cannot be used.
+        DataError: the data is unusable; the message names file, row and cause.
+    """
+    return imported(algorithm_of(config).job)(config, folder, console, model_path)
 
 
 def run(config: Config, folder: Path, command: str) -> Summary:
@@ -44,10 +77,19 @@ def run(config: Config, folder: Path, command: str) -> Summary:
         with status_kept(folder, saves=config.checkpoint.save_period > 0):
             summary = _with_restarts(config, folder, whole_config, start, console)
         if config.logger.plots:
-            from nemo_rl_lite.report.page import write_report
-
-            console.say(f"report   {write_report([folder])}")
+            write_last_report(folder, console)
         return summary
+
+
+def write_last_report(folder: Path, console: RunConsole) -> None:
+    """Write the page of a run that is done. An error is a message: it must not fail the run."""
+    from nemo_rl_lite.report.page import write_report
+
+    try:
+        console.say(f"report   {write_report([folder])}")
+    except Exception as error:  # a file of the run may be damaged in any way
+        log.debug("the report's traceback", exc_info=True)
+        console.say(f"no report was written ({error}); to try again: nrl-lite report {folder}")
 
 
 def _with_restarts(
@@ -96,7 +138,8 @@ class _Attempts:
                     reserved = reserve(config, folder)
                 # The workers import their packages and build while this process imports its own and reads the data.
                 with setup("packages"):
-                    import_packages(config)
+                    imported(algorithm_of(config).job)
+                    from transformers import AutoTokenizer  # noqa: F401
                 with setup("model"):
                     if self._model is None:
                         self._model = with_chosen_template(config, starting_model(config, console), folder, console.say)
@@ -107,8 +150,8 @@ class _Attempts:
                 with setup("data"):
                     self._job = self._job or make_job(config, folder, console, begun.model_path)
                 with setup("loggers"):
-                    log = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
-                metrics = stack.enter_context(closing(log))
+                    opened = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
+                metrics = stack.enter_context(closing(opened))
                 with (
                     watched(self._last_words, lost_process),
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
@@ -116,13 +159,50 @@ class _Attempts:
                     peak_memory = self._job.run(metrics, begun, start, setup)
             summary = summarize(metrics, folder, peak_memory)
             metrics.log_summary(tracked(summary), charts(summary, metrics))
-            view = view_of(config.algorithm.name)
-            show_summary(summary, metrics, console, config.run_name, view)
+            show_summary(summary, metrics, console, config.run_name, view_of(config.algorithm.name))
         return summary
 
     def _last_words(self, error: WorkerError) -> None:
-        """What a launcher that does not react any more leaves: the error on the terminal and in its folder."""
+        """Leave the error on the terminal and in the folder, where the main thread does not react any more."""
         write_error(self._folder, error)
         write_ending(self._folder, "failed", error.exit_status, str(error))
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
+
+
+def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -> None:
+    """Print the differences from the defaults, read and check the data, print the plan. Starts no worker, and writes
+    only to the caches of models and data. `run_folder`: the folder that the command names, if any.
+
+    Raises:
+        LauncherError: an error that would end the run before its first process.
+    """
+    console = RunConsole()
+    changes = changed(default_values(config.algorithm.name), asdict(config), but_for=())
+    # Values such as [aeiou] look like markup.
+    rows = [[escape(cell) for cell in (key, repr(before), repr(now))] for key, (before, now) in changes.items()]
+    console.table("differences from the defaults", ["", "default", "here"], rows)
+    whole_config = described(config)
+    with tempfile.TemporaryDirectory() as empty:
+        folder = run_folder or Path(empty)
+        check_folder(folder, whole_config)
+        if (folder / LOCK_FILE).exists():
+            # Another process may be running there.
+            with locked(folder):
+                pass
+        for line in find_start(config, whole_config, folder, console.busy).lines():
+            console.say(line)
+        model = starting_model(config, console, untrained=Path(empty))
+        model = with_chosen_template(config, model, Path(empty), console.say)
+        make_job(with_teacher(config, console, untrained=Path(empty)), Path(empty), console, model)
+    runs_here = not on_gpus(config) and config.cluster.num_nodes == 1
+    there = psutil.virtual_memory().total if runs_here else None
+    plan = make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), there)
+    show_plan(plan, console)
+    if there is not None and not plan.fits:
+        rule = f"the run needs {size(plan.budget.host)} of memory, and this machine has {size(there)}"
+        batch = plan.micro_batch
+        shorter = f"policy.max_total_sequence_length (now {config.policy.max_total_sequence_length})"
+        fix = f"a smaller {batch.key} (now {batch.now}) or {shorter}, fewer ranks or engines, or a smaller model"
+        raise ConfigError([Violation("policy", None, rule, fix)])
+    console.say("dry run: nothing was started")

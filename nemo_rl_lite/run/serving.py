@@ -1,4 +1,4 @@
-"""A trained model that answers without training: the model of a run or of a folder, and an engine in this process."""
+"""Serves a trained model without training: finds a run's or a folder's model, and starts an engine in this process."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ from nemo_rl_lite.serving.public import ResponderConfig
 from nemo_rl_lite.system.machine import ON_CPUS, gpu_bytes
 from nemo_rl_lite.validation.compose import restore
 
-# Of a folder that says nothing of these: the most tokens of a chat, for which memory is taken, and of a response.
+# For a folder that does not say: the most tokens of a chat, for which memory is taken, and of a response.
 _CHAT_TOKENS, _NEW_TOKENS = 8192, 512
 _ON_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"]
 Say = Callable[[str], None]
@@ -51,8 +51,7 @@ class Served:
 
 
 def find_served(path: Path, overrides: Sequence[str], max_new_tokens: int | None, say: Say) -> Served:
-    """Find the model that `find_model` finds, with the most tokens of a response as the run had them (None), or
-    `max_new_tokens`. `overrides` set `CHAT_KEYS`.
+    """Find a model by `find_model`. `max_new_tokens`: of a response (None: as in the run); `overrides` set `CHAT_KEYS`.
 
     Raises:
         ConfigError: an override cannot be, or sets another key.
@@ -74,24 +73,26 @@ def find_served(path: Path, overrides: Sequence[str], max_new_tokens: int | None
 
 
 def find_model(path: Path, say: Say) -> Served:
-    """Find the model of a run, with the run's configuration: its exported `hf/`, or else its newest checkpoint, which
-    is exported for that; or the model of a Hugging Face folder, or of this name on the hub, with a configuration that
-    suits it.
+    """Find a model and its configuration, from a run, a Hugging Face folder or the hub. A run's model is its exported
+    `hf/`, or else its newest checkpoint, which is exported now.
 
     Raises:
         CheckpointError: there is no such model, or its run is of another version of this package.
         LauncherError: the model's engine cannot run here.
     """
     # A missing folder next to others is a folder that was misspelt.
-    if is_hub_name(str(path)) and not path.parent.is_dir():
-        return _of_hub(str(path), say)
+    if is_hub_name(name := str(path)) and not path.parent.is_dir():
+        say(f"fetching {name} from the hub, where this machine does not have it")
+        try:
+            return replace(_of_folder(from_hub(name)), name=path.name)
+        except NoModelError as error:
+            raise CheckpointError(f"{name} {error}; {error.fix}") from None
     path = path.expanduser().resolve()
     return _of_run(path, say) if is_run(path) else _of_folder(path)
 
 
 def alone(config: Config) -> Config:
-    """The configuration of an engine that is alone on its device; no refit brings the weights that vLLM would leave
-    out."""
+    """The configuration of an engine that is alone on its device. It loads all weights, as no refit follows."""
     generation = replace(
         config.generation,
         colocated=replace(config.generation.colocated, enabled=False),
@@ -102,7 +103,7 @@ def alone(config: Config) -> Config:
 
 
 def start_engine(served: Served) -> tuple[RequestQueue, ResponderConfig]:
-    """Start the engine in this process; return its queue, and how chats are answered.
+    """Start the engine in this process; return its queue and what answers need.
 
     Raises:
         ConfigError: the folder's tokenizer or chat template cannot be used.
@@ -122,7 +123,7 @@ def start_engine(served: Served) -> tuple[RequestQueue, ResponderConfig]:
 
 
 def _lost(replica: int, error: WorkerError) -> None:
-    """An engine of this process is not lost without this process."""
+    """Raise the error: nothing can replace an engine of this process."""
     raise error
 
 
@@ -157,14 +158,6 @@ def _exported(run: Path, say: Say) -> Path:
             why = next(reversed(done.stderr.strip().splitlines()), f"status {done.returncode}")
             raise CheckpointError(f"nrl-lite export {run} {folder}: {why}")
     return folder
-
-
-def _of_hub(name: str, say: Say) -> Served:
-    say(f"fetching {name} from the hub, where this machine does not have it")
-    try:
-        return replace(_of_folder(from_hub(name)), name=name.rpartition("/")[2])
-    except NoModelError as error:
-        raise CheckpointError(f"{name} {error}; {error.fix}") from None
 
 
 def _of_folder(folder: Path) -> Served:

@@ -1,9 +1,8 @@
 """`nrl-lite slurm [options] [group=file ...] [key.path=value ...]`: a training run as a Slurm job.
 
-Prints a script for sbatch, or submits it. Nodes and GPUs are the configuration's (cluster.num_nodes,
-cluster.gpus_per_node), which is checked first; sbatch checks its own options. A job that is stopped early, by its time
-limit or for another job, is requeued and resumes from its newest checkpoint. Options may be kept in a file, one on a
-line, and given as @FILE.
+Prints a script for sbatch, or submits it. The configuration (cluster.num_nodes, cluster.gpus_per_node) is checked
+first; sbatch checks its own options. A job that is stopped by its time limit or for another job is requeued, and
+resumes from its newest checkpoint. Options may be in a file, one on a line: @FILE.
 """
 
 import argparse
@@ -55,13 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             given.log = f"{given.log.rstrip('/')}/slurm-%j.out"
         if violations := list(_problems(given.log, run_folder)):
             raise ConfigError(violations)
-        show_notes(
-            [
-                *notes(config, given_keys(given.overrides)),
-                *notes_elsewhere(config),
-                *_notes(config, run_folder, given.requeue),
-            ]
-        )
+        own = _notes(config, run_folder, given.requeue)
+        show_notes([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config), *own])
         script = _script(given, config, run_folder, words)
         # Slurm does not make this folder, and a job that cannot write there ends without a message.
         logs = Path(given.log).absolute().parent
@@ -117,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _problems(log: str, run_folder: str | None) -> Iterator[Violation]:
-    """Yield what sbatch accepts and what would lose the job's output or its checkpoints."""
+    """Yield what sbatch would accept, but would lose the job's output or its checkpoints."""
     if "%" in str(Path(log).parent) or "://" in log:
         rule = "must be a file in a folder that exists before the job"
         yield Violation("--log", log, rule, "--log=logs/%x-%j.out")
@@ -139,7 +133,7 @@ def _notes(config: Config, run_folder: str | None, requeue: bool) -> Iterator[st
 
 
 def _script(given: argparse.Namespace, config: Config, run_folder: str | None, words: Sequence[str]) -> str:
-    """The script for sbatch. `words`: the command line that it is made by, for its second line."""
+    """The script for sbatch. `words`: the command line, for its second line."""
     name, nodes, gpus = given.job_name or config.run_name, config.cluster.num_nodes, config.cluster.gpus_per_node
     values = {name: getattr(given, name.replace("-", "_")) for name in _SBATCH}
     options = [f"--{name}={shlex.quote(value)}" for name, value in values.items() if value is not None]

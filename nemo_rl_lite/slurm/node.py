@@ -1,11 +1,11 @@
-"""Runs one node's part of a Ray over the nodes of a Slurm job: `srun --ntasks-per-node=1 python -m ...slurm.node`.
+"""Runs one node's part of Ray in a Slurm job: `srun --ntasks-per-node=1 python -m nemo_rl_lite.slurm.node`.
 
-Task 0 starts Ray's head, writes down how to attach to it, waits until every node has joined, and runs a command there,
-or idles. The other tasks join, and leave when the head has ended. Ray gets this job's CPUs, GPUs and memory alone, uses
-free ports, and serves only processes that know the secret in `attach.sh`. A task leaves no process on its node.
+Task 0 starts Ray's head, writes `attach.sh`, waits until every node has joined, and runs a command, or idles. The other
+tasks join, and leave after the head. Ray gets only this job's CPUs, GPUs and memory, uses free ports, and serves only
+processes with the secret in `attach.sh`. A task leaves no process on its node.
 
 `ray symmetric-run` does the same for one job a node: its head's port is fixed, it refuses a node with another Ray and
-stops all of them at its end, SIGTERM ends it at once, and it has neither the secret nor the restarts.
+stops all of them at its end, SIGTERM ends it immediately, and it has neither the secret nor the restarts.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ATTACH, STATUS = "attach.sh", "status"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # The number of times that a node's Ray is restarted while the head runs.
 _RESTARTS = 3
-# The share of the job's memory on a node that Ray's object store gets; Ray uses the same share of a machine.
+# Ray's object store gets this share of the job's memory on a node, as Ray's default is of a machine.
 _OBJECT_STORE = 0.3
 # Ray writes this file when all its processes run.
 _ADDRESS_FILE = "ray_current_cluster"
@@ -49,8 +49,8 @@ _SHOWN = 15
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """Task `rank` of `count`, one on each node, with the job's CPUs, GPUs and bytes of memory there. None: Slurm does
-    not say, and Ray detects it. `address`: the one at which other nodes reach this node."""
+    """Task `rank` of `count`, one on each node, with the job's CPUs, GPUs and bytes of memory there (None: Ray detects
+    them). `address`: where other nodes reach this node."""
 
     rank: int
     count: int
@@ -99,10 +99,7 @@ class SlurmTask:
         return options
 
     def environment(self) -> dict[str, str]:
-        """Variables for Ray and the processes it starts. Without them gloo takes the interface that the host's name
-        resolves to, which on many systems is a loopback interface."""
-        if self.address is None:
-            return {}
+        """Variables for Ray and its processes. Without them gloo may take a loopback interface, by the host's name."""
         names = [name for name, address in _addresses() if address == self.address]
         return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
@@ -132,7 +129,7 @@ def _address_of(interface: str) -> str:
 
 
 def _address_towards(environ: Mapping[str, str]) -> str | None:
-    """The address from which this node reaches the node of srun; None where that is unknown, or this node."""
+    """The address from which this node reaches srun's node; None if that is unknown, or this node."""
     target = environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if not target:
         return None
@@ -172,7 +169,10 @@ class RayProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        family = _family(self._process.pid)
+        family: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self._process.pid)
+            family = [started, *started.children(recursive=True)]
         self._process.terminate()
         # `ray start` ends its children itself.
         with suppress(subprocess.TimeoutExpired):
@@ -212,15 +212,6 @@ def answers(address: str) -> bool:
         except OSError:
             time.sleep(_POLL_S)
     return False
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    """A process and its descendants."""
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 class _AskedToEnd(BaseException):
@@ -273,7 +264,11 @@ def _head(task: SlurmTask, given: argparse.Namespace) -> int:
         access["RAY_ADDRESS"] = address
         if dashboard is not None:
             access["RAY_API_SERVER_ADDRESS"] = f"http://{address.rpartition(':')[0]}:{dashboard}"
-        _write_secretly(attach, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in access.items()))
+        # Atomic, and readable by this user only.
+        part = attach.with_name(f".{attach.name}")
+        with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as stream:
+            stream.write("".join(f"export {name}={shlex.quote(value)}\n" for name, value in access.items()))
+        part.rename(attach)
         try:
             left_s = given.join_timeout_s - (time.monotonic() - started)
             wait_for_nodes(address, task.count, left_s, given.logs)
@@ -308,9 +303,13 @@ def wait_for_nodes(address: str, count: int, limit_s: float, logs: Path) -> None
 
 
 def _member(task: SlurmTask, given: argparse.Namespace) -> int:
+
+    def stay(number: int, frame: FrameType | None) -> None:
+        log.info("%s: this node stays until the first node is done", signal.Signals(number).name)
+
     for number in _SIGNALS:
         # The first node decides when all end; until then the run needs this node to save.
-        signal.signal(number, _stay)
+        signal.signal(number, stay)
     attach, deadline = given.meeting / ATTACH, time.monotonic() + given.join_timeout_s
     while not (access := _read(attach)):
         if time.monotonic() > deadline:
@@ -327,10 +326,6 @@ def _member(task: SlurmTask, given: argparse.Namespace) -> int:
             return 0
         log.warning("node %d: its Ray ended, see %s", task.rank, process.log_file)
     raise LauncherError(f"node {task.rank}: its Ray ended {1 + _RESTARTS} times, see {process.log_file}")
-
-
-def _stay(number: int, frame: FrameType | None) -> None:
-    log.info("%s: this node stays until the first node is done", signal.Signals(number).name)
 
 
 class _Command:
@@ -366,14 +361,6 @@ class _Command:
                 time.sleep(3600)
         except _AskedToEnd:
             return 0
-
-
-def _write_secretly(file: Path, text: str) -> None:
-    """Write the file atomically, readable by this user alone."""
-    part = file.with_name(f".{file.name}")
-    with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as stream:
-        stream.write(text)
-    part.rename(file)
 
 
 def _read(attach: Path) -> dict[str, str]:

@@ -1,10 +1,9 @@
-"""Facts of this machine: memory, GPUs, ports, disks, paths, and what its environment variables say. Imports nothing
-heavy.
-
-Restricts access to a run's Ray, whose ports would otherwise let anybody run code. Imports nothing heavy.
+"""Finds facts of this machine (memory, GPUs, ports, disks, paths, environment variables), and restricts access to a
+run's Ray, whose ports would otherwise let anybody run code. Imports nothing heavy.
 """
 
 import logging
+import math
 import netrc
 import os
 import random
@@ -21,35 +20,23 @@ from urllib.parse import urlsplit
 from nemo_rl_lite.errors import ConfigError, Violation
 
 MIB = 2**20
-
-# The environment of a process that computes on CPUs. It must not see GPUs: Ray does not hide them from an actor that
-# asked for none. OpenMP threads sleep while they wait: beside a busy process, threads that spin take the cores that the
-# others need (measured: docs/benchmarks/).
+# The environment of a process that computes on CPUs. Ray does not hide GPUs from an actor that asked for none. OpenMP
+# threads sleep while they wait, because threads that spin take cores that other processes need (docs/benchmarks/).
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
-
 # Above Ray's default ports, and below those that kernels use for outgoing connections.
 LASTING_PORTS = range(20_000, 32_000)
-
-# Bytes that a run writes at once when it starts, and bytes of a file's name in all usual file systems.
+# Bytes that a starting run writes, and bytes of a file's name in all usual file systems.
 _ROOM, _LONGEST_NAME = 2**16, 255
-
-# The Ray cluster that a run joins instead of starting its own, which it does with the values in OWN_RAY.
+# The Ray cluster that a run joins. With a value in OWN_RAY, a run starts its own.
 RAY_ADDRESS = "RAY_ADDRESS"
-
 RAY_ADDRESS_FIX = "unset RAY_ADDRESS for a run on this machine alone, or start that cluster (ray start --head)"
-
 OWN_RAY = ("", "local")
-
 _ANSWER_LIMIT_S = 4.0
-
 # torchrun and accelerate set all of these in each process that they start.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-
 # The number of tasks of one srun (SLURM_NTASKS is the job's, and a batch script has that as well), and of one mpirun.
 _COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
-
 _COPIES_RULE = "starts this command once for each worker, and one launcher starts all of its workers itself"
-
 WANDB = "https://api.wandb.ai"
 
 
@@ -59,10 +46,10 @@ def log_to_stderr() -> None:
 
 
 def local_path(text: str) -> Path:
-    """The path that an argument names, without `~`, which a shell leaves in `--output=~/x`. For argparse's `type`.
+    """The path that an argument names, for argparse's `type`. Expands `~`, which a shell leaves in `--output=~/x`.
 
     Raises:
-        ArgumentTypeError: it is an address, or names the home of nobody.
+        ArgumentTypeError: it is an address, or an unknown user's home.
     """
     if "://" in text:
         raise ArgumentTypeError(f"{text} is an address, and a path of this machine is needed")
@@ -73,8 +60,8 @@ def local_path(text: str) -> Path:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Why a folder cannot be made or written: a file is in its place, a permission is missing, the disk is full; empty
-    where it can. Makes a folder in the nearest one that exists, and removes it."""
+    """Return why a folder cannot be made or written (a file in its place, permissions, a full disk), or "". Makes and
+    removes a folder in the nearest one that exists."""
     place = folder.absolute()
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in place.parts):
         return f"has a name of more than {_LONGEST_NAME} bytes"
@@ -90,7 +77,7 @@ def why_not_writable(folder: Path) -> str:
 
 
 def free_port() -> int:
-    """A free port of this machine that the kernel does not use for outgoing connections, because it is opened later.
+    """A free port of this machine. It is opened later, so the kernel must not use it for outgoing connections.
 
     Raises:
         OSError: there is no free port.
@@ -103,7 +90,7 @@ def free_port() -> int:
 
 
 def gpu_bytes(command: str = "nvidia-smi") -> int | None:
-    """Memory of this machine's smallest GPU in bytes; None where there is no GPU, or the driver does not say."""
+    """Memory of this machine's smallest GPU in bytes; None without a GPU, or if the driver does not say."""
     try:
         return min(int(line) for line in _of_gpus("memory.total", command)) * MIB
     except ValueError:
@@ -111,20 +98,20 @@ def gpu_bytes(command: str = "nvidia-smi") -> int | None:
 
 
 def gpu_count(command: str = "nvidia-smi") -> int:
-    """The number of this machine's GPUs; of those that CUDA_VISIBLE_DEVICES names, where it is set."""
+    """The number of this machine's GPUs, within CUDA_VISIBLE_DEVICES."""
     there = len(_of_gpus("name", command))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return there if visible is None else min(there, len([one for one in visible.split(",") if one.strip()]))
 
 
 def gpu_name(command: str = "nvidia-smi") -> str | None:
-    """What the driver calls this machine's GPUs; None where there is none, or they are not all of the same kind."""
+    """The driver's name of this machine's GPUs; None without a GPU, or if they are of several kinds."""
     names = set(_of_gpus("name", command))
     return names.pop() if len(names) == 1 else None
 
 
 def _of_gpus(fact: str, command: str) -> list[str]:
-    """A fact of each of this machine's GPUs; empty where there is none."""
+    """A fact of each of this machine's GPUs."""
     query = [command, f"--query-gpu={fact}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -134,20 +121,17 @@ def _of_gpus(fact: str, command: str) -> list[str]:
 
 
 def free_host_bytes(system: Path = Path("/")) -> int:
-    """Bytes that this process could still allocate: what the machine has available, or less where its control groups
-    (of either version, its own or one above) allow less. `system` is where /proc and /sys are."""
+    """Bytes that this process could still allocate on the machine and within its control groups. `system` is where
+    /proc and /sys are."""
     # The doctor imports this module also where psutil is missing.
     import psutil
 
-    free = psutil.virtual_memory().available
-    for folder in control_groups("memory", system):
-        free = min(free, _allowed(folder, free))
-    return free
+    return int(min([psutil.virtual_memory().available, *map(_allowed_bytes, control_groups("memory", system))]))
 
 
 def control_groups(controller: str, system: Path = Path("/")) -> Iterator[Path]:
-    """The folders of this process' control groups, of either version, that may limit `controller` (memory, cpu, ...):
-    from its own to the top."""
+    """Yield the folders of this process' control groups, of either version, that may limit `controller` (memory, cpu,
+    ...), from its own to the top."""
     try:
         groups = (system / "proc/self/cgroup").read_text().split()
     except OSError:
@@ -163,8 +147,8 @@ def control_groups(controller: str, system: Path = Path("/")) -> Iterator[Path]:
         yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
 
 
-def _allowed(group: Path, unlimited: int) -> int:
-    """Bytes that a control group still allows; `unlimited` where it sets no limit or cannot be read."""
+def _allowed_bytes(group: Path) -> float:
+    """Bytes that a control group still allows; infinite where it sets no limit or cannot be read."""
     for limit, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -176,11 +160,11 @@ def _allowed(group: Path, unlimited: int) -> int:
             # The file is missing, or has "max".
             continue
         return most - now + int(kept.get(cached, 0))
-    return unlimited
+    return math.inf
 
 
 def ray_address() -> str:
-    """Return what RAY_ADDRESS names; empty where it is not set, or empty."""
+    """Return RAY_ADDRESS, or ""."""
     return os.environ.get(RAY_ADDRESS, "")
 
 
@@ -190,7 +174,7 @@ def names_another(address: str) -> bool:
 
 
 def why_unanswered(address: str) -> str:
-    """Return why nothing answers at an address; empty where something does, or no host is named."""
+    """Return why nothing answers at an address, or ""; also where it names no host."""
     if not names_another(address):
         return ""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -204,16 +188,14 @@ def why_unanswered(address: str) -> str:
 
 
 def check_ray_address() -> None:
-    """Raise ConfigError where RAY_ADDRESS names a cluster that does not answer."""
+    """Raise ConfigError: RAY_ADDRESS names a cluster that does not answer."""
     if rule := why_unanswered(ray_address()):
         raise ConfigError([Violation(RAY_ADDRESS, ray_address(), rule, RAY_ADDRESS_FIX)])
 
 
 def check_single_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError where this process is one of several copies of the command.
-
-    A command that joins a running Ray may stand in one of the tasks that started it.
-    """
+    """Raise ConfigError: this process is one of several copies of the command. One that joins a running Ray may be in a
+    task that started it."""
     if environ.get(RAY_ADDRESS, "") not in OWN_RAY:
         return
     counts = dict(_COUNTS)
@@ -229,7 +211,7 @@ def check_single_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def wandb_login(environment: Mapping[str, str], address: str) -> str:
-    """The variable or file where W&B would find its key for the server at `address`; empty without one.
+    """The variable or file with W&B's key for the server at `address`; empty without one.
 
     Raises:
         OSError, netrc.NetrcParseError: the netrc file cannot be read.
@@ -252,8 +234,7 @@ def netrc_file(environment: Mapping[str, str]) -> Path:
 
 
 def close_to_others() -> None:
-    """Let Ray, if this run starts it, serve only processes that know a secret made here, which its workers inherit.
-    Call this before ray is imported, because ray reads these variables then. Do nothing where RAY_ADDRESS names a
-    cluster, or RAY_AUTH_MODE is set."""
+    """Make the Ray that this run starts serve only processes with a secret, which its workers inherit. Does nothing if
+    RAY_ADDRESS names a cluster, or RAY_AUTH_MODE is set. Call this before ray is imported: it reads the variables."""
     if ray_address() in OWN_RAY and "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

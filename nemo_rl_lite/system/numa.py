@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 SYSFS = Path("/sys")
-# libc has no function for set_mempolicy, so this is the number of the system call. MPOL_PREFERRED: allocate on this
-# node,
-# and on others when it is full.
+# The numbers of set_mempolicy's system call, for which libc has no function. MPOL_PREFERRED: allocate on this node, and
+# on others when it is full.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _PREFERRED = 1
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -48,8 +47,7 @@ class NoNodeError(Exception):
 
 
 def node_of(gpu: str, root: Path = SYSFS) -> tuple[int, frozenset[int]]:
-    """The NUMA node of the GPU at PCI address `gpu`, and the CPUs of that node that this process may use. `root` is
-    where sysfs is mounted.
+    """The NUMA node of the GPU at PCI address `gpu`, and the node's CPUs that this process may use. `root`: sysfs.
 
     Raises:
         NoNodeError: the machine does not name the node, or this process may use none of its CPUs.
@@ -68,10 +66,8 @@ def node_of(gpu: str, root: Path = SYSFS) -> tuple[int, frozenset[int]]:
 
 
 def bind(gpu: str, root: Path = SYSFS) -> Binding:
-    """Bind all threads of this process, and those they start, to the NUMA node of the GPU at PCI address `gpu`.
-
-    Never raise where the machine forbids it; the result says so. `root` is where sysfs is mounted.
-    """
+    """Bind all threads of this process, and those they start, to the NUMA node of the GPU at PCI address `gpu`. The
+    result says where the machine forbids it. `root`: sysfs."""
     try:
         node, cpus = node_of(gpu, root)
         _run_on(cpus)
@@ -118,8 +114,7 @@ def _run_on(cpus: Set[int]) -> None:
 
 
 def _prefer_memory_of(node: int) -> str:
-    """Set this thread's memory policy, which threads that it starts inherit. Return why that failed, or an empty
-    text."""
+    """Set the memory policy of this thread and those that it starts. Return why that failed, or ""."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         return f"memory is left where it is first written ({platform.machine()} is not known)"

@@ -1,7 +1,7 @@
-"""Call a user's code in processes of its own, with a time limit that holds whatever the code does.
+"""Calls a user's code in processes of its own, with a time limit that holds whatever the code does.
 
-It may hang inside one long step of C code (a huge power, a regular expression), or leave processes behind. So each
-process leads a session of its own, adopts what its children leave, and is ended from here with all of them.
+Code may hang inside C code (a huge power, a regular expression) or leave processes behind. So each process leads a
+session of its own, adopts what its children leave, and is ended from here with all of them.
 """
 
 import itertools
@@ -30,7 +30,7 @@ import psutil
 START_S = 60.0
 # Seconds to wait for the processes to end.
 _STOP_S = 30.0
-# So many starts in a row may fail: one may have met a moment without memory.
+# The number of starts in a row that may fail, as in a moment without memory.
 _MOST_STARTS = 3
 _LONGEST_ERROR = 300
 # The folder of this package, which is not a user's code.
@@ -38,8 +38,7 @@ _PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
 
 class CallError(Exception):
-    """A call has no result: the code raised (the message is its error, `details` its traceback), was late, or its
-    process ended."""
+    """A call has no result: the code raised (`details`: its traceback), was late, or its process ended."""
 
     def __init__(self, message: str, details: str = ""):
         super().__init__(message)
@@ -47,23 +46,22 @@ class CallError(Exception):
 
 
 class LateError(CallError):
-    """There is no result within the time limit."""
+    """The time limit was exceeded."""
 
 
 class StartError(CallError):
-    """The processes do not start; the message says what they do instead."""
+    """The processes do not start."""
 
 
 def as_call_error(error: BaseException) -> CallError:
-    """Describe what a user's code raised in one readable line, since some errors quote a whole response."""
+    """Describe a user's error in one short line: some quote a whole response."""
     text = f"{type(error).__name__}: {error}"
     short = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
     return CallError(short, "".join(traceback.format_exception(error)))
 
 
 def place_of(error: BaseException) -> str:
-    """Return the last line of the user's file that an error came through: " (FILE, line N)". Nothing where this package
-    raised it."""
+    """Return the last line of the user's file in an error's traceback, as " (FILE, line N)"; "" if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGE)]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
@@ -71,8 +69,8 @@ def place_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """What the processes hold: `path`, the dotted path of a class of this package, made with `arguments`. `title` names
-    a process and `limit` the time limit in messages."""
+    """The object in each process: an instance of the class at the dotted `path`, made with `arguments`. `title` names a
+    process and `limit` the time limit in messages."""
 
     path: str
     arguments: Mapping[str, Any]
@@ -82,7 +80,7 @@ class Target:
 
 @dataclass(eq=False)
 class Call:
-    """A method of the target that is to be called, and the future of its result."""
+    """A call of a method of the target, and the future of its result."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -100,8 +98,8 @@ class Call:
 
 
 class CallPool:
-    """At most `processes` processes, each with at most `at_once` calls at a time. One starts at once, the others when
-    there is work for them; they live as long as the pool.
+    """At most `processes` processes with at most `at_once` calls each. The first starts now, the others when there is
+    work; they live as long as the pool.
 
     Calls of one session reach the same process. With `at_once` = 1 plain code runs in its process' main thread;
     otherwise plain code runs in threads, and coroutines share the main thread.
@@ -125,8 +123,8 @@ class CallPool:
 
 @dataclass(eq=False)
 class _Process:
-    """A process, this end of its pipe, a descriptor that is readable once it has ended, and what it does. The process
-    ends when this end of the pipe is closed, even by a crash."""
+    """A process, its pipe, a descriptor that is readable after its end, and its calls. The process ends when this end
+    of the pipe is closed, even by a crash."""
 
     process: subprocess.Popen
     pipe: Connection
@@ -134,7 +132,7 @@ class _Process:
     started: float
     is_ready: bool = False
     is_retired: bool = False
-    """One of its calls was late and may still run there. It takes nothing new, and ends when the others are done."""
+    """A late call may still run there. It takes no new calls, and ends after the others."""
     calls: dict[int, tuple[Call, float]] = field(default_factory=dict)
     """By number: the call, and when it is late."""
     sessions: set[int] = field(default_factory=set)
@@ -155,11 +153,11 @@ class _Process:
 
     @property
     def late_at(self) -> list[float]:
-        """When its calls are late, and its start."""
+        """The times at which its calls, and its start, are late."""
         return [late for _, late in self.calls.values()] + ([] if self.is_ready else [self.started + START_S])
 
     def settle(self, number: int | None, value: Any) -> None:
-        """Give a call its result; does nothing where it was given up, or is none."""
+        """Give a call its result, unless it was given up or nobody waits (None)."""
         call, _ = self.calls.pop(number, (None, 0.0)) if number is not None else (None, 0.0)
         if call is not None:
             call.settle(value)
@@ -181,7 +179,7 @@ class _Process:
 
 
 class _Manager:
-    """The thread behind a pool. It does not know the pool, which may so be collected."""
+    """The thread behind a pool. It has no reference to the pool, so that the pool can be collected."""
 
     def __init__(self, target: Target, processes: int, at_once: int, timeout_s: float | None):
         self._target, self._most, self._at_once = target, processes, at_once
@@ -193,7 +191,7 @@ class _Manager:
         self._queue: list[Call] = []
         self._failed_starts = 0
         self._lost_sessions: set[int] = set()
-        """Their process has ended, and with it what they had in it."""
+        """Sessions whose process has ended."""
         self._processes = [_Process.start(self._target, self._at_once)]
 
     def post(self, item: Call | int) -> None:
@@ -265,8 +263,7 @@ class _Manager:
             self._give_up(f"{self._target.title} cannot be started: {error}")
 
     def _place(self, call: Call) -> _Process | None:
-        """The process for a call: its session's, or else the one that has the least to do; None where there is no
-        room."""
+        """The process for a call: its session's, or else the least busy one; None if there is no room."""
         own = [one for one in self._processes if call.session is not None and call.session in one.sessions]
         able = own or [one for one in self._processes if one.is_ready and not one.is_retired]
         able = [one for one in able if len(one.calls) < self._at_once]
@@ -282,7 +279,7 @@ class _Manager:
             process.settle(number, as_call_error(error))
 
     def _look_at(self, process: _Process) -> None:
-        """Take the results that a process has; end it where it is late and has nothing else to do, or has ended."""
+        """Take a process' results. Remove it if it has ended, starts too late, or is retired and idle."""
         with suppress(EOFError, OSError):
             while process.pipe.poll():
                 said = process.pipe.recv()
@@ -306,16 +303,13 @@ class _Manager:
         self._processes.remove(process)
         process.end()
         if not process.is_ready:
-            self._count_failed_start(status)
-
-    def _count_failed_start(self, status: int | None) -> None:
-        self._failed_starts += 1
-        if self._failed_starts >= _MOST_STARTS:
-            why = f"ended with status {status}" if status is not None else f"took longer than {START_S:g} s"
-            self._give_up(f"the start of {self._target.title} {why}")
+            self._failed_starts += 1
+            if self._failed_starts >= _MOST_STARTS:
+                why = f"ended with status {status}" if status is not None else f"took longer than {START_S:g} s"
+                self._give_up(f"the start of {self._target.title} {why}")
 
     def _give_up(self, why: str) -> None:
-        """Nothing that waits for a process will be called."""
+        """End all calls that wait for a process."""
         for call in self._queue:
             call.settle(StartError(why))
         self._queue.clear()

@@ -23,8 +23,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """Answer calls until the pipe is closed. The launcher's end ends this process, whatever the code may have left."""
-    # What the code starts, and its children leave, stays below this process, which ends it.
+    """Answer calls until the pipe is closed, as by the launcher's end; then end all that the code has started."""
+    # What the code's children leave behind becomes a child of this process.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     pipe = Connection(int(sys.argv[1]))
     os.set_inheritable(pipe.fileno(), False)
@@ -40,7 +40,7 @@ def main() -> None:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()
-    # Threads with late calls would be waited for.
+    # sys.exit would wait for threads with late calls.
     os._exit(0)
 
 
@@ -53,14 +53,9 @@ def _one_by_one(pipe: Connection, target: Any) -> None:
 
 
 def _finished(runner: asyncio.Runner, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Plain code may return a coroutine, such as a decorated `async def`."""
     value = call(*arguments)
     return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
-
-
-def _finished_in_thread(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Plain code may return a coroutine, such as a decorated `async def`."""
-    with asyncio.Runner() as runner:
-        return _finished(runner, call, arguments)
 
 
 async def _awaited(value: Any) -> Any:
@@ -68,7 +63,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _send(pipe: Connection, number: int | None, value: Any) -> None:
-    """Send the result of a call that somebody waits for; where it cannot be pickled, the error."""
+    """Send a call's result, or the error if it cannot be pickled; nothing if nobody waits (None)."""
     if number is None:
         return
     try:
@@ -100,7 +95,11 @@ async def _many(pipe: Connection, target: Any, at_once: int) -> None:
             tasks.add(task := asyncio.create_task(awaited(number, call, arguments)))
             task.add_done_callback(tasks.discard)
         else:
-            threads.submit(lambda: send(number, _outcome(partial(_finished_in_thread, call, arguments))))
+            threads.submit(run, number, call, arguments)
+
+    def run(number: int | None, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        with asyncio.Runner() as runner:
+            send(number, _outcome(partial(_finished, runner, call, arguments)))
 
     async def awaited(number: int | None, call: Any, arguments: tuple[Any, ...]) -> None:
         try:

@@ -1,8 +1,7 @@
-"""Run Python code that nobody has read: in a process of its own, with limits on time, memory, files and output, without
-a network where the kernel allows it.
+"""Runs untrusted Python code in a process with limits on time, memory, files and output, without a network if possible.
 
-These limits stop accidents and the usual tricks of a policy that is rewarded for passing tests. They are no wall
-against an attacker: the code runs as this user and can read this user's files. Use a container for that.
+The limits stop accidents and the usual tricks of a policy that is rewarded for passing tests. They do not stop an
+attacker: the code runs as this user and can read this user's files. Use a container for that.
 """
 
 import json
@@ -16,8 +15,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nemo_rl_lite.system.machine import MIB
+
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ran:
-    """How the code ended: its exit status (None: it was late and was killed), whether its last line was reached, which
-    a call of `exit` prevents, and what it wrote."""
+    """The end of the code: its exit status (None: killed after its time), whether it reached its last line (a call of
+    `exit` prevents that), and its output."""
 
     status: int | None
     is_complete: bool
@@ -40,8 +40,8 @@ class Ran:
 
 
 def run_python(*codes: str, stdin: str = "", limits: Limits | None = None, errors: bool = True) -> Ran:
-    """Run the codes, one after the other, as one script in an empty folder, which is deleted afterwards. `errors`: the
-    output includes what was written to standard error."""
+    """Run the codes as one script in an empty folder, which is deleted afterwards. `errors`: the output includes
+    standard error."""
     limits = limits or Limits()
     with tempfile.TemporaryDirectory(prefix="nrl-sandbox-") as folder:
         paths = {name: Path(folder) / name for name in ("stdin", "output")}
@@ -49,7 +49,7 @@ def run_python(*codes: str, stdin: str = "", limits: Limits | None = None, error
         (Path(folder) / "box").mkdir()
         # Code cannot guess what it would have to write where it ends; only code that searches its process finds it.
         word = secrets.token_hex(16)
-        asked = json.dumps({"codes": codes, "word": word, "memory": limits.memory_mib * _MIB, **asdict(limits)})
+        asked = json.dumps({"codes": codes, "word": word, "memory": limits.memory_mib * MIB, **asdict(limits)})
         with paths["stdin"].open() as given, paths["output"].open("wb") as written:
             (read, write), (said, says) = os.pipe(), os.pipe()
             process = subprocess.Popen(

@@ -16,10 +16,7 @@ _STANDARD_ERROR = 2
 INTERRUPTED = 130
 # The signals received so far. They are noted here because Ray replaces the exception that a handler raises.
 _received: list[signal.Signals] = []
-
-
-# A signal that comes so soon after another is the same request: `timeout` sends one to the process and one to its
-# group.
+# A second signal within this time is the same request: `timeout` sends one to the process and one to its group.
 _SAME_REQUEST_S = 1.0
 
 
@@ -29,20 +26,20 @@ def note_signal(number: int) -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """A handler that ends what this process does as Ctrl-C does."""
+    """Handle a signal as Ctrl-C."""
     note_signal(number)
     raise KeyboardInterrupt
 
 
 def interrupt_on_signals() -> None:
-    """Let SIGNALS end this process as Ctrl-C does. Call this before anything that takes long to import."""
+    """Make SIGNALS end this process as Ctrl-C does. Call this before long imports."""
     for number in SIGNALS:
         signal.signal(number, interrupt)
 
 
 def interrupted_status(saves: bool) -> int:
-    """The exit status of a process that was interrupted: that of a run to resume, where one of SIGNALS asked for it and
-    the run `saves` checkpoints."""
+    """The exit status of an interrupted process: that of a stopped run if one of SIGNALS came and the run `saves`
+    checkpoints."""
     return RunStopped.exit_status if saves and was_asked_to_end() else INTERRUPTED
 
 
@@ -64,7 +61,7 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the block, keep a first signal for `after_step`; a second one interrupts like Ctrl-C."""
+        """During the block, keep a first signal for `after_step`; a second one interrupts like Ctrl-C."""
         previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
         self._step_started = time.monotonic()
         try:
@@ -74,7 +71,7 @@ class Stopping:
                 signal.signal(number, handler)
 
     def after_step(self, save_s: float = 0.0) -> str | None:
-        """Why the run should end, or None. Call it once after each step. `save_s`: seconds that a save takes."""
+        """Return why the run should end, or None. Call it once after each step. `save_s`: seconds of a save."""
         now = time.monotonic()
         self._longest_s, self._step_started = max(self._longest_s, now - self._step_started), now
         if self._signal is not None:

@@ -130,12 +130,8 @@ def test_four_gpus_of_which_one_is_in_use(smi_folder, machine):
     samples.answering(smi_folder, samples.H200_X4)
     found, trouble = read_gpus()
     assert trouble == "" and [gpu.index for gpu in found] == ["0", "1", "2", "3"]
-    assert (found[0].name, found[0].driver, found[0].total_mib, found[0].capability) == (
-        "NVIDIA H200",
-        "580.159.04",
-        143771,
-        (9, 0),
-    )
+    first = found[0]
+    assert (first.name, first.driver, first.total_mib) == ("NVIDIA H200", "580.159.04", 143771)
     idle, _, used, _ = checks.each_gpu(machine(found, kind="gpu"))
     assert (idle.status, idle.found) == (OK, "NVIDIA H200, 140.4 GiB, compute capability 9.0, 0.0 GiB in use")
     assert used.status is WARN
@@ -178,14 +174,11 @@ def test_no_gpu_is_no_failure(machine, monkeypatch, tmp_path):
         assert list(look(machine())) == []
 
 
-def test_a_driver_that_fits(machine, cuda):
+def test_cuda_starts_or_says_why_not(machine, cuda):
     cuda()
     driver, starts = checks.driver(machine([H100], kind="gpu"))
-    assert (driver.status, driver.found) == (OK, "driver 580.159.04, CUDA up to 13")
-    assert (starts.status, starts.found) == (OK, "starts")
-
-
-def test_cuda_that_does_not_start(machine, cuda):
+    assert (driver.found, starts.found) == ("driver 580.159.04, CUDA up to 13", "starts")
+    assert driver.status is starts.status is OK
     cuda(error="error 802: system not yet initialized")
     _, starts = checks.driver(machine([H100], kind="gpu"))
     assert starts.status is FAIL and "fabricmanager" in starts.fix
@@ -247,12 +240,6 @@ def test_shared_memory(machine, monkeypatch, free, status):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free, 0, free))
     (check,) = checks.shared_memory(machine())
     assert check.status is status and ("--shm-size" in check.fix) == (status is WARN)
-
-
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    check = checks.disk("disk", tmp_path / "outputs", "every run")
-    assert check.status is FAIL and check.found == f"{tmp_path} cannot be written"
 
 
 def test_a_cluster_that_is_named(machine):

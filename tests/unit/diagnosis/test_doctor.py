@@ -6,25 +6,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.diagnosis import samples
-
 ROOT = Path(__file__).parents[3]
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
 def doctor(folder: Path, *arguments: str, python=(), module="nemo_rl_lite.doctor", **environment: str):
     """Run it in `folder`, where nothing outside can be reached."""
+    (folder / ".netrc").write_text(f"machine api.wandb.ai login user password {SECRET}\n")
     own = {
         "PATH": f"{folder}:/usr/bin:/bin",
         "PYTHONPATH": str(ROOT),
         "HOME": str(folder),
         "HF_ENDPOINT": "http://127.0.0.1:9",
         "TMPDIR": "/tmp",
+        "HF_TOKEN": SECRET,
+        "WANDB_API_KEY": SECRET,
     }
     command = [sys.executable, *python, "-m", module, *arguments]
-    return subprocess.run(
+    done = subprocess.run(
         command, cwd=folder, env=own | environment, capture_output=True, text=True, check=False, timeout=300
     )
+    assert SECRET not in done.stdout + done.stderr
+    return done
 
 
 def test_lines_for_people(tmp_path):
@@ -41,26 +44,20 @@ def test_lines_for_people(tmp_path):
     assert any(line.split()[:3] == ["ok", "Python", "3.12." + str(sys.version_info.micro)] for line in lines)
     assert done.returncode == (1 if any(line.startswith("  fail ") for line in lines) else 0)
     assert " ok, " in lines[-1]
-    assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
+    assert [file.name for file in tmp_path.iterdir()] == [".netrc"], "it leaves nothing behind"
 
 
 def test_a_list_for_machines(tmp_path):
-    done = doctor(tmp_path, "--json")
+    done = doctor(tmp_path, "--json", RAY_ADDRESS="127.0.0.1:9")
     checks = json.loads(done.stdout)
-    assert done.stderr == ""
+    assert done.stderr == "" and done.returncode == 1
+    assert "RAY_ADDRESS" in [check["name"] for check in checks if check["status"] == "fail"]
     assert {tuple(check) for check in checks} == {("subject", "name", "status", "found", "wanted", "fix", "off")}
     assert {check["status"] for check in checks} <= {"ok", "warn", "fail", "skipped"}
     assert all(isinstance(value, str) for check in checks for value in check.values())
-    assert done.returncode == (1 if any(check["status"] == "fail" for check in checks) else 0)
     assert not [check for check in checks if check["status"] == "ok" and (check["fix"] or check["off"])]
     # Everything that is off says how to mend it.
     assert all(check["fix"] for check in checks if check["status"] in ("warn", "fail")), checks
-
-
-def test_what_fails_is_the_exit_status(tmp_path):
-    done = doctor(tmp_path, "--json", RAY_ADDRESS="127.0.0.1:9")
-    failing = [check["name"] for check in json.loads(done.stdout) if check["status"] == "fail"]
-    assert done.returncode == 1 and "RAY_ADDRESS" in failing
 
 
 def test_it_runs_where_nothing_is_installed(tmp_path):
@@ -73,26 +70,6 @@ def test_it_runs_where_nothing_is_installed(tmp_path):
     assert checks["memory"]["found"] == "not examined: No module named 'psutil'"
     plain = doctor(tmp_path, python=("-S",))
     assert plain.returncode == 1 and plain.stderr == "" and "not installed" in plain.stdout
-
-
-def test_a_driver_that_hangs_is_a_line(tmp_path):
-    samples.smi(tmp_path, "exec sleep 100")
-    code = (
-        "from nemo_rl_lite.diagnosis import checks\nchecks.DRIVER_LIMIT_S = 0.5\n"
-        "from nemo_rl_lite.doctor import main\nmain(['--json'])"
-    )
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    (gpus,) = [check for check in json.loads(done.stdout) if check["name"] == "GPUs"]
-    assert gpus["found"] == "nvidia-smi gave no answer within 0.5 s" and "dmesg" in gpus["fix"]
-
-
-def test_no_secret_is_shown(tmp_path):
-    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai login user password {SECRET}\n")
-    for arguments in ((), ("--json",)):
-        done = doctor(tmp_path, *arguments, HF_TOKEN=SECRET, WANDB_API_KEY=SECRET)
-        assert SECRET not in done.stdout + done.stderr
 
 
 def test_it_is_a_verb_of_the_console_script(tmp_path):

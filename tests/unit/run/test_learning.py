@@ -98,14 +98,6 @@ def test_the_picture_is_stale_when_the_runs_change(scripts, tmp_path, monkeypatc
     assert not figure.is_stale([]) and not figure.PICTURE.exists()
 
 
-def test_the_table_has_a_row_for_each_algorithm_of_finished_runs(scripts):
-    unfinished = run("dapo", 1) | {"finished": False}
-    found = {"task": "gcd", "steps": 9, "note": "model: small, 9 steps", "hardware": {"name": "1x-h100"}}
-    found |= {"bench": "learning-gcd", "runs": [run("grpo", 1), run("grpo", 2), unfinished]}
-    rows = [line for line in scripts("learning_figure").table([found], "docs/") if line.startswith("| gcd")]
-    assert len(rows) == 1 and "| GRPO | 2 | 0.500 | 0.500 (" in rows[0]
-
-
 def test_an_interval_over_seeds_is_that_of_student(scripts):
     runs = [run("grpo", seed) for seed in (1, 2, 3)]
     for one, accuracy in zip(runs, (0.4, 0.5, 0.6), strict=True):

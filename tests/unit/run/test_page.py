@@ -6,9 +6,11 @@ import struct
 
 import pytest
 
+from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.report import __main__ as report
 from nemo_rl_lite.report.page import embedded, page, write_report
 from nemo_rl_lite.report.record import ReportError, read_run
+from nemo_rl_lite.run.run import write_last_report
 from tests.unit.run.browser import CHROMIUM, browser
 from tests.unit.run.run_folders import HOSTILE, make_asynchronous_run, make_run
 
@@ -141,6 +143,15 @@ def test_only_a_page_is_written_over(folders, tmp_path, capsys):
     assert ended.value.code == 2 and "name a file that ends in .html" in capsys.readouterr().err
     for _ in range(2):
         assert write_report(folders[:1], page_) == page_
+
+
+def test_a_page_that_cannot_be_written_does_not_fail_a_run(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", steps=1)
+    (folder / "report.html").write_text("mine")
+    write_last_report(folder, RunConsole())
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("no report was written") and f"nrl-lite report {folder}" in said
+    assert (folder / "report.html").read_text() == "mine"
 
 
 def test_the_verb_says_where_the_page_is(folders, tmp_path, monkeypatch, capsys):

@@ -1,9 +1,8 @@
-"""What a sweep prints in the end, and the page of all its jobs."""
+"""The jobs of a sweep, and the table at its end."""
 
 from pathlib import Path
 
 from nemo_rl_lite.observability.summary import Summary
-from nemo_rl_lite.report import __main__ as report
 from nemo_rl_lite.run.command import Sweep, jobs
 
 
@@ -25,14 +24,3 @@ def test_the_table_has_what_was_swept_and_what_came_of_it(capsys):
     assert "accuracy 0.140 -> 0.723" in text and "1.23" in text and "failed (status 3)" in text
     assert "algorithm.seed=1" in text and "plots" not in text and "nrl-lite report sweep\n" in text
     assert sweep.failed == [(1, 3)]
-
-
-def test_a_report_of_a_sweep_has_all_its_jobs(tmp_path, capsys):
-    for number in (0, 1, 10):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "metrics.jsonl").write_text(f'{{"step": 1, "train/reward": {number}}}\n')
-    (tmp_path / "2").mkdir()
-    report.main([str(tmp_path)])
-    page = (tmp_path / "report.html").read_text()
-    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
-    assert [name in page for name in (f"{tmp_path}/0", f"{tmp_path}/10")] == [True, True]

@@ -25,18 +25,12 @@ def test_ray_is_told_of_the_jobs_share_of_a_node():
     assert found.environment() == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
-def test_memory_may_be_given_by_cpu():
-    assert (
-        SlurmTask.from_environment(TASK | {"SLURM_CPUS_ON_NODE": "3", "SLURM_MEM_PER_CPU": "100"}).memory == 300 * MIB
-    )
-
-
-def test_what_slurm_does_not_say_ray_finds_out():
+def test_slurm_may_say_less_or_more():
+    by_cpu = SlurmTask.from_environment(TASK | {"SLURM_CPUS_ON_NODE": "3", "SLURM_MEM_PER_CPU": "100"})
+    assert by_cpu.memory == 300 * MIB
+    # Ray detects what Slurm does not say.
     found = SlurmTask.from_environment(TASK)
     assert found.ray_options() == [f"--num-cpus={CORES}"] and found.environment() == {}
-
-
-def test_not_more_cpus_than_the_task_may_use():
     assert SlurmTask.from_environment(TASK | {"SLURM_CPUS_ON_NODE": "100000"}).cpus == CORES
 
 
