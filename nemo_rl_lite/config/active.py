@@ -1,7 +1,8 @@
-"""Which keys have an effect in a run, by the `ActiveIf` metadata of the schema."""
+"""Find the keys without effect in a run, by the `ActiveIf` metadata of the schema."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
+from operator import attrgetter
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 from nemo_rl_lite.config.algorithms import algorithm_of, compares, generates, has_teacher
@@ -23,7 +24,7 @@ FACTS: dict[str, Callable[[Config], object]] = {
     "phases without the optimizer": lambda config: generates(config) or compares(config) or validates(config),
 }
 """What `ActiveIf` may name besides keys."""
-# Groups that are no section, by a key that their files set.
+# Groups without a section of their own, and a key that their files set.
 _GROUPS = {"offload": "policy.offload_for_generation"}
 
 
@@ -34,12 +35,12 @@ def idle_note(config: Config, given: Sequence[str]) -> str:
 
 
 def unmet(config: Config, key: str) -> str:
-    """Return what a key needs to have an effect, as far as this run lacks it; empty if it has an effect."""
+    """Return what a key needs in order to have an effect in this run; empty if it has one."""
     for section, condition in _conditions(config, _GROUPS.get(key, key)):
         name = f"{section}{condition.key}" if condition.key.startswith(".") else condition.key
-        # The switch of a section is no key without effect.
+        # A section's own switch always has an effect.
         is_switch = f"{name}.".startswith(f"{key}.")
-        value = FACTS[name](config) if name in FACTS else _value(config, name)
+        value = FACTS[name](config) if name in FACTS else attrgetter(name)(config)
         if not is_switch and not condition.holds(value):
             if name in FACTS:
                 return " ".join([" or ".join(map(str, condition.values)), name]).strip()
@@ -59,10 +60,3 @@ def _conditions(config: Config, key: str) -> Iterator[tuple[str, ActiveIf]]:
             yield from ((".".join(section), one) for one in get_args(hint)[1:] if isinstance(one, ActiveIf))
         node = getattr(node, name, None)
         section.append(name)
-
-
-def _value(config: Config, key: str) -> object:
-    node: object = config
-    for name in key.split("."):
-        node = getattr(node, name, None)
-    return node

@@ -1,8 +1,8 @@
-"""The algorithms, one row each: what other rooms must know about an algorithm without asking for its name.
+"""The algorithms, one row each: what other rooms know about an algorithm without its name.
 
-A new algorithm is its options (`sections/algorithm.py`, and the union in `schema.py`), a loop (`algorithms/`) with its
-job (`run/jobs.py`), a file in `configs/algorithm/`, and a row here. Imports nothing heavy: a row names code above this
-room by a dotted path.
+A new algorithm is its options (`schema_algorithm.py`, and the union in `schema.py`), a loop (`algorithms/`) with its
+job (`run/jobs.py`), a file in `configs/algorithm/`, and a row here. Imports nothing heavy: rows name code of higher
+rooms by dotted paths.
 """
 
 from collections.abc import Callable
@@ -28,24 +28,19 @@ class Algorithm:
 
     options: type[AlgorithmConfig]
     data: str
-    """What it trains on: a `data.formats.RowFormat`."""
+    """Its rows: a `data.formats.RowFormat`."""
     job: str
     """Its data, workers and loop: a class with the constructor and the method of `run.run.Job`."""
     loss: str
-    """What makes its own loss from its options; `algorithm.loss` can replace it."""
+    """Makes its loss from its options; `algorithm.loss` can replace it."""
     view: str
-    """The curves by which a run of it is judged: an `observability.views.View`."""
+    """The curves to judge a run by: an `observability.views.View`."""
     sequences_together: int = 1
     """Neighbouring sequences that the loss compares, so that they must be in one micro-batch."""
     compares: Callable[[Any], bool] = lambda options: False
     """Whether its loss, with these options, compares the policy with the reference policy."""
     has_teacher: bool = False
-    """Whether another model, `teacher.model_name`, scores what it trains on."""
-
-    @property
-    def generates(self) -> bool:
-        """Whether it trains on what engines generate."""
-        return issubclass(self.options, RolloutAlgorithmConfig)
+    """Another model, `teacher.model_name`, scores its rows."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -102,20 +97,20 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """The row of the configuration's algorithm."""
+    """Return the row of the configuration's algorithm."""
     return ALGORITHMS[config.algorithm.name]
 
 
 def generates(config: Config) -> bool:
-    """Whether engines generate in this run."""
-    return algorithm_of(config).generates
+    """Return whether this run trains on what engines generate."""
+    return isinstance(config.algorithm, RolloutAlgorithmConfig)
 
 
 def compares(config: Config) -> bool:
-    """Whether this run's loss compares the policy with the reference policy."""
+    """Return whether this run's loss compares the policy with the reference policy."""
     return algorithm_of(config).compares(config.algorithm)
 
 
 def has_teacher(config: Config) -> bool:
-    """Whether another model scores what this run trains on."""
+    """Return whether another model scores what this run trains on."""
     return algorithm_of(config).has_teacher

@@ -1,7 +1,4 @@
-"""The keys that there are, by the schema; what Hydra composes of `configs/`; and what an unknown key means.
-
-A configuration as a flat list.
-"""
+"""Hydra's side of a configuration: compose `configs/`, list the schema's keys, and answer an unknown key."""
 
 import copy
 import difflib
@@ -26,21 +23,14 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 
 CONFIG_NAME, ALIASES = "train", "aliases.yaml"
-
 HYDRA_PACKAGE = "hydra"
-
 RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
-
 DEFAULT_ALGORITHM = "grpo"
-
-# A guess is at least so much like the key that was given, as a ratio.
+# The least similarity of a guess to the key that was given.
 _LIKE = 0.8
-
-# A last part that more keys have, such as `name`, says nothing.
+# Guess by the last part of a key only if at most this many keys share it.
 _FEW = 3
-
 _VARIABLE = re.compile(r"\boc\.env:(\w+)")
-
 _OWN_VARIABLES = "NRL_REFIT_"
 
 
@@ -145,12 +135,12 @@ def known_variables() -> frozenset[str]:
 
 
 def unread_variables() -> list[str]:
-    """Return the environment's variables that look like one of the files', and that none reads."""
+    """Return environment variables with this package's prefix that no file refers to."""
     return sorted(name for name in os.environ if name.startswith(_OWN_VARIABLES) and name not in known_variables())
 
 
 def variables_of(composed: DictConfig, key: str) -> list[str]:
-    """Return the variables of this environment that the value of a key refers to."""
+    """Return the environment variables that the value of a key refers to."""
     value = OmegaConf.to_container(composed, resolve=False)
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -162,7 +152,7 @@ def variables_of(composed: DictConfig, key: str) -> list[str]:
 
 @cache
 def _schema() -> dict[str, dict[str, bool]]:
-    """Map each algorithm to its keys, in the schema's order, and whether any key may stand below them."""
+    """Map each algorithm to its keys, in the schema's order; True for those below which any key may stand."""
     variants = get_args(get_type_hints(Config)["algorithm"])
     names = {get_args(get_type_hints(variant)["name"])[0]: variant for variant in variants}
     return {name: dict(_keys(Config, variant)) for name, variant in names.items()}
@@ -233,6 +223,8 @@ def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> 
 
 def instead_of_file(group: str, name: str | None) -> str | None:
     """Return what to write in place of a file that a group does not have; None if nothing is known."""
+    if group == "data" and name and "/" in name:
+        return f"data=file data.train_path={name}" if "." in name else f"data=hub data.path={name}"
     answer = _aliases("files").get(f"{group}={name}")
     return None if answer is None else str(answer)
 
@@ -257,12 +249,12 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
     same = [one for one in known if one.rpartition(".")[2] == leaf]
     if 0 < len(same) <= _FEW:
         return max(same, key=lambda one: difflib.SequenceMatcher(None, one, key).ratio())
-    # Of a misspelt section, the last part is right.
+    # A section is misspelt.
     return next(iter(difflib.get_close_matches(key, same or known, n=1, cutoff=0.9)), None)
 
 
 def _fix(answer: str | Sequence[str], given: object, algorithm: str) -> str:
-    """Return an answer of the aliases as a fix: of several the first that this algorithm can have."""
+    """Return an answer of the aliases as a fix: the first that this algorithm can have."""
     known = known_keys(algorithm)
     answers = [answer] if isinstance(answer, str) else list(answer)
     keys = [re.match(r"algorithm\.[\w.]+", one) for one in answers]
@@ -299,7 +291,7 @@ def _aliases(part: str) -> dict[str, str | list[str]]:
 
 
 def flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key with its dotted path, and its value; tuples as lists."""
+    """Yield each key's dotted path and value; tuples as lists."""
     for name, value in node.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}.")

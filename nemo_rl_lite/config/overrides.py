@@ -1,4 +1,4 @@
-"""The command line's overrides: which of them can be composed, and readable errors for the others."""
+"""Check a command line's overrides: which can be composed, and what is wrong with the others."""
 
 import difflib
 import os
@@ -36,16 +36,17 @@ def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[lis
     accepted: list[str] = []
     chosen: dict[str, str] = {}
     unknown: list[Override] = []
+    known = {*known_keys(), RUN_FOLDER, SWEEP_FOLDER}
     for argument in arguments:
         override = parse_override(argument)
         if override is None:
             violations.append(Violation(argument, None, "is not an override", _as_override(argument)))
         elif problem := _problem(override, sweeps) or _chosen_again(override, chosen):
             violations.append(problem)
-        elif not (chooses_file(override) or _is_known(override.key_or_group)):
+        elif not (chooses_file(override) or is_open(override.key_or_group) or override.key_or_group in known):
             unknown.append(override)
         elif override.key_or_group != "recipes" or override.value() is not None:
-            accepted.append(_as_hydra_takes_it(argument, override.key_or_group))
+            accepted.append(_as_hydra_takes_it(argument, override))
     if unknown:
         algorithm = _algorithm([one for one in accepted if one.partition("=")[0] in ("algorithm", "recipes")])
         violations += [unknown_key(one.key_or_group, _given(one), algorithm) for one in unknown]
@@ -53,7 +54,7 @@ def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[lis
 
 
 def named_run_folder(arguments: Sequence[str], key: str = RUN_FOLDER) -> str | None:
-    """Return the folder that valid overrides name for the run, or with another `key` for the sweep, without `~`."""
+    """Return the folder that valid overrides give to `key`, without `~`; None if none does."""
     parsed = [override for override in map(parse_override, arguments) if override]
     named = [str(override.value()) for override in parsed if override.key_or_group == key]
     return os.path.expanduser(named[-1]) if named else None  # noqa: PTH111 - an unknown home stays as it is
@@ -75,20 +76,17 @@ def _algorithm(choices: Sequence[str]) -> str:
         return DEFAULT_ALGORITHM
 
 
-def _is_known(key: str) -> bool:
-    return key.split(".")[0] == HYDRA_PACKAGE or key in known_keys() or is_open(key)
-
-
 def _given(override: Override) -> str:
     return (override.input_line or "").partition("=")[2]
 
 
-def _as_hydra_takes_it(argument: str, key: str) -> str:
-    if key.startswith(HYDRA_PACKAGE):
-        override, folder = parse_override(argument), named_run_folder([argument], key) or ""
-        is_at_home = override is not None and str(override.value()).startswith("~")
+def _as_hydra_takes_it(argument: str, override: Override) -> str:
+    key = override.key_or_group
+    if key in (RUN_FOLDER, SWEEP_FOLDER):
+        folder = named_run_folder([argument], key) or ""
         # Hydra would make a folder called ~.
-        return "{}='{}'".format(key, folder.replace("'", "\\'")) if is_at_home else argument.lstrip("+")
+        at_home = str(override.value()).startswith("~")
+        return "{}='{}'".format(key, folder.replace("'", "\\'")) if at_home else argument.lstrip("+")
     return ("++" if key not in groups() else "") + argument.lstrip("+")
 
 
@@ -151,7 +149,7 @@ def _group_problem(override: Override) -> Violation | None:
     for name in _files(override):
         if name in files or (group == "recipes" and name is None):
             continue
-        close = difflib.get_close_matches(str(name), files, n=1, cutoff=0.7)
+        close = difflib.get_close_matches(str(name).lower(), files, n=1, cutoff=0.7)
         listing = ", ".join(files) or "none"
         hint = instead_of_file(group, name) or (f"did you mean {group}={close[0]}?" if close else "")
         fix = f"{hint}; files: {listing}" if hint else f"choose one of: {listing}"
@@ -160,7 +158,7 @@ def _group_problem(override: Override) -> Violation | None:
 
 
 def _chosen_again(override: Override, chosen: dict[str, str]) -> Violation | None:
-    """Return a problem if an earlier override, which this one would replace, has chosen a file of the same group."""
+    """Return a problem if an earlier override has chosen another file of the same group."""
     if not chooses_file(override):
         return None
     group, name = override.key_or_group, str(override.value())

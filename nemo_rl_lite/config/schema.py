@@ -1,15 +1,7 @@
-"""The shape of a configuration: types and ranges only. `sections/` has those of its sections.
+"""The shape of a configuration: types, ranges, and when a key has an effect. `schema_algorithm` has the algorithms.
 
-`configs/` is the only source of defaults, but for parts of what users add to it. Dataclasses are frozen, so that what a
-run records is what it ran with.
-
-The engines: sampling, GPUs, the endpoint; and the refits that bring them weights.
-
-The policy: its model, batches, optimizer, ranks and offloading; and its teacher.
-
-How a run is run: its machines, logs, profiles and checkpoints.
-
-What a run trains on: data, rewards, environments and agents.
+`configs/` is the only source of defaults, except for reward terms that users add. Dataclasses are frozen, so that what
+a run records is what it ran with.
 """
 
 from typing import Annotated, Any, Literal
@@ -33,6 +25,7 @@ from nemo_rl_lite.config.schema_types import (
     ActiveIf,
     Auto,
     Fraction,
+    NoneIsOff,
     NonNegativeFloat,
     NonNegativeInt,
     NullIsEmpty,
@@ -86,11 +79,11 @@ class ServeConfig:
 class GenerationConfig:
     backend: Literal["vllm", "transformers"]
     colocated: ColocationConfig
-    data_parallel_size: PositiveInt | None
+    data_parallel_size: Annotated[PositiveInt | None, ActiveIf("CPUs")]
     max_new_tokens: PositiveInt
     temperature: PositiveFloat
     top_p: Fraction
-    top_k: PositiveInt | None
+    top_k: Annotated[PositiveInt | None, NoneIsOff]
     stop_token_ids: Annotated[list[NonNegativeInt], NullIsEmpty]
     stop_strings: Annotated[list[str], NullIsEmpty]
     serve: ServeConfig
@@ -110,12 +103,10 @@ class RefitConfig:
 
 Precision = Literal["float32", "bfloat16"]
 
-# Parts of a layer whose inputs can be kept in host memory until the backward pass.
+# Modules whose inputs can wait in host memory for the backward pass.
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
-
 # Linear layers that can have an adapter.
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-
 # Components that can leave the GPU while the engines generate.
 OffloadedComponent = Literal["parameters", "gradients", "optimizer_states"]
 
@@ -176,7 +167,7 @@ class MegatronConfig:
     context_parallel_size: PositiveInt
     cp_comm_type: Annotated[Literal["p2p", "a2a"], ActiveIf(".context_parallel_size", above=1)]
     expert_model_parallel_size: PositiveInt
-    sequence_parallel: bool
+    sequence_parallel: Annotated[bool, ActiveIf(".tensor_model_parallel_size", above=1)]
     freeze_moe_router: bool
     moe_router_dtype: Literal["fp32", "fp64"] | None
     moe_router_bias_update_rate: NonNegativeFloat
@@ -233,7 +224,7 @@ class PolicyConfig:
     sequence_length_round: Annotated[PositiveInt, ActiveIf("batches", "packed", "dynamic")]
     max_total_sequence_length: PositiveInt
     router_replay: Annotated[RouterReplayConfig, ActiveIf("an algorithm that generates")]
-    max_grad_norm: PositiveFloat | None
+    max_grad_norm: Annotated[PositiveFloat | None, NoneIsOff]
     max_skipped_steps: PositiveInt
     offload_optimizer_states_for_logprob: Annotated[bool, ActiveIf("GPUs"), ActiveIf("phases without the optimizer")]
     offload_for_generation: Annotated[list[OffloadedComponent] | Auto, ActiveIf("GPUs")]
@@ -244,7 +235,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class TeacherParallelConfig:
-    """The keys of `MegatronConfig` that a model has which does not train."""
+    """The keys of `MegatronConfig` that apply to a model that only scores."""
 
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
@@ -253,13 +244,13 @@ class TeacherParallelConfig:
     ]
     num_layers_in_last_pipeline_stage: Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
     expert_model_parallel_size: PositiveInt
-    sequence_parallel: bool
+    sequence_parallel: Annotated[bool, ActiveIf(".tensor_model_parallel_size", above=1)]
     moe_router_dtype: Literal["fp32", "fp64"] | None
 
 
 @dataclass(frozen=True, config=STRICT)
 class TeacherConfig:
-    """The keys of `PolicyConfig` that may be others for a teacher."""
+    """The keys of `PolicyConfig` that a teacher has separately."""
 
     model_name: Annotated[str, Field(min_length=1)] | None
     precision: Precision
@@ -323,7 +314,7 @@ class CheckpointConfig:
     resume_layouts: Annotated[Literal["any", "data_parallel"], ActiveIf(".save_period")]
     keep_newest: Annotated[PositiveInt, ActiveIf(".save_period")]
     keep_best: Annotated[NonNegativeInt, ActiveIf(".save_period"), ActiveIf("validations")]
-    must_save_by: PositiveInt | Annotated[str, Field(pattern=DURATION)] | None
+    must_save_by: Annotated[PositiveInt | Annotated[str, Field(pattern=DURATION)] | None, ActiveIf(".save_period")]
     resume_from: Annotated[str, Field(min_length=1)] | None
     export_hf_at_end: bool
 
@@ -418,7 +409,7 @@ class Config:
     checkpoint: CheckpointConfig
 
     def options[T: AlgorithmConfig](self, kind: type[T]) -> T:
-        """The algorithm's options, which the caller knows to be of `kind`. Raises TypeError: they are not."""
+        """Return the algorithm's options as a `kind`. Raises TypeError: they are of another."""
         if not isinstance(self.algorithm, kind):
             raise TypeError(f"{kind.__name__} expected, this run has {type(self.algorithm).__name__}")
         return self.algorithm

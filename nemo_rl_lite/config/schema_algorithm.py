@@ -18,6 +18,10 @@ from nemo_rl_lite.config.schema_types import (
     UserCode,
 )
 
+PreferenceMetric = Literal[
+    "val_loss", "accuracy", "sft_loss", "preference_loss", "rewards_margin_mean", "rewards_chosen_mean"
+]
+
 
 @dataclass(frozen=True, config=STRICT)
 class LossConfig:
@@ -64,7 +68,7 @@ class LossConfig:
 
     @property
     def correction_level(self) -> Literal["token", "sequence"]:
-        """What has a weight of its own in the importance sampling correction."""
+        """What has its own weight in the importance sampling correction."""
         own = "sequence" if self.sequence_level_importance_ratios else "token"
         return self.importance_sampling_correction_level or own
 
@@ -76,7 +80,7 @@ class AlgorithmConfig:
     name: str
     seed: Seed
     loss: UserCode | None
-    loss_kwargs: dict[str, Any]
+    loss_kwargs: Annotated[dict[str, Any], ActiveIf(".loss")]
     max_num_steps: PositiveInt | None
     val_metric: Annotated[str, ActiveIf("validations")]
     higher_is_better: Annotated[bool, ActiveIf("validations")]
@@ -131,7 +135,7 @@ class GRPOConfig(RolloutAlgorithmConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class DistillationLossConfig(LossConfig):
-    """GRPO's, for sampled tokens; and the KL over the teacher's largest logits."""
+    """GRPO's loss on sampled tokens, and the KL over the teacher's largest logits."""
 
     reward_coef: NonNegativeFloat
     kl_type: Annotated[Literal["forward", "reverse", "mixed"], ActiveIf("algorithm.topk_logits_k")]
@@ -143,7 +147,7 @@ class DistillationLossConfig(LossConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class DistillationConfig(GRPOConfig):
-    """The options of GRPO, whose loop it has, and those of what a teacher says."""
+    """GRPO's options, whose loop it shares, and those of the teacher's scores."""
 
     name: Literal["distillation"]  # pyrefly: ignore  # another name than GRPO's
     topk_logits_k: Annotated[int, Field(gt=0, le=65536)] | None
@@ -167,9 +171,7 @@ class SFTConfig(SupervisedConfig):
 @dataclass(frozen=True, config=STRICT)
 class DPOConfig(SupervisedConfig):
     name: Literal["dpo"]
-    val_metric: Literal[
-        "val_loss", "accuracy", "sft_loss", "preference_loss", "rewards_margin_mean", "rewards_chosen_mean"
-    ]
+    val_metric: Annotated[PreferenceMetric, ActiveIf("validations")]
     preference_loss: Literal[
         "dpo", "ipo", "hinge", "robust", "exo_pair", "sppo_hard", "nca_pair", "bco_pair", "apo_zero", "apo_down"
     ]
@@ -186,9 +188,7 @@ class DPOConfig(SupervisedConfig):
 @dataclass(frozen=True, config=STRICT)
 class ORPOConfig(SupervisedConfig):
     name: Literal["orpo"]
-    val_metric: Literal[
-        "val_loss", "accuracy", "sft_loss", "preference_loss", "rewards_margin_mean", "rewards_chosen_mean"
-    ]
+    val_metric: Annotated[PreferenceMetric, ActiveIf("validations")]
     preference_loss_weight: PositiveFloat
 
 

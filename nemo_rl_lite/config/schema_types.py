@@ -1,6 +1,5 @@
-"""Types, ranges and patterns that the keys of several sections have, and when a key has an effect."""
+"""Types, ranges and patterns that several sections of the schema share, and when a key has an effect."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -13,7 +12,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-# A time that a process or a phase needs at least.
+# A limit that leaves a process or a phase time to work.
 Seconds = Annotated[float, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 # A dotted path, or a file and a name in it.
@@ -23,30 +22,25 @@ DURATION = r"^(\d+:){1,3}\d{1,2}$"
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
 # For a list: null is an empty one.
 NullIsEmpty = BeforeValidator(lambda value: [] if value is None else value)
+# For a limit: vLLM, verl and TRL write 0 or -1 for none.
+NoneIsOff = BeforeValidator(lambda value: None if value in (0, -1) else value)
 UserCode = Annotated[str, Field(pattern=USER_CODE)]
-# `auto`: what fits the GPUs decides when the run starts (`config.automatic`); for `algorithm.oversample`, see
-# `rollout.collector`.
+# `planning.automatic` resolves it when the run starts; for `algorithm.oversample`, see `rollout.collector`.
 Auto = Literal["auto"]
 
 
-@dataclass(frozen=True, init=False)
 class ActiveIf:
-    """Metadata of a key or section that has an effect only if something else is on. Several must all hold.
+    """Metadata of a key or section that has an effect only under a condition. Several must all hold.
 
-    `key` is the something: another key, a key of the same section (`.name`), or a fact of `config.active.FACTS`.
-    It is on with one of `values`; without values, if it is set, true, and larger than `above`.
+    `key` is another key, a key of the same section (`.name`), or a fact of `config.active.FACTS`. The condition holds
+    with one of `values`; without values, if the key is set, true, and larger than `above`.
     """
 
-    key: str
-    values: tuple[object, ...]
-    above: int
-
     def __init__(self, key: str, *values: object, above: int = 0):
-        for name, value in (("key", key), ("values", values), ("above", above)):
-            object.__setattr__(self, name, value)
+        self.key, self.values, self.above = key, values, above
 
     def holds(self, value: object) -> bool:
-        """Return whether it is on."""
+        """Return whether the condition holds, given the value of `key`."""
         if self.values:
             return value in self.values
         return value > self.above if isinstance(value, int | float) else bool(value)

@@ -1,15 +1,7 @@
-"""Numbers that follow from a configuration: ranks, engines, replicas, samples.
+"""Numbers that follow from a configuration: ranks, engines, replicas, samples, and what `auto` means.
 
-What `auto` stands for until it is settled: `planning.automatic.settle` replaces it by what fits the GPUs when a run
-starts.
-
-How a policy's ranks are split: the one place where parallel sizes are multiplied. Imports nothing heavy.
-
-The order of ranks is megatron-core's: tensor-parallel neighbours first, then context parallel, data parallel, and
-pipeline stages furthest apart. Experts are spread over the ranks of a pipeline stage; a tensor-parallel group does not
-split single experts.
-
-The teacher of a run as a policy that only scores. Imports nothing heavy.
+Parallel sizes are multiplied only here. `auto` has a provisional value until `planning.automatic.resolve_auto` replaces
+it by what fits the GPUs when a run starts. Imports nothing heavy.
 """
 
 from collections.abc import Sequence
@@ -25,69 +17,83 @@ from nemo_rl_lite.config.schema import (
     MegatronConfig,
     OffloadedComponent,
     PolicyConfig,
+    RefitConfig,
     SequencePackingConfig,
 )
 from nemo_rl_lite.config.schema_algorithm import DistillationConfig, GRPOConfig, RolloutAlgorithmConfig
 
-# A micro-batch of this many tokens keeps a GPU busy. A small model, which waits for the launch of its kernels, gains
-# from larger ones.
+# A micro-batch of this many tokens keeps a GPU busy, except for small models, whose kernel launches take longest.
 ENOUGH_TOKENS = 16384
-
-# An engine's share of a GPU of its own, and of one that it shares with the policy.
+# An engine's share of its own GPU, and of one that it shares with the policy.
 SHARE_APART, SHARE_COLOCATED = 0.9, 0.5
+# The policy computes the logits of this many entries of the vocabulary at a time.
+VOCABULARY_SLICE = 8192
+
+BatchMode = Literal["fixed", "dynamic", "packed"]
 
 
 def token_limits(
     policy: PolicyConfig, mode: Literal["packed", "dynamic"]
 ) -> SequencePackingConfig | DynamicBatchingConfig:
-    """The section of the limits of packed or of dynamic batches."""
+    """Return the section with the token limits of packed or dynamic batches."""
     return policy.sequence_packing if mode == "packed" else policy.dynamic_batching
 
 
 def mb_tokens(policy: PolicyConfig, mode: Literal["packed", "dynamic"], training: bool) -> int:
-    """Most tokens of a micro-batch of training, or of logprob inference."""
+    """Return the most tokens of a micro-batch of training, or of logprob inference."""
     limits = token_limits(policy, mode)
     limit = limits.train_mb_tokens if training else limits.logprob_mb_tokens
     return max(enough_tokens(policy), policy.max_total_sequence_length) if limit == "auto" else limit
 
 
 def enough_tokens(policy: PolicyConfig) -> int:
-    """Tokens of a micro-batch that keep the GPUs busy that share it."""
+    """Return the tokens of a micro-batch that keep the GPUs busy that share it."""
     return ENOUGH_TOKENS * policy.megatron_cfg.context_parallel_size
 
 
 def keeps_logits(policy: PolicyConfig) -> bool:
-    """Whether the backward pass finds the logits of the forward pass: not where that is not settled."""
+    """Return whether logits are kept for the backward pass; False while `auto` is unresolved."""
     return policy.megatron_cfg.keep_logits is True
 
 
 def leaving_for_generation(policy: PolicyConfig) -> Sequence[OffloadedComponent]:
-    """The components that leave the GPU while engines generate: nothing where that is not settled."""
+    """Return the components that leave the GPU while engines generate; none while `auto` is unresolved."""
     return [] if policy.offload_for_generation == "auto" else policy.offload_for_generation
 
 
 def engine_share(generation: GenerationConfig) -> float:
-    """The share of a GPU's memory that an engine takes."""
+    """Return the share of a GPU's memory that an engine takes."""
     share = generation.vllm_cfg.gpu_memory_utilization
-    unsettled = SHARE_COLOCATED if generation.colocated.enabled else SHARE_APART
-    return unsettled if share == "auto" else share
+    unresolved = SHARE_COLOCATED if generation.colocated.enabled else SHARE_APART
+    return unresolved if share == "auto" else share
+
+
+def bucket_size(refit: RefitConfig, memory_bytes: int) -> int:
+    """Return the bytes of a refit's bucket: the configured ones, or a share of the GPU's memory, at most 5 GiB."""
+    share = max(1, min(int(memory_bytes * refit.buffer_memory_ratio), 5 * 2**30))
+    return share if refit.bucket_bytes is None else refit.bucket_bytes
 
 
 def generates_ahead(config: Config) -> bool:
-    """Whether engines generate while the policy trains."""
+    """Return whether engines generate while the policy trains."""
     return isinstance(config.algorithm, GRPOConfig) and config.algorithm.rollouts.source != "on_policy"
 
 
 def sleep_is_wanted(config: Config) -> bool:
-    """Whether engines on the policy's GPUs are to sleep while it works. Where that is not settled, those sleep that
-    take turns with it."""
+    """Return whether engines on the policy's GPUs sleep while it works. While `auto` is unresolved, they do unless they
+    generate ahead."""
     sleep = config.generation.colocated.sleep
     return not generates_ahead(config) if sleep == "auto" else sleep
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes in ranks: tensor, pipeline, context and expert parallel, and `world`, all policy ranks."""
+    """How a policy's ranks are split: tensor, pipeline, context and expert parallel sizes, and `world`, all ranks.
+
+    Ranks are in megatron-core's order: tensor-parallel neighbours first, then context parallel, data parallel, and
+    pipeline stages furthest apart. Experts are spread over the ranks of a pipeline stage; a tensor-parallel group does
+    not split single experts.
+    """
 
     tp: int
     pp: int
@@ -95,12 +101,12 @@ class ParallelDims:
     ep: int
     world: int
     first_layers: int | None = None
-    """Layers of the first pipeline stage; None for as many as the stages have of which nothing is said."""
+    """Layers of the first pipeline stage; None for an equal share."""
     last_layers: int | None = None
 
     @classmethod
     def of(cls, parallel: MegatronConfig, world: int) -> "ParallelDims":
-        """How `world` ranks are split."""
+        """Split `world` ranks."""
         return cls(
             tp=parallel.tensor_model_parallel_size,
             pp=parallel.pipeline_model_parallel_size,
@@ -118,12 +124,12 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas; 0 where the ranks are too few for one."""
+        """Data-parallel replicas; 0 if the ranks are too few for one."""
         return self.world // self.replica
 
     @property
     def dense_dp(self) -> int:
-        """Ranks of a stage that have the same weights outside experts, and average their gradients; at least 1."""
+        """Ranks of a stage with the same weights outside experts, which average their gradients; at least 1."""
         return max(1, self.dp * self.cp)
 
     @property
@@ -133,7 +139,7 @@ class ParallelDims:
 
     @property
     def expert_dp(self) -> int:
-        """Ranks of a stage that have the same experts, at least 1."""
+        """Ranks of a stage with the same experts; at least 1."""
         return max(1, self.stage // self.ep)
 
     @property
@@ -148,19 +154,15 @@ class ParallelDims:
 
     @property
     def neighbours(self) -> int:
-        """Consecutive ranks of a stage that have its weights between them."""
+        """Consecutive ranks that together have all weights of a stage."""
         return max(self.tp, self.ep)
 
     def ranks_of_stage(self, stage: int) -> range:
-        """The ranks of pipeline stage `stage`, from 0."""
+        """Return the ranks of pipeline stage `stage`, from 0."""
         return range(stage * self.stage, (stage + 1) * self.stage)
 
     def stage_layers(self, layers: int) -> list[int]:
-        """How many of a model's layers each pipeline stage has.
-
-        Raises:
-            ValueError: they cannot be spread like this.
-        """
+        """Return the number of a model's layers on each pipeline stage. Raises ValueError: it is no whole number."""
         if self.pp == 1:
             return [layers]
         told = {stage: count for stage, count in ((0, self.first_layers), (self.pp - 1, self.last_layers)) if count}
@@ -170,14 +172,12 @@ class ParallelDims:
         return [told[stage] if stage in told else rest // others for stage in range(self.pp)]
 
     def stage_and_replica(self, rank: int) -> tuple[int, int]:
-        """The pipeline stage and the data-parallel replica of a rank."""
+        """Return the pipeline stage and the data-parallel replica of a rank."""
         return rank // self.stage, rank // (self.tp * self.cp) % self.dp
 
 
 def as_teacher(config: Config) -> Config:
-    """Return the configuration whose policy is the teacher: what is known of a policy by its configuration, such as its
-    layout, its micro-batches for logprobs and its bytes, is then that of the teacher. Call it only where there is one.
-    """
+    """Return the configuration whose policy is the teacher, a policy that only scores. Call it only if there is one."""
     policy, teacher = config.policy, config.teacher
     limit: dict[str, Any] = {"logprob_mb_tokens": teacher.logprob_mb_tokens}
     own = replace(
@@ -205,14 +205,8 @@ def as_teacher(config: Config) -> Config:
 
 
 def teacher_topk(config: Config) -> int | None:
-    """How many of the teacher's largest logits the loss reads; None for those of sampled tokens alone."""
+    """Return how many of the teacher's largest logits the loss reads; None if only those of sampled tokens."""
     return config.options(DistillationConfig).topk_logits_k
-
-
-BatchMode = Literal["fixed", "dynamic", "packed"]
-
-# The policy computes the logits of this many entries of the vocabulary at a time.
-VOCABULARY_SLICE = 8192
 
 
 def on_gpus(config: Config) -> bool:
@@ -220,20 +214,19 @@ def on_gpus(config: Config) -> bool:
 
 
 def records_training(config: Config) -> bool:
-    """Whether training passes are recorded as CUDA graphs."""
+    """Return whether training passes are captured as CUDA graphs."""
     return on_gpus(config) and config.policy.megatron_cfg.cuda_graph_impl != "none"
 
 
 def validates(config: Config) -> bool:
     """Return whether the run validates at all."""
-    options = config.algorithm
-    last = options.max_num_steps
+    options, last = config.algorithm, config.algorithm.max_num_steps
     periodic = options.val_period > 0 and (last is None or options.val_period <= last)
     return options.val_at_start or options.val_at_end or periodic
 
 
 def has_endpoint(config: Config) -> bool:
-    """Whether the engines also answer over HTTP."""
+    """Return whether the engines also answer over HTTP."""
     return config.generation.serve.enabled or config.agent.name is not None
 
 
@@ -242,7 +235,7 @@ def all_gpus(config: Config) -> int:
 
 
 def generation_gpus(config: Config) -> int:
-    """GPUs that engines run on: all GPUs if colocated, otherwise those set apart. 0 on CPUs."""
+    """Return the GPUs that engines run on: all if colocated, otherwise those set apart. 0 on CPUs."""
     if not on_gpus(config) or config.generation.colocated.enabled:
         return all_gpus(config)
     resources = config.generation.colocated.resources
@@ -252,7 +245,7 @@ def generation_gpus(config: Config) -> int:
 
 
 def policy_ranks(config: Config) -> int:
-    """Policy workers: one for each GPU that is not set apart for generation, or `cluster.cpu_ranks`."""
+    """Return the policy workers: one for each GPU that is not set apart for generation, or `cluster.cpu_ranks`."""
     if not on_gpus(config):
         return config.cluster.cpu_ranks
     shared = config.generation.colocated.enabled or not generates(config)
@@ -260,24 +253,24 @@ def policy_ranks(config: Config) -> int:
 
 
 def engines(config: Config) -> int:
-    """Generation engines: as many as there are GPUs for, or `generation.data_parallel_size` on CPUs."""
+    """Return the generation engines: as many as fit the GPUs, or `generation.data_parallel_size` on CPUs."""
     if not on_gpus(config):
         return config.generation.data_parallel_size or 1
     return generation_gpus(config) // config.generation.vllm_cfg.tensor_parallel_size
 
 
 def engine_ranks(config: Config) -> int:
-    """Processes, and on GPUs devices, of one engine."""
+    """Return the processes of one engine; on GPUs each has its own."""
     return config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
 
 
 def parallel_dims(config: Config) -> ParallelDims:
-    """How the policy's ranks are split."""
+    """Return how the policy's ranks are split."""
     return ParallelDims.of(config.policy.megatron_cfg, policy_ranks(config))
 
 
 def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
-    """How sequences become micro-batches. `auto` packs where Transformer Engine can: on GPUs in bfloat16."""
+    """Return how sequences become micro-batches. `auto` packs where Transformer Engine can: on GPUs in bfloat16."""
     packs = policy.sequence_packing.enabled
     if packs == "auto":
         packs = on_gpu and policy.precision == "bfloat16" and not policy.dynamic_batching.enabled
@@ -285,14 +278,14 @@ def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
 
 
 def row_round(policy: PolicyConfig) -> int:
-    """Packed and dynamic rows are rounded up to a multiple of this many tokens. Context-parallel ranks share a row:
-    each has a multiple of `sequence_length_round`, in two halves of equal length."""
+    """Return the tokens of which packed and dynamic rows have a multiple. Context-parallel ranks share a row: each has
+    a multiple of `sequence_length_round`, in two halves of equal length."""
     context, own = policy.megatron_cfg.context_parallel_size, policy.sequence_length_round
     return own if context == 1 else context * lcm(own, 2)
 
 
 def sequences_together(config: Config) -> int:
-    """Neighbouring sequences that the loss compares, such as a preference pair's two."""
+    """Return the neighbouring sequences that the loss compares, such as a preference pair's two."""
     return algorithm_of(config).sequences_together
 
 
@@ -301,10 +294,10 @@ def sequences_per_optimizer_step(config: Config) -> int:
 
 
 def micro_batch_sizes(config: Config) -> tuple[int, int]:
-    """Sequences (or pairs) of a micro-batch in training, and sequences of one for logprobs, where these are fixed.
+    """Return the sequences (or pairs) of a fixed micro-batch in training, and the sequences of one for logprobs.
 
-    The key of training gives the most: a rank takes the largest number up to it that divides its share. Equal keys give
-    equal sizes, so that the importance ratio of a fresh rollout is exactly 1."""
+    A rank takes the largest number up to `train_micro_batch_size` that divides its share. Equal keys give equal sizes,
+    so that the importance ratio of a fresh rollout is exactly 1."""
     policy, ranks = config.policy, max(1, parallel_dims(config).dp)
     share = max(1, policy.train_global_batch_size // ranks)
     most = min(policy.train_micro_batch_size, share)
@@ -315,21 +308,21 @@ def micro_batch_sizes(config: Config) -> tuple[int, int]:
 
 
 def samples_per_step(config: Config) -> int:
-    """Sequences of a rollout."""
+    """Return the sequences of a rollout."""
     options = config.options(RolloutAlgorithmConfig)
     return options.num_prompts_per_step * options.num_generations_per_prompt
 
 
 def optimizer_steps(config: Config) -> int:
-    """Optimizer steps on a rollout."""
+    """Return the optimizer steps on a rollout."""
     return samples_per_step(config) // sequences_per_optimizer_step(config)
 
 
 def repeats_first_pass(config: Config) -> bool:
-    """Whether the first optimizer step's sequences get their previous logprobs from a pass of their own."""
+    """Return whether the first optimizer step's sequences need a separate pass for their previous logprobs."""
     return config.options(GRPOConfig).loss_fn.force_on_policy_ratio is False
 
 
 def previous_passes(config: Config) -> float:
-    """The share of a rollout's sequences that get their previous logprobs from a pass of their own."""
+    """Return the share of a rollout's sequences that need a separate pass for their previous logprobs."""
     return 1.0 if repeats_first_pass(config) else 1 - 1 / optimizer_steps(config)

@@ -1,8 +1,7 @@
-"""Imports what a configuration names: `package.module.name`, or `path/to/file.py:name` for a file of the user.
+"""Import what a configuration names: `package.module.name`, or `path/to/file.py:name`.
 
-A file is imported as a module below this one, and the module's name holds the file's absolute path. So the file's
-functions and classes can be pickled like those of a package: a process that loads them imports this module, which
-finds the file again.
+A file is imported as a module below this one, whose name holds the file's absolute path. So its functions and classes
+can be pickled: a process that loads them imports this module, which finds the file again.
 """
 
 import importlib
@@ -23,13 +22,15 @@ __path__: list[str] = []
 
 
 def imported(path: str) -> Any:
-    """The object that a path names.
+    """Import the object that a path names. What its module raises passes through.
 
     Raises:
-        ImportError: there is no such module, file or name. What the module itself raises passes through.
+        ImportError: there is no such module, file or name.
     """
     file, name = file_of(path), own_name(path)
-    module = importlib.import_module(path.rpartition(".")[0] if file is None else _module_name(file))
+    # Quoted dots, because a dot would separate packages.
+    quoted = quote(str(file), safe="").replace(".", "%2E")
+    module = importlib.import_module(path.rpartition(".")[0] if file is None else f"{__name__}.{quoted}")
     try:
         return getattr(module, name)
     except AttributeError:
@@ -37,20 +38,15 @@ def imported(path: str) -> Any:
 
 
 def file_of(path: str) -> Path | None:
-    """The absolute path of the file that `path/to/file.py:name` names; None for a dotted path."""
+    """Return the absolute path of the file in `path/to/file.py:name`; None for a dotted path."""
     found = _IN_A_FILE.fullmatch(path)
     return Path(found["file"]).expanduser().absolute() if found else None
 
 
 def own_name(path: str) -> str:
-    """The name of the object itself, without its module or file."""
+    """Return the object's name without its module or file."""
     found = _IN_A_FILE.fullmatch(path)
     return found["name"] if found else path.rpartition(".")[2]
-
-
-def _module_name(file: Path) -> str:
-    # A dot would separate packages.
-    return f"{__name__}.{quote(str(file), safe='').replace('.', '%2E')}"
 
 
 class _UserFiles(MetaPathFinder):

@@ -34,10 +34,9 @@ def prepare(
     progress: Progress = lambda step, loss: None,
     steps: int = MAX_STEPS,
 ) -> Path:
-    """Write the warmed-up model to `folder` in Hugging Face format and return it; a folder that exists is kept.
+    """Write the model, after at most `steps` of warm-up, to `folder` in Hugging Face format, and return it.
 
-    `progress` is called with the step and the running loss. The warm-up has at most `steps`.
-    The folder appears whole or not at all.
+    An existing folder is kept; a new one appears whole or not at all. `progress` gets the step and the running loss.
     """
     if folder.is_dir():
         return folder
@@ -59,13 +58,13 @@ def prepare(
 
 
 def build_model(seed: int) -> Qwen3ForCausalLM:
-    """The untrained model, float32."""
+    """Build the untrained model, float32."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config.from_dict(MODEL_CONFIG))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, with a chat template."""
+    """Build a tokenizer with one token per character, and a chat template."""
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token=UNK))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, BOS, EOS, UNK)])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -88,7 +87,7 @@ def warm_up(
     progress: Progress,
     steps: int = MAX_STEPS,
 ) -> float:
-    """Supervised steps on the task's training problems, loss on the answers; returns the running loss at the end."""
+    """Train on the answers of the task's training problems, and return the last running loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     running = float("inf")
     for step in range(steps):

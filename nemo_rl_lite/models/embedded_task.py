@@ -1,4 +1,4 @@
-"""The embedded model: what rules and builders must know about it. Imports nothing heavy."""
+"""The embedded model's sizes, tokens and recipe. Imports nothing heavy."""
 
 import hashlib
 import json
@@ -41,8 +41,8 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}{{ eos_token }}{% else %}={% endif %}{% endfor %}"
 )
 
-# The warm start ends when the running mean of the loss falls below TARGET_LOSS nats a token: a model that reverses some
-# strings and has much to learn. Stopping at a loss, not at a step count, makes seeds start alike.
+# The warm-up ends when the running mean of the loss falls below TARGET_LOSS nats per token: the model reverses some
+# strings. Stopping at a loss makes seeds start alike.
 TARGET_LOSS = 0.55
 MAX_STEPS = 120
 BATCH = 256
@@ -51,12 +51,12 @@ DEFAULT_DIGITS = 4
 
 
 def embedded_digits(config: Config) -> int:
-    """Digits of the strings the warm start trains on: those of the run's task where it is this one."""
+    """Return the digits of the warm-up's strings: those of the run's task, if it is this one."""
     return config.data.task_kwargs["num_digits"] if config.data.name == "reverse_digits" else DEFAULT_DIGITS
 
 
 def embedded_folder(config: Config) -> Path:
-    """Where this configuration's embedded model is kept; another folder whenever the model would be another."""
+    """Return the folder of this configuration's embedded model; its name depends on all that the model depends on."""
     recipe = json.dumps([MODEL_CONFIG, CHAT_TEMPLATE, TOKENS, TARGET_LOSS, MAX_STEPS, BATCH, LEARNING_RATE])
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
     name = f"reverse-{embedded_digits(config)}-digits-seed{config.algorithm.seed}-{digest}"

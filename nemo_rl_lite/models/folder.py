@@ -1,5 +1,4 @@
-"""A model's folder: whether its files are whole and fit together, with another chat template, and written in Hugging
-Face format. Imports nothing heavy."""
+"""Check a model's folder, give it another chat template, and write one. Imports nothing heavy."""
 
 import json
 import re
@@ -15,25 +14,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _INDEX = "model.safetensors.index.json"
-# These are read where they exist.
+# Read if they exist.
 _OPTIONAL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _EMBEDDING, _LAYER = "model.embed_tokens.weight", re.compile(r"model\.layers\.(\d+)\.")
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-# Its folder in that of a run.
+# The folder of a model with another chat template, in that of a run.
 TEMPLATED = "model"
 TEMPLATE_FILE = "chat_template.jinja"
-# Where transformers keeps more templates of a model, by name.
+# Further templates of transformers, by name.
 _MORE_TEMPLATES = "additional_chat_templates"
-# A safetensors file begins with the length of its header, in so many bytes.
+# A safetensors file begins with its header's length in this many bytes.
 _LENGTH_BYTES = 8
 
 
 def check_model_folder(folder: Path) -> None:
-    """Check the folder of a Hugging Face model.
-
-    Raises:
-        NoModelError: a file is broken, missing, or contradicts config.json; the message names it.
-    """
+    """Check a Hugging Face model. Raises NoModelError: a file is broken, missing, or contradicts config.json."""
     config = _json(folder / "config.json")
     for name in _OPTIONAL:
         if (folder / name).exists():
@@ -50,7 +45,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _check_index(index: Path) -> None:
-    """Raise NoModelError where a file that the index names is missing."""
+    """Raise NoModelError if a file that the index names is missing."""
     places = _json(index).get("weight_map")
     if not isinstance(places, dict):
         raise NoModelError(f"{index}: has no weight_map")
@@ -60,23 +55,19 @@ def _check_index(index: Path) -> None:
 
 
 def _contradictions(config: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
-    """Yield where the sizes in config.json differ from the weights', whose names may be others than the usual ones."""
+    """Yield the sizes in config.json that differ from the weights', if these have the usual names."""
     embedding, expected = shapes.get(_EMBEDDING), [config.get("vocab_size"), config.get("hidden_size")]
     if embedding is not None and embedding != expected:
         yield f"vocab_size and hidden_size are {expected}, and the shape of {_EMBEDDING} in the weights is {embedding}"
     numbers = {int(found[1]) for name in shapes if (found := _LAYER.match(name))}
     layers = config.get("num_hidden_layers", 0)
-    # Some models predict further tokens with layers that are numbered on.
+    # Layers that predict further tokens are numbered on.
     if numbers and not layers <= len(numbers) <= layers + (config.get("num_nextn_predict_layers") or 0):
         yield f"num_hidden_layers is {layers}, and the weights have {len(numbers)} layers"
 
 
 def _shapes(file: Path) -> list[tuple[str, list[int]]]:
-    """The names and shapes of the tensors in a safetensors file.
-
-    Raises:
-        NoModelError: the file is not whole.
-    """
+    """Read the names and shapes in a safetensors file. Raises NoModelError: the file is incomplete."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -105,8 +96,8 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def with_template(model: Path, template: Path, target: Path) -> Path:
-    """Make the folder `target`, which links to the files of the folder `model` and has the chat template of the file
-    `template`; returns it. One that was made so before is replaced.
+    """Make and return the folder `target`: links to the files of `model`, with the chat template of the file
+    `template`. It replaces an earlier one.
 
     Raises:
         NoModelError: `target` is something else.
@@ -130,7 +121,7 @@ def with_template(model: Path, template: Path, target: Path) -> Path:
 
 
 def on_host(weights: Iterable[tuple[str, "Tensor"]]) -> dict[str, "Tensor"]:
-    """Copies in host memory, one after the other: none is a view of another or of the model's."""
+    """Copy weights to host memory one by one; no copy is a view of another or of the model's."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
 
 
@@ -140,12 +131,10 @@ def write_hf_folder(
     target: Path,
     check: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write `weights` (Hugging Face names, each in separate memory) to `target`, with the configuration and tokenizer
-    files of `source`. Its generation_config.json names all tokens that end a response, also where the chat template is
-    not the model's own.
+    """Write `weights` (Hugging Face names, separate memory) to `target`, with the configuration and tokenizer files of
+    `source`. Its generation_config.json names all tokens that end a response, the chat template's included.
 
-    The folder appears whole or not at all, and not if `check`, which sees it before, raises; one that exists is
-    replaced.
+    The folder appears whole or not at all, and only if `check` of it does not raise. It replaces an existing one.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -165,8 +154,8 @@ def write_hf_folder(
 
 
 def _name_end_tokens(folder: Path) -> None:
-    """Add the tokens that end the chat template's turns, at which a run ends responses, to those of the folder's
-    generation_config.json: transformers and vLLM would run on after others."""
+    """Add the tokens that end the chat template's turns to generation_config.json: transformers and vLLM only stop at
+    those."""
     from nemo_rl_lite.data.chat_template import ChatTemplate
     from nemo_rl_lite.data.tokenizer import load_tokenizer
 
@@ -178,7 +167,7 @@ def _name_end_tokens(folder: Path) -> None:
     if ends == own:
         return
     if not file.exists():
-        # transformers reads these in config.json only where there is no such file.
+        # With this file, transformers ignores these keys in config.json.
         known = {name: known[name] for name in ("bos_token_id", "pad_token_id") if name in known}
     # The copy may be as read-only as the source.
     file.unlink(missing_ok=True)

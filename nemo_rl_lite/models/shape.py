@@ -1,5 +1,4 @@
-"""The sizes of a model that rules and memory predictions need, read from its Hugging Face config.json. Imports nothing
-heavy."""
+"""Read the sizes of a model from its Hugging Face config.json, for rules and predictions. Imports nothing heavy."""
 
 import json
 import re
@@ -32,34 +31,31 @@ class ModelShape:
     expert_biases: bool
     """The routers may have biases that balance the experts."""
     shared_ffn: int
-    """Width of the expert that every token goes through; 0 where there is none."""
+    """Width of the expert that every token passes; 0 without one."""
     dense_layers: int
     """Layers without experts."""
     tied_embeddings: bool
-    """The output layer is the embedding."""
     qkv_bias: bool
     qk_norm: bool
-    """Queries and keys are normalised head by head."""
+    """Queries and keys are normalised per head."""
 
 
-# The keys of config.json that are sizes; 0 or null in one of the optional ones means that the model has none.
+# Sizes in config.json; 0 or null in an optional one means that the model has none.
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts")
 
-# Families whose experts are balanced by a loss alone; others may have biases in their routers.
+# Families whose experts only a loss balances; routers of others may have biases.
 _WITHOUT_EXPERT_BIASES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-# Where config.json says how the weights are quantized.
+# Keys of config.json that say how weights are quantized.
 _QUANTIZED = ("quantization_config", "compression_config")
-# How the names of the architectures end that are trained here.
+# Endings of the architectures that can be trained.
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-
 # The folder in which scripts/get_smollm2.py puts the model of the recipes.
 MODELS_FOLDER = "models"
 
 
 class NoModelError(LauncherError):
-    """The folder does not exist, or is not a Hugging Face model that can be trained. `fix` says what to do about it,
-    where that is known."""
+    """The folder does not exist, or is not a Hugging Face model that can be trained. `fix`: what to do, if known."""
 
     def __init__(self, message: str, fix: str = ""):
         self.fix = fix
@@ -67,8 +63,7 @@ class NoModelError(LauncherError):
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` is `organisation/model` and no folder has that name. `models/NAME` is always a folder, even before
-    it exists."""
+    """Return whether `name` is `organisation/model` and not a folder, as `models/NAME` is even before it exists."""
     parts = name.split("/")
     well_formed = len(parts) == 2 and all(re.fullmatch(r"[\w.-]+", part) for part in parts)
     is_folder = name.startswith((".", "~", "/")) or parts[0] == MODELS_FOLDER
@@ -76,7 +71,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def read_model_shape(name: str) -> ModelShape | None:
-    """The shape of the model `name`, or None for a hub name (its config is not on this machine).
+    """Return the shape of the model `name`; None for a hub name, whose config.json is elsewhere.
 
     Raises:
         NoModelError: the model is missing or incomplete; the message says what is missing.
@@ -103,7 +98,7 @@ def read_model_shape(name: str) -> ModelShape | None:
 
 
 def described_shape(folder: Path) -> ModelShape | None:
-    """The shape of the model in `folder`; None where its description is not understood."""
+    """Return the shape of the model in `folder`; None if its config.json is not understood."""
     try:
         return read_model_shape(str(folder))
     except NoModelError:
@@ -114,8 +109,8 @@ def model_shape(config: dict) -> ModelShape:
     """Read the shape from the keys of a config.json.
 
     Raises:
-        ValueError: this is no configuration of a model, a size is missing, or one is not a whole number above 0.
-        NoModelError: it is the configuration of a model that cannot be trained here.
+        ValueError: a size is missing, or is not a whole number above 0.
+        NoModelError: the model cannot be trained.
     """
     if isinstance(config, dict):
         _check_trainable(config)
@@ -159,14 +154,14 @@ def _check_trainable(config: dict) -> None:
             rule = f"the model is quantized (config.json: {key}, {method}); its weights would be read as plain numbers"
             raise NoModelError(rule, "the model that it was made from, whose weights are bfloat16, float16 or float32")
     architectures = config.get("architectures")
-    # A description of sizes alone names none.
+    # Sizes alone name no architecture.
     if architectures and not any(str(one).endswith(CAUSAL) for one in architectures):
         rule = f"config.json: architectures = {architectures} names no causal language model"
         raise NoModelError(rule, f"a model of an architecture ...{' or ...'.join(CAUSAL)}")
 
 
 def _dense_layers(config: dict, layers: int) -> int:
-    """Count the layers without experts in a mixture-of-experts model, by the keys of Qwen and DeepSeek."""
+    """Count the layers without experts, by the keys of Qwen and DeepSeek."""
     listed, period = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
     first = config.get("first_k_dense_replace") or 0
     return sum(layer in listed or layer < first or (layer + 1) % period != 0 for layer in range(layers))
@@ -206,10 +201,10 @@ MADE_HERE = {"models/smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruc
 
 
 def find_shape(name: str, file: Path | None = None) -> ModelShape:
-    """Find the shape of a model: from the config.json `file`, its folder, the table above, or the hub.
+    """Find a model's shape: in the config.json `file`, its folder, the table above, or on the hub.
 
     Raises:
-        NoModelError: none of these has it.
+        NoModelError: it is nowhere.
     """
     if file is not None:
         try:
@@ -229,10 +224,8 @@ def find_shape(name: str, file: Path | None = None) -> ModelShape:
     try:
         downloaded = Path(hf_hub_download(name, "config.json")).read_text()
     except (OSError, ValueError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
-        fix = "give its config.json with --model-config"
-        raise NoModelError(
-            f"policy.model_name={name}: the hub cannot be reached or has no config.json for it; {fix}"
-        ) from None
+        why = "the hub cannot be reached or has no config.json for it; give its config.json with --model-config"
+        raise NoModelError(f"policy.model_name={name}: {why}") from None
     try:
         return model_shape(json.loads(downloaded))
     except (ValueError, TypeError) as error:

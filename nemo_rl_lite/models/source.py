@@ -1,4 +1,4 @@
-"""Find the weights that a run starts from: on disk, on the hub, or made here."""
+"""Locate the weights that a run starts from: on disk, on the hub, or made here."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from nemo_rl_lite.observability.console import RunConsole
 
 
 def locate_model(config: Config, console: RunConsole, untrained: Path | None = None) -> Path:
-    """Return the folder of `policy.model_name`; make the embedded model, or download a hub model, if it is missing.
-    With `untrained`, a missing embedded model is made below that folder, without its warm-up.
+    """Return the folder of `policy.model_name`, made or downloaded if it is missing. With `untrained`, a missing
+    embedded model is made below that folder, without its warm-up.
 
     Raises:
         ConfigError: the hub cannot be reached, or has no such model.
@@ -29,11 +29,7 @@ def locate_model(config: Config, console: RunConsole, untrained: Path | None = N
 
 
 def from_hub(name: str) -> Path:
-    """Download a model of the hub, if it is not on this machine; returns its folder.
-
-    Raises:
-        NoModelError: the hub cannot be reached, or has no such model.
-    """
+    """Return the folder of a hub model, downloaded if it is missing. Raises NoModelError: the hub does not give it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -53,10 +49,10 @@ def _embedded(config: Config, console: RunConsole, untrained: Path | None) -> Pa
         return prepare(untrained / folder.name, digits, config.algorithm.seed, steps=0)
     if not folder.is_dir():
         console.say(f"warming up a tiny model on {digits}-digit strings by SFT; it is kept in {folder}")
-        prepare(folder, digits, config.algorithm.seed, lambda step, loss: _show(console, step, loss))
+
+        def show(step: int, loss: float) -> None:
+            if step % 10 == 0:
+                console.say(f"  sft step {step:>3}  loss {loss:.3f}")
+
+        prepare(folder, digits, config.algorithm.seed, show)
     return folder
-
-
-def _show(console: RunConsole, step: int, loss: float) -> None:
-    if step % 10 == 0:
-        console.say(f"  sft step {step:>3}  loss {loss:.3f}")

@@ -1,15 +1,14 @@
-"""Settle what a configuration leaves to `auto`: whether engines sleep, what leaves the GPU for them, how many tokens a
-micro-batch has, and whether its logits are kept. Of the ways that are predicted to fit the GPU, the first of this order
-is taken:
+"""Resolve `auto`: whether engines sleep, what leaves the GPU for them, the tokens of a micro-batch, and kept logits.
+
+The first way that is predicted to fit the GPU is taken:
 
     engines stay awake, and nothing moves
     engines sleep while the policy works
     in addition, gradients, then weights, then optimizer states leave while the engines generate
 
-Engines stay awake only where micro-batches of `ENOUGH_TOKENS` fit in addition to them. Micro-batches are as large as
-the GPU holds, up to `MOST_TOKENS`. Both are tokens of one GPU: context-parallel ranks share larger micro-batches.
-Logits are kept where there is room for them in addition, or where micro-batches that leave them room are at least
-`KEEPING_SHARE` as large.
+Engines stay awake only if micro-batches of `ENOUGH_TOKENS` fit next to them. Micro-batches are as large as the GPU
+holds, up to `MOST_TOKENS`. Both are tokens of one GPU: context-parallel ranks share larger micro-batches. Logits are
+kept if there is room for them too, or if micro-batches that leave them room are at least `KEEPING_SHARE` as large.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,23 +50,22 @@ MOST_TOKENS, GRAIN = 65536, 1024
 USED = 0.9
 # With kept logits and somewhat smaller micro-batches training took 4 % less time (docs/performance.md).
 KEEPING_SHARE = 0.8
-# The phases whose bytes depend on the micro-batch, and the others.
+# Phases whose bytes depend on the micro-batch, and the others.
 WORK, AROUND = (Phase.LOGPROB, Phase.TRAIN), (Phase.GENERATE, Phase.REFIT)
 
 
 @dataclass(frozen=True)
-class Settled:
+class Resolved:
     """A configuration without `auto`, and a sentence for each choice."""
 
     config: Config
     reasons: Sequence[str]
 
 
-def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> Settled:
-    """Replace `auto`. Without the model's shape or the size of a GPU, and on CPUs, it stays: engines that take turns
-    with the policy sleep, nothing else moves, and micro-batches have `ENOUGH_TOKENS`."""
+def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> Resolved:
+    """Replace `auto`. On CPUs, or without the model's shape or the GPU's size, it stays as `config.sizes` reads it."""
     if shape is None or gpu_bytes is None or not on_gpus(config):
-        return Settled(config, [])
+        return Resolved(config, [])
     less = None
     for way in (with_first_share(one, shape, gpu_bytes) for one in _ways(config)):
         tokens = _most_tokens(way, shape, gpu_bytes)
@@ -78,22 +76,21 @@ def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None
         less = less or wanted
     if chooses_share(config):
         chosen = with_more_share(chosen, shape, gpu_bytes, USED)
-    of_logits = []
+    about_logits = []
     if config.policy.megatron_cfg.keep_logits == "auto":
         chosen, reason = _with_kept_logits(chosen, config, shape, gpu_bytes)
-        of_logits = [reason]
-    reasons, mode = list(_of_moves(config, chosen, less)), batch_mode(config.policy, on_gpus(config))
+        about_logits = [reason]
+    reasons, mode = list(_moves(config, chosen, less)), batch_mode(config.policy, on_gpus(config))
     if chooses_share(config):
         reasons.append(f"an engine takes {engine_share(chosen.generation):.0%} of its GPU")
     if mode != "fixed" and token_limits(config.policy, mode).train_mb_tokens == "auto":
-        reasons.append(
-            f"training micro-batches have up to {token_limits(chosen.policy, mode).train_mb_tokens:,} tokens"
-        )
-    return Settled(chosen, [*reasons, *of_logits])
+        tokens = token_limits(chosen.policy, mode).train_mb_tokens
+        reasons.append(f"training micro-batches have up to {tokens:,} tokens")
+    return Resolved(chosen, [*reasons, *about_logits])
 
 
 def _ways(config: Config) -> Iterator[Config]:
-    """The choices of what sleeps and moves, from the fastest to the one that needs the least memory."""
+    """Yield the choices of what sleeps and moves, from the fastest to the one that needs the least memory."""
     policy, colocated = config.policy, config.generation.colocated
     shared = Residency.of(config).engines_share_device
     sleeps = [colocated.sleep]
@@ -101,7 +98,7 @@ def _ways(config: Config) -> Iterator[Config]:
         can_sleep = shared and engine_of(config).can_sleep
         sleeps = [False] if not can_sleep or generates_ahead(config) else [False, True]
     away = ("optimizer_states",) if policy.megatron_cfg.optimizer.optimizer_cpu_offload else ()
-    # Recorded passes hold the addresses of weights and gradients.
+    # Captured passes hold the addresses of weights and gradients.
     away += ("gradients", "parameters") if records_training(config) else ()
     movable = [part for part in CHEAPEST_FIRST if part not in away]
     for sleep in sleeps:
@@ -109,7 +106,7 @@ def _ways(config: Config) -> Iterator[Config]:
         if policy.offload_for_generation == "auto" and shared and sleep:
             leaving = [movable[:count] for count in range(len(movable) + 1)]
         elif leaving[0] and not sleep and len(sleeps) > 1:
-            # The command asks for room, which engines need only where they sleep.
+            # The command asks for room, which only engines that sleep need.
             continue
         for parts in leaving:
             yield replace(
@@ -125,11 +122,11 @@ def _fits(planned: Budget, phases: Sequence[Phase]) -> bool:
 
 
 def _most_tokens(config: Config, shape: ModelShape, gpu_bytes: int) -> int:
-    """The largest micro-batch that fits; that of one longest sequence if none does."""
+    """Return the largest micro-batch that fits, or that of one longest sequence if none does."""
     least = sequences_together(config) * config.policy.max_total_sequence_length
     most = _most_useful(config)
     values = [*range(least, most, GRAIN), most]
-    # A recorded training pass keeps its memory in all phases.
+    # A captured training pass keeps its memory in all phases.
     phases = (*WORK, *AROUND) if records_training(config) else WORK
     best = last_that(
         lambda at: _fits(budget(_with_tokens(config, values[at]), shape, gpu_bytes), phases), len(values) - 1
@@ -138,8 +135,7 @@ def _most_tokens(config: Config, shape: ModelShape, gpu_bytes: int) -> int:
 
 
 def _most_useful(config: Config) -> int:
-    """Tokens of everything that a replica trains on in an optimizer step, up to `MOST_TOKENS` for each GPU that shares
-    them."""
+    """Return the tokens of a replica's whole optimizer step, up to `MOST_TOKENS` for each GPU that shares them."""
     longest, together = config.policy.max_total_sequence_length, sequences_together(config)
     dims = parallel_dims(config)
     share = -(-sequences_per_optimizer_step(config) // dims.dp)
@@ -147,7 +143,7 @@ def _most_useful(config: Config) -> int:
 
 
 def _with_tokens(config: Config, tokens: int) -> Config:
-    """`config` with micro-batches of `tokens`, where it leaves them to `auto`."""
+    """Return `config` with micro-batches of `tokens` in place of `auto`."""
     policy, mode = config.policy, batch_mode(config.policy, on_gpus(config))
     if mode == "fixed":
         return config
@@ -158,13 +154,13 @@ def _with_tokens(config: Config, tokens: int) -> Config:
 
 
 def _with_kept_logits(chosen: Config, config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, str]:
-    """`chosen` with its logits kept for the backward pass, and why, or why not: they fit in addition to all else, or
-    fit in micro-batches that are not much smaller, where `config` leaves these to `auto`."""
+    """Return `chosen` with logits kept for the backward pass or not, and why. They are if they fit too, or if `config`
+    leaves micro-batches to `auto` and slightly smaller ones leave room."""
     parallel = chosen.policy.megatron_cfg
     kept, again = (_with_policy(chosen, megatron_cfg=replace(parallel, keep_logits=keep)) for keep in (True, False))
     nbytes = size(int(kept_logits(chosen, shape, own_part(chosen, training=True))))
     planned = budget(kept, shape, gpu_bytes)
-    # A recorded training pass keeps its memory in all phases.
+    # A captured training pass keeps its memory in all phases.
     phases = tuple(planned.device) if records_training(chosen) else (Phase.TRAIN,)
     if _fits(planned, phases):
         return kept, f"logits ({nbytes} of a micro-batch) are kept for the backward pass, because they fit"
@@ -182,26 +178,20 @@ def _with_policy(config: Config, **values: Any) -> Config:
     return replace(config, policy=replace(config.policy, **values))
 
 
-def _of_moves(config: Config, settled: Config, less: Budget | None) -> Iterator[str]:
+def _moves(config: Config, chosen: Config, less: Budget | None) -> Iterator[str]:
+    """Yield why engines sleep and components move. `less`: the budget of the first way that does not fit."""
     given = config.generation.colocated.sleep, config.policy.offload_for_generation
     if "auto" not in given or not Residency.of(config).engines_share_device:
         return
+    sleeps, parts = engines_sleep(chosen), []
+    if config.generation.colocated.sleep == "auto":
+        parts.append("engines sleep while the policy works" if sleeps else "engines stay awake")
+    if config.policy.offload_for_generation == "auto":
+        leaving = ", ".join(leaving_for_generation(chosen.policy)).replace("_", " ")
+        parts.append(f"{leaving} leave the GPU while engines generate" if leaving else "nothing moves")
+    name = " and ".join(parts)
     if less is not None and less.gpu_bytes is not None:
         needed = f"{size(less.device[less.fullest])} of {size(less.gpu_bytes)} in phase {less.fullest.value}"
-        why = "because" if engines_sleep(settled) else "although"
-        yield f"{_name(config, settled)}, {why} policy and engines together need {needed}"
-    elif engines_sleep(settled):
-        yield _name(config, settled)
+        yield f"{name}, {'because' if sleeps else 'although'} policy and engines together need {needed}"
     else:
-        yield f"{_name(config, settled)}, because policy and engines fit a GPU together"
-
-
-def _name(config: Config, way: Config) -> str:
-    """What `way` chose of what `config` leaves to `auto`."""
-    parts = []
-    if config.generation.colocated.sleep == "auto":
-        parts.append("engines sleep while the policy works" if engines_sleep(way) else "engines stay awake")
-    if config.policy.offload_for_generation == "auto":
-        leaving = ", ".join(leaving_for_generation(way.policy)).replace("_", " ")
-        parts.append(f"{leaving} leave the GPU while engines generate" if leaving else "nothing moves")
-    return " and ".join(parts)
+        yield name if sleeps else f"{name}, because policy and engines fit a GPU together"

@@ -1,26 +1,25 @@
 """Predict the bytes of each component in each phase on the fullest policy rank, and count parameters and FLOPs.
 
 **Activations** follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section
-4: the tensors that each operation of a layer keeps for its backward pass. Their layer keeps 34 bytes a token and hidden
-unit in addition to attention scores, dropout masks included. Ours has no dropout, but grouped-query attention, RMSNorm
-and a gated MLP. With h the hidden size, q and k the widths of all queries and of all keys, and f the MLP's width, it
-keeps, in elements a token:
+4: the tensors that each operation of a layer keeps for its backward pass. Our layer has no dropout, but grouped-query
+attention, RMSNorm and a gated MLP. With h the hidden size, q and k the widths of all queries and of all keys, and f the
+MLP's width, it keeps, in elements per token:
 
     inputs and outputs of the two norms          4 h
     queries, keys and values as attended to      q + 2 k     and q + k more where they are normalised
     attention's output                           q
-    gated MLP                                    3 f fused, 5 f on CPUs, where it is computed step by step
+    gated MLP                                    3 f fused, 5 f on CPUs, where it is not
 
-Measured activations of SmolLM2-135M and of a 1.7 B Qwen3 are within 3 % of this, and offloaded whole modules of the
-latter within 1 % (docs/benchmarks). Experts, pipeline stages and CPUs were not measured.
+Measured activations of SmolLM2-135M and of a 1.7 B Qwen3 are within 3 % of this, and offloaded modules of the latter
+within 1 % (docs/benchmarks). Experts, pipeline stages and CPUs were not measured.
 
 **Parameters** are counted for models like Llama, Qwen2, Qwen3 and Mixtral, with or without experts: grouped-query
 attention, RMSNorm, gated MLPs. Latent attention (DeepSeek) is counted as if it were grouped-query attention.
 
-**FLOPs** are 2 a token for each weight of a matrix that the token meets: attention's projections, the MLP, or the
-router and the experts that it chooses, and the matrix of the vocabulary. In attention, a token meets itself and those
-before it, in each layer, for its scores and for its sum. Not counted: norms, biases, activations, rotary embeddings,
-softmax, the loss, the lookup of embeddings, padding, and what is computed a second time to save memory.
+**FLOPs** are 2 per token for each weight of a matrix that multiplies it: attention's projections, the MLP, or the
+router and the chosen experts, and the LM head. In attention, each token attends to itself and those before it, once
+for scores and once for the sum. Not counted: norms, biases, activations, rotary embeddings, softmax, the loss, the
+lookup of embeddings, padding, and recomputation.
 """
 
 import logging
@@ -30,7 +29,7 @@ from functools import cache, cached_property
 from math import ceil
 
 from nemo_rl_lite.config.algorithms import generates, has_teacher
-from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_serve_adapters, engines_share_weights
+from nemo_rl_lite.config.engines import engine_of, engines_serve_adapters, engines_share_weights
 from nemo_rl_lite.config.schema import Config, LoraConfig
 from nemo_rl_lite.config.sizes import (
     VOCABULARY_SLICE,
@@ -69,7 +68,7 @@ class MicroBatch:
 
 
 def micro_batch(config: Config, training: bool) -> MicroBatch:
-    """The largest micro-batch of training, or of logprob inference. Context-parallel ranks share it."""
+    """Return the largest micro-batch of training, or of logprob inference. Context-parallel ranks share it."""
     policy = config.policy
     longest, mode = policy.max_total_sequence_length, batch_mode(policy, on_gpus(config))
     together = sequences_together(config) if training else 1
@@ -88,7 +87,7 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
 
 
 def own_part(config: Config, training: bool) -> MicroBatch:
-    """What one rank has of the largest micro-batch."""
+    """Return one rank's part of the largest micro-batch."""
     whole = micro_batch(config, training)
     return replace(whole, tokens=-(-whole.tokens // parallel_dims(config).cp))
 
@@ -98,16 +97,15 @@ def item_bytes(config: Config) -> int:
 
 
 def hidden_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Bytes of the hidden states between two layers. Tensor-parallel ranks all hold them, unless they split the
-    sequence."""
-    parallel = config.policy.megatron_cfg
-    ranks = parallel_dims(config).tp if parallel.sequence_parallel else 1
+    """Return the bytes of the hidden states between two layers. Tensor-parallel ranks all hold them, unless they split
+    the sequence."""
+    ranks = parallel_dims(config).tp if config.policy.megatron_cfg.sequence_parallel else 1
     return batch.tokens * item_bytes(config) * shape.hidden / ranks
 
 
 def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[str, float]:
-    """Bytes that a layer keeps for its backward pass, by module: the names of `offload_modules`, and `rest`. For a
-    model with experts, the mean over its layers."""
+    """Return the bytes that a layer keeps for its backward pass, by module: the names of `offload_modules`, and `rest`.
+    With experts, the mean over layers."""
     tensor, item, hidden = parallel_dims(config).tp, item_bytes(config), hidden_bytes(config, shape, batch)
     # Bytes of one tensor per unit of its width.
     elements = batch.tokens * item / tensor
@@ -117,8 +115,8 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
     # With tensor parallelism, experts require a split sequence, so each rank dispatches its own tokens.
     dispatched = sparse * shape.experts_per_token
     fused = on_gpus(config)
-    # Flash attention keeps one number a token and head, megatron-core's own attention all scores, both in float32.
-    scores = batch.tokens * 4 * shape.heads / tensor * (1 if on_gpus(config) else batch.row)
+    # Flash attention keeps one float32 per token and head, megatron-core's own attention all scores.
+    scores = batch.tokens * 4 * shape.heads / tensor * (1 if fused else batch.row)
     return {
         # Transformer Engine fuses a norm into the following linear layer, except for the norm before experts.
         "attn_norm": 0.0,
@@ -135,26 +133,22 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
 
 
 def mlp_gradients(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Bytes of the gradients of a gated MLP's two inner tensors and of their product, for a layer's mean width."""
+    """Return the bytes of the gradients of a gated MLP's two inner tensors and their product, for the mean width."""
     sparse = 1 - shape.dense_layers / shape.layers
     width = (1 - sparse) * shape.ffn + sparse * (shape.experts_per_token * shape.expert_ffn + shape.shared_ffn)
     return 3 * width * batch.tokens * item_bytes(config) / parallel_dims(config).tp
 
 
 def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple[int, int]:
-    """Bytes (device, host) at the start of the backward pass of pipeline stage `stage`, where memory peaks.
-
-    Stage s of p holds the activations of p - s micro-batches.
-    """
+    """Return the bytes (device, host) at the start of a pipeline stage's backward pass, where memory peaks. Stage s of
+    p holds the activations of p - s micro-batches."""
     parallel, batch = config.policy.megatron_cfg, own_part(config, training=True)
     dims = parallel_dims(config)
     layer = layer_bytes(config, shape, batch)
     layers, in_flight = dims.stage_layers(shape.layers)[stage], dims.pp - stage
     hidden = hidden_bytes(config, shape, batch)
     kept = hidden if parallel.activation_checkpointing else sum(layer.values())
-    head = 0.0
-    if stage == dims.pp - 1:
-        head = 2 * hidden + head_bytes(config, shape, batch)
+    head = 2 * hidden + head_bytes(config, shape, batch) if stage == dims.pp - 1 else 0.0
     waiting = 0.0
     if parallel.fine_grained_activation_offloading and not parallel.activation_checkpointing:
         # The inputs of the last layer stay on the device: the backward pass needs them first.
@@ -168,7 +162,7 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
 
 
 def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
-    """Peak bytes of logprob inference on pipeline stage `stage`: in a layer, or for logits."""
+    """Return the peak bytes of logprob inference on a pipeline stage: in a layer, or for logits."""
     batch = own_part(config, training=False)
     working = sum(layer_bytes(config, shape, batch).values())
     if stage < parallel_dims(config).pp - 1:
@@ -177,13 +171,13 @@ def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
 
 
 def slice_logits(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Logits that exist at the same time (`linear_scores`)."""
+    """Return how many logits exist at a time (`policy/vocab_chunks.py`)."""
     return batch.tokens * min(VOCABULARY_SLICE, shape.vocabulary / parallel_dims(config).tp)
 
 
 def head_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Bytes at the start of the backward pass: a slice's logits in float32 and their gradient in the model's precision,
-    the float32 gradient of the hidden states, that of the last matrix, and the logits that are kept."""
+    """Return the LM head's bytes at the start of the backward pass: a slice's float32 logits and their gradient, the
+    float32 gradient of the hidden states, that of the head's matrix, and kept logits."""
     item = item_bytes(config)
     matrix = item * shape.hidden * shape.vocabulary / parallel_dims(config).tp
     kept = kept_logits(config, shape, batch) if keeps_logits(config.policy) else 0.0
@@ -191,13 +185,13 @@ def head_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
 
 
 def kept_logits(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Bytes of a micro-batch's logits on one rank, where they are kept for the backward pass."""
+    """Return the bytes of a micro-batch's logits on one rank, if they are kept for the backward pass."""
     return batch.tokens * item_bytes(config) * shape.vocabulary / parallel_dims(config).tp
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of one rank. The two kinds are replicated over different groups of ranks."""
+    """Numbers of a rank's parameters, which are replicated over different groups of ranks."""
 
     dense: int
     experts: int
@@ -208,19 +202,15 @@ class Parameters:
 
 
 def parameter_count(shape: ModelShape) -> int:
-    """Parameters of the whole model."""
+    """Return the number of the model's parameters."""
     layers = sum(_in_layers(shape, shape.layers, tensor=1, expert=1))
     embeddings = 1 if shape.tied_embeddings else 2
     return layers + embeddings * shape.vocabulary * shape.hidden + shape.hidden
 
 
 def rank_parameters(shape: ModelShape, dims: ParallelDims, stage: int) -> Parameters:
-    """Parameters of a rank of pipeline stage `stage`, from 0.
-
-    Layers that are not alike count as the mean one. Whole experts are spread over expert-parallel ranks; a
-    tensor-parallel group does not split single experts. Tied embeddings are on the first and on the last stage. The
-    vocabulary is not padded, since it must be a multiple of the tensor parallel size.
-    """
+    """Count the parameters of a rank of pipeline stage `stage`, from 0, whose layers count as mean ones. Tied
+    embeddings are on the first and on the last stage. The vocabulary is a multiple of the tensor parallel size."""
     dense, experts = _in_layers(shape, dims.stage_layers(shape.layers)[stage], dims.tp, dims.ep)
     first, last = stage == 0, stage == dims.pp - 1
     matrices = 1 if dims.pp == 1 and shape.tied_embeddings else first + last
@@ -229,9 +219,8 @@ def rank_parameters(shape: ModelShape, dims: ParallelDims, stage: int) -> Parame
 
 
 def unlike_the_engine(shape: ModelShape, dims: ParallelDims, stage: int) -> int:
-    """Weights of a rank of pipeline stage `stage` that an engine with the same tensor parallel size has in another
-    order: Megatron has the queries, keys and values of a group of heads together, vLLM all queries, all keys and all
-    values."""
+    """Count a rank's weights that an engine of the same tensor parallel size has in another order: Megatron groups
+    queries, keys and values by heads, vLLM has all queries, all keys and all values."""
     columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return dims.stage_layers(shape.layers)[stage] * columns * (shape.hidden + (1 if shape.qkv_bias else 0)) // dims.tp
 
@@ -239,8 +228,8 @@ def unlike_the_engine(shape: ModelShape, dims: ParallelDims, stage: int) -> int:
 def trained_parameters(
     shape: ModelShape, dims: ParallelDims, peft: LoraConfig, stage: int, grouped: bool
 ) -> Parameters:
-    """Parameters that have gradients: all, or with LoRA those of the adapters. A rank's experts share an adapter if
-    they are `grouped`, as on GPUs."""
+    """Count the parameters with gradients: all, or with LoRA the adapters'. A rank's experts share an adapter if they
+    are `grouped`, as on GPUs."""
     if not peft.enabled:
         return rank_parameters(shape, dims, stage)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -263,15 +252,15 @@ def trained_parameters(
 
 
 def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
-    """Elements of the adapters that engines get: A and B of each of a layer's projections, those that Megatron fuses
-    included, which share their A in the policy."""
+    """Count the elements of the adapters that engines get: A and B of each projection. Those that Megatron fuses share
+    their A in the policy."""
     whole = trained_parameters(shape, _ONE_RANK, peft, stage=0, grouped=True).total
     again = {"linear_qkv": 2, "linear_fc1": 1}
     return whole + sum(again.get(name, 0) for name in peft.target_modules) * shape.layers * shape.hidden * peft.dim
 
 
 def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tuple[int, int]:
-    """Parameters that one rank has of `layers` of the model's layers: outside experts, and in experts."""
+    """Count a rank's parameters of `layers` of the model's layers: outside experts, and in experts."""
     hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys if shape.qkv_bias else 0)
@@ -286,7 +275,7 @@ def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tupl
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes on the rank's device, and in its host's memory."""
+    """Bytes on the rank's device and in host memory."""
 
     device: int = 0
     host: int = 0
@@ -299,13 +288,11 @@ Prediction = Mapping[tuple[Phase, Component], Bytes]
 
 
 def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict[tuple[Phase, Component], Bytes]:
-    """Predict every phase and component of `Residency.of(config)`, for the pipeline stage with the highest peak.
-
-    `device_bytes` is the size of one GPU, None on CPUs. CUDA's context, captured graphs, the refit's buffers and the
-    reference weights in host memory are not included. Optimizer states are those after the first step.
+    """Predict every phase and component of `Residency.of(config)` on the pipeline stage with the highest peak, after
+    the first step. `planning.budget` adds contexts, refit buffers and reference weights.
 
     Raises:
-        ValueError: an engine shares a GPU, and `device_bytes` is None.
+        ValueError: an engine shares a GPU, and `device_bytes`, the size of one, is None.
     """
     residency = Residency.of(config)
     stages = [_of_stage(config, shape, residency, device_bytes, stage) for stage in range(parallel_dims(config).pp)]
@@ -321,7 +308,7 @@ def totals(prediction: Prediction) -> dict[Phase, Bytes]:
 
 
 def predicted_metrics(prediction: Prediction) -> dict[str, float]:
-    """Metrics `memory/predicted/<phase>/<component>`: bytes on the device, logged once."""
+    """Return the metrics `memory/predicted/<phase>/<component>`: bytes on the device."""
     return {
         f"memory/predicted/{phase}/{component}": float(nbytes.device)
         for (phase, component), nbytes in prediction.items()
@@ -342,9 +329,8 @@ def _of_stage(
     if residency.engines_share_device:
         weights = engine_weights(config, shape)
         sizes[Component.GENERATION_WEIGHTS] = weights
-        sizes[Component.KV_CACHE] = engine_of(config).kv_bytes(
-            config, CacheFacts(token_cache_bytes(config, shape), weights, device_bytes)
-        )
+        token_bytes = token_cache_bytes(config, shape)
+        sizes[Component.KV_CACHE] = engine_of(config).kv_bytes(config, token_bytes, weights, device_bytes)
 
     def cell(phase: Phase, component: Component) -> Bytes:
         place = residency.place(phase, component)
@@ -363,7 +349,7 @@ def _of_stage(
 
 
 def _at(place: Place, nbytes: int, moved: bool = True) -> Bytes:
-    """Bytes at a place. Where nothing is `moved`, what is on the host is counted elsewhere."""
+    """Return bytes at a place. Unless they are `moved`, those on the host are counted elsewhere."""
     match place:
         case Place.DEVICE:
             return Bytes(device=nbytes)
@@ -377,7 +363,7 @@ def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) ->
     training = Bytes(*training_activations(config, shape, stage))
     if phase is Phase.TRAIN:
         return training
-    # A recorded training pass keeps its memory in all phases.
+    # A captured training pass keeps its memory in all phases.
     kept = training if records_training(config) else Bytes()
     if phase is not Phase.LOGPROB:
         return kept
@@ -387,7 +373,7 @@ def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) ->
 
 
 def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> Bytes:
-    """Bytes of float32 master weights, unless the parameters are float32, and of the optimizer's moments."""
+    """Return the bytes of master weights (float32, unless parameters are) and of the optimizer's moments."""
     settings, dims = config.policy.megatron_cfg.optimizer, parallel_dims(config)
     held = parameters.total
     if settings.use_distributed_optimizer:
@@ -403,15 +389,15 @@ def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> B
 
 
 def engine_weights(config: Config, shape: ModelShape) -> int:
-    """Bytes of weights, and of adapters that the engine applies itself, on one of an engine's devices."""
+    """Return the bytes of weights, and of adapters that the engine applies itself, on one of an engine's devices."""
     serves = engines_serve_adapters(config.generation, config.policy)
     adapters = served_adapters(shape, config.policy.megatron_cfg.peft) if serves else 0
     return (parameter_count(shape) + adapters) * item_bytes(config) // engine_ranks(config)
 
 
 def shared_weights(config: Config, shape: ModelShape, stage: int) -> int:
-    """Bytes of a policy rank's frozen weights that are in the memory of the engine on its GPU. Of matrices that the two
-    split over other numbers of ranks, nothing is."""
+    """Return the bytes of a policy rank's frozen weights that the engine on its GPU holds: none if the two split
+    matrices differently."""
     dims = parallel_dims(config)
     if not engines_share_weights(config) or dims.tp != config.generation.vllm_cfg.tensor_parallel_size:
         return 0
@@ -419,18 +405,18 @@ def shared_weights(config: Config, shape: ModelShape, stage: int) -> int:
 
 
 def token_cache_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes that a token takes of the KV cache on one GPU of an engine."""
+    """Return the bytes of a token in the KV cache of one of an engine's GPUs."""
     own_heads = -(-shape.kv_heads // config.generation.vllm_cfg.tensor_parallel_size)
     return 2 * shape.layers * own_heads * shape.head_dim * item_bytes(config)
 
 
 def teacher_shape(config: Config) -> ModelShape | None:
-    """The shape of the run's teacher; None where it has none, or one of unknown shape, which a warning says."""
+    """Return the shape of the run's teacher; None if there is none, or, with a warning, if it is unknown."""
     return _shape(config.teacher.model_name or "") if has_teacher(config) else None
 
 
 def teacher_weight_bytes(config: Config) -> int:
-    """Bytes of the weights on the fullest rank of the teacher."""
+    """Return the bytes of the weights on the teacher's fullest rank."""
     shape, own = teacher_shape(config), as_teacher(config)
     if shape is None:
         return 0
@@ -439,7 +425,7 @@ def teacher_weight_bytes(config: Config) -> int:
 
 
 def teacher_activation_bytes(config: Config) -> int:
-    """Peak bytes of the teacher's pass over a micro-batch, with its largest logits."""
+    """Return the peak bytes of the teacher's pass over a micro-batch, with its largest logits."""
     shape, own = teacher_shape(config), as_teacher(config)
     if shape is None:
         return 0
@@ -458,7 +444,7 @@ def _shape(name: str) -> ModelShape | None:
 
 
 def matrix_weights(shape: ModelShape, experts: int) -> int:
-    """Weights of the matrices that `experts` experts a layer, and everything outside experts, multiply with."""
+    """Count the weights of all matrices, with `experts` experts in each layer."""
     hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
     attention = hidden * 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     shared = 3 * hidden * shape.shared_ffn + (hidden if shape.shared_ffn else 0)
@@ -468,7 +454,7 @@ def matrix_weights(shape: ModelShape, experts: int) -> int:
 
 
 def forward_flops(shape: ModelShape, tokens: float) -> float:
-    """FLOPs of a forward pass over a sequence of this length, without adapters."""
+    """Return the FLOPs of a forward pass over a sequence of this length, without adapters."""
     attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens * (tokens + 1)
     return _matrices(shape, tokens) + attention
 
@@ -477,10 +463,8 @@ def forward_flops(shape: ModelShape, tokens: float) -> float:
 class SequenceFlops:
     """FLOPs of the policy's passes over a sequence, by its number of tokens.
 
-    The backward pass takes twice the forward pass: the gradients of what a matrix was multiplied with, and of its
-    weights. With low-rank adapters, the weights of the model's own matrices are frozen and have no gradient: their
-    backward pass takes as much as the forward pass. (That of the first layer's first matrix, which is not needed then,
-    is counted all the same.)
+    The backward pass takes twice the forward pass, for the gradients of a matrix's input and of its weights. Weights
+    that LoRA freezes have no gradient. (That of the first matrix's input, which is not needed then, is still counted.)
     """
 
     shape: ModelShape
@@ -501,8 +485,7 @@ class SequenceFlops:
 
     @cached_property
     def _adapter_weights(self) -> int:
-        """Weights of the adapters that a token meets. Each of the experts that it visits has one, be it one that they
-        share."""
+        """Weights of the adapters that a token passes; each of its experts counts one, even a shared one."""
         if not self.peft.enabled or not self.shape.layers:
             return 0
         visited = replace(self.shape, experts=self.shape.experts_per_token)
@@ -514,10 +497,10 @@ class DecodingBytes:
     """Bytes that a GPU of an engine must read while it decodes."""
 
     step: float
-    """In each step: the weights of all matrices, of all experts too. (Sequences that decode together visit nearly all
-    of them.) Of embeddings that are no matrix of the vocabulary only the rows of the tokens are read."""
+    """In each step: the weights of all matrices, and of all experts, since sequences that decode together visit nearly
+    all. Of embeddings only the tokens' rows are read."""
     token: float
-    """For each token that a sequence has in its KV cache, in each step in which the sequence takes part."""
+    """In each step, for each token that a decoding sequence has in its KV cache."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> "DecodingBytes":

@@ -1,4 +1,4 @@
-"""A plan: what a run needs, whether it fits, what would fit, and the seconds of its step, as tables."""
+"""Plan a run: what it needs, whether it fits, what would fit, and the seconds of a step, as tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,16 +41,16 @@ Row = tuple[str, str]
 class Plan:
     config: Config
     overrides: Sequence[str]
-    """The overrides that `config` was composed from."""
+    """Those that `config` was composed from."""
     shape: ModelShape
     gpu: str
-    """The device whose memory is planned."""
+    """Name of the planned device."""
     host_bytes: int | None
     """Host memory of a machine; None if unknown."""
     budget: Budget
     micro_batch: "MicroBatchLimit"
     automatic: Sequence[str]
-    """A sentence for each choice that was made for `auto`."""
+    """A sentence for each resolved `auto`."""
 
     @property
     def fits(self) -> bool:
@@ -63,7 +63,7 @@ class Plan:
 def make_plan(
     config: Config, overrides: Sequence[str], shape: ModelShape, gpu: tuple[str, int], host_bytes: int | None
 ) -> Plan:
-    """`overrides` are those that `config` was composed from; `gpu` is a name and its bytes, ignored for CPUs."""
+    """Plan `config`, composed from `overrides`, on a GPU of this name and bytes, which a run on CPUs ignores."""
     name, nbytes = gpu if on_gpus(config) else ("CPUs", None)
     found = resolve_auto(config, shape, nbytes)
     config = found.config
@@ -72,7 +72,7 @@ def make_plan(
 
 
 def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None) -> None:
-    """Print the plan as tables. `mean_length`: the mean tokens of a response, for the seconds of a step."""
+    """Print the plan as tables. `mean_length`: mean tokens of a response, for the seconds of a step."""
     config, shape, one = plan.config, plan.shape, plan.budget
     console.table("layout", ["", ""], [list(row) for row in parallel_rows(config, shape)])
     if on_gpus(config):
@@ -158,8 +158,8 @@ def _preset_row(plan: Plan, name: str, one: Budget | str) -> list[str]:
 
 @dataclass(frozen=True)
 class MicroBatchLimit:
-    """`key` has the value `now` and fits up to `most`, 0 if training does not fit. `whole`: `most`
-    holds everything that a rank trains on in an optimizer step."""
+    """`key` has the value `now` and fits up to `most`, 0 if training does not fit. `whole`: `most` holds a rank's whole
+    optimizer step."""
 
     key: str
     now: int
@@ -196,7 +196,7 @@ def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None
 def preset_budgets(
     overrides: Sequence[str], shape: ModelShape, gpu_bytes: int | None
 ) -> Iterator[tuple[str, Budget | str]]:
-    """Yield each offload preset with its budget, or with the reason why the rules refuse the preset here."""
+    """Yield each offload preset with its budget, or with why the rules refuse it here."""
     others = [override for override in overrides if not override.startswith("offload=")]
     for preset in groups()["offload"]:
         try:
@@ -229,7 +229,7 @@ def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
 
 
 def rank_rows(config: Config) -> Iterator[list[str]]:
-    """Yield node, GPUs, and what runs on them; neighbours with the same stage, replica and engine share a row."""
+    """Yield node, GPUs, policy rank and engine; neighbours that share all of them share a row."""
     dims, a_node = parallel_dims(config), config.cluster.gpus_per_node
     wide, shared = config.generation.vllm_cfg.tensor_parallel_size, config.generation.colocated.enabled
     generating = generation_gpus(config) if generates(config) else 0
@@ -249,8 +249,7 @@ def rank_rows(config: Config) -> Iterator[list[str]]:
 
 
 def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row]:
-    """Yield rows from a step's samples to a rank's micro-batches. `kv_bytes`: the KV cache on an engine's GPU; 0 if
-    unknown."""
+    """Yield rows from a step's samples to a rank's micro-batches. `kv_bytes`: KV cache on an engine's GPU, or 0."""
     policy, replicas = config.policy, parallel_dims(config).dp
     batch, longest = sequences_per_optimizer_step(config), policy.max_total_sequence_length
     if generates(config):
@@ -281,5 +280,5 @@ def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """` 3` or `s 0-3`."""
+    """Return ` 3` or `s 0-3`."""
     return f" {numbers[0]}" if len(numbers) == 1 else f"s {numbers[0]}-{numbers[-1]}"

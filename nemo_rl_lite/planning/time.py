@@ -1,12 +1,12 @@
-"""Predict the seconds of a GRPO step on GPUs, and who waits for whom in each division of a run's GPUs.
+"""Predict the seconds of a GRPO step on GPUs, and who waits for whom in each split of a run's GPUs.
 
-The policy takes the FLOPs of `planning/memory.py` at `MFU` of the peak, and those of its layers' forward pass once more
-where it recomputes activations. A layer takes at least `LAUNCH_S` a pass over a micro-batch, in which the processor
-launches its kernels. Engines read their weights once a step and each request's KV cache once a token, at `READS` of the
-memory's bandwidth, or take the FLOPs of the tokens, whichever is longer; the engine's own work comes on top.
+The policy takes the FLOPs of `planning/memory.py` at `MFU` of the peak, and its layers' forward pass twice if it
+recomputes activations. A layer takes at least `LAUNCH_S` per pass over a micro-batch, to launch its kernels. Engines
+read their weights once per step and each request's KV cache once per token at `READS` of the memory's bandwidth, or
+take the tokens' FLOPs, whichever is longer; their own work comes on top.
 
-The constants were chosen from our records: docs/benchmarks, plan-time-against-measured. Not predicted: the moves of an
-offload preset, communication between ranks, environments, rewards, agents, and prompts that are replaced.
+The constants fit our records: docs/benchmarks, plan-time-against-measured. Not predicted: offload moves, communication
+between ranks, environments, rewards, agents, and resampled prompts.
 """
 
 import math
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_sleep
+from nemo_rl_lite.config.engines import engine_of, engines_sleep
 from nemo_rl_lite.config.keys import flatten, parse_override
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
@@ -53,23 +53,23 @@ from nemo_rl_lite.planning.memory import (
     token_cache_bytes,
     trained_parameters,
 )
-from nemo_rl_lite.validation.algorithm import corrects_age
+from nemo_rl_lite.validation.algorithm import corrects_staleness
 from nemo_rl_lite.validation.compose import compose_config
 
-# Shares of the peak FLOP/s and of the memory's bandwidth that are reached.
+# Reached shares of the peak FLOP/s and of the memory's bandwidth.
 MFU, READS = 0.5, 0.78
-# The least seconds of a layer for a forward pass over a micro-batch, and as many for a backward pass.
+# The least seconds of a layer for a forward pass over a micro-batch; a backward pass takes as many.
 LAUNCH_S = 4.5e-3
-# Seconds that an engine works by itself: in each of its steps, for each token, and for each request.
+# An engine's own seconds per step, token and request.
 ENGINE_STEP_S, TOKEN_S, REQUEST_S = 1e-3, 1.5e-5, 5e-4
-# Seconds that an optimizer on the CPU takes for each parameter of a rank.
+# Seconds of a CPU optimizer per parameter of a rank.
 CPU_OPTIMIZER_S = 8e-10
-# Seconds of a refit besides its bytes, with the check that follows: engines on their own GPUs, engines that wake up,
-# and engines that stay awake on the policy's GPUs.
+# Seconds of a refit and its check besides its bytes: engines on their own GPUs, engines that wake up, and engines that
+# stay awake on the policy's GPUs.
 REFIT_APART_S, REFIT_WAKING_S, REFIT_AWAKE_S = 0.2, 0.35, 0.1
 # Bytes/s of a refit: on one machine, and over a link of 400 Gb/s between machines.
 RATE_INSIDE, RATE_BETWEEN = 1e11, 5e10
-# Two predictions whose steps differ by less than this share cannot be told apart.
+# Predictions that differ by less than this share cannot be told apart.
 CLOSE = 0.1
 HEADERS = ["engine GPUs", "policy GPUs", "generation", "logprob", "train", "refit", "in turn", "one step off"]
 _COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
@@ -79,7 +79,7 @@ _CORRECTED = [f"{_LOSS}.use_importance_sampling_correction=true", f"{_LOSS}.trun
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a step's sequences: mean prompt (with what an environment adds), mean response, longest response."""
+    """Tokens of a step's sequences: mean prompt (with an environment's turns), mean response, longest response."""
 
     prompt: float
     mean: float
@@ -97,12 +97,12 @@ class StepTime:
 
     @property
     def policy(self) -> float:
-        """Seconds that the policy works on a rollout."""
+        """Seconds of the policy's work on a rollout."""
         return self.logprob + self.train
 
     @property
     def in_turn(self) -> float:
-        """Seconds of a step that generates its rollout and then trains on it."""
+        """Seconds of a synchronous step."""
         return self.generation + self.policy + self.refit
 
     @property
@@ -112,16 +112,15 @@ class StepTime:
 
 
 def assumed_lengths(config: Config, mean: float | None = None) -> Lengths:
-    """Lengths before a run. Unless `mean` is given, responses have half of `max_new_tokens`; the longest has all of
-    them. Prompts have half of what the longest response leaves of a sequence."""
+    """Assume lengths before a run: unless `mean` is given, responses have half of `max_new_tokens`, the longest all of
+    them, and prompts half of the rest of a sequence."""
     longest = config.generation.max_new_tokens
     room = max(2, config.policy.max_total_sequence_length - longest)
     return Lengths(room / 2, longest / 2 if mean is None else mean, longest)
 
 
 def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> StepTime:
-    """Predict a step of an algorithm that generates, on GPUs of `gpu_bytes`, whose speed is that of the known GPU with
-    the nearest memory."""
+    """Predict a step of an algorithm that generates, at the speed of the known GPU whose memory is nearest."""
     _, gpu = speed_of(gpu_bytes)
     teacher = teacher_shape(config)
     of_teacher = 0.0 if teacher is None else logprob_seconds(as_teacher(config), teacher, gpu, lengths)
@@ -137,12 +136,12 @@ def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Len
 
 
 def logprob_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths) -> float:
-    """Seconds for the logprobs of one set of weights on the samples of a step."""
+    """Return the seconds for logprobs of a step's samples under one set of weights."""
     return _passes(config, shape, gpu, lengths, samples_per_step(config), training=False)
 
 
 def optimizer_step_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths) -> float:
-    """Seconds of training on the sequences of one optimizer step."""
+    """Return the seconds of one optimizer step."""
     seconds = _passes(config, shape, gpu, lengths, sequences_per_optimizer_step(config), training=True)
     parallel, dims = config.policy.megatron_cfg, parallel_dims(config)
     if parallel.optimizer.optimizer_cpu_offload:
@@ -152,13 +151,13 @@ def optimizer_step_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths:
 
 
 def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:
-    """Seconds in which the engines sample a step's responses. A prompt is computed once for all its samples."""
+    """Return the seconds to sample a step's responses. A prompt is computed once for all its samples."""
     item, wide = item_bytes(config), engine_ranks(config)
     weights, token_bytes = parameter_count(shape) * item // wide, token_cache_bytes(config, shape)
-    cache = engine_of(config).kv_bytes(config, CacheFacts(token_bytes, weights, gpu_bytes))
+    cache = engine_of(config).kv_bytes(config, token_bytes, weights, gpu_bytes)
     room = min(config.generation.vllm_cfg.max_num_seqs, int(cache / (token_bytes * (lengths.prompt + lengths.mean))))
     requests = -(-samples_per_step(config) // engines(config))
-    # Requests for which there is no room wait until others end.
+    # Requests without room wait until others end.
     waves = max(1, requests / max(1, room))
     steps = waves * lengths.mean + max(0, lengths.longest - lengths.mean)
     caches = requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
@@ -173,49 +172,48 @@ def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: i
 
 
 def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, sequences: int, training: bool) -> float:
-    """Seconds of the policy's passes over `sequences`: a forward pass, and in training the backward pass."""
+    """Return the seconds of the policy's passes over `sequences`: forward, and in training backward."""
     parallel, dims = config.policy.megatron_cfg, parallel_dims(config)
     padded = batch_mode(config.policy, on_gpus(config)) == "fixed"
     length = lengths.prompt + (lengths.longest if padded else lengths.mean)
     batch, share = micro_batch(config, training), sequences / dims.dp
-    # A pack has as many sequences as there is room for, a padded micro-batch its rows.
+    # A pack has as many sequences as fit, a padded micro-batch its rows.
     count = math.ceil(share / (batch.tokens // batch.row if padded else batch.tokens / length))
     again = 1 if training and parallel.activation_checkpointing else 0
     whole, matrix = (SequenceFlops(own, parallel.peft) for own in (shape, replace(shape, layers=0, dense_layers=0)))
     work, last = ((own.training if training else own.forward)(length) for own in (whole, matrix))
     of_layers = work - last + again * (whole.forward(length) - matrix.forward(length))
-    # The last pipeline stage has the vocabulary's matrix in addition to its layers. The others wait for the busiest.
+    # The last pipeline stage also has the LM head. All wait for the busiest.
     layers = dims.stage_layers(shape.layers)
     stages = [of_layers * own / shape.layers for own in layers]
     stages[-1] += last
     launches = 1 + again + (1 if training else 0)
     flops = max(stages) * share / count / (dims.tp * dims.cp)
     each = max(flops / (MFU * gpu.flops), launches * max(layers) * LAUNCH_S)
-    # The first micro-batch reaches the last pipeline stage when the others have worked on it.
+    # The pipeline takes as many passes to fill as it has further stages.
     return (count + dims.pp - 1) * each
 
 
 @dataclass(frozen=True)
 class GpuSplit:
-    """A division of a run's GPUs; colocated, each of them counts for both sides."""
+    """A split of a run's GPUs; colocated, each counts for both sides."""
 
     engine_gpus: int
     policy_gpus: int
     colocated: bool
     overlaps: bool = False
-    """Whether the engines generate while the policy trains. Where both work on the same GPUs, the sum of the phases is
-    the most that a step takes."""
+    """Engines generate while the policy trains. On the same GPUs, a step takes at most the sum of the phases."""
     time: StepTime | None = None
-    """None where the rules refuse the division, or it does not fit."""
+    """None if the rules refuse the split, or if it does not fit."""
     refusal: str = ""
     overrides: Sequence[str] = ()
-    """What the command needs besides its own overrides."""
+    """Overrides to add to the command."""
     instead_of: Sequence[str] = ()
-    """Overrides of the command that have to go."""
+    """Overrides to remove from the command."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step; infinite where it is refused."""
+        """Seconds of a step; infinite if refused."""
         if self.time is None:
             return math.inf
         return self.time.overlapped if self.overlaps and not self.colocated else self.time.in_turn
@@ -223,8 +221,8 @@ class GpuSplit:
 
 @dataclass(frozen=True)
 class Divisions:
-    """The divisions of the GPUs of `config`, which was composed from `overrides`; steps are one step off where engines
-    have their own GPUs."""
+    """The splits of the GPUs of `config`, composed from `overrides`. With their own GPUs, engines generate one step
+    ahead."""
 
     config: Config
     overrides: Sequence[str]
@@ -237,34 +235,32 @@ class Divisions:
         return self._predicted(self.config)
 
     def others(self, present: GpuSplit) -> Iterator[GpuSplit]:
-        """Yield the colocated division, and every number of GPUs for engines, or of whole machines where there are
-        several."""
+        """Yield the colocated split, and each number of GPUs for engines, or of machines if there are several."""
         nodes, total = self.config.cluster.num_nodes, all_gpus(self.config)
         if not present.colocated:
             wanted = [f"{_COLOCATED}.enabled=true", f"{_SOURCE}=on_policy"]
             yield self._first([wanted, [*wanted, "offload=pinned"]], GpuSplit(total, total, colocated=True))
         by_node, by_gpu = _RESOURCES
         key, other, count = (by_node, by_gpu, nodes) if nodes > 1 else (by_gpu, by_node, total)
-        # A policy on GPUs of its own makes no room for engines.
+        options, ahead = self.config.options(GRPOConfig), []
+        if not generates_ahead(self.config):
+            corrects = options.loss is not None or corrects_staleness(options.loss_fn)
+            ahead = [f"{_SOURCE}=one_step_off", *([] if corrects else _CORRECTED)]
+        # A policy on its own GPUs makes no room for engines.
         makes_room = leaving_for_generation(self.config.policy)
         for number in range(1, count):
-            wanted = [f"{_COLOCATED}.enabled=false", f"{key}={number}", f"{other}=null", *self._one_step_off()]
+            wanted = [f"{_COLOCATED}.enabled=false", f"{key}={number}", f"{other}=null", *ahead]
             ways = [[*wanted, "offload=none"], [*wanted, "policy.offload_for_generation=[]"]]
             split = GpuSplit(number * total // count, total - number * total // count, colocated=False)
             yield self._first(ways if makes_room else [wanted], split)
 
-    def _one_step_off(self) -> list[str]:
-        options = self.config.options(GRPOConfig)
-        if generates_ahead(self.config):
-            return []
-        corrects = options.loss is not None or corrects_age(options.loss_fn)
-        return [f"{_SOURCE}=one_step_off", *([] if corrects else _CORRECTED)]
-
     def _first(self, ways: Sequence[Sequence[str]], split: GpuSplit) -> GpuSplit:
-        """Return the first of the ways to ask for a division that the rules accept and that fits."""
-        reasons = []
+        """Return the first way to ask for a split that the rules accept and that fits."""
+        reasons, values = [], dict(flatten(asdict(self.config)))
         for wanted in ways:
-            changes = [one for one in wanted if self._changes(one)]
+            parsed = zip(wanted, map(parse_override, wanted), strict=True)
+            # Leave out keys that have the value already.
+            changes = [text for text, one in parsed if one and values.get(one.key_or_group, text) != one.value()]
             # Colocated engines have no GPUs of their own to count.
             replaced = {*given_keys(changes), *(_RESOURCES if split.colocated else [])}
             gone = [one for one in self.overrides if replaced & {*given_keys([one])}]
@@ -278,11 +274,6 @@ class Divisions:
             reasons.append("it does not fit the GPUs' memory")
         return replace(split, refusal=reasons[0])
 
-    def _changes(self, override: str) -> bool:
-        """Whether the configuration has another value, or the override chooses a file."""
-        parsed, values = parse_override(override), dict(flatten(asdict(self.config)))
-        return parsed is not None and values.get(parsed.key_or_group, override) != parsed.value()
-
     def _predicted(self, config: Config) -> GpuSplit:
         chosen = resolve_auto(config, self.shape, self.gpu_bytes).config
         time = predict_step(chosen, self.shape, self.gpu_bytes, self.lengths)
@@ -291,7 +282,7 @@ class Divisions:
 
 
 def rows(present: GpuSplit, others: Sequence[GpuSplit]) -> list[list[str]]:
-    """A row for each division, in seconds; `now` marks the present one."""
+    """Return a row of seconds for each split; `now` marks the present one."""
     table = []
     others = [one for one in others if one.engine_gpus != present.engine_gpus]
     for one in sorted([present, *others], key=lambda one: (not one.colocated, one.engine_gpus)):
@@ -306,7 +297,7 @@ def rows(present: GpuSplit, others: Sequence[GpuSplit]) -> list[list[str]]:
 
 
 def lines(present: GpuSplit, others: Sequence[GpuSplit]) -> Iterator[str]:
-    """Yield sentences: who waits, what is refused, and what to type for the shortest step."""
+    """Yield who waits, what is refused, and what to type for the shortest step."""
     if present.time is not None:
         time, now = present.time, f"now: a step takes {_seconds(present.seconds)} s"
         if present.colocated:
@@ -337,5 +328,5 @@ def lines(present: GpuSplit, others: Sequence[GpuSplit]) -> Iterator[str]:
 
 
 def _seconds(seconds: float) -> str:
-    """`0.43`, `4.3` or `43`."""
+    """Return `0.43`, `4.3` or `43`."""
     return f"{seconds:.2f}" if seconds < 1 else f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"

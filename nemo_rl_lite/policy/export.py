@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nemo_rl_lite.compat import megatron
 from nemo_rl_lite.config.schema import Config, PolicyConfig, RefitConfig
+from nemo_rl_lite.config.sizes import bucket_size
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.models.folder import on_host, write_hf_folder
 from nemo_rl_lite.policy.checkpoint import PolicyState
@@ -57,7 +58,6 @@ from nemo_rl_lite.refit.layout import (
     Named,
     RefitPlan,
     Slot,
-    bucket_size,
     buffer_of,
     dtype_name,
     make_plan,
@@ -289,7 +289,7 @@ class _Planning:
         weights = [(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self._exported()]
         on_gpu = model.device.type == "cuda"
         memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
-        self.plan = make_plan(weights, bucket_size(memory, config.buffer_memory_ratio, config.bucket_bytes))
+        self.plan = make_plan(weights, bucket_size(config, memory))
 
     def found(self) -> FoundExport | None:
         """The traced export; None if it does more than move elements."""

@@ -329,7 +329,8 @@ def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:
     provider.num_layers_in_last_pipeline_stage = parallel.num_layers_in_last_pipeline_stage
     provider.context_parallel_size, provider.cp_comm_type = parallel.context_parallel_size, parallel.cp_comm_type
     provider.expert_model_parallel_size = parallel.expert_model_parallel_size
-    provider.sequence_parallel = parallel.sequence_parallel
+    # megatron-core refuses it on one rank, where it changes nothing.
+    provider.sequence_parallel = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
     provider.params_dtype = provider.pipeline_dtype = dtype
     provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
     # Pipeline stages send each other the shape of each micro-batch; the all-to-all dispatcher of experts allows for it.

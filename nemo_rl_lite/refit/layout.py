@@ -117,11 +117,6 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def bucket_size(memory_bytes: int, ratio: float, explicit: int | None) -> int:
-    """Bytes of a bucket: `explicit` if given, else `ratio` of the memory, at most 5 GiB."""
-    return explicit if explicit is not None else max(1, min(int(memory_bytes * ratio), 5 * 2**30))
-
-
 Named = tuple[str, Tensor]
 
 # A copy of this many bytes or more is made by itself: the device's plain copy reaches more of the memory's rate than a

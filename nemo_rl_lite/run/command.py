@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -59,8 +60,6 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
     flags, overrides = split_arguments(arguments)
     try:
         configs = _checked(flags, overrides)
-        if not flags.only_informs:
-            _check_place(overrides, SWEEP_FOLDER if flags.sweeps else RUN_FOLDER)
         if flags.dry_run:
             from nemo_rl_lite.run.run import dry_run
 
@@ -90,40 +89,45 @@ def _checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str],
     """Return the overrides and the configuration of each job, and print notes.
 
     Raises:
-        ConfigError: all problems of the flags, the overrides, and the first job that has any.
+        ConfigError: all problems of the flags, the overrides, each job, the run's folder and this machine.
     """
     accepted, violations = check_overrides(overrides, flags.sweeps)
-    wrong = [*flags.problems(), *sweep_problems(flags, overrides)]
-    if violations and not accepted:
-        # The defaults are valid: nothing else can be wrong.
-        raise ConfigError([*wrong, *violations])
-    if flags.only_informs and not (wrong or violations):
+    wrong = [*flags.problems(), *sweep_problems(flags, overrides), *violations]
+    if flags.only_informs and not wrong:
         return []
-
     found: list[tuple[list[str], Config]] = []
-    try:
-        for job in jobs(overrides) if flags.sweeps else [list(overrides)]:
+    # Without a good override the configuration is the default, which is valid.
+    composes = accepted or not violations
+    for job in () if not composes else jobs(overrides) if flags.sweeps else [list(overrides)]:
+        try:
             found.append((job, compose_config(job)))
-    except ConfigError as error:
-        raise ConfigError([*wrong, *error.violations]) from None
-    if wrong or violations:
-        raise ConfigError([*wrong, *violations])
+        except ConfigError as error:
+            wrong += error.violations
+    key = SWEEP_FOLDER if flags.sweeps else RUN_FOLDER
+    if not flags.only_informs and key not in [one.key for one in wrong]:
+        wrong += _place_problems(overrides, key)
+    if wrong:
+        # Each job repeats what is wrong with the whole command.
+        raise ConfigError(list({str(one): one for one in wrong}.values()))
     show_notes(dict.fromkeys(note for job, config in found for note in notes(config, given_keys(job))))
     return found
 
 
-def _check_place(overrides: Sequence[str], key: str) -> None:
-    """Raise ConfigError if the folder of the run or the sweep cannot be used, or this machine's Ray is another's."""
+def _place_problems(overrides: Sequence[str], key: str) -> Iterator[Violation]:
+    """Yield why the folder of the run or the sweep cannot be used, or why no run can start on this machine."""
     from nemo_rl_lite.run.folder import check_place
 
     named = named_run_folder(overrides, key)
     # Only Hydra can resolve a reference.
     folder = "." if named is not None and "${" in named else "outputs" if named is None else named
     if rule := why_not_writable(Path(folder)) if folder else "is empty":
-        raise ConfigError([Violation(key, folder, rule, "name another folder, or free some space")])
-    check_place(Path(folder), key)
-    check_single_launcher()
-    check_ray_address()
+        yield Violation(key, folder, rule, "name another folder, or free some space")
+        return
+    for check in (partial(check_place, Path(folder), key), check_single_launcher, check_ray_address):
+        try:
+            check()
+        except ConfigError as error:
+            yield from error.violations
 
 
 # --- Runs

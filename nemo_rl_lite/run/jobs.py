@@ -316,7 +316,7 @@ def make_steps(
         saved=start.steps or None,
         rollouts=rollouts,
     )
-    stopping = Stopping(seconds(options.must_save_by), seconds_since_start)
+    stopping = Stopping(seconds(options.must_save_by) if options.save_period else None, seconds_since_start)
     around = StepProfiler(config.profile, folder, groups).around
     return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around)
 

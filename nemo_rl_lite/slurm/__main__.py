@@ -35,6 +35,9 @@ _SBATCH = {
     "gres": ("", "in place of --gpus-per-node=N, for instance gpu:h100:8"),
 }
 _NAMES_GPUS = re.compile(r"--gpus|-G|--gres\b.*\bgpu")
+# The number of GPUs of a node, as in `--gres=gpu:h100:8` or `--gpus-per-node=h100:8`; of the job, as in `-G8`.
+_GPUS_OF_NODE = re.compile(r"(?:--gres\b.*?\bgpu|--gpus-per-node)(?:[:=\s]\w*[a-z]\w*)?[:=\s]\s*(\d+)\b")
+_GPUS_OF_JOB = re.compile(r"(?:--gpus|-G)[=\s]?\s*(?:[\w-]+:)?(\d+)$")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config, run_folder = compose_config(given.overrides), named_run_folder(given.overrides)
         if given.log.endswith("/") or Path(given.log).is_dir():
             given.log = f"{given.log.rstrip('/')}/slurm-%j.out"
-        if violations := list(_problems(given.log, run_folder)):
+        if violations := [*_problems(given.log, run_folder), *_other_gpus(given, config)]:
             raise ConfigError(violations)
         own = _notes(config, run_folder, given.requeue)
         show_notes([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config), *own])
@@ -118,6 +121,16 @@ def _problems(log: str, run_folder: str | None) -> Iterator[Violation]:
     if run_folder and "${" in run_folder:
         rule = "must stay the same when the job is requeued"
         yield Violation(RUN_FOLDER, run_folder, rule, f"{RUN_FOLDER}=outputs/my-run, or leave it to the job")
+
+
+def _other_gpus(given: argparse.Namespace, config: Config) -> Iterator[Violation]:
+    """Yield options that ask for other GPUs than the configuration: the job would fail after its time in the queue."""
+    nodes, gpus = config.cluster.num_nodes, config.cluster.gpus_per_node
+    for option in [*([f"--gres={given.gres}"] if given.gres else []), *given.sbatch]:
+        for pattern, wanted in ((_GPUS_OF_NODE, gpus), (_GPUS_OF_JOB, nodes * gpus)):
+            if (found := pattern.match(option)) and int(found[1]) != wanted:
+                rule = f"cluster.num_nodes = {nodes} and cluster.gpus_per_node = {gpus} need {wanted}"
+                yield Violation(option.split("=")[0], option, rule, "the same number in both, or leave the option out")
 
 
 def _notes(config: Config, run_folder: str | None, requeue: bool) -> Iterator[str]:

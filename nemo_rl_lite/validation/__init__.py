@@ -1,4 +1,4 @@
-"""Rules about combinations of configuration keys. Each rule is a function that yields violations."""
+"""Compose a configuration, and check combinations of keys. Importing this registers the rules."""
 
 from nemo_rl_lite.validation import algorithm, data, engine, layout, rewards
 from nemo_rl_lite.validation.base import check_rules

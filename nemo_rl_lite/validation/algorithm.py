@@ -18,7 +18,7 @@ from nemo_rl_lite.config.schema_algorithm import (
     LossConfig,
     SupervisedConfig,
 )
-from nemo_rl_lite.config.sizes import as_teacher, optimizer_steps, samples_per_step
+from nemo_rl_lite.config.sizes import as_teacher, optimizer_steps, samples_per_step, validates
 from nemo_rl_lite.data.sources import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.system.machine import WANDB, wandb_login
@@ -37,11 +37,11 @@ TEACHER = "teacher.model_name"
 _GROUP, _TOPK = "algorithm.num_generations_per_prompt", "algorithm.topk_logits_k"
 LOSS = "algorithm.loss_fn"
 _TYPE, _RATIO = f"{LOSS}.truncated_importance_sampling_type", f"{LOSS}.truncated_importance_sampling_ratio"
-# Bounds to begin with, for the types that need some: of a token's weight, and of the geometric mean over a sequence.
+# Suggested bounds: of a token's weight, and of the geometric mean over a sequence.
 _FIRST_BOUNDS = {"icepop": (0.5, 5.0), "seq-mask-tis": (0.999, 1.002)}
-# Preference losses that judge each response by itself, as TRL has them.
+# Preference losses that score each response by itself, so that a divergence's constant terms do not cancel.
 _OF_EACH_RESPONSE = ("sppo_hard", "nca_pair", "bco_pair", "apo_zero", "apo_down")
-# The keys that a teacher has in place of the policy's.
+# Keys of the policy that a teacher has separately.
 _OF_TEACHERS = re.compile(
     r"\bpolicy\.(?:(?:sequence_packing|dynamic_batching)\.(?=logprob_mb_tokens\b)|"
     r"(?=(?:model_name|precision|logprob_batch_size|megatron_cfg\.(?:tensor|pipeline|expert)_model_parallel_size|"
@@ -50,14 +50,14 @@ _OF_TEACHERS = re.compile(
 )
 
 
-def corrects_age(loss: LossConfig) -> bool:
-    """Return whether the loss weights or rejects tokens that older weights sampled, on either side."""
+def corrects_staleness(loss: LossConfig) -> bool:
+    """Return whether the loss weights or rejects tokens that older weights sampled."""
     rejects = None not in (loss.sequence_rejection_ratio_min, loss.sequence_rejection_ratio)
     return loss.use_importance_sampling_correction or rejects
 
 
 def reads_ratios(config: Config) -> bool:
-    """Return whether the loss weights sampled tokens by ratios. The KL over a teacher's largest logits does not."""
+    """Return whether the loss has ratios. The KL over a teacher's largest logits has none."""
     return getattr(config.algorithm, "topk_logits_k", None) is None
 
 
@@ -65,7 +65,7 @@ def reads_ratios(config: Config) -> bool:
 def check_rollout_size(config: Config) -> Iterator[Violation]:
     options, batch = config.options(GRPOConfig), config.policy.train_global_batch_size
     prompts, size, samples = options.num_prompts_per_step, options.num_generations_per_prompt, samples_per_step(config)
-    if size < 2 and not has_teacher(config):
+    if size < 2 and not has_teacher(config) and options.use_leave_one_out_baseline != "batch":
         yield Violation(_GROUP, size, "GRPO compares samples of one prompt, so it needs at least 2", f"{_GROUP}=8")
     elif samples % batch:
         near = min((one for one in range(1, samples + 1) if samples % one == 0), key=lambda one: abs(one - batch))
@@ -90,7 +90,7 @@ def check_stale_rollouts(config: Config) -> Iterator[Violation]:
         rule_text = "generates while the policy trains, when engines on the policy's GPUs sleep"
         fix = "generation.colocated.enabled=false, or generation.colocated.sleep=false where both fit on a GPU"
         yield Violation(key, options.rollouts.source, rule_text, fix)
-    if options.loss is None and reads_ratios(config) and not corrects_age(options.loss_fn):
+    if options.loss is None and reads_ratios(config) and not corrects_staleness(options.loss_fn):
         rule_text = "trains on what older weights sampled, which the loss must correct"
         fix = f"{LOSS}.use_importance_sampling_correction=true {_RATIO}=2"
         yield Violation(key, options.rollouts.source, rule_text, fix)
@@ -106,9 +106,12 @@ def check_end(config: Config) -> Iterator[Violation]:
         yield Violation(key, None, "is null, and so is algorithm.max_num_epochs: training would not end", fix)
 
 
-@rule("algorithm.val_metric", "algorithm.higher_is_better")
+@rule("algorithm", "checkpoint")
 def check_best_metric(config: Config) -> Iterator[Violation]:
     metric, key = config.algorithm.val_metric, "algorithm.higher_is_better"
+    keeps_best = config.checkpoint.keep_best and config.checkpoint.save_period
+    if not validates(config) or not (keeps_best or getattr(config.algorithm, "early_stop_patience", None)):
+        return
     more = metric in ("accuracy", "pass_at_k", "rewards_margin_mean", "rewards_chosen_mean")
     # Longer and shorter responses can both be a goal.
     if metric != "avg_length" and config.algorithm.higher_is_better != more:
@@ -150,27 +153,11 @@ def check_mismatched_responses(config: Config) -> Iterator[Violation]:
         yield Violation(BATCH, size, rule_text, f"{BATCH}=64, or algorithm.preference_loss=apo_zero_unpaired")
 
 
-@rule("checkpoint")
-def check_save_limit(config: Config) -> Iterator[Violation]:
-    options, key = config.checkpoint, "checkpoint.must_save_by"
-    if options.must_save_by is not None and not options.save_period:
-        rule_text = "is when to save and stop, and checkpoint.save_period = 0 saves nothing"
-        yield Violation(key, options.must_save_by, rule_text, f"checkpoint.save_period=10, or {key}=null")
-
-
 @rule(LOSS, options=GRPOConfig)
 def check_loss(config: Config) -> Iterator[Violation]:
     loss, ratios = config.options(GRPOConfig).loss_fn, f"{LOSS}.sequence_level_importance_ratios"
     if loss.sequence_level_importance_ratios is True and loss.token_level_loss is True:
         yield Violation(ratios, True, "needs a sequence-level loss", f"{LOSS}.token_level_loss=false")
-    plain_k1 = loss.reference_policy_kl_type == "k1" and not loss.use_bias_correction_kl
-    if plain_k1 and loss.reference_policy_kl_penalty and not loss.use_kl_in_reward:
-        key = f"{LOSS}.use_bias_correction_kl"
-        fix = f"{key}=true, or {LOSS}.reference_policy_kl_type=k2"
-        yield Violation(key, False, "leaves k1 with a gradient that averages to zero", fix)
-    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1 + loss.ratio_clip_max:
-        key, limit = f"{LOSS}.ratio_clip_c", 1 + loss.ratio_clip_max
-        yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
     kind, low, high = loss.truncated_importance_sampling_type, f"{_RATIO}_min", _RATIO
     if not loss.use_importance_sampling_correction or kind not in _FIRST_BOUNDS:
         return
@@ -210,11 +197,8 @@ def check_forced_ratios(config: Config) -> Iterator[Violation]:
 @rule("algorithm")
 def check_own_loss(config: Config) -> Iterator[Violation]:
     if config.algorithm.loss is None:
-        if config.algorithm.loss_kwargs:
-            rule_text, fix = "belong to algorithm.loss, which is null", "algorithm.loss=package.module.Class"
-            yield Violation("algorithm.loss_kwargs", config.algorithm.loss_kwargs, rule_text, fix)
         return
-    # The import takes seconds, because a loss imports torch: only where there is one.
+    # It imports torch, which takes seconds.
     from nemo_rl_lite.losses.registry import make_loss
 
     try:
@@ -223,12 +207,12 @@ def check_own_loss(config: Config) -> Iterator[Violation]:
         yield from error.violations
         return
     if "student_topk_logprobs" in getattr(loss, "needs", ()) and reads_ratios(config):
-        rule_text = "needs student_topk_logprobs, those of the tokens that a teacher names, and this run has no such"
+        rule_text = "needs student_topk_logprobs, and this run has no teacher that names tokens"
         yield Violation("algorithm.loss", config.algorithm.loss, rule_text, f"algorithm=distillation {_TOPK}=64")
 
 
 def with_teachers_keys(violations: Iterable[Violation]) -> list[Violation]:
-    """Return the violations of a policy that is a teacher, under the teacher's keys, without those of other keys."""
+    """Return violations of `as_teacher(config)` under the teacher's keys, without those of other keys."""
 
     def named(text: str) -> str:
         return _OF_TEACHERS.sub("teacher.", text)
@@ -243,14 +227,8 @@ def check_teacher(config: Config) -> Iterator[Violation]:
         rule_text = f"is null, and algorithm={config.algorithm.name} learns from a teacher"
         yield Violation(TEACHER, None, rule_text, f"{TEACHER}=FOLDER, or a hub name (organisation/model)")
         return
-    of_a_policy = (
-        check_model,
-        check_parallel_groups,
-        check_sequence_parallel,
-        check_gpu_precision,
-        check_token_batches,
-    )
-    yield from with_teachers_keys(one for check in of_a_policy for one in check(as_teacher(config)))
+    checks = (check_model, check_parallel_groups, check_sequence_parallel, check_gpu_precision, check_token_batches)
+    yield from with_teachers_keys(one for check in checks for one in check(as_teacher(config)))
 
 
 @rule(TEACHER, "policy.model_name", _TOPK, options=DistillationConfig)
@@ -262,8 +240,7 @@ def check_largest_logits(config: Config) -> Iterator[Violation]:
     if topk > teacher.vocabulary:
         yield Violation(_TOPK, topk, f"exceeds the teacher's {teacher.vocabulary} tokens", f"{_TOPK}=64")
     if teacher.vocabulary > policy.vocabulary:
-        rule_text = f"has {teacher.vocabulary} tokens, and policy.model_name {policy.vocabulary}: it may name one that "
-        rule_text += "the policy does not have"
+        rule_text = f"may name one of {teacher.vocabulary} tokens, of which policy.model_name has {policy.vocabulary}"
         fix = f"{_TOPK}=null, or a teacher with as many tokens"
         yield Violation(TEACHER, config.teacher.model_name, rule_text, fix)
 
@@ -280,12 +257,13 @@ def check_distillation_loss(config: Config) -> Iterator[Violation]:
         yield Violation(f"{LOSS}.reward_coef", coefficient, rule_text, f"{LOSS}.reward_coef=0.0, or {_TOPK}=null")
     term = options.loss_fn.policy_loss
     if term in ("clip_cov", "kl_cov") and options.topk_logits_k is None:
-        rule_text = "compares advantages that a step has before a policy is asked, and a teacher's are of its logprobs"
+        rule_text = "compares advantages, and a teacher's depend on the logprobs that this loss is computed from"
         yield Violation(f"{LOSS}.policy_loss", term, rule_text, f"{LOSS}.policy_loss=clip")
 
 
 @rule("logger")
 def check_trackers(config: Config) -> Iterator[Violation]:
+    # Without a key W&B asks for one on a terminal, once the model is fetched.
     if config.logger.wandb_enabled and config.logger.wandb.mode == "online" and not _has_wandb_key():
         fix = "run `wandb login`, set WANDB_API_KEY, or logger.wandb.mode=offline"
         yield Violation("logger.wandb.mode", "online", "W&B has no API key on this machine", fix)
@@ -295,7 +273,7 @@ def check_trackers(config: Config) -> Iterator[Violation]:
 
 
 def _has_wandb_key() -> bool:
-    # A self-hosted server may need no key, or a key that is kept elsewhere. W&B reports it if one is missing.
+    # A self-hosted server may need no key.
     if os.environ.get("WANDB_BASE_URL"):
         return True
     try:

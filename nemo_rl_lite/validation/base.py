@@ -1,7 +1,6 @@
-"""Rules about keys that contradict each other.
+"""Rules about keys that contradict each other: functions that yield violations.
 
-A rule refuses a run that would crash or hang after minutes, or that would train something else than asked. It names the
-sections and keys that it reads, and is skipped where one of them has a wrong type; `options` limits it to algorithms.
+A rule refuses a run that would crash or hang after minutes, or that would train something other than what was asked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ RULES: list[Rule] = []
 
 
 def rule(*reads: str, options: type[AlgorithmConfig] = AlgorithmConfig) -> Callable[[Check], Check]:
-    """Register a check, the sections and keys that it reads, and the algorithms that it is for."""
+    """Register a check for these algorithms. It is skipped if a section or key that it `reads` has a wrong type."""
 
     def register(check: Check) -> Check:
         RULES.append(Rule(reads, check, options))

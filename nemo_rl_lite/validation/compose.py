@@ -1,9 +1,6 @@
-"""Hydra's composed configuration -> a validated `Config`, and readable errors for everything that is wrong with it.
+"""Compose and validate a configuration, and report everything that is wrong with it at once.
 
-Hydra composes, pydantic checks types and ranges, `rules/` checks what fields mean together. Every violation is
-reported at once, before anything heavy is imported.
-
-What pydantic finds wrong with types and ranges, in this project's words.
+Hydra composes, pydantic checks types and ranges, the rules of this room check combinations. Nothing heavy is imported.
 """
 
 import copy
@@ -44,7 +41,7 @@ _EXPECTED = {
 
 _FILES = ("data.train_path", "data.validation_path")
 
-# What a pattern of the schema stands for.
+# What the patterns of the schema demand.
 _PATTERNS = {
     RUN_NAME: "must be the name of a folder: at most 200 letters, no slash, and no space or dot in front",
     USER_CODE: "must be a dotted path (package.module.Class) or a file (path/to/file.py:Class)",
@@ -53,13 +50,13 @@ _PATTERNS = {
 
 
 def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFAULT_ALGORITHM) -> Violation:
-    """Return the violation that an error of pydantic is, by its key. `known`: the keys that there are."""
+    """Return an error of pydantic as a violation. `known`: all keys."""
     location = [str(part) for part in details["loc"]]
     if location[0] == "algorithm":
         del location[1:2]  # pydantic's name of the variant
     kind, given, context = details["type"], details["input"], details.get("ctx", {})
     if kind not in ("unexpected_keyword_argument", "missing") and ".".join(location) not in known:
-        # pydantic adds the name of the type that the value might have had.
+        # pydantic adds the name of a type that the value could have had.
         location = location[:-1] if ".".join(location[:-1]) in known and not location[-1].isdigit() else location
     key = ".".join(location)
     if is_of_variant(details):
@@ -75,16 +72,13 @@ def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFA
     if kind == "string_type" and key in _FILES:
         return Violation(key, given, "must be the name of a file", f"{key}='data/*.jsonl' for several")
     given = "null" if given is None else given
-    fix = f"choose one of: {expected}" if expected else f"set {key} to a value that {_is(rule)}"
+    value = rule.replace("must be", "is", 1).replace("must not be", "is not", 1)
+    fix = f"choose one of: {expected}" if expected else f"set {key} to a value that {value}"
     return Violation(key, given, rule, f"set {key} to such a value" if "pattern" in context else fix)
 
 
-def _is(rule: str) -> str:
-    return rule.replace("must be", "is", 1).replace("must not be", "is not", 1)
-
-
 def merged(violations: Sequence[Violation]) -> list[Violation]:
-    """One violation a key: where a value may be of several types, pydantic reports each that it is not."""
+    """Join violations of the same key: pydantic reports each type that a value may have and does not."""
     found: dict[str, Violation] = {}
     for one in violations:
         first = found.get(one.key)
@@ -95,7 +89,7 @@ def merged(violations: Sequence[Violation]) -> list[Violation]:
 
 
 def is_of_variant(details: ErrorDetails) -> bool:
-    """Whether the error is that no variant of a section is named."""
+    """Return whether the error is that no variant of a section is named."""
     return details["type"].startswith("union_tag")
 
 
@@ -106,7 +100,7 @@ def _default_length(model: object, of_the_embedded: int, most: int) -> int:
     try:
         shape = read_model_shape(str(model))
     except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):
-        # A rule reports it.
+        # `check_model` reports it.
         return most
     # The shape of a hub model may not be known yet.
     return min(most, shape.max_positions) if shape else most
@@ -128,7 +122,7 @@ def _default_rate(model: object, of_the_embedded: float, of_others: float, train
 
 
 def _tokens(length: object, otherwise: int) -> int:
-    """Return the length; `otherwise` if it is no number of tokens, which is reported as an error of its key."""
+    """Return the length, or `otherwise` if it is no number of tokens, which is reported for its key."""
     return length if isinstance(length, int) and length > 0 else otherwise
 
 
@@ -144,7 +138,7 @@ def compose_config(arguments: Sequence[str] = ()) -> Config:
     """
     overrides, violations = check_overrides(arguments)
     if violations and not overrides:
-        # The defaults are valid.
+        # Only defaults are left, which are valid.
         raise ConfigError(violations)
     try:
         config = resolve(compose_files(overrides))
@@ -156,7 +150,7 @@ def compose_config(arguments: Sequence[str] = ()) -> Config:
 
 
 def resolve(composed: DictConfig, matters: Callable[[Violation], bool] = lambda _: True) -> Config:
-    """Turn Hydra's composed configuration into a typed, frozen `Config`. Broken rules count where they `matter`.
+    """Turn Hydra's composed configuration into a typed, frozen `Config`. Only broken rules that `matter` count.
 
     Raises:
         ConfigError: listing every unknown key, wrong type and broken rule.
@@ -166,28 +160,24 @@ def resolve(composed: DictConfig, matters: Callable[[Violation], bool] = lambda 
     violations = [_naming_its_variable(one, composed) for one in (*violations, *type_violations)]
     unusable = frozenset(violation.key for violation in violations)
     if config is None:
-        # Rules still speak about the keys that are fine: put defaults in place of those that are not.
+        # Check the rules with defaults in place of unusable values.
         config, _ = _validate(_with_defaults(values, unusable))
     if config is not None:
         violations += filter(matters, check_rules(config, unusable))
     if violations or config is None:
         keys = {one.key for one in violations}
-        # What follows from a wrong value is no problem of its own.
+        # Leave out what follows from another wrong value.
         raise ConfigError([one for one in violations if keys.isdisjoint(_references(composed, one.key))])
     return config
 
 
 def default_values(algorithm: str) -> dict[str, Any]:
-    """The configuration of this algorithm and nothing else, which may lack what a command must give."""
+    """Return this algorithm's default configuration, without required values."""
     return copy.deepcopy(_defaults(algorithm))
 
 
 def restore(text: str) -> Config:
-    """A configuration that a run has written down (JSON).
-
-    Raises:
-        ConfigError: it is of another version of this package.
-    """
+    """Read a configuration that a run has written (JSON). Raises ConfigError: another version of this package did."""
     try:
         return TypeAdapter(Config).validate_json(text)
     except ValidationError as error:
@@ -195,7 +185,7 @@ def restore(text: str) -> Config:
 
 
 def _plain(composed: DictConfig) -> tuple[dict[str, Any], list[Violation]]:
-    """Resolve interpolations leaf by leaf, so that one that fails does not hide the others."""
+    """Resolve interpolations one by one, so that one that fails does not hide the others."""
     violations: list[Violation] = []
 
     def visit(node: Any, prefix: str) -> Any:
@@ -243,13 +233,12 @@ def _validate(values: dict[str, Any]) -> tuple[Config | None, list[Violation]]:
         # As JSON, because strict mode takes mappings for dataclasses only from there.
         return TypeAdapter(Config).validate_json(json.dumps(values)), []
     except ValidationError as error:
-        errors = [details for details in error.errors(include_url=False) if not _is_reported(details)]
+        errors = [
+            one
+            for one in error.errors(include_url=False)
+            if one["input"] != _UNUSABLE and not (is_of_variant(one) and one["input"].get("name") == _UNUSABLE)
+        ]
         return None, merged([described(details, known_keys(), _algorithm(values)) for details in errors])
-
-
-def _is_reported(details: ErrorDetails) -> bool:
-    given = details["input"]
-    return given == _UNUSABLE or (is_of_variant(details) and given.get("name") == _UNUSABLE)
 
 
 def _algorithm(values: dict[str, Any]) -> str:
@@ -258,7 +247,7 @@ def _algorithm(values: dict[str, Any]) -> str:
 
 
 def _with_defaults(values: dict[str, Any], unusable: frozenset[str]) -> dict[str, Any]:
-    """A copy of `values` in which the keys of `unusable` have their default, or are gone where they have none."""
+    """Return a copy of `values` with defaults for the keys of `unusable`; those without a default are gone."""
     repaired, defaults = copy.deepcopy(values), _defaults(_algorithm(values))
     for key in unusable:
         section, _, name = key.rpartition(".")
@@ -276,7 +265,7 @@ def _defaults(algorithm: str) -> dict[str, Any]:
 
 
 def _at(node: Any, path: str) -> Any:
-    """The node at a dotted path, or None."""
+    """Return the node at a dotted path, or None."""
     for name in path.split(".") if path else ():
         node = node.get(name) if isinstance(node, dict) else None
     return node

@@ -1,4 +1,4 @@
-"""Rules about data: files can be read, columns exist, tasks exist."""
+"""Rules about data: files, columns, templates and tasks."""
 
 import dataclasses
 import logging
@@ -8,6 +8,7 @@ from itertools import combinations
 
 from nemo_rl_lite.config.schema import Config, DataConfig
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
+from nemo_rl_lite.config.sizes import validates
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import MissingColumnError, template_columns
 from nemo_rl_lite.data.formats import CHATS, NEEDS_NEGATIVES, PAIRS, PROBLEMS, RowFormat, format_of
@@ -40,7 +41,7 @@ def check_source(config: Config) -> Iterator[Violation]:
 
 @rule("data")
 def check_rows(config: Config) -> Iterator[Violation]:
-    """Check how rows are read, and then the first rows of files."""
+    """Check templates and columns, and with them the first rows of files."""
     data, wrong = config.data, [*_texts(config.data)]
     wrong += [] if wrong or data.name not in ROWS else _columns(config, format_of(config))
     yield from wrong
@@ -82,7 +83,7 @@ def _texts(data: DataConfig) -> Iterator[Violation]:
 
 
 def _columns(config: Config, kind: RowFormat) -> Iterator[Violation]:
-    """Yield columns that are missing, read as two, or shown to a model that has to answer with them."""
+    """Yield columns that are missing, read twice, or that show the model its answer."""
     data = config.data
     if kind is CHATS and data.messages_column is not None:
         for other in ("response_column", "prompt_template"):
@@ -107,7 +108,7 @@ def _columns(config: Config, kind: RowFormat) -> Iterator[Violation]:
 
 
 def _right_columns(data: DataConfig, error: DataError, kind: RowFormat) -> str:
-    """Return the fix for a row that cannot be read; it names the key of a missing column."""
+    """Return the fix for a row that cannot be read: the key of the missing column, if that is why."""
     if isinstance(error, MissingColumnError) and error.name not in template_columns(data.prompt_template or ""):
         named = dataclasses.asdict(data).items()
         if keys := [f"data.{field}" for field, name in named if field.endswith("_column") and name == error.name]:
@@ -118,17 +119,16 @@ def _right_columns(data: DataConfig, error: DataError, kind: RowFormat) -> str:
     return "correct the path, or the columns, template or pattern of data"
 
 
-@rule("data", "algorithm.val_at_start", "algorithm.val_at_end", "algorithm.val_period")
+@rule("data", "algorithm")
 def check_validation_data(config: Config) -> Iterator[Violation]:
-    data, algorithm, fraction = config.data, config.algorithm, "data.validation_fraction"
-    validates = algorithm.val_at_start or algorithm.val_at_end or algorithm.val_period
-    if data.name == "reasoning_gym" and validates and not data.validation_fraction:
+    data, fraction = config.data, "data.validation_fraction"
+    if data.name == "reasoning_gym" and validates(config) and not data.validation_fraction:
         rule_text = "holds nothing out, but validation is on"
         yield Violation(fraction, data.validation_fraction, rule_text, f"{fraction}=0.1")
-    if data.name not in ROWS:
+    if data.name not in ROWS or (data.name == "file" and data.train_path is None):
         return
     key = "data.validation_path" if data.name == "file" else "data.validation_split"
-    if validation_source(data) is None and not data.validation_fraction and validates:
+    if validation_source(data) is None and not data.validation_fraction and validates(config):
         off = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
         yield Violation(key, None, "is null, but validation is on", f"name one, or {fraction}=0.05, or {off}")
     if validation_source(data) is not None and data.validation_fraction:
@@ -162,10 +162,10 @@ def check_task(config: Config) -> Iterator[Violation]:
 
 
 def check_epochs(config: Config, prompts: int) -> None:
-    """Warn where a step samples a prompt twice. `prompts`: those of an epoch; 0 where the data has no end.
+    """Warn if a step samples a prompt twice. `prompts`: those of an epoch; 0 for endless data.
 
     Raises:
-        ConfigError: prompts that have no epochs cannot rest.
+        ConfigError: `rest_epochs` needs data with epochs.
     """
     options = config.options(GRPOConfig)
     key, a_step = "algorithm.rest_epochs", options.num_prompts_per_step

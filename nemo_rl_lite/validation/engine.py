@@ -36,7 +36,7 @@ _OWNED = {
     "max_lora_rank": "policy.megatron_cfg.peft.dim",
     "lora_target_modules": "policy.megatron_cfg.peft.target_modules",
     "fully_sharded_loras": None,
-    # It would make the engine's model another than the policy's.
+    # The engine's model would differ from the policy's.
     "hf_overrides": None,
 }
 # What vLLM 0.24 asserts when a layer of FP8 blocks runs.
@@ -53,15 +53,11 @@ def check_engine_gpus(config: Config) -> Iterator[Violation]:
         yield Violation(key, size, f"the {config.generation.backend} engine uses one GPU", f"{key}=1")
     if not on_gpus(config):
         return
-    gpus, wanted = generation_gpus(config), config.generation.data_parallel_size
-    on_one_node = min(gpus, config.cluster.gpus_per_node)
+    on_one_node = min(generation_gpus(config), config.cluster.gpus_per_node)
     if on_one_node % size:
         sizes = [divisor for divisor in range(1, on_one_node + 1) if on_one_node % divisor == 0]
         rule_text = f"must divide the {on_one_node} GPUs that generation has on a node"
         yield Violation(key, size, rule_text, f"one of {sizes}")
-    elif wanted is not None and wanted * size != gpus:
-        rule_text = f"engines of {size} GPUs each fill {gpus} GPUs: there are {gpus // size}"
-        yield Violation("generation.data_parallel_size", wanted, rule_text, "generation.data_parallel_size=null")
 
 
 @rule("generation", "cluster", "agent", "policy.router_replay", options=RolloutAlgorithmConfig)
@@ -100,12 +96,6 @@ def check_sampling(config: Config) -> Iterator[Violation]:
         if value and not lowest <= value <= highest:
             rule_text = f"the {generation.backend} engine takes {lowest:g} to {highest:g}"
             yield Violation(key, value, rule_text, f"{key}={min(max(value, lowest), highest):g}")
-    if "" in generation.stop_strings:
-        key = "generation.stop_strings"
-        yield Violation(key, generation.stop_strings, "an empty string stops at once", f"{key}=[]")
-    if generation.top_k == 1:
-        rule_text = "leaves one token to choose, so all responses to a prompt are the same, and no advantage is left"
-        yield Violation("generation.top_k", 1, rule_text, "generation.top_k=null")
 
 
 @rule("generation.max_new_tokens", "policy.max_total_sequence_length", options=RolloutAlgorithmConfig)
@@ -126,10 +116,7 @@ def check_vllm_kwargs(config: Config) -> Iterator[Violation]:
     draft = given.get("speculative_config")
     method = draft.get("method") if isinstance(draft, dict) else draft
     if draft is not None and method != "ngram":
-        key, rule_text = (
-            f"{_KWARGS}.speculative_config",
-            "must be ngram: no refit brings the weights of other drafts",
-        )
+        key, rule_text = f"{_KWARGS}.speculative_config", "must be ngram: no refit brings the weights of other drafts"
         example = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}"
         yield Violation(f"{key}.method", method, rule_text, f"'+{key}={example}'")
 

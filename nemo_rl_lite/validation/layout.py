@@ -1,4 +1,4 @@
-"""Rules about the policy: its ranks, the model that they share, batches, the optimizer, adapters, offload, graphs."""
+"""Rules about the policy: ranks, model, batches, optimizer, adapters, offload, graphs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ _RANKS = ("cluster", "generation.colocated", MEGATRON)
 
 
 def known_shape(name: str | None) -> ModelShape | None:
-    """Return a model's shape; None where it is unknown, or where `check_model` reports the model."""
+    """Return a model's shape; None if it is unknown, or if `check_model` refuses the model."""
     try:
         return None if name is None else read_model_shape(name)
     except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):
@@ -82,7 +82,7 @@ def check_generation_gpus(config: Config) -> Iterator[Violation]:
 @rule(*_RANKS)
 def check_parallel_groups(config: Config) -> Iterator[Violation]:
     dims = parallel_dims(config)
-    # Without a rank, `check_generation_gpus` has spoken.
+    # `check_generation_gpus` refuses a policy without ranks.
     if dims.world and not dims.fills_world:
         more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={dims.replica}"
         sizes = f"tensor ({dims.tp}) x pipeline ({dims.pp})" + (f" x context ({dims.cp})" if dims.cp > 1 else "")
@@ -96,10 +96,8 @@ def check_parallel_groups(config: Config) -> Iterator[Violation]:
 @rule("cluster", MEGATRON)
 def check_sequence_parallel(config: Config) -> Iterator[Violation]:
     parallel = config.policy.megatron_cfg
-    if parallel.sequence_parallel and not on_gpus(config):
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 and not on_gpus(config):
         yield Violation(_SEQUENCE, True, "megatron-core's norms on a CPU do not split sequences", f"{_SEQUENCE}=false")
-    elif parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        yield Violation(_SEQUENCE, True, "splits over tensor-parallel ranks, and there is one", f"{_SEQUENCE}=false")
 
 
 @rule("cluster", "policy")
@@ -420,14 +418,6 @@ def check_adapters(config: Config) -> Iterator[Violation]:
     if peft.dim % tensor:
         fix = f"{_PEFT}.dim={-(-peft.dim // tensor) * tensor}"
         yield Violation(f"{_PEFT}.dim", peft.dim, f"is split over tensor-parallel ranks ({tensor})", fix)
-
-
-@rule(_PEFT, options=RolloutAlgorithmConfig)
-def check_adapter_dropout(config: Config) -> Iterator[Violation]:
-    peft, key = config.policy.megatron_cfg.peft, f"{_PEFT}.dropout"
-    if peft.enabled and peft.dropout:
-        rule_text = "would make training's logprobs differ from those of the ratios, which are computed without dropout"
-        yield Violation(key, peft.dropout, rule_text, f"{key}=0.0")
 
 
 @rule("cluster", "policy")

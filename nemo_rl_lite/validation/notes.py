@@ -1,4 +1,4 @@
-"""What a command is told without being refused, because it may be what is meant."""
+"""Notes: what a command is told without being refused, because it may be meant."""
 
 import dataclasses
 import logging
@@ -12,7 +12,7 @@ from nemo_rl_lite.config.algorithms import compares
 from nemo_rl_lite.config.keys import known_variables, unread_variables
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import LossConfig, RolloutAlgorithmConfig
-from nemo_rl_lite.config.sizes import optimizer_steps, samples_per_step
+from nemo_rl_lite.config.sizes import optimizer_steps, samples_per_step, validates
 from nemo_rl_lite.validation.algorithm import LOSS, reads_ratios
 from nemo_rl_lite.validation.layout import BATCH, MEGATRON
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
-    """What to tell who gives a command with the keys `given`."""
+    """Yield the notes on a command with the keys `given`."""
     if unread := unread_variables():
         known = ", ".join(sorted(known_variables()))
         yield f"without effect, because nothing reads it: {', '.join(unread)} (read are {known})"
@@ -28,12 +28,17 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
         yield idle
     if any(key.startswith(f"{MEGATRON}.scheduler.") for key in given):
         yield from _schedule_notes(config)
-    yield from filter(None, (_estimate_as_a_reward(config), _steps_without_a_ratio(config)))
+    if config.data.validation_fraction and not validates(config):
+        key = f"data.validation_fraction = {config.data.validation_fraction:g}"
+        yield f"{key}: these rows are withheld from training, and this run does not validate"
+    if isinstance(loss := getattr(config.algorithm, "loss_fn", None), LossConfig):
+        yield from filter(None, (_kl_estimate(config, loss), _steps_without_a_ratio(config, loss)))
+        yield from _adapter_dropout(config)
     yield from _unread_environment(config)
 
 
 def notes_elsewhere(config: Config) -> Iterator[str]:
-    """What to tell who plans a run, or submits it, which a run itself would refuse: it may be on another machine."""
+    """Yield notes of a command that plans or submits a run for another machine; here the run would be refused."""
     named = config.checkpoint.resume_from
     if named is not None and not Path(named).expanduser().is_dir():
         yield f"checkpoint.resume_from = {named}: there is no such folder here"
@@ -46,7 +51,7 @@ def show_notes(found: Iterable[str]) -> None:
 
 
 def _unread_environment(config: Config) -> Iterator[str]:
-    """The variables of trackers that the configuration's own keys replace."""
+    """Yield the environment variables of trackers that keys override."""
     logger = config.logger
     keys = {
         "MLFLOW_TRACKING_URI": ("mlflow.tracking_uri", logger.mlflow.tracking_uri, logger.mlflow_enabled),
@@ -64,7 +69,7 @@ def _unread_environment(config: Config) -> Iterator[str]:
 
 
 def note_total_steps(config: Config, total: int) -> None:
-    """Warn of a schedule that does not fit a run that ends after `total` steps, by its epochs."""
+    """Warn of a schedule that does not fit a run whose epochs end after `total` steps."""
     if total != config.algorithm.max_num_steps:
         options = dataclasses.replace(config.algorithm, max_num_steps=total)
         for note in _schedule_notes(dataclasses.replace(config, algorithm=options)):
@@ -72,7 +77,7 @@ def note_total_steps(config: Config, total: int) -> None:
 
 
 def _schedule_notes(config: Config) -> Iterator[str]:
-    """Yield that the learning rate never reaches its maximum, or its minimum, as far as the steps are known."""
+    """Yield that the learning rate never reaches its maximum or minimum, if the number of steps is known."""
     steps, scheduler = config.algorithm.max_num_steps, config.policy.megatron_cfg.scheduler
     if steps is None:
         return
@@ -86,30 +91,36 @@ def _schedule_notes(config: Config) -> Iterator[str]:
         yield f"{key} = {scheduler.lr_decay_iters}: the run has {steps} optimizer steps, {rule}"
 
 
-def _estimate_as_a_reward(config: Config) -> str | None:
-    """Return a note about an estimator of the KL whose value in the reward has another gradient than the KL's."""
-    loss = getattr(config.algorithm, "loss_fn", None)
-    if not isinstance(loss, LossConfig) or not (loss.use_kl_in_reward and compares(config)):
-        return None
-    kind = f"{LOSS}.reference_policy_kl_type"
-    if loss.reference_policy_kl_type == "k1":
-        return None
-    return (
-        f"{kind} = {loss.reference_policy_kl_type}: with {LOSS}.use_kl_in_reward it hardly holds the policy near the "
-        f"reference, because as a reward only k1 has the gradient of the KL ({kind}=k1)"
-    )
+def _kl_estimate(config: Config, loss: LossConfig) -> str:
+    """Return a note on an estimator of the KL whose gradient is not the KL's. Empty if there is none."""
+    kind, estimate = f"{LOSS}.reference_policy_kl_type", loss.reference_policy_kl_type
+    if not compares(config) or config.algorithm.loss is not None:
+        return ""
+    if loss.use_kl_in_reward and estimate != "k1":
+        why = f"with {LOSS}.use_kl_in_reward it hardly holds the policy near the reference, because as a reward only k1"
+        return f"{kind} = {estimate}: {why} has the gradient of the KL ({kind}=k1)"
+    if not loss.use_kl_in_reward and estimate == "k1" and not loss.use_bias_correction_kl:
+        why = "its gradient averages to zero, so it hardly holds the policy near the reference"
+        return f"{kind} = k1: {why} ({LOSS}.use_bias_correction_kl=true, or {kind}=k2)"
+    return ""
 
 
-def _steps_without_a_ratio(config: Config) -> str | None:
-    """Return a note about further optimizer steps on a rollout whose loss ignores that the policy has moved since.
-    NeMo-RL takes them as well (`disable_ppo_ratio`); TRL's RLOO has a clipped ratio."""
-    loss, steps = getattr(config.algorithm, "loss_fn", None), 1
-    if isinstance(loss, LossConfig) and loss.policy_loss == "reinforce" and reads_ratios(config):
-        steps = optimizer_steps(config)
-    if steps == 1 or getattr(config.algorithm, "loss", None) is not None:
-        return None
+def _steps_without_a_ratio(config: Config, loss: LossConfig) -> str:
+    """Return a note on optimizer steps that ignore that the policy has changed since the rollout. Empty if there are
+    none. NeMo-RL takes them as well (`disable_ppo_ratio`); TRL's RLOO has a clipped ratio."""
+    if loss.policy_loss != "reinforce" or config.algorithm.loss is not None or not reads_ratios(config):
+        return ""
+    if (steps := optimizer_steps(config)) == 1:
+        return ""
     return (
         f"{LOSS}.policy_loss = reinforce: a rollout has {steps} optimizer steps, and without a ratio all but the "
         "first train on samples of older weights as if they were new "
         f"({BATCH}={samples_per_step(config)} makes one step, {LOSS}.policy_loss=clip has a ratio)"
     )
+
+
+def _adapter_dropout(config: Config) -> Iterator[str]:
+    peft = config.policy.megatron_cfg.peft
+    if peft.enabled and peft.dropout:
+        why = "training applies it, and the logprobs that ratios compare with are computed without it"
+        yield f"{MEGATRON}.peft.dropout = {peft.dropout:g}: {why}, so that ratios are not exactly 1 on a fresh rollout"

@@ -42,8 +42,9 @@ import sys
 package, files = sys.argv[1], set()
 def note(frame, event, _):
     code = frame.f_code
-    # Of modules and classes, whose bodies run once, the names of locals are not fast.
-    if event == "call" and code.co_flags & 2 and code.co_filename.startswith(package):
+    # Bodies of modules and classes have no fast locals. Generators in them and type parameters run with them.
+    own = code.co_flags & 2 and not code.co_name.startswith("<generic") and code.co_qualname != "<genexpr>"
+    if event == "call" and own and code.co_filename.startswith(package):
         files.add(code.co_filename)
 sys.path.insert(0, package.rpartition("/nemo_rl_lite/")[0])
 sys.setprofile(note)

@@ -94,6 +94,8 @@ def test_a_command_that_cannot_start(line, failed):
         ("reward_fn=tests.unit.validation.own.score", "reward.name=tests.unit.validation.own.score"),
         ("policy.lr=1e-4", "policy.megatron_cfg.optimizer.lr=1e-4"),
         ("policy.generation.temperature=0.9", "generation.temperature=0.9"),
+        ("actor_rollout_ref.rollout.name=vllm", "generation=vllm"),
+        ("trainer.logger=[console,wandb]", "logger.wandb_enabled=true"),
     ],
 )
 def test_a_fix_works_when_it_is_typed(given, fix, monkeypatch):

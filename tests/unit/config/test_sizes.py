@@ -2,7 +2,15 @@
 
 import pytest
 
-from nemo_rl_lite.config.sizes import batch_mode, engines, generation_gpus, on_gpus, parallel_dims, policy_ranks
+from nemo_rl_lite.config.sizes import (
+    batch_mode,
+    bucket_size,
+    engines,
+    generation_gpus,
+    on_gpus,
+    parallel_dims,
+    policy_ranks,
+)
 from nemo_rl_lite.validation.compose import compose_config
 
 APART = "generation.colocated.enabled=false"
@@ -64,3 +72,16 @@ def test_who_gets_how_many(overrides, ranks, gpus, number_of_engines, replicas):
 def test_packing_is_the_default_where_transformer_engine_can(overrides, on_gpu, mode):
     fits = ["policy.max_total_sequence_length=32"]
     assert batch_mode(compose_config([*overrides, *fits, "generation.max_new_tokens=8"]).policy, on_gpu) == mode
+
+
+@pytest.mark.parametrize(
+    ("ratio", "given", "memory", "nbytes"),
+    [
+        ("0.02", "null", 80 * 2**30, int(80 * 2**30 * 0.02)),
+        ("0.5", "null", 2**40, 5 * 2**30),
+        ("0.5", "1000", 2**40, 1000),
+    ],
+)
+def test_a_bucket_of_a_refit_is_a_share_of_the_memory(ratio, given, memory, nbytes):
+    config = compose_config([f"refit.buffer_memory_ratio={ratio}", f"refit.bucket_bytes={given}"])
+    assert bucket_size(config.refit, memory) == nbytes

@@ -152,7 +152,8 @@ def test_presets_are_those_of_the_configuration():
     assert set(budgets) == {path.stem for path in (ROOT / "configs" / "offload").glob("*.yaml")}
     assert budgets["pinned"].device[Phase.GENERATE] < budgets["none"].device[Phase.GENERATE]
     assert budgets["cpu_optimizer"].device[Phase.TRAIN] < budgets["none"].device[Phase.TRAIN]
-    assert "makes room for engines" in dict(preset_budgets(SFT, MODEL, GPU))["pinned"]
+    adapters = dict(preset_budgets([*SFT, "policy.megatron_cfg.peft.enabled=true"], MODEL, GPU))
+    assert "frozen with adapters" in adapters["activations"]
 
 
 def test_plans_are_within_a_tenth_of_what_runs_measured(monkeypatch):

@@ -157,7 +157,10 @@ def test_what_sbatch_says_against_a_job_is_shown(capsys, site, monkeypatch):
 
 
 WRONG = {
-    ("policy.lr=1e-4",): ["policy.lr", "fix: policy.megatron_cfg.optimizer.lr=1e-4"],
+    ("policy.lr=1e-4",): ["policy.lr", "policy.megatron_cfg.optimizer.lr"],
+    ("--gres=gpu:h100:4", *TWO_NODES): ["--gres", "cluster.gpus_per_node = 8 need 8"],
+    ("--sbatch=--gpus-per-node=4", *TWO_NODES): ["--gpus-per-node", "need 8"],
+    ("--sbatch=-G 8", *TWO_NODES): ["-G 8", "need 16"],
     ("--log=logs/%j/out.txt",): ["--log = 'logs/%j/out.txt'", "exists before the job"],
     ("hydra.run.dir=s3://bucket/run",): ["hydra.run.dir", "is an address"],
     ("hydra.run.dir=outputs/${now:%H}",): ["hydra.run.dir", "must stay the same when the job is requeued"],

@@ -56,6 +56,8 @@ CASES = {
     "generation.top_p=0": "generation.top_p",
     "policy.megatron_cfg=null": "policy.megatron_cfg",
     "algorithm=sft algorithm.num_prompts_per_step=4": "algorithm=grpo",
+    "algorithm=GRPO": "did you mean algorithm=grpo?",
+    "data=openai/gsm8k": "data=hub data.path=openai/gsm8k",
     "algorithm.name=sft": "algorithm=sft",
     "algorithm=sftt": "algorithm=sft",
     # Ranks, and the model that they share.
@@ -70,7 +72,7 @@ CASES = {
     f"cluster.cpu_ranks=2 {CP}=2": CP,
     f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 policy.dynamic_batching.enabled=true": CP,
     f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=8 {CP}=8 {MEGATRON}.cp_comm_type=a2a": "cp_comm_type",
-    f"{MEGATRON}.sequence_parallel=true": f"{MEGATRON}.sequence_parallel",
+    f"{MEGATRON}.sequence_parallel=true {TP}=2 cluster.cpu_ranks=2": f"{MEGATRON}.sequence_parallel",
     f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=8 {TP}=2": f"{MEGATRON}.sequence_parallel=true",
     f"{EP}=2": EP,
     f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=16 {EP}=16": "8 experts",
@@ -107,7 +109,6 @@ CASES = {
     f"{GPU} {PEFT}.enabled=true {ACTIVATIONS}=true {MODULES}=[core_attn]": ACTIVATIONS,
     f"cluster.cpu_ranks=2 {TP}=2 {PEFT}.enabled=true {PEFT}.dim=3": f"{PEFT}.dim=4",
     f"{PEFT}.enabled=true {EP}=2 cluster.cpu_ranks=2": f"{PEFT}.enabled",
-    f"{PEFT}.enabled=true {PEFT}.dropout=0.1": f"{PEFT}.dropout",
     f"{SERVED} {PEFT}.dim=513": f"{PEFT}.dim",
     f"{SERVED} policy.model_name=MOE": LORA,
     f"{SERVED} +{KWARGS}.load_format=dummy": f"{KWARGS}.load_format",
@@ -117,8 +118,6 @@ CASES = {
     f"{VLLM} {GRAPHS} policy.offload_for_generation=[gradients]": "policy.offload_for_generation",
     # Losses and the options of algorithms.
     f"{LOSS}.sequence_level_importance_ratios=true": f"{LOSS}.token_level_loss=false",
-    f"{LOSS}.reference_policy_kl_type=k1 {LOSS}.use_bias_correction_kl=false": f"{LOSS}.use_bias_correction_kl",
-    f"{LOSS}.ratio_clip_c=1.1": f"{LOSS}.ratio_clip_c",
     f"{IS} {TYPE}=icepop": TYPE,
     f"{LOSS}.policy_loss=kl_cov {LOSS}.use_kl_in_reward=true": f"{LOSS}.use_kl_in_reward",
     f"{LOSS}.force_on_policy_ratio=true policy.train_global_batch_size=32": f"{LOSS}.force_on_policy_ratio",
@@ -132,7 +131,6 @@ CASES = {
     "algorithm=dpo algorithm.preference_loss=apo_zero algorithm.f_divergence=forward_kl": "algorithm.f_divergence",
     "algorithm=kto policy.train_global_batch_size=1": BATCH,
     "algorithm=sft algorithm.max_num_steps=null": "algorithm.max_num_steps",
-    "checkpoint.must_save_by=60:00 checkpoint.save_period=0": "checkpoint.must_save_by",
     "algorithm.loss=no_such_package.Loss": "algorithm.loss",
     "algorithm.loss=torn.py:Loss": "torn.py, line 2",
     "algorithm.loss=tests.unit.validation.losses.Unheard": "algorithm.loss",
@@ -141,7 +139,7 @@ CASES = {
     "algorithm.loss=tests.unit.validation.losses.Text": "needs",
     "algorithm.loss=tests.unit.validation.losses.Topk +algorithm.loss_kwargs.topk=0": "topk",
     "algorithm.loss=tests.unit.validation.losses.OfTeacher": "algorithm.topk_logits_k=64",
-    "algorithm.loss=nemo_rl_lite.losses.dpo.DPOLoss": "algorithm=dpo",
+    "algorithm.loss=nemo_rl_lite.losses.supervised.DPOLoss": "made from DPOConfig",
     # A teacher.
     "algorithm=distillation": "teacher.model_name",
     f"{TAUGHT} cluster.cpu_ranks=2 teacher.megatron_cfg.tensor_model_parallel_size=4": "teacher.megatron_cfg.tensor_mo",
@@ -189,12 +187,9 @@ CASES = {
     # Engines.
     "generation.vllm_cfg.tensor_parallel_size=2": "generation.data_parallel_size",
     "cluster.gpus_per_node=4 generation.vllm_cfg.tensor_parallel_size=3": "generation.vllm_cfg.tensor_parallel_size",
-    "cluster.gpus_per_node=4 generation.data_parallel_size=3": "generation.data_parallel_size",
     "policy.model_name=MOE policy.router_replay.enabled=true generation=transformers": "policy.router_replay.enabled",
     "generation.serve.enabled=true generation.serve.host=http://here": "generation.serve.host",
     "generation.temperature=2.5": "generation.temperature",
-    "generation.stop_strings=['']": "generation.stop_strings",
-    "generation.top_k=1": "generation.top_k",
     "generation.max_new_tokens=32": "policy.max_total_sequence_length=64",
     f"+{KWARGS}.dtype=half": "policy.precision",
     f"+{KWARGS}.speculative_config={{method:eagle}}": f"{KWARGS}.speculative_config",
@@ -269,6 +264,22 @@ def test_everything_is_reported_at_once():
     }
     found = problems([f"{key}={value}" for key, value in bad.items()])
     assert {one.key for one in found.violations} == {*bad}
+
+
+def test_no_problem_hides_another(capsys, places):
+    with pytest.raises(SystemExit) as exit_:
+        train.main(["-m", "--wrong", "policy.lr=1", "algorithm.seed=1,abc", "generation.top_p=2,3"])
+    told = capsys.readouterr().err
+    assert exit_.value.code == 2 and "5 problems" in told
+    for key in ("--wrong", "policy.lr", "algorithm.seed = 'abc'", "generation.top_p = 2", "generation.top_p = 3"):
+        assert told.count(f". {key}") == 1
+
+
+def test_a_wrong_key_and_a_wrong_folder_are_both_told(capsys, places):
+    with pytest.raises(SystemExit):
+        train.main(["policy.lr=1", f"hydra.run.dir={places['torn']}/run"])
+    told = capsys.readouterr().err
+    assert "policy.lr" in told and f"{places['torn']} is a file" in told
 
 
 def test_a_users_code_is_imported():

@@ -184,7 +184,6 @@ def test_hydras_own_flags_work(flags):
     [
         "reward.name=no.such.reward",
         "generation.max_new_tokens=32",
-        "generation.stop_strings=['']",
         "generation.vllm_cfg.tensor_parallel_size=2",
         "policy.logprob_batch_size=48",
         "policy.train_global_batch_size=384",

@@ -13,6 +13,7 @@ SCHEDULER = "policy.megatron_cfg.scheduler"
 POLICY_LOSS = "algorithm.loss_fn.policy_loss"
 KL = "algorithm.loss_fn.use_kl_in_reward=true", "algorithm.loss_fn.reference_policy_kl_penalty=0.05"
 KL_TYPE = "algorithm.loss_fn.reference_policy_kl_type"
+NO_VALIDATION = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
 ONE_STEP = "policy.train_global_batch_size=512"
 
 
@@ -29,10 +30,18 @@ def told(*arguments: str) -> str:
         ("algorithm.max_num_steps=1", ""),
         # On a CPU, engines of their own get weights through sockets.
         ("generation.colocated.enabled=false", ""),
+        ("algorithm=sft data=hub data.path=a/b data.validation_fraction=0.1", ""),
+        (
+            f"algorithm=sft data=hub data.path=a/b data.validation_fraction=0.1 {NO_VALIDATION}",
+            "withheld from training",
+        ),
+        ("policy.megatron_cfg.peft.enabled=true policy.megatron_cfg.peft.dropout=0.1", "peft.dropout = 0.1"),
+        ("algorithm=sft policy.megatron_cfg.peft.enabled=true policy.megatron_cfg.peft.dropout=0.1", ""),
+        (f"{KL_TYPE}=k1 algorithm.loss_fn.use_bias_correction_kl=false", f"{KL_TYPE} = k1"),
     ],
 )
 def test_notes(argument, key):
-    found = told(argument)
+    found = told(*argument.split())
     assert key in found and bool(found) == bool(key)
 
 

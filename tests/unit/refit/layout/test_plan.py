@@ -1,4 +1,4 @@
-from nemo_rl_lite.refit.layout import ALIGNMENT, bucket_size, make_plan
+from nemo_rl_lite.refit.layout import ALIGNMENT, make_plan
 
 
 def test_tensors_are_aligned_and_keep_their_order():
@@ -28,9 +28,3 @@ def test_the_hash_changes_with_anything_the_sides_must_agree_on():
         (tensors, 512),
     ]
     assert all(make_plan(*other).digest != digest for other in others)
-
-
-def test_bucket_size():
-    assert bucket_size(80 * 2**30, 0.02, None) == int(80 * 2**30 * 0.02)
-    assert bucket_size(2**40, 0.5, None) == 5 * 2**30
-    assert bucket_size(2**40, 0.5, 1000) == 1000
