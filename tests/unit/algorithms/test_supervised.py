@@ -22,9 +22,8 @@ from nemo_rl_lite.policy.interface import BatchRef, Work
 from nemo_rl_lite.system.stopping import Stopping
 from nemo_rl_lite.validation.compose import compose_config
 
-CONFIG = compose_config(
-    ["algorithm=sft", "algorithm.max_num_epochs=2", "algorithm.max_num_steps=null", "algorithm.val_period=2"]
-).algorithm
+SFT = compose_config(["algorithm=sft"]).algorithm
+CONFIG = dataclasses.replace(SFT, max_num_epochs=2, max_num_steps=None, val_period=2)
 ROWS = [TokenRow([1, 1, 1], [False, True, True]), TokenRow([1, 1, 1, 1], [False, False, False, True])]
 
 
