@@ -24,13 +24,13 @@ from nemo_rl_lite.rollout.store import Split
 
 log = logging.getLogger(__name__)
 
-# Divergences that a step's line shows, by their metrics: to the start, and to the teacher.
-SHOWN_KL = {"kl_penalty": "kl", "teacher_kl": "kl to teacher"}
+# Divergences on a step's line, by their metrics: to the start, and to the teacher.
+_SHOWN_KL = {"kl_penalty": "kl", "teacher_kl": "kl to teacher"}
 
 
 @dataclass
 class GRPO:
-    """Everything one run is made of. `run()` is the algorithm."""
+    """All parts of a run. `run()` is the algorithm."""
 
     config: GRPOConfig
     loss: Loss
@@ -41,18 +41,18 @@ class GRPO:
     scored: Sequence[Scored]
     """Models that need a separate logprob pass."""
     decoding_speed: Callable[[], dict[str, float]]
-    """Rates at which the engines have decoded since the last call."""
+    """Decoding rates of the engines since the last call."""
     check: Callable[[], dict[str, float]]
-    """In the phase of logprobs or training, compares what the engines computed after the last refit with the policy."""
+    """Compares the engines' probe after the last refit with the policy, in its logprob or training phase."""
     keep: Callable[[int, Split, Rollout, Sequence[Phase]], None]
-    """Records a rollout of a step, and the step's phases, for people."""
+    """Records a rollout and the phases of its step."""
     held_out: int
-    """The number of held-out problems."""
+    """Number of held-out problems."""
     steps: Steps
     report: Report
     mismatch_warning: float
     reward_weights: Mapping[str, float]
-    """Of the parts that a reward is the sum of, by their name."""
+    """By the name of the reward's term."""
 
     def run(self) -> None:
         sampling, config, total = self.sampling, self.config, self.config.max_num_steps
@@ -74,7 +74,7 @@ class GRPO:
         self.report.metrics.log(total, under("refit", self.check()))
 
     def step(self, step: int) -> None:
-        """One rollout and the optimizer steps on it."""
+        """Take one rollout and the optimizer steps on it."""
         timer, config = Timer(), self.config
         with timer("total_step_time"):
             with timer("generation"), self.report.console.busy(f"step {step}: generating", announced=False) as show:
@@ -118,7 +118,7 @@ class GRPO:
             scoring_s = seconds["policy_and_reference_logprobs"]
             speed["policy_and_reference_logprobs_tokens_per_sec"] = sampled["total_num_tokens"] / scoring_s
         shown = {"reward": sampled["reward"], "loss": trained["loss"]}
-        shown |= {label: trained[name] for name, label in SHOWN_KL.items() if name in trained}
+        shown |= {label: trained[name] for name, label in _SHOWN_KL.items() if name in trained}
         shown |= {} if rollout.engines_idle_s is None else {"age": ages["trajectory_age_mean"]}
         shown |= {"reward errors": sampled["reward_errors"]} if rollout.reward_errors else {}
         shown |= {"environment errors": sampled["environment_errors"]} if rollout.environment_errors else {}
@@ -148,9 +148,8 @@ class GRPO:
         return clip_advantages(found_PG, config.advantage_clip_low, config.advantage_clip_high)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Mean reward on the held-out problems (`accuracy`) and, with several responses each, pass@k."""
-        timer, count = Timer(), self.held_out
-        what = f"validating on {count} held-out problems"
+        """Measure the mean reward on the held-out problems (`accuracy`) and, with several responses each, pass@k."""
+        timer, what = Timer(), f"validating on {self.held_out} held-out problems"
         with timer("total_validation_time"), self.report.console.busy(what) as show:
             rollout = self.rollouts.held_out(step, show)
         samples, rewards_B = self.config.val_samples_per_problem, rollout.rewards_B
@@ -158,9 +157,8 @@ class GRPO:
         if samples > 1:
             passed_P = passes(rewards_B.view(-1, samples).numpy()).sum(axis=1)
             measured["pass_at_k"] = float(pass_at_k(passed_P, samples, samples).mean())
-        # A mean of rewards that are not all right or wrong is no accuracy.
-        right_or_wrong = all(reward in (0, 1) for reward in rollout.rewards_B.tolist())
-        what = "accuracy" if right_or_wrong else "mean reward"
+        # Only the mean of rewards that are right or wrong is an accuracy.
+        what = "accuracy" if all(reward in (0, 1) for reward in rewards_B.tolist()) else "mean reward"
         at_k = f", pass@{samples} {measured['pass_at_k']:.3f}" if samples > 1 else ""
         self.report.validation(step, measured, timer, f"{what} {measured['accuracy']:.3f}{at_k}")
         self.keep(step, "validation", rollout, timer.phases)

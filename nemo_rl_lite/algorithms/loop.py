@@ -1,4 +1,4 @@
-"""What every algorithm's loop shares: the report of a step and, between steps, validation, saving, stopping early."""
+"""Parts of every algorithm's loop: the report of a step and, between steps, validation, saving, stopping early."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -15,16 +15,21 @@ from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.policy.interface import Policy, Work
 from nemo_rl_lite.system.stopping import Stopping
 
+log = logging.getLogger(__name__)
+
+# Validates after a step and returns metrics, under the names that `algorithm.val_metric` knows.
+Validate = Callable[[int], Mapping[str, float]]
+
 
 @dataclass(frozen=True)
 class Report:
-    """Logs a step to the metrics log and the terminal, with the metrics that come from the policy and the machines."""
+    """Logs a step to the metrics log and the terminal, with metrics of the policy and the machines."""
 
     metrics: MetricsLog
     console: RunConsole
     policy: Policy
     devices: int
-    """GPUs of the run, or its policy ranks on CPUs: what throughput is divided by."""
+    """GPUs of the run, or its policy ranks on CPUs: the divisor of throughput."""
     speed: PolicySpeed
     system: Callable[[], dict[str, float]]
     """Metrics of the machines since the last call."""
@@ -41,9 +46,8 @@ class Report:
         others: Mapping[str, float] | None = None,
         memory: Mapping[str, float] | None = None,
     ) -> None:
-        """Log step `step` of `total` on `samples` sequences of `total_num_tokens` tokens, and print a line with `shown`
-        and how its first value has developed. `work`: what the policy computed; `others`: metrics with whole names;
-        `memory`: of the engines."""
+        """Log a step on `samples` sequences of `total_num_tokens` tokens, and print a line with `shown` and the trend
+        of its first value. `others`: metrics with full names; `memory`: of the engines."""
         tokens, whole = train["total_num_tokens"], seconds["total_step_time"]
         speed = {
             "samples_per_sec": samples / whole,
@@ -51,12 +55,16 @@ class Report:
             "policy_training_tokens_per_sec": tokens / seconds["policy_training"],
             "tokens_per_sec_per_gpu": tokens / whole / self.devices,
         }
+        if work is not None:
+            speed |= self.speed.training(work.training, seconds["policy_training"])
+        if work is not None and work.scoring:
+            speed |= self.speed.logprobs(work.scoring, seconds["policy_and_reference_logprobs"])
         self.metrics.log(
             step,
             under("train", train)
             | under("timing/train", seconds)
             | under("timing/replicas", self.policy.take_waits())
-            | under("performance", speed | self._utilization(work, seconds))
+            | under("performance", speed)
             | dict(others or {})
             | under("offload", move_metrics(self.policy.take_moves()))
             | under("memory", with_rest("generate", {**(memory or {}), **self.policy.take_memory()}))
@@ -65,24 +73,10 @@ class Report:
         trend = self.metrics.series(f"train/{next(iter(shown))}")[1]
         self.console.step(step, total, shown, seconds, trend, (others or {}).get(ENGINES_IDLE))
 
-    def _utilization(self, work: Work | None, seconds: Mapping[str, float]) -> dict[str, float]:
-        if work is None:
-            return {}
-        rates = self.speed.training(work.training, seconds["policy_training"])
-        if work.scoring:
-            rates |= self.speed.logprobs(work.scoring, seconds["policy_and_reference_logprobs"])
-        return rates
-
     def validation(self, step: int, values: Mapping[str, float], timer: Timer, said: str) -> None:
-        """Log a validation after step `step`, and print `said` about it."""
+        """Log a validation after a step, and print `said` about it."""
         self.metrics.log(step, under("validation", values) | under("timing/validation", timer.take()))
         self.console.say(f"validation after step {step}: {said}")
-
-
-log = logging.getLogger(__name__)
-
-# Runs the validation after a step and returns its metrics, under the names that `algorithm.val_metric` knows.
-Validate = Callable[[int], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -101,23 +95,23 @@ class ValidationTimes:
 
 @dataclass
 class Steps:
-    """Yields the steps of a run that has taken `done` steps before."""
+    """Yields the steps of a run that has taken `done` already."""
 
     done: int
     checkpoints: Checkpoints
     stopping: Stopping
     metrics: MetricsLog
     max_skipped: int
-    """The most steps in a row that may be skipped because their gradients are not finite."""
+    """Most steps in a row that may be skipped because their gradients are not finite."""
     around: Callable[[int], AbstractContextManager[None]]
-    """Returns the context in which a step of this number is taken."""
+    """Context of a step."""
     _warned: bool = field(default=False, init=False)
 
     def until(
         self, total: int, times: ValidationTimes, validate: Validate, prepare_to_save: Callable[[], None]
     ) -> Iterator[int]:
-        """Yield the numbers of the steps to take, up to `total`. `prepare_to_save` brings the policy into its training
-        phase when a run ends early.
+        """Yield the steps to take, up to `total`. `prepare_to_save` brings the policy into its training phase if a run
+        ends early.
 
         Raises:
             RunStopped: a signal came, or time is up; the state is saved.
@@ -146,7 +140,7 @@ class Steps:
                     raise RunStopped(step, total, reason, str(self.checkpoints.store.folder.parent))
 
     def _warn_of_no_gradient(self, step: int) -> None:
-        """Warn, once, of a step that trained nothing, unless that is because all its advantages are the same."""
+        """Warn, once, of a step that trained nothing though its advantages differ."""
         steps, norms = self.metrics.series("train/grad_norm")
         if self._warned or steps[-1:] != [step] or norms[-1] != 0:
             return

@@ -1,5 +1,4 @@
-"""Training on a data set, top to bottom: data -> (reference logprobs) -> train. SFT, DPO, ORPO and KTO differ in the
-loss."""
+"""Train on a data set, top to bottom: data -> (reference logprobs) -> train. SFT, DPO, ORPO, KTO differ in the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from nemo_rl_lite.policy.interface import BatchRef, Policy, Scored
 
 @dataclass
 class Supervised:
-    """Everything one run is made of. `run()` is the algorithm."""
+    """All parts of a run. `run()` is the algorithm."""
 
     config: SupervisedConfig
     loss: Loss
@@ -33,7 +32,7 @@ class Supervised:
     """The validation rows in the workers, from the first validation on."""
 
     def run(self) -> None:
-        config, total = self.config, self.total()
+        config, total = self.config, total_steps(self.config, self.training.steps_per_epoch)
         times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
         for step in self.steps.until(total, times, self.validate, self.policy.prepare_for_training):
             if self._has_stopped_improving():
@@ -43,12 +42,8 @@ class Supervised:
             self.step(step, total)
         self.steps.checkpoints.finish()
 
-    def total(self) -> int:
-        """Optimizer steps of the run."""
-        return total_steps(self.config, self.training.steps_per_epoch)
-
     def step(self, step: int, total: int) -> None:
-        """One optimizer step on one global batch."""
+        """Take one optimizer step on one global batch."""
         timer, scored, loss = Timer(), self._scored, self.loss
         with timer("total_step_time"):
             with timer("data_processing"):
@@ -66,12 +61,14 @@ class Supervised:
                 trained = self.policy.train(batch, loss)
             with timer("checkpointing"):
                 self.steps.checkpoints.save_if_due(step, step == total)
-        seconds, train = timer.take(), trained | _counts(rows) | {"epoch": self._epoch(step)}
+        # Data without an end has no epochs.
+        epochs = step / self.training.steps_per_epoch if self.training.steps_per_epoch else 0.0
+        seconds, train = timer.take(), trained | _counts(rows) | {"epoch": epochs}
         shown = self._shown(trained, "loss") | {"tokens/s": train["total_num_tokens"] / seconds["total_step_time"]}
         self.report.step(step, total, len(rows), train, seconds, self.policy.work(batch, scored), shown)
 
     def validate(self, step: int) -> dict[str, float]:
-        """The loss and its metrics on the held-out rows; nothing where there are none."""
+        """Measure the loss and its metrics on the held-out rows, if there are any."""
         if not self.validation:
             return {}
         timer, what = Timer(), f"validating on {len(self.validation)} held-out sequences"
@@ -88,8 +85,7 @@ class Supervised:
         return values
 
     def _compared(self, batch: BatchRef) -> Loss:
-        """The loss of a batch: where it compares with mismatched responses, with their KL to the reference under the
-        policy as it is now."""
+        """The loss of a batch; one that compares with mismatched responses gets their present KL to the reference."""
         with_mismatched_kl = getattr(self.loss, "with_mismatched_kl", None)
         if with_mismatched_kl is None:
             return self.loss
@@ -100,7 +96,6 @@ class Supervised:
 
     @property
     def _scored(self) -> Sequence[Scored]:
-        """Whose logprobs a batch gets before training."""
         return ["reference"] if self.with_reference else []
 
     def _shown(self, metrics: dict[str, float], *more: str) -> dict[str, float]:
@@ -122,10 +117,6 @@ class Supervised:
         )
         return True
 
-    def _epoch(self, step: int) -> float:
-        """The number of passes over the data after `step`; 0 where the data has no end."""
-        return step / self.training.steps_per_epoch if self.training.steps_per_epoch else 0.0
-
 
 def _counts(rows: TokenRows) -> dict[str, float]:
     sequences, tokens = float(len(rows)), float(rows.mask.sum())
@@ -144,7 +135,7 @@ def total_steps(config: SupervisedConfig, steps_per_epoch: int | None) -> int:
 
 
 def shown_limits(config: SupervisedConfig, steps_per_epoch: int | None) -> str:
-    """A line that says which limit ends the run, where there is another one; otherwise empty."""
+    """Say which limit ends the run, if there is another one."""
     limits = _limits(config, steps_per_epoch)
     if len(set(limits.values())) < 2:
         return ""
@@ -153,7 +144,7 @@ def shown_limits(config: SupervisedConfig, steps_per_epoch: int | None) -> str:
 
 
 def _limits(config: SupervisedConfig, steps_per_epoch: int | None) -> dict[str, int]:
-    """Each limit of the run that is set -> its optimizer steps."""
+    """Configured limit of the run -> its optimizer steps."""
     limits, epochs = {}, config.max_num_epochs
     if config.max_num_steps is not None:
         limits[f"algorithm.max_num_steps = {config.max_num_steps}"] = config.max_num_steps

@@ -1,9 +1,6 @@
-"""Find an agent by its dotted path or file, and let it play episodes in processes of its own.
+"""Run a user's agent, which plays an episode by itself: it asks an OpenAI-compatible endpoint for responses."""
 
-An agent plays an episode by itself: it asks an OpenAI-compatible endpoint for the policy's responses.
-"""
-
-import asyncio
+import functools
 import inspect
 import os
 from collections.abc import Awaitable, Mapping
@@ -13,14 +10,14 @@ from typing import Any, Protocol
 from nemo_rl_lite.config.schema import AgentConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.system.pool import CallPool, StartError, Target
+from nemo_rl_lite.environments.registry import UserProcesses
+from nemo_rl_lite.errors import ConfigError, Violation
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one episode's responses come from. What any client of OpenAI's API needs: the address, which ends in `/v1`,
-    a key of this episode alone, by which its requests are known, and the name of the model."""
+    """Source of one episode's responses for any client of OpenAI's API: the address, which ends in `/v1`, a key of
+    this episode alone, and the name of the model."""
 
     base_url: str
     api_key: str
@@ -32,13 +29,13 @@ class Agent(Protocol):
     otherwise each has its own."""
 
     def __call__(self, problem: Problem, endpoint: Endpoint, **kwargs: Any) -> float | Awaitable[float | None] | None:
-        """Play one episode and return its reward, or None where the configured reward shall judge its last response.
-        `kwargs` are `agent.kwargs`."""
+        """Play one episode and return its reward, or None for the configured reward of its last response. `kwargs` are
+        `agent.kwargs`."""
         ...
 
 
 def check_agent(config: AgentConfig) -> None:
-    """Import the configured agent, and see whether it can be called as episodes will call it.
+    """Import the configured agent, and check that episodes can call it.
 
     Raises:
         ConfigError: there is no such function, or it does not take `agent.kwargs`.
@@ -56,56 +53,28 @@ def check_agent(config: AgentConfig) -> None:
     try:
         inspect.signature(agent).bind("problem", "endpoint", **config.kwargs)
     except TypeError as error:
-        rule, fix = (
-            f"do not fit {config.name}: {error}",
-            "an agent is called as agent(problem, endpoint, **agent.kwargs)",
-        )
+        rule, fix = f"do not fit {config.name}: {error}", "it is called as agent(problem, endpoint, **agent.kwargs)"
         raise ConfigError([Violation("agent.kwargs", dict(config.kwargs), rule, fix)]) from None
 
 
 class Agents:
-    """Plays episodes in `agent.processes` processes, `agent.concurrency` at a time."""
+    """Plays episodes in processes of the agent."""
 
     def __init__(self, config: AgentConfig, host: str):
-        """`host`: where the endpoint listens."""
-        arguments = {"name": config.name, "kwargs": config.kwargs, "host": host}
-        path = f"{_Calls.__module__}.{_Calls.__qualname__}"
-        target = Target(path, arguments, "the agent's process", "agent.timeout_s")
-        processes = min(config.processes, config.concurrency)
-        self._name = config.name
-        self._pool = CallPool(target, processes, -(-config.concurrency // processes), config.timeout_s)
+        """`host`: the endpoint's."""
+        self._processes = UserProcesses("agent", config, _Calls, host=host)
 
     async def play(self, problem: Problem, endpoint: Endpoint) -> Any:
-        """Let the agent play one episode; return what it returns.
-
-        Raises:
-            CallError: the agent raises or is late, or its process ends.
-            DataError: the processes do not start.
-        """
-        try:
-            return await asyncio.wrap_future(self._pool.submit("play", problem, endpoint))
-        except StartError as error:
-            raise DataError(f"agent.name = {self._name}: {error}") from error
+        """Call the agent for one episode. Raises what `UserProcesses.call` raises."""
+        return await self._processes.call("play", problem, endpoint)
 
 
 class _Calls:
-    """The agent in one of these processes."""
+    """The agent in one of its processes."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], host: str):
-        _reach_directly(host)
-        self._agent: Any = imported(name)
-        self._kwargs = kwargs
-        # A pool runs coroutine functions in its event loop, and everything else in threads.
-        self.play = self._play_async if inspect.iscoroutinefunction(self._agent) else self._play
-
-    def _play(self, problem: Problem, endpoint: Endpoint) -> Any:
-        return self._agent(problem, endpoint, **self._kwargs)
-
-    async def _play_async(self, problem: Problem, endpoint: Endpoint) -> Any:
-        return await self._agent(problem, endpoint, **self._kwargs)
-
-
-def _reach_directly(host: str) -> None:
-    """Let clients of this process reach the launcher without the proxy that HTTP_PROXY may name."""
-    for name in ("NO_PROXY", "no_proxy"):
-        os.environ[name] = ",".join([*filter(None, [os.environ.get(name)]), "127.0.0.1", host])
+        # Reach the launcher without the proxy that HTTP_PROXY may name.
+        for variable in ("NO_PROXY", "no_proxy"):
+            os.environ[variable] = ",".join([*filter(None, [os.environ.get(variable)]), "127.0.0.1", host])
+        # The pool runs coroutine functions, and partial ones of them, in its event loop, and all others in threads.
+        self.play = functools.partial(imported(name), **kwargs)

@@ -1,4 +1,4 @@
-"""An environment answers the assistant's turns, until it or the limit on turns ends the episode."""
+"""Protocol of environments, which answer the assistant's turns until they or the limit on turns end the episode."""
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from nemo_rl_lite.data.problems import Problem
 class Observation:
     """An environment's answer to an assistant turn.
 
-    An episode's reward is the sum of `reward` over its turns; where no turn has one, the configured reward judges
-    the last turn. The assistant reads `messages` before its next turn; they may be empty only with `done`.
+    An episode's reward is the sum of `reward` over its turns; if no turn has one, the configured reward judges the
+    last turn. The assistant reads `messages` before its next turn; they may be empty only with `done`.
     """
 
     messages: tuple[Message, ...] = ()
@@ -22,15 +22,14 @@ class Observation:
 
 
 class Environment(Protocol):
-    """One is made for each episode, with `environment.kwargs`, so it may keep the episode's state in itself. It may
-    have more, each of them plain or `async def` unless it says otherwise:
+    """One is made for each episode, with `environment.kwargs`, so it may keep the episode's state. Optional members,
+    plain or `async def`:
 
     - `tools`, an attribute: functions in OpenAI's format, the same for all episodes, which every prompt offers.
       `ToolEnvironment` is a base class for those.
-    - `check()`, plain, is called once before a run starts anything, and raises what is wrong.
-    - `cut_short(problem, conversation)` gives the reward, or None, of an episode that ends before the environment is
-      done with it, for lack of turns or room.
-    - `close()` is called when the episode is over.
+    - `check()`, always plain, is called once before a run starts anything, and raises an error if something is wrong.
+    - `cut_short(problem, conversation)` gives the reward, or None, of an episode that ends for lack of turns or room.
+    - `close()` is called after the episode.
     """
 
     def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation | Awaitable[Observation]:

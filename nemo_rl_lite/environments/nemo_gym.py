@@ -1,4 +1,4 @@
-"""A resources server of NeMo Gym as an environment: it answers the calls of an episode and judges it.
+"""Environment of a resources server of NeMo Gym, which answers the calls of an episode and judges it.
 
 The protocol, over HTTP: `/seed_session` begins an episode, `/NAME` is the tool of that name, `/verify` gives the
 reward. Rows are NeMo Gym's own: `responses_create_params` has prompt and tools, other columns are for the server. A
@@ -16,7 +16,7 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.tools import EpisodeError, ToolEnvironment, shortened
 
-# Seconds to look whether a server is there, before a run starts.
+# Limit on the answer of a server before a run starts.
 _CHECK_S = 10.0
 
 
@@ -24,11 +24,8 @@ class NeMoGym(ToolEnvironment):
     """One episode on a resources server. Rows name the tools; the server gives the reward."""
 
     def __init__(self, url: str, max_characters: int):
-        """`url`: where the server is, such as `http://localhost:8000`; `max_characters` of a tool's answer are kept.
-
-        Raises:
-            ValueError: this is no address.
-        """
+        """`url`: of the server, such as `http://localhost:8000`; `max_characters` of a tool's answer are kept. Raises
+        ValueError: `url` is not an address."""
         if not str(url).startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, found {url!r}")
         self._url, self._max_characters = str(url).rstrip("/"), max_characters
@@ -36,11 +33,11 @@ class NeMoGym(ToolEnvironment):
         # Without credentials.
         self._shown = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
         self._client: Any = None
-        # What was said since the prompt, as items of a response in OpenAI's Responses API.
+        # The conversation after the prompt, as items of OpenAI's Responses API.
         self._items: list[dict[str, Any]] = []
 
     def check(self) -> None:
-        """Raise ConnectionError where no server answers."""
+        """Raise ConnectionError if no server answers."""
         import httpx
 
         try:
@@ -59,16 +56,16 @@ class NeMoGym(ToolEnvironment):
         return observation
 
     async def call(self, problem: Problem, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return what the server answers, which may be an error that the model can understand."""
+        """Return the server's answer, which may be an error that the model can understand."""
         answer = await self._post(f"/{quote(name, safe='')}", arguments)
         return shortened(answer.text, self._max_characters)
 
     async def finish(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """Let the server judge the episode."""
+        """End the episode with the server's reward."""
         return Observation(done=True, reward=await self.cut_short(problem, conversation))
 
     async def cut_short(self, problem: Problem, conversation: Sequence[Message]) -> float:
-        """Let the server judge what there is of the episode."""
+        """Ask the server for the reward of the episode so far."""
         asked = problem.metadata["responses_create_params"]
         response = {
             "id": "resp_episode",
@@ -85,7 +82,6 @@ class NeMoGym(ToolEnvironment):
         return answer.json()["reward"]
 
     async def close(self) -> None:
-        """Close the connection."""
         if self._client is not None:
             await self._client.aclose()
 
@@ -95,9 +91,8 @@ class NeMoGym(ToolEnvironment):
         import httpx
 
         if "responses_create_params" not in problem.metadata:
-            raise ValueError(
-                "the row has no column responses_create_params: rows of NeMo Gym are needed (data=nemo_gym)"
-            )
+            rule = "the row has no column responses_create_params: rows of NeMo Gym are needed (data=nemo_gym)"
+            raise ValueError(rule)
         # environment.timeout_s is the limit.
         self._client = httpx.AsyncClient(base_url=self._url, timeout=None)
         (await self._post("/seed_session", problem.metadata)).raise_for_status()
@@ -112,7 +107,7 @@ class NeMoGym(ToolEnvironment):
 
 
 def _items(message: Message, count: int) -> list[dict[str, Any]]:
-    """Return an assistant's turn as items: its calls, or else what it said."""
+    """Convert an assistant's turn to items: its calls, or else its text."""
     calls = message.get("tool_calls", ())
     if not calls:
         thought, found, said = message["content"].rpartition("</think>")

@@ -1,15 +1,15 @@
-"""Find an environment by a name from here, a dotted path or a file, and run those of the episodes under way."""
+"""Find an environment by a name from here, a dotted path or a file, and run one for each episode."""
 
 import asyncio
 import copy
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.config.schema import AgentConfig, EnvironmentConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
@@ -25,88 +25,79 @@ ENVIRONMENTS = {
     "nemo_gym": "nemo_rl_lite.environments.nemo_gym.NeMoGym",
     "verifiers": "nemo_rl_lite.environments.verifiers.Verifiers",
 }
-
-
-# These answer at once, and need no process of their own.
+# These answer immediately, and need no process of their own.
 INSTANT = frozenset({"calculator"})
 
 
 def find_environment(name: str) -> Callable[..., Environment]:
-    """Return the class of an environment: one of `ENVIRONMENTS`, or a user's (see `imported`). Raises what its import
-    raises."""
+    """Import the class of an environment: one of `ENVIRONMENTS`, or a user's. Raises what `imported` raises."""
     return imported(ENVIRONMENTS.get(name, name))
 
 
 def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
-    """Make an environment of the configured class, as each episode will, let it check what it needs, and return the
-    tools that it offers.
+    """Make an environment of the configured class, as each episode will, call its `check`, and return its tools.
 
     Raises:
-        ConfigError: there is no such class, or it cannot be made with `environment.kwargs`, or its tools are no tools.
+        ConfigError: there is no such class, or it cannot be made with `environment.kwargs`, or its tools are invalid.
     """
     if config.name is None:
         return ()
+
+    def refused(rule: str, fix: str, key: str = "name", value: Any = config.name) -> ConfigError:
+        return ConfigError([Violation(f"environment.{key}", value, rule, fix)])
+
     try:
         kind = find_environment(config.name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         own = "package.module.Class or path/to/file.py:Class that can be imported"
         fix = f"choose one of {', '.join(ENVIRONMENTS)}, or give {own}"
-        rule = f"cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError([Violation("environment.name", config.name, rule, fix)]) from error
+        raise refused(f"cannot be imported: {type(error).__name__}: {error}", fix) from error
     try:
         environment = kind(**config.kwargs)
         getattr(environment, "check", lambda: None)()
     except (Exception, SystemExit) as error:  # a user's class may raise anything
-        key, value = ("kwargs", dict(config.kwargs)) if config.kwargs else ("name", config.name)
+        where = ("kwargs", dict(config.kwargs)) if config.kwargs else ("name", config.name)
         rule = f"{config.name} cannot be made with environment.kwargs: {type(error).__name__}: {error}"
         fix = "give the arguments that it needs, environment.kwargs.NAME=VALUE, or correct the class"
-        raise ConfigError([Violation(f"environment.{key}", value, rule, fix)]) from error
+        raise refused(rule, fix, *where) from error
     try:
         tools = callable_tools(getattr(environment, "tools", ()), "its attribute `tools`")
     except (Exception, SystemExit) as error:  # it may be a user's property
         fix = "correct them: docs/extending.md#a-tool has an example"
-        rule = f"offers no usable tools: {error}"
-        raise ConfigError([Violation("environment.name", config.name, rule, fix)]) from error
+        raise refused(f"offers no usable tools: {error}", fix) from error
     if not callable(getattr(environment, "step", None)):
-        rule, fix = "has no method step(problem, conversation)", "see nemo_rl_lite/environments/interface.py"
-        raise ConfigError([Violation("environment.name", config.name, rule, fix)])
+        raise refused("has no method step(problem, conversation)", "see nemo_rl_lite/environments/interface.py")
     return tools
 
 
 class Environments(ABC):
-    """Environments of many episodes, each known by a number, its session."""
+    """Environments of many episodes, each with a number, its session."""
 
     async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """Let the session's environment answer; the first call makes it.
-
-        Raises:
-            CallError: there is no answer.
-            DataError: the processes do not start.
-        """
+        """Ask the session's environment, which the first call makes. Raises what `UserProcesses.call` raises."""
         return await self._ask("step", session, problem, list(conversation))
 
     async def cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
-        """Return the environment's reward for an episode that it is not done with, None where it gives none. Raises
-        what `step` raises."""
+        """Ask for the reward, or None, of an episode that ends early. Raises what `step` raises."""
         return await self._ask("cut_short", session, problem, list(conversation))
 
     @abstractmethod
     async def close(self, session: int) -> None:
-        """The episode is over."""
+        """Close the session's environment."""
 
     @abstractmethod
     async def _ask(self, method: str, session: int, *arguments: Any) -> Any: ...
 
 
 def make_environments(config: EnvironmentConfig) -> Environments | None:
-    """Return the run's environments; None where episodes have one turn."""
+    """Make the run's environments; None if episodes have one turn."""
     if config.name is None:
         return None
     return InThisProcess(config.name, config.kwargs) if config.name in INSTANT else InProcesses(config)
 
 
 class Sessions:
-    """Makes an environment for each session, calls it, and forgets it; lives where the environments do."""
+    """Makes and calls an environment for each session, in the process of the environments."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]):
         self._kind, self._kwargs = find_environment(name), kwargs
@@ -124,10 +115,10 @@ class Sessions:
         return None if method is None else method(problem, conversation)
 
     def _close(self, session: int) -> Any:
-        """Return what `close()` returns, which may be awaitable."""
         closing = getattr(self._environments.pop(session, None), "close", None)
         try:
-            return _reported(closing()) if callable(closing) else None
+            closed = closing() if callable(closing) else None
+            return _reported(closed) if inspect.isawaitable(closed) else None
         except (Exception, SystemExit) as error:  # a user's environment may raise anything
             _report_once(str(as_call_error(error)))
 
@@ -138,7 +129,7 @@ class Sessions:
 
 
 class InThisProcess(Environments):
-    """For environments that answer at once. They get copies: what they change is their own."""
+    """For environments that answer immediately. They get copies, which they may change."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]):
         self._sessions = Sessions(name, kwargs)
@@ -153,25 +144,42 @@ class InThisProcess(Environments):
         await _awaited(self._sessions.close(session))
 
 
+class UserProcesses:
+    """`processes` processes of a section's user code, and at most `concurrency` calls at a time."""
+
+    def __init__(self, section: str, config: EnvironmentConfig | AgentConfig, kind: type, **others: Any):
+        """`kind`: the class that the processes make with the configured name and kwargs, and `others`."""
+        arguments = {"name": config.name, "kwargs": config.kwargs, **others}
+        path = f"{kind.__module__}.{kind.__qualname__}"
+        target = Target(path, arguments, f"the {section}'s process", f"{section}.timeout_s")
+        processes = min(config.processes, config.concurrency)
+        self._key = f"{section}.name = {config.name}"
+        self.pool = CallPool(target, processes, -(-config.concurrency // processes), config.timeout_s)
+
+    async def call(self, method: str, *arguments: Any, session: int | None = None) -> Any:
+        """Call a method of the class.
+
+        Raises:
+            CallError: it raises or is late, or its process ends.
+            DataError: the processes do not start.
+        """
+        try:
+            return await asyncio.wrap_future(self.pool.submit(method, *arguments, session=session))
+        except StartError as error:
+            raise DataError(f"{self._key}: {error}") from error
+
+
 class InProcesses(Environments):
-    """For all others: `environment.processes` processes, and `environment.concurrency` steps at a time."""
+    """For environments that take time, in processes of their own."""
 
     def __init__(self, config: EnvironmentConfig):
-        arguments = {"name": config.name, "kwargs": config.kwargs}
-        path = f"{Sessions.__module__}.{Sessions.__qualname__}"
-        target = Target(path, arguments, "the environment's process", "environment.timeout_s")
-        processes = min(config.processes, config.concurrency)
-        self._name = config.name
-        self._pool = CallPool(target, processes, -(-config.concurrency // processes), config.timeout_s)
+        self._processes = UserProcesses("environment", config, Sessions)
 
     async def _ask(self, method: str, session: int, *arguments: Any) -> Any:
-        try:
-            return await asyncio.wrap_future(self._pool.submit(method, session, *arguments, session=session))
-        except StartError as error:
-            raise DataError(f"environment.name = {self._name}: {error}") from error
+        return await self._processes.call(method, session, *arguments, session=session)
 
     async def close(self, session: int) -> None:
-        self._pool.close(session)
+        self._processes.pool.close(session)
 
 
 def _as_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,19 +189,16 @@ def _as_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _reported(closed: Any) -> Any:
-    async def wait() -> None:
-        try:
-            await closed
-        except (Exception, SystemExit) as error:  # a user's environment may raise anything
-            _report_once(str(as_call_error(error)))
-
-    return wait() if inspect.isawaitable(closed) else None
+async def _reported(closing: Awaitable[Any]) -> None:
+    try:
+        await closing
+    except (Exception, SystemExit) as error:  # a user's environment may raise anything
+        _report_once(str(as_call_error(error)))
 
 
 @cache
 def _report_once(text: str) -> None:
-    # An episode does not depend on it, but what an environment holds may be left behind.
+    # No episode depends on it, but the environment may leave something behind.
     sys.stderr.write(f"close() of the environment failed: {text}\n")
 
 

@@ -20,17 +20,17 @@ from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.system.pool import as_call_error
 from nemo_rl_lite.system.sandbox import Limits, run_python
 
-# Plain functions run in threads, which start as they are needed; environment.concurrency is the limit.
+# For plain functions. Threads start as they are needed; environment.concurrency is the limit.
 _THREADS = ThreadPoolExecutor(4096, thread_name_prefix="tool")
 
 
 class EpisodeError(Exception):
-    """Raised by `ToolEnvironment.call` where the model can do nothing about it: the episode has failed."""
+    """An error of a tool that the model can do nothing about: the episode has failed."""
 
 
 class ToolEnvironment(ABC):
     """Answers the calls of a turn one after the other, each with a message of the role `tool`; a turn without a call
-    ends the episode. A call that cannot be read or fits no tool, and one that raises, is answered by what is wrong.
+    ends the episode. The answer to a call that cannot be read, fits no tool, or raises, is the error.
 
     `tools`, the functions that every prompt offers, is a list in OpenAI's format or empty: then rows have their own.
     """
@@ -39,11 +39,10 @@ class ToolEnvironment(ABC):
 
     @abstractmethod
     async def call(self, problem: Problem, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Return the tool's answer; what is no text is written as `str` writes it. The model reads what it raises,
-        except an EpisodeError."""
+        """Return the tool's answer, which `str` converts. The model reads its errors, except an EpisodeError."""
 
     async def finish(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """End the episode after a turn without a call; here without a reward of its own."""
+        """End the episode after a turn without a call; here without a reward."""
         return Observation(done=True)
 
     async def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
@@ -63,8 +62,9 @@ class ToolEnvironment(ABC):
             except EpisodeError:
                 raise
             except (Exception, SystemExit) as error:  # a user's tool may raise anything
-                answer = f"error: {as_call_error(error)}"
-                _report_once(name, type(error).__name__, str(as_call_error(error)))
+                shown = str(as_call_error(error))
+                answer = f"error: {shown}"
+                _report_once(name, type(error).__name__, shown)
         return {"role": "tool", "content": answer, "name": name, "tool_call_id": call["id"]}
 
 
@@ -75,7 +75,7 @@ class Functions(ToolEnvironment):
         """An answer that is longer than `max_characters` loses its end.
 
         Raises:
-            ValueError: there are no functions, two have one name, or one is no function.
+            ValueError: there are no functions, two have one name, or one is not a function.
         """
         if not tools:
             raise ValueError("tools names no function")
@@ -90,16 +90,15 @@ class Functions(ToolEnvironment):
 
     @cached_property
     def tools(self) -> Sequence[Tool]:  # pyrefly: ignore[bad-override]
-        """Only the launcher asks for them. Raises ValueError: a function lacks a type or a description."""
+        """Their schemas, for the launcher. Raises ValueError: a function lacks a type or a description."""
         return [_schema(name, function) for name, function in self._functions.items()]
 
     async def call(self, problem: Problem, name: str, arguments: Mapping[str, Any]) -> str:
-        """See `ToolEnvironment.call`."""
         return shortened(str(await called(self._functions[name], **arguments)), self._max_characters)
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a function: one that is plain in a thread of its own, so that other episodes go on."""
+    """Call a function; a plain one in a thread, so that other episodes continue."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
     answer = await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: function(*arguments, **named))
@@ -116,7 +115,7 @@ def _schema(name: str, function: Callable[..., Any]) -> Tool:
 
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # of several types, some without a public name
+    except Exception as error:  # several types, some without a public name
         rule = "a tool needs a type for each argument, a docstring, and a line for each argument below `Args:` in it"
         raise ValueError(f"{name}: {error} ({rule})") from error
     schema["function"].pop("return", None)
@@ -147,7 +146,7 @@ class Python(ToolEnvironment):
     the call, and the user's next message the answer, so that any model can use it."""
 
     def __init__(self, call: str, seconds: float, memory_mib: int, max_characters: int):
-        """`seconds` of a call's time, `memory_mib` of its memory, and the characters of its output that are kept.
+        """Limits on a call's time, its memory, and the part of its output that is kept.
 
         Raises:
             ValueError: `call` is neither `tool` nor `block`, or a limit is not positive.
@@ -161,7 +160,6 @@ class Python(ToolEnvironment):
         self._limits, self._most = Limits(seconds, memory_mib, output=4 * max_characters + 4), max_characters
 
     async def call(self, problem: Problem, name: str, arguments: Mapping[str, Any]) -> str:
-        """Run the code of a call."""
         return await self._run(arguments["code"])
 
     async def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
@@ -196,7 +194,7 @@ _LONGEST = 200
 
 
 class Calculator:
-    """Answers a turn that calls the tool with the value; a turn without a call is final."""
+    """Answers a turn with `<calc>EXPRESSION</calc>` by the value; a turn without a call is final."""
 
     def __init__(self, role: str):
         if role not in ("user", "tool"):
@@ -204,7 +202,7 @@ class Calculator:
         self._role = role
 
     def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """Answer with the value of the last expression, or with what is wrong with it."""
+        """Answer with the value of the last expression, or with its error."""
         calls = _CALL.findall(conversation[-1]["content"])
         if not calls:
             return Observation(done=True)
@@ -212,8 +210,7 @@ class Calculator:
 
 
 def calculate(expression: str) -> str:
-    """Return the value of +, -, *, /, //, % and parentheses over numbers; for anything else a text beginning with
-    `error`."""
+    """Return the value of +, -, *, /, //, % and parentheses over numbers, or a text that begins with `error`."""
     try:
         if len(expression) > _LONGEST:
             raise ValueError("the expression is too long")

@@ -1,7 +1,7 @@
-"""An environment of the package verifiers: its own loop plays and judges an episode; the policy answers as its client.
+"""Environment of the package verifiers: its own loop plays and judges an episode; the policy answers as its client.
 
 Source: verifiers 0.2, `envs/multiturn_env.py` and `clients/client.py`. Later versions run an agent against an endpoint
-and have no environment that can be asked turn by turn.
+and have no environment to ask turn by turn.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ class Verifiers:
     data set; `write_rows` writes them to a file."""
 
     def __init__(self, environment: str, arguments: Mapping[str, Any]):
-        """Raises ImportError where the package is not installed, and what the loading of the environment raises."""
+        """Raises ImportError: the package is not installed. Errors of the environment pass through."""
         self._environment = _loaded(environment, json.dumps(dict(arguments), sort_keys=True))
         self._prompts, self._turns = asyncio.Queue[Sequence[Any]](), asyncio.Queue[Message | None]()
         self._played: asyncio.Task[Mapping[str, Any]] | None = None
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """The tools that the environment offers to every prompt."""
+        """Tools of every prompt."""
         return [
             {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
             for tool in self._environment.tool_defs or ()
@@ -49,9 +49,7 @@ class Verifiers:
             return Observation(done=True, reward=self._played.result()["reward"])
         new = [message.model_dump(exclude_none=True) for message in prompt[len(conversation) :]]
         if any(message["role"] == "assistant" for message in new) or not new:
-            raise EpisodeError(
-                "the environment changes earlier turns, and only what is added to them can be trained on"
-            )
+            raise EpisodeError("the environment changes earlier turns, and only additions to them can be trained on")
         wrong = {call["id"]: call["error"] for call in conversation[-1].get("tool_calls", ()) if "error" in call}
         for message in new:
             if (identity := message.get("tool_call_id")) in wrong:
@@ -59,14 +57,14 @@ class Verifiers:
         return Observation(tuple(new))
 
     async def cut_short(self, problem: Problem, conversation: Sequence[Message]) -> float:
-        """Let the environment judge what there is: for it the next prompt is too long."""
+        """Tell the environment that the next prompt is too long, and return its reward."""
         if self._played is None:
             raise EpisodeError("the episode has not begun")
         self._turns.put_nowait(None)
         return (await self._played)["reward"]
 
     async def close(self) -> None:
-        """End the environment's own loop, if it still waits for a turn."""
+        """End the environment's own loop."""
         if self._played is not None:
             self._played.cancel()
             await asyncio.gather(self._played, return_exceptions=True)
@@ -80,7 +78,7 @@ class Verifiers:
         return output
 
     async def _next_prompt(self, played: asyncio.Task) -> Sequence[Any] | None:
-        """Wait until the environment wants a turn, and return the chat so far; None where the episode is over."""
+        """Wait until the environment wants a turn; returns the chat so far, or None if the episode is over."""
         asked = asyncio.create_task(self._prompts.get())
         await asyncio.wait({asked, played}, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
@@ -113,7 +111,7 @@ def _client_class() -> type:
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     class PolicyClient(Client):
-        """Gives the environment the turns that the policy has sampled."""
+        """Gives the environment the policy's turns."""
 
         def __init__(self, prompts: asyncio.Queue, turns: asyncio.Queue):
             super().__init__(None)
@@ -139,7 +137,7 @@ def _client_class() -> type:
             return Response(id="policy", created=int(time.time()), model="policy", message=message)
 
         async def setup_client(self, *unused: Any) -> None:
-            """None of what follows is asked for, because `get_response` does it all."""
+            """Never called, like the methods below: `get_response` does it all."""
 
         to_native_tool = to_native_prompt = get_native_response = setup_client
         raise_from_native_response = from_native_response = close = setup_client

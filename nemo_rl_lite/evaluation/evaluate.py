@@ -34,7 +34,7 @@ from nemo_rl_lite.observability.liveness import watched
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
 from nemo_rl_lite.rollout.collector import Group, GroupSelection, RolloutTask
 from nemo_rl_lite.rollout.episode import RESAMPLES, Episode, Rollout, interval, ks, pass_at_k, passes
-from nemo_rl_lite.rollout.prompts import fitting_prompts
+from nemo_rl_lite.rollout.sampler import fitting_prompts
 from nemo_rl_lite.rollout.store import RolloutFiles, SavedRollout, load_rollouts, save_rollouts
 from nemo_rl_lite.run.folder import is_run, locked
 from nemo_rl_lite.run.jobs import Playing

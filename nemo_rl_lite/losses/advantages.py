@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-STD_EPSILON = 1e-6
+_STD_EPSILON = 1e-6
 Baseline = bool | Literal["batch"]
 Scale = bool | Literal["batch", "advantages"]
 
@@ -19,11 +19,10 @@ def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Sca
     its samples (GRPO, Shao et al. 2024) or of all samples of all prompts (`batch`; REINFORCE++, Hu et al. 2025,
     arXiv:2501.03262). Normalisation divides by an unbiased standard deviation: that over the prompt's `G` rewards, that
     over all rewards (`batch`; Lite PPO, Liu et al. 2025, arXiv:2508.08221), or that over all advantages, whose mean is
-    0 (`advantages`; REINFORCE++). Where all rewards that a baseline is the mean of are equal, advantages are exactly 0;
-    so is that of a single sample, with which no other of its prompt compares.
+    0 (`advantages`; REINFORCE++). Where all rewards of a baseline are equal, advantages are exactly 0, as is a single
+    sample's.
 
-    NaN stands for a reward that failed: such a sample takes part in no baseline and no standard deviation, and has an
-    advantage of 0.
+    NaN stands for a reward that failed: the sample enters no baseline and no deviation, and its advantage is 0.
     """
     if rewards_PG.dim() != 2:
         raise ValueError(f"rewards must be [prompts, samples], got {list(rewards_PG.shape)}")
@@ -41,10 +40,10 @@ def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Sca
     advantages_PG = torch.where(teaches_PG, known_PG - baseline, 0.0)
     if isinstance(normalize, str):
         of_all_PG = {"batch": rewards_PG, "advantages": advantages_PG}[normalize]
-        advantages_PG = advantages_PG / (_std(of_all_PG[judged_PG]) + STD_EPSILON)
+        advantages_PG = advantages_PG / (_std(of_all_PG[judged_PG]) + _STD_EPSILON)
     elif normalize:
         squares_PG = torch.where(judged_PG, (known_PG - mean_P1).square(), 0.0)
-        advantages_PG = advantages_PG / ((squares_PG.sum(dim=1, keepdim=True) / others_P1).sqrt() + STD_EPSILON)
+        advantages_PG = advantages_PG / ((squares_PG.sum(dim=1, keepdim=True) / others_P1).sqrt() + _STD_EPSILON)
     return torch.where(teaches_PG, advantages_PG, 0.0)
 
 
@@ -53,14 +52,14 @@ def separate_advantages(parts_NPG: Tensor, weights_N: Sequence[float], leave_one
     prompt's standard deviation, added up by the weights, and divided by the standard deviation of all these sums (GDPO,
     Liu et al. 2026, arXiv:2601.05242). So a part that varies little is not drowned by one that varies much.
 
-    NaN stands for what is not known: a part that has an advantage of 0, or in the last part a reward that failed.
+    NaN stands for an unknown part, whose advantage is 0, or in the last part for a reward that failed.
     """
     parts = zip(weights_N, parts_NPG, strict=True)
     sums_PG = torch.stack(
         [weight * group_advantages(part, leave_one_out, normalize=True) for weight, part in parts]
     ).sum(0)
     judged_PG = ~parts_NPG[-1].isnan()
-    return torch.where(judged_PG, sums_PG / (_std(sums_PG[judged_PG]) + STD_EPSILON), 0.0)
+    return torch.where(judged_PG, sums_PG / (_std(sums_PG[judged_PG]) + _STD_EPSILON), 0.0)
 
 
 def clip_advantages(advantages: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -69,10 +68,8 @@ def clip_advantages(advantages: Tensor, low: float | None, high: float | None) -
 
 
 def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, float]:
-    """Metrics of a rollout's rewards [P, G], NaN where they failed, and advantages: the share of prompts that teach
-    something, and how much."""
-    mean_P = rewards_PG.nanmean(dim=1)
-    all_equal_P = _all_equal(rewards_PG)
+    """Metrics of a rollout's advantages and rewards [P, G], NaN where they failed: the share of prompts that teach."""
+    mean_P, all_equal_P = rewards_PG.nanmean(dim=1), _all_equal(rewards_PG)
     return {
         "advantages/mean": advantages_PG.mean().item(),
         "advantages/max": advantages_PG.max().item(),
@@ -84,23 +81,23 @@ def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, flo
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a prompt's samples, NaN where they failed, teach something: at least two differ."""
+    """Whether at least two rewards of a prompt's samples differ; NaN where they failed."""
     return not _all_equal(torch.tensor([rewards], dtype=torch.float64)).item()
 
 
 def overlong_penalty(tokens: int, most: int, buffer: int, penalty: float) -> float:
-    """What a response of this many tokens loses (<= 0), in units of reward: nothing up to `most - buffer` tokens, then
-    linearly more, and `penalty` at `most` (soft overlong punishment, DAPO, Yu et al. 2025)."""
+    """Punishment (<= 0) in units of reward: nothing up to `most - buffer` tokens, then linearly more, and `penalty` at
+    `most` (soft overlong punishment, DAPO, Yu et al. 2025)."""
     return -penalty * min(max(tokens - (most - buffer), 0) / buffer, 1.0)
 
 
 def _std(values: Tensor) -> Tensor:
-    """Their unbiased standard deviation, 0 of a single one."""
+    """Unbiased standard deviation; 0 of a single value."""
     return values.var(correction=min(1, len(values) - 1)).sqrt()
 
 
 def _all_equal(rewards_PG: Tensor) -> Tensor:
-    """Whether all rewards of a prompt that are known are the same; so are none, and one."""
+    """Whether all known rewards of a prompt are the same; none, and one, are."""
     largest = rewards_PG.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(dim=1)
     smallest = rewards_PG.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amin(dim=1)
     return largest <= smallest

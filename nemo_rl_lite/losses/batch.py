@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The arrays of `TokenRow` and `TokenRows` that have an entry for each token.
+# Fields of `TokenRow` and `TokenRows` with an entry for each token.
 OF_TOKENS = {
     "tokens": np.int32,
     "mask": np.bool_,
@@ -22,55 +22,53 @@ OF_TOKENS = {
     "teacher_topk_ids": np.int32,
     "routed_experts": np.int16,
 }
-# In the place of an expert where no engine has told which one it chose.
+# What they become in a `Batch`.
+_PADDED = OF_TOKENS | {"tokens": np.int64, "mask": np.float32, "ages": np.int64, "teacher_topk_ids": np.int64}
+# Stands for an expert that no engine has told.
 NO_EXPERT = -1
-# The arrays of `TokenRows` that have an entry for each row, and the field of `TokenRow` that it comes from.
-OF_ROWS = {"advantages": "advantage", "rewards": "reward"}
+# Fields of `TokenRows` with an entry for each row, and the field of `TokenRow` that it comes from.
+_OF_ROWS = {"advantages": "advantage", "rewards": "reward"}
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One sequence without padding; a list, or an array, has an entry for each token."""
+    """One sequence without padding; lists and arrays have an entry for each token."""
 
     tokens: Sequence[int] | np.ndarray
     mask: Sequence[bool] | np.ndarray
     """Whether the loss is on the token."""
     generation_logprobs: Sequence[float] | np.ndarray | None = None
-    """The engine's logprobs of the tokens that it sampled, in nats; 0 for the others."""
+    """The engine's logprobs in nats; 0 for tokens that it did not sample."""
     advantage: float | None = None
     ages: Sequence[int] | np.ndarray | None = None
-    """Steps of the run, one rollout each, from the weights that sampled the token to those that its step begins with;
-    0 for the others."""
+    """Staleness in steps: from the weights that sampled the token to those that its step begins with; 0 for tokens that
+    no engine sampled."""
     reward: float | None = None
-    """That of the response; for KTO 1 where it is desirable, and 0 where it is not."""
+    """For KTO 1 where the response is desirable, and 0 where it is not."""
     teacher_logprobs: Sequence[float] | np.ndarray | None = None
-    """The teacher's logprobs of the tokens, in nats; 0 for the first, which nothing precedes."""
+    """In nats; 0 for the first token."""
     teacher_topk_logits: Sequence[Sequence[float]] | np.ndarray | None = None
-    """For each token, the teacher's k largest logits in its place; 0 for the first."""
+    """The teacher's k largest logits in the place of each token; 0 for the first."""
     teacher_topk_ids: Sequence[Sequence[int]] | np.ndarray | None = None
-    """The tokens that have them."""
     routed_experts: np.ndarray | None = None
-    """For each token and layer, the k experts that the engine chose; `NO_EXPERT` where it has not told. In a layer
-    without experts they may be anything."""
+    """[tokens, layers, k]: the experts that the engine chose, or `NO_EXPERT`; anything in a layer without experts."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRows(Sequence[TokenRow]):
     """Rows joined end to end, N tokens together: one array for each field, so that they are sent, counted and padded as
-    a whole. Single rows are views. A field that the rows do not have is None."""
+    a whole. Single rows are views. A field that the rows do not have is None.
+
+    `lengths`, `advantages` and `rewards` are [B]; the others [N], [N, k] or, for the experts, [N, layers, k].
+    """
 
     lengths: np.ndarray
-    """Tokens of each row, [B]."""
     tokens: np.ndarray
-    """[N], as are the other fields of `OF_TOKENS`, but for the teacher's largest logits and their tokens: [N, k]; and
-    for the experts: [N, layers, k]."""
     mask: np.ndarray
     generation_logprobs: np.ndarray | None
     advantages: np.ndarray | None
-    """[B]."""
     ages: np.ndarray | None
     rewards: np.ndarray | None = None
-    """[B]."""
     teacher_logprobs: np.ndarray | None = None
     teacher_topk_logits: np.ndarray | None = None
     teacher_topk_ids: np.ndarray | None = None
@@ -78,17 +76,17 @@ class TokenRows(Sequence[TokenRow]):
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
-        """Join rows; what is joined stays as it is."""
+        """Join rows."""
         if isinstance(rows, TokenRows):
             return rows
 
         def joined(name: str) -> np.ndarray:
-            parts = [_array(getattr(row, name), name) for row in rows]
+            parts = [np.asarray(getattr(row, name), OF_TOKENS[name]) for row in rows]
             return np.concatenate(parts) if parts else np.empty(0, OF_TOKENS[name])
 
         present = [name for name in OF_TOKENS if rows and getattr(rows[0], name) is not None]
         own: dict[str, Any] = dict.fromkeys(OF_TOKENS) | {name: joined(name) for name in {*present, "tokens", "mask"}}
-        for name, field in OF_ROWS.items():
+        for name, field in _OF_ROWS.items():
             there = rows and getattr(rows[0], field) is not None
             own[name] = np.array([getattr(row, field) for row in rows], np.float64) if there else None
         return cls(np.array([len(row.tokens) for row in rows], np.int64), **own)
@@ -113,8 +111,8 @@ class TokenRows(Sequence[TokenRow]):
         place = range(len(self))[index]
         end = int(self.ends[place])
         own = slice(end - int(self.lengths[place]), end)
-        found: dict[str, Any] = {OF_ROWS[name]: float(values[place]) for name, values in self._present(OF_ROWS)}
-        return TokenRow(**found, **{name: values[own] for name, values in self._present(OF_TOKENS)})
+        found: dict[str, Any] = {_OF_ROWS[name]: float(values[place]) for name, values in self.present(_OF_ROWS)}
+        return TokenRow(**found, **{name: values[own] for name, values in self.present(OF_TOKENS)})
 
     def select(self, index: Sequence[int]) -> "TokenRows":
         """The rows at `index`, in its order; neighbours are a view."""
@@ -123,25 +121,22 @@ class TokenRows(Sequence[TokenRow]):
         places: Any = np.arange(lengths.sum()) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
         if len(rows) and (np.diff(rows) == 1).all():
             places = slice(int(starts[0]), int(starts[0] + lengths.sum()))
-        own = {name: values[places] for name, values in self._present(OF_TOKENS)}
-        own |= {name: values[rows] for name, values in self._present(OF_ROWS)}
+        own = {name: values[places] for name, values in self.present(OF_TOKENS)}
+        own |= {name: values[rows] for name, values in self.present(_OF_ROWS)}
         return replace(self, lengths=lengths, **own)
 
-    def _present(self, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
+    def present(self, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
+        """Of these fields, the ones that the rows have, with their names."""
         return ((name, getattr(self, name)) for name in names if getattr(self, name) is not None)
-
-
-def _array(values: Any, name: str) -> np.ndarray:
-    return np.asarray(values, OF_TOKENS[name])
 
 
 @dataclass(frozen=True)
 class Batch:
     """B sequences, right-padded to T tokens; a field that the run does not have is None.
 
-    Values outside the mask may be anything. A row of length 0 is no sequence and counts nowhere. `topk_logits`,
-    `topk_ids`, `entropy` and `student_topk_logprobs` are those of the policy that is trained, with gradient, and are
-    there where the loss names them in `needs`.
+    Values outside the mask may be anything. A row of length 0 is not a sequence and counts nowhere. `topk_logits`,
+    `topk_ids`, `entropy` and `student_topk_logprobs` are the trained policy's, with gradient, where the loss names them
+    in `needs`. Logits and logprobs, in nats, are at the sampling temperature.
     """
 
     tokens: Tensor
@@ -151,11 +146,11 @@ class Batch:
     mask: Tensor
     """[B, T], float32: 1 on tokens that have a loss, else 0."""
     generation_logprobs: Tensor | None = None
-    """[B, T]: logprobs under the engine that sampled the tokens, in nats."""
+    """[B, T]: logprobs under the engine that sampled the tokens."""
     advantages: Tensor | None = None
     """[B]."""
     ages: Tensor | None = None
-    """[B, T], int64: steps of the run from the weights that sampled the tokens to those that their step begins with."""
+    """[B, T], int64: see `TokenRow`."""
     previous_logprobs: Tensor | None = None
     """[B, T]: logprobs under the policy before the first optimizer step on these rows."""
     reference_logprobs: Tensor | None = None
@@ -163,19 +158,19 @@ class Batch:
     entropy: Tensor | None = None
     """[B, T]: entropy in nats of the distribution that token t is drawn from; entry 0 is 0."""
     topk_logits: Tensor | None = None
-    """[B, T, k]: the largest logits at the sampling temperature for token t, in descending order; entry 0 is 0."""
+    """[B, T, k]: the largest logits for token t, in descending order; entry 0 is 0."""
     topk_ids: Tensor | None = None
-    """[B, T, k], int64: the tokens that have them."""
+    """[B, T, k], int64: the tokens of `topk_logits`."""
     rewards: Tensor | None = None
-    """[B]: those of the responses; for KTO 1 where one is desirable, and 0 where it is not."""
+    """[B]: see `TokenRow`."""
     teacher_logprobs: Tensor | None = None
-    """[B, T]: logprobs under the teacher, at the sampling temperature."""
+    """[B, T]."""
     teacher_topk_logits: Tensor | None = None
-    """[B, T, k]: the teacher's largest logits at the sampling temperature for token t, in descending order."""
+    """[B, T, k]: the teacher's largest logits for token t, in descending order."""
     teacher_topk_ids: Tensor | None = None
-    """[B, T, k], int64: the tokens that have them."""
+    """[B, T, k], int64: the tokens of `teacher_topk_logits`."""
     routed_experts: Tensor | None = None
-    """[B, T, layers, k], int16: the experts that the engine chose for token t, or `NO_EXPERT`; on the host."""
+    """[B, T, layers, k], int16, on the host: see `TokenRow`."""
     student_topk_logprobs: Tensor | None = None
     """[B, T, k]: the trained policy's logprobs of `teacher_topk_ids` in the place of token t; entry 0 is 0."""
 
@@ -185,29 +180,14 @@ class Batch:
         joined = TokenRows.of(rows)
         inside_BT = np.arange(joined.lengths.max()) < joined.lengths[:, None]
 
-        def laid_out(values: np.ndarray | None, dtype: Any) -> Tensor | None:
-            if values is None:
-                return None
+        def laid_out(values: np.ndarray, dtype: Any) -> Tensor:
             padded = np.zeros((*inside_BT.shape, *values.shape[1:]), dtype)
             padded[inside_BT] = values
             return torch.from_numpy(padded)
 
-        def of_rows(values: np.ndarray | None) -> Tensor | None:
-            return None if values is None else torch.tensor(values, dtype=torch.float32)
-
-        return cls(
-            laid_out(joined.tokens, np.int64),  # pyrefly: ignore  # rows have tokens and a mask
-            torch.tensor(joined.lengths),
-            laid_out(joined.mask, np.float32),  # pyrefly: ignore
-            laid_out(joined.generation_logprobs, np.float32),
-            of_rows(joined.advantages),
-            laid_out(joined.ages, np.int64),
-            rewards=of_rows(joined.rewards),
-            teacher_logprobs=laid_out(joined.teacher_logprobs, np.float32),
-            teacher_topk_logits=laid_out(joined.teacher_topk_logits, np.float32),
-            teacher_topk_ids=laid_out(joined.teacher_topk_ids, np.int64),
-            routed_experts=laid_out(joined.routed_experts, np.int16),
-        )
+        own = {name: laid_out(values, _PADDED[name]) for name, values in joined.present(OF_TOKENS)}
+        own |= {name: torch.tensor(values, dtype=torch.float32) for name, values in joined.present(_OF_ROWS)}
+        return cls(lengths=torch.tensor(joined.lengths), **own)
 
     def rows(self, index: Tensor | slice, width: int | None = None) -> "Batch":
         """The rows at `index`, cut to `width` tokens."""

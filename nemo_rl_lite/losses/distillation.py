@@ -1,7 +1,7 @@
-"""The losses of on-policy distillation: the policy learns from what a teacher says about the policy's own samples.
-Shapes: B sequences, T tokens, k of the vocabulary.
+"""Losses of on-policy distillation: the policy learns from a teacher's logprobs of the policy's own samples.
 
-All logprobs are at the sampling temperature, so that the policy is compared with the teacher as both would sample.
+Shapes: B sequences, T tokens, k of the vocabulary. All logprobs are at the sampling temperature, so that the policy is
+compared with the teacher as both would sample.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import Loss, Metrics, Need, Normalizers, count_masked, masked_sum
 
-# The logarithm of the probability that a teacher's distribution has outside its k largest, as in NeMo-RL.
-LOG_NOTHING = -100.0
+# Log probability that a teacher's distribution gets outside its k largest, as in NeMo-RL.
+_LOG_NOTHING = -100.0
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class SampledKLLoss(GRPOLoss):
     """Reverse KL on sampled tokens as a policy gradient: a token's advantage is log teacher - log policy.
 
     The gradient of KL(policy || teacher) at a place is E[(log policy - log teacher) grad log policy] over the policy's
-    own tokens, which is that of GRPO's loss with these advantages: so it has GRPO's policy terms and corrections. What
-    later tokens cost is left out (a discount of 0). The advantage is computed with the policy at the start of the step.
+    own tokens. That is the gradient of GRPO's loss with these advantages, so GRPO's policy terms and corrections apply.
+    The cost of later tokens is left out (a discount of 0). Advantages are of the policy at the start of the step.
 
     Sources: Agarwal et al. 2024 (GKD, arXiv:2306.13649), Gu et al. 2024 (MiniLLM, arXiv:2306.08543); as an advantage of
     each token: Lu and Thinking Machines Lab 2025, "On-policy distillation".
@@ -41,9 +41,9 @@ class SampledKLLoss(GRPOLoss):
         return own_BT + self.config.reward_coef * super().advantages(batch, previous_BT)
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics. Reads what `GRPOLoss` does, and `teacher_logprobs`."""
+        """See `GRPOLoss.__call__`; reads `teacher_logprobs` too."""
         total, metrics = super().__call__(logprobs_BT, batch, counts)
-        return total, metrics | teacher_metrics(logprobs_BT, batch, counts)
+        return total, metrics | _teacher_metrics(logprobs_BT, batch, counts)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TopkKLLoss:
 
     forward: sum of q (log q - log p), with q the teacher's distribution over its k tokens and p the policy's; reverse:
     sum of p (log p - log q); mixed: w forward + (1 - w) reverse. p is normalised over these k tokens as q is, or over
-    the whole vocabulary with `zero_outside_topk`: then the reverse KL has the other tokens, too, to which the teacher
+    the whole vocabulary with `zero_outside_topk`: then the reverse KL includes the other tokens, to which the teacher
     gives a probability of exp(-100): sum of p log p + 100 (1 - sum of p) over them.
 
     The formulas are NeMo-RL's. With k the whole vocabulary, forward and reverse are GKD's with beta = 0 and 1 (Agarwal
@@ -78,7 +78,7 @@ class TopkKLLoss:
         `teacher_logprobs`, and `entropy` with the reverse KL and `zero_outside_topk`."""
         teacher_BTk, student_BTk = batch.require("teacher_topk_logits", "student_topk_logprobs")
         inside_BT1 = batch.mask[..., None] > 0
-        # A selection before any function: outside of the mask there may be anything.
+        # Select before any function: outside the mask there may be anything.
         teacher_BTk, whole_BTk = (torch.where(inside_BT1, one, 0.0) for one in (teacher_BTk, student_BTk))
         teacher_BTk = teacher_BTk.log_softmax(-1)
         own_BTk = whole_BTk if self.config.zero_outside_topk else whole_BTk.log_softmax(-1)
@@ -87,33 +87,27 @@ class TopkKLLoss:
         if self._has_rest:
             (entropy_BT,) = batch.require("entropy")
             of_rest_BT = -entropy_BT - (own_BTk.exp() * own_BTk).sum(-1)
-            reverse_BT = reverse_BT + of_rest_BT - LOG_NOTHING * (1 - own_BTk.exp().sum(-1))
+            reverse_BT = reverse_BT + of_rest_BT - _LOG_NOTHING * (1 - own_BTk.exp().sum(-1))
         forward, reverse = (masked_sum(one, batch.mask) / counts.tokens for one in (forward_BT, reverse_BT))
-        total = self._weights[0] * forward + self._weights[1] * reverse
+        weight = {"forward": 1.0, "reverse": 0.0, "mixed": self.config.mixed_kl_weight}[self.config.kl_type]
+        total = weight * forward + (1 - weight) * reverse
         metrics = {
             "loss": total.detach().clone(),
             "forward_kl": forward.detach().clone(),
             "reverse_kl": reverse.detach().clone(),
         }
-        return total, metrics | teacher_metrics(logprobs_BT, batch, counts)
-
-    @property
-    def _weights(self) -> tuple[float, float]:
-        """Of the forward and of the reverse KL."""
-        forward = {"forward": 1.0, "reverse": 0.0, "mixed": self.config.mixed_kl_weight}[self.config.kl_type]
-        return forward, 1 - forward
+        return total, metrics | _teacher_metrics(logprobs_BT, batch, counts)
 
 
 def distillation_loss(options: DistillationConfig) -> Loss:
-    """The loss over the teacher's largest logits where the run has them, otherwise that on sampled tokens."""
-    kind = SampledKLLoss if options.topk_logits_k is None else TopkKLLoss
-    return kind(options.loss_fn)
+    """Make the loss over the teacher's largest logits where the run has them, otherwise the one on sampled tokens."""
+    return (SampledKLLoss if options.topk_logits_k is None else TopkKLLoss)(options.loss_fn)
 
 
 @torch.no_grad()
-def teacher_metrics(logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> Metrics:
-    """This micro-batch's share of the estimate of KL(policy || teacher) by the sampled tokens, in nats a token, and of
-    both means of logprobs."""
+def _teacher_metrics(logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> Metrics:
+    """This micro-batch's share of KL(policy || teacher) by the sampled tokens, in nats a token, and of both means of
+    logprobs."""
     (teacher_BT,) = batch.require("teacher_logprobs")
     own, teacher = (masked_sum(one, batch.mask) / counts.tokens for one in (logprobs_BT, teacher_BT))
     return {"teacher_kl": own - teacher, "student_logprobs": own.clone(), "teacher_logprobs": teacher}

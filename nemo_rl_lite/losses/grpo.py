@@ -11,8 +11,6 @@ have weight 0, and still count in what the loss is divided by, as in NeMo-RL and
 The covariance of a token is (A - mean A)(log pi - mean log pi); the entropy falls most by tokens with large ones (Cui
 et al. 2025, arXiv:2505.22617). Means and thresholds are those of the whole optimizer step, from the engine's logprobs,
 so that a token's choice does not depend on micro-batches and replicas. In verl, quantiles are of a micro-batch.
-
-How far the generation engines' probabilities are from the policy's. Shapes: B sequences, T tokens.
 """
 
 import math
@@ -27,19 +25,20 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig, LossConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Metrics, Need, Normalizers, count_masked, masked_sum, mean_over_tokens
 
+# Counts of an optimizer step, and a metric that `GRPOLoss.summarize` replaces.
 _ADVANTAGE, _LOGPROB = "covariance/advantage", "covariance/logprob"
-
 _LEAST, _CHANCE = "covariance/least", "covariance/chance"
+_POSITIVE = "positive_tokens"
+_SQUARE = "correction/weight_square"
 
 
-def count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str, float]:
-    """What the tokens of an optimizer step's rows are compared with: the mean advantage and logprob, the smallest
-    covariance of the share `kl_cov_ratio` with the largest ones, and the chance with which a covariance within the
-    bounds of `clip_cov` is chosen, so that the share `clip_cov_ratio` of all tokens is."""
+def _count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str, float]:
+    """Count, over an optimizer step's tokens: the mean advantage and logprob; the smallest covariance among the
+    `kl_cov_ratio` largest; the chance of a token within `clip_cov`'s bounds that makes `clip_cov_ratio` of all."""
     joined = TokenRows.of(rows)
     if joined.advantages is None or joined.generation_logprobs is None:
         raise ValueError("covariances are of rows with advantages and with logprobs of the engine")
-    # Of float32, as a batch has them, so that the same token has the same covariance here and there.
+    # float32, as in a batch, so that a token has the same covariance here and there.
     advantages_N = np.repeat(joined.advantages.astype(np.float32), joined.lengths)[joined.mask].astype(np.float64)
     logprobs_N = joined.generation_logprobs[joined.mask].astype(np.float64)
     if not len(logprobs_N):
@@ -49,48 +48,38 @@ def count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str,
     largest = max(int(config.kl_cov_ratio * len(covariances_N)), 1)
     within = int(((config.clip_cov_lb < covariances_N) & (covariances_N < config.clip_cov_ub)).sum())
     chosen = max(int(config.clip_cov_ratio * len(covariances_N)), 1)
-    return {
-        _ADVANTAGE: float(advantage),
-        _LOGPROB: float(logprob),
-        _LEAST: float(np.partition(covariances_N, -largest)[-largest]),
-        _CHANCE: min(chosen / max(within, 1), 1.0),
-    }
+    least, chance = float(np.partition(covariances_N, -largest)[-largest]), min(chosen / max(within, 1), 1.0)
+    return {_ADVANTAGE: float(advantage), _LOGPROB: float(logprob), _LEAST: least, _CHANCE: chance}
 
 
 @torch.no_grad()
 def covariances(step: Mapping[str, float], logprobs_BT: Tensor, advantages: Tensor) -> Tensor:
-    """The covariance of each token, [B, T], in an optimizer step with these counts."""
+    """Covariance of each token, [B, T], in an optimizer step with these counts."""
     return (advantages.double() - step[_ADVANTAGE]) * (logprobs_BT.double() - step[_LOGPROB])
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tokens of a micro-batch. Logprobs are 0 outside the mask."""
+    """Tokens of a micro-batch. Logprobs are 0 outside the mask; those of the trained policy have a gradient. Ratio and
+    advantages are [B, T] or, one a sequence, [B, 1]. `step` has the counts of the step, `Normalizers.own`."""
 
     ratio: Tensor
     advantages: Tensor
-    """Of a sequence, [B, 1], or of each token, [B, T]."""
     logprobs_BT: Tensor
-    """Of the trained policy, with gradient."""
     previous_BT: Tensor
     step: Mapping[str, float]
-    """What the loss has counted over the optimizer step: `Normalizers.own`."""
 
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """What the tokens of a micro-batch add to the loss. Each tensor broadcasts to [B, T]."""
+    """Terms of a micro-batch's tokens in the loss, with gradient; the ratios within their bounds; whether the lower or
+    the upper bound acts; whether a token was chosen by its covariance. Each tensor broadcasts to [B, T]."""
 
     loss: Tensor
-    """With gradient."""
     bounded: Tensor
-    """The ratios within their bounds."""
     low: Tensor
-    """Whether the lower bound acts."""
     high: Tensor
-    """Whether the upper bound acts."""
     chosen: Tensor | None = None
-    """Whether the token was chosen by its covariance, where the term chooses some."""
 
 
 def clip(config: LossConfig, sampled: Sampled) -> PolicyTerm:
@@ -160,10 +149,8 @@ POLICY_TERMS: Mapping[str, Callable[[LossConfig, Sampled], PolicyTerm]] = {
     "reinforce": reinforce,
 }
 
-CHOOSES_BY_COVARIANCE = ("clip_cov", "kl_cov")
 
-
-def importance_ratio(config: LossConfig, logprobs_BT: Tensor, previous_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def _importance_ratio(config: LossConfig, logprobs_BT: Tensor, previous_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """The ratio of each token, [B, T], or the geometric mean of a sequence's, [B, 1] (GSPO, Zheng et al. 2025,
     arXiv:2507.18071). With `token` each token has the sequence's ratio and the gradient of its own logprob,
     sg(s) pi / sg(pi), [B, T] (GSPO-token, the same). Logprobs are 0 outside the mask."""
@@ -183,32 +170,23 @@ def _without_bounds(loss: Tensor, ratio: Tensor) -> PolicyTerm:
     return PolicyTerm(loss, ratio, nothing, nothing)
 
 
-_SQUARE = "correction/weight_square"
-
-
 @dataclass(frozen=True)
 class Correction:
-    """The weights of a micro-batch, and what was done to them. Each tensor broadcasts to [B, T]."""
+    """Weights of a micro-batch's policy terms: whether one was clamped, whether it was set to 0 out of bounds, and
+    whether the whole sequence was left out. Each tensor broadcasts to [B, T]."""
 
     weights: Tensor
-    """What a token's policy term is multiplied by."""
     truncated: Tensor
-    """Whether the weight was clamped."""
     masked: Tensor
-    """Whether the weight was set to 0 because it was out of bounds."""
     rejected_B1: Tensor
-    """Whether the whole sequence was left out."""
 
     def metrics(self, mask_BT: Tensor, counts: Normalizers) -> Metrics:
-        """This micro-batch's share of the metrics, which `summarize` completes."""
-        of_tokens = {
-            "correction/weight": self.weights,
-            _SQUARE: self.weights.square(),
-            "correction/truncated": self.truncated,
-            "correction/masked": self.masked,
-        }
+        """This micro-batch's share of the metrics, which `GRPOLoss.summarize` completes."""
         return {
-            **{name: mean_over_tokens(values, mask_BT, counts) for name, values in of_tokens.items()},
+            "correction/weight": mean_over_tokens(self.weights, mask_BT, counts),
+            _SQUARE: mean_over_tokens(self.weights.square(), mask_BT, counts),
+            "correction/truncated": mean_over_tokens(self.truncated, mask_BT, counts),
+            "correction/masked": mean_over_tokens(self.masked, mask_BT, counts),
             "correction/rejected": self.rejected_B1.sum() / counts.sequences,
         }
 
@@ -256,13 +234,9 @@ def _outside(ratios: Tensor, low: float, high: float) -> Tensor:
     return (ratios < low) | (ratios > high)
 
 
-_POSITIVE = "positive_tokens"
-
-
 @dataclass(frozen=True)
 class GRPOLoss:
-    """A policy term for each token, a KL penalty, an entropy bonus and the likelihood of good responses, of one
-    micro-batch's current logprobs.
+    """A policy term for each token, a KL penalty, an entropy bonus and the likelihood of good responses.
 
     The KL penalty is a term of the loss or, with `use_kl_in_reward`, a part of the advantages (`less_kl_to_go`).
 
@@ -281,8 +255,8 @@ class GRPOLoss:
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         """Count tokens and sequences, tokens of responses with a positive reward, and covariances."""
         own: dict[str, float] = {}
-        if self.config.policy_loss in CHOOSES_BY_COVARIANCE:
-            own |= count_covariances(self.config, rows)
+        if self.config.policy_loss in ("clip_cov", "kl_cov"):
+            own |= _count_covariances(self.config, rows)
         if self.config.positive_example_nll_weight:
             joined = TokenRows.of(rows)
             if joined.rewards is None:
@@ -291,8 +265,8 @@ class GRPOLoss:
         return replace(count_masked(rows), own=own)
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a global batch, with the effective sample size of its weights as a share of its tokens,
-        (sum w)^2 / (N sum w^2) (Kish 1965), instead of the mean square that it is made of."""
+        """Replace the weights' mean square in a global batch's metrics by their effective sample size as a share of the
+        tokens, (sum w)^2 / (N sum w^2) (Kish 1965)."""
         if _SQUARE not in metrics:
             return metrics
         square = metrics[_SQUARE]
@@ -311,7 +285,7 @@ class GRPOLoss:
         logprobs_BT, previous_BT, generation_BT = (
             torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
         )
-        ratio = importance_ratio(config, logprobs_BT, previous_BT, mask_BT)
+        ratio = _importance_ratio(config, logprobs_BT, previous_BT, mask_BT)
         advantages, kl_BT = self.advantages(batch, previous_BT), None
         penalty, in_reward = config.reference_policy_kl_penalty, config.use_kl_in_reward
         if penalty > 0:
@@ -372,8 +346,7 @@ class GRPOLoss:
         return total, metrics
 
     def advantages(self, batch: Batch, previous_BT: Tensor) -> Tensor:
-        """How much better than expected each token is, without gradient; broadcasts to [B, T]. `previous_BT`: previous
-        logprobs, 0 outside the mask."""
+        """Advantage of each token, without gradient; broadcasts to [B, T]. `previous_BT` is 0 outside the mask."""
         (advantages_B,) = batch.require("advantages")
         return advantages_B[:, None]
 
@@ -393,15 +366,15 @@ def grpo_loss(options: GRPOConfig) -> GRPOLoss:
 
 @torch.no_grad()
 def _of_high_entropy(entropy_BT: Tensor, mask_BT: Tensor, share: float) -> Tensor:
-    """Whether a token is of this share of the micro-batch's tokens, those with the highest entropy: at or above the
-    quantile, as TRL has it. The entropy is known in the training pass alone, which sees one micro-batch at a time."""
+    """Select this share of the micro-batch's tokens by the highest entropy: at or above the quantile, as in TRL. The
+    entropy is known only in the training pass, which sees one micro-batch at a time."""
     least = torch.where(mask_BT > 0, entropy_BT.float(), math.nan).nanquantile(1 - share)
     return (entropy_BT >= least) & (mask_BT > 0)
 
 
 def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Metrics:
     """Mean, smallest and largest of values that broadcast to the mask, over its tokens."""
-    # The values that a boolean index keeps are counted first, for which the host would wait.
+    # No boolean index: the host would wait for the number of values that it keeps.
     values_BT, kept_BT = values.expand_as(mask_BT), mask_BT > 0
     return {
         name: mean_over_tokens(values, mask_BT, counts),
@@ -415,7 +388,7 @@ def less_kl_to_go(advantages: Tensor, kl_BT: Tensor, mask_BT: Tensor, penalty: f
     that have a loss. `advantages` broadcasts to [B, T]; `kl_BT` is in nats, of the policy at the start of the step,
     without gradient.
 
-    A token answers for the KL of those that follow it, because it changes how likely they are. With k1 and on-policy
+    A token answers for the KL of the later ones, because it changes how likely they are. With k1 and on-policy
     samples, the policy gradient of these advantages is that of the reward less `penalty` times the KL(policy ||
     reference) of whole responses (k1 as a reward: Liu et al. 2025, arXiv:2510.01555).
 
@@ -451,7 +424,7 @@ def kl_estimate(
     elif kind == "k2":
         estimate = d.square() / 2
     elif kind == "k3":
-        estimate = d.exp() - 1 - d
+        estimate = _k3(d)
     else:
         raise ValueError(f"KL estimator must be k1, k2 or k3, got {kind!r}")
     if sampled_with is not None:
@@ -460,16 +433,18 @@ def kl_estimate(
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 
+def _k3(log_ratio: Tensor) -> Tensor:
+    return log_ratio.exp() - 1 - log_ratio
+
+
 @torch.no_grad()
 def mismatch_metrics(batch: Batch, counts: Normalizers) -> Metrics:
-    """How far the generation engine's logprobs of its own samples are from the policy's, over response tokens: this
-    batch's share of the metrics of a global batch with these counts.
+    """Compare the engine's logprobs of its samples with the policy's: this batch's share of a global batch's metrics.
 
     `token_mult_prob_error` is the mean factor between the two probabilities (1 = equal; above 1.05 something is wrong);
     `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_mean` and
-    `_max` are the tokens' mean and worst difference. `age_<n>/gen_kl_error` is the same estimate over the tokens of one
-    age alone, and `age_<n>/tokens_share` their share of all tokens; every share of the global batch has those of all
-    its ages.
+    `_max` are the tokens' mean and worst difference. `age_<n>/...` are over the tokens of one age; each share of the
+    global batch has the metrics of all its ages.
     """
     policy_BT, generation_BT = (values.double() for values in batch.require("previous_logprobs", "generation_logprobs"))
     mask_BT, tokens = batch.mask, counts.tokens
@@ -493,7 +468,3 @@ def mismatch_metrics(batch: Batch, counts: Normalizers) -> Metrics:
         metrics[f"age_{age}/gen_kl_error"] = masked_sum(_k3(difference_BT), of_age_BT) / own
         metrics[f"age_{age}/tokens_share"] = of_age_BT.sum() / tokens
     return metrics
-
-
-def _k3(log_ratio: Tensor) -> Tensor:
-    return log_ratio.exp() - 1 - log_ratio

@@ -1,11 +1,11 @@
-"""What a loss is, and how shares of it add up. Shapes: B sequences, T tokens.
+"""The protocol of losses, and how shares of one add up. Shapes: B sequences, T tokens.
 
 Every micro-batch is divided by counts of the *global* batch, so that the sum over micro-batches and data-parallel ranks
 is the loss, however the batch was split.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, Protocol
@@ -28,14 +28,14 @@ class Normalizers:
     tokens: float
     sequences: float
     tokens_by_age: Mapping[int, int] = field(default_factory=dict)
-    """Of these tokens, how many have each age (`TokenRow.ages`); empty where the rows have none."""
+    """Tokens of each age (`TokenRow.ages`)."""
     own: Mapping[str, float] = field(default_factory=dict)
-    """What else a loss counts over the global batch, by names of its own, and numbers of the optimizer step that it
-    reads: the rest of a loss should be the same in each step, because CUDA graphs are recorded for one."""
+    """Extra counters and per-step numbers of the loss. The rest of a loss should be the same in each step, because CUDA
+    graphs are recorded for one."""
 
 
 def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
-    """The counts of `rows`; tokens and sequences are at least 1."""
+    """Count `rows`; tokens and sequences are at least 1."""
     joined = TokenRows.of(rows)
     tokens = int(joined.mask.sum())
     ages, counts = np.unique(() if joined.ages is None else joined.ages[joined.mask], return_counts=True)
@@ -46,28 +46,29 @@ def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
 
 
 class Loss(Protocol):
-    """What a policy trains with. It is pickled and sent to the workers.
+    """The objective of a policy. It is pickled and sent to the workers. Four attributes are optional:
 
-    Four attributes are optional. `needs`, a set of `Need`: what the loss reads of the policy besides the tokens'
-    logprobs; `Batch` has a field for each. `topk`, an int: how many logits of each token `topk_logits` has.
-    `student_topk_logprobs` are of the tokens that a teacher names.
-    `summarize(metrics)`, a method: the metrics to log of a global batch, from those that its shares add up to; for
-    what does not add up, such as a quotient of two sums. `with_mismatched_kl(kl)`, a method: the loss of a batch whose
-    prompts with the responses of others have this KL to the reference, which supervised training then measures first.
+    - `needs`, a set of `Need`: outputs of the policy besides the tokens' logprobs; `Batch` has a field for each.
+      `student_topk_logprobs` are of the tokens that a teacher names.
+    - `topk`, an int: how many logits of each token `topk_logits` has.
+    - `summarize(metrics)`: the metrics to log of a global batch, from the sums over its shares; for metrics that do not
+      add up, such as a quotient of two sums.
+    - `with_mismatched_kl(kl)`: the loss of a batch whose prompts, with the responses of others, have this KL to the
+      reference. Supervised training measures that first.
     """
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics of one micro-batch, each its share of the global batch's. One of the
-        metrics is `loss`."""
+        """Return the loss (scalar, with gradient) of one micro-batch and its metrics, among them `loss`, each its share
+        of the global batch's."""
         ...
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
-        """What the loss of a global batch of `rows` divides by."""
+        """Count what the loss of a global batch of `rows` divides by."""
         ...
 
 
 def loss_of(loss: Loss, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-    """What `loss` returns for one micro-batch; where gradients are computed, a result that has one.
+    """Call `loss` on one micro-batch; where gradients are computed, the result has one.
 
     Raises:
         TrainingError: the result cannot train the policy, or the metrics have no `loss`.
@@ -86,17 +87,17 @@ def loss_of(loss: Loss, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) 
 
 
 def needs_of(loss: object) -> frozenset[Need]:
-    """What `loss` declares that it needs; nothing where it declares nothing."""
+    """The needs that `loss` declares."""
     return frozenset(getattr(loss, "needs", ()))
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the positions where `mask` is not 0; whatever stands elsewhere (NaN included) does not enter."""
+    """Sum over the positions where `mask` is not 0. A selection, not a product: NaN elsewhere does not enter."""
     return torch.where(mask > 0, values, 0.0).sum()
 
 
 def masked_sums(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The same for each sequence, [B]. A selection, not a product: logprobs outside the mask may be infinite."""
+    """The same for each sequence, [B]."""
     return torch.where(mask_BT > 0, values_BT, 0.0).sum(dim=1)
 
 
@@ -106,7 +107,7 @@ def mean_over_tokens(values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Te
 
 
 def floats(shares: Sequence[Metrics]) -> list[dict[str, float]]:
-    """The metrics of several micro-batches as numbers. The host waits for their device once, however many they are."""
+    """Convert the metrics of several micro-batches to numbers. The host waits for their device only once."""
     values = [value.detach().reshape(()) for share in shares for value in share.values()]
     kinds: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for place, value in enumerate(values):
@@ -122,16 +123,18 @@ def floats(shares: Sequence[Metrics]) -> list[dict[str, float]]:
 
 def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of micro-batches or ranks -> of the whole: minima and maxima of `*_min` and `*_max`, sums of the rest."""
-    return {name: _combining(name)([part[name] for part in parts]) for name in parts[0]}
+
+    def combined(name: str) -> float:
+        values = [part[name] for part in parts]
+        if not name.endswith(("_min", "_max")):
+            return sum(values)
+        # The comparisons of min and max would lose a NaN, or keep it, by its place in the list.
+        extreme = min if name.endswith("_min") else max
+        return math.nan if any(map(math.isnan, values)) else extreme(values)
+
+    return {name: combined(name) for name in parts[0]}
 
 
 def summary(loss: Loss, shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a global batch as `loss` has them logged, from those of all its shares."""
-    metrics = combine_metrics(shares)
-    return getattr(loss, "summarize", dict)(metrics)
-
-
-def _combining(name: str) -> Callable[[list[float]], float]:
-    extreme = min if name.endswith("_min") else max if name.endswith("_max") else None
-    # The comparisons of min and max would lose a NaN, or keep it, by its place in the list.
-    return sum if extreme is None else lambda values: math.nan if any(map(math.isnan, values)) else extreme(values)
+    """Metrics to log of a global batch, from those of all its shares."""
+    return getattr(loss, "summarize", dict)(combine_metrics(shares))

@@ -1,4 +1,4 @@
-"""The loss of a run: the algorithm's own, or a user's by its dotted path or file."""
+"""Make the loss of a run: the algorithm's own, or a user's by its dotted path or file."""
 
 import inspect
 from collections.abc import Set
@@ -12,14 +12,13 @@ from nemo_rl_lite.losses.interface import Loss, Need
 
 
 def make_loss(options: AlgorithmConfig) -> Loss:
-    """What a run with these options of its algorithm trains with.
+    """Make the loss of a run with these options of its algorithm.
 
     Raises:
         ConfigError: `algorithm.loss` cannot be imported, called with `algorithm.loss_kwargs`, or used as a `Loss`, or
             makes another algorithm's.
     """
     path = options.loss or ALGORITHMS[options.name].loss
-    attribute = own_name(path)
     try:
         factory = imported(path)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
@@ -27,13 +26,14 @@ def make_loss(options: AlgorithmConfig) -> Loss:
         raise _error("loss", path, f"cannot be imported: {type(error).__name__}: {error}", fix) from error
     if not callable(factory):
         raise _error("loss", path, "cannot be called", "name a class or a function that returns a loss")
-    called = f"{attribute}(options, **algorithm.loss_kwargs), where options are the keys below `algorithm`"
     try:
         signature = inspect.signature(factory)
         signature.bind(options, **options.loss_kwargs)
         loss = factory(options, **options.loss_kwargs)
     except (Exception, SystemExit) as error:  # a user's class may raise anything
-        cause, fix = f"{type(error).__name__}: {error}", f"it is called as {called}"
+        cause = f"{type(error).__name__}: {error}"
+        called = f"{own_name(path)}(options, **algorithm.loss_kwargs), where options are the keys below `algorithm`"
+        fix = f"it is called as {called}"
         if options.loss_kwargs:
             raise _error("loss_kwargs", dict(options.loss_kwargs), f"do not fit {path}: {cause}", fix) from error
         raise _error("loss", path, f"cannot be made: {cause}", fix) from error
@@ -46,7 +46,7 @@ def make_loss(options: AlgorithmConfig) -> Loss:
 
 
 def _check(path: str, loss: Any) -> None:
-    """Raise ConfigError where `loss` is no `Loss`."""
+    """Raise ConfigError where `loss` is not a `Loss`."""
     fix = "see the protocol Loss in nemo_rl_lite/losses/interface.py"
     missing = [name for name in ("__call__", "counts") if not callable(getattr(loss, name, None))]
     if missing:

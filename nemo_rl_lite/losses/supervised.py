@@ -1,6 +1,6 @@
-"""Losses of preferences: DPO and its kin, and ORPO, over pairs; KTO and its kin over single responses.
+"""Losses of data sets: SFT; DPO and its kin, and ORPO, over pairs; KTO and its kin over single responses.
 
-Shapes: B sequences, T tokens, P pairs; the sequences of a pair are neighbours, the chosen one first. Pure functions.
+Shapes: B sequences, T tokens, P pairs; the sequences of a pair are neighbours, the chosen one first.
 
 The pair losses are found by the name in `algorithm.preference_loss`, which is TRL's except for `dpo`. `chosen_P` and
 `rejected_P` are log(policy / reference) of the responses, or what a divergence makes of them; `beta` is
@@ -9,8 +9,6 @@ The pair losses are found by the name in `algorithm.preference_loss`, which is T
 KTO compares the logprob ratio of a response with a baseline: the KL of the policy to the reference, estimated on
 mismatched responses, each prompt with the response of another one. These are scored in a separate pass without a
 gradient. Their mean over the whole optimizer step comes with the counts, so it does not depend on micro-batches.
-
-The loss of supervised fine-tuning. Shapes: B sequences, T tokens.
 """
 
 import math
@@ -106,39 +104,26 @@ def divergence_scores(config: DPOConfig, log_ratios: Tensor) -> Tensor:
     """f'(policy / reference) of an f-divergence, from the logarithm (f-DPO, Wang et al. 2024, arXiv:2309.16240),
     without terms that cancel in a difference. The alpha divergence is the reverse KL at alpha = 1, the forward KL at 0.
     """
-    match config.f_divergence:
-        case "forward_kl":
-            return _alpha_score(log_ratios, 0.0)
-        case "js_divergence":
-            return math.log(2) + F.logsigmoid(log_ratios)
-        case "alpha_divergence" if config.f_alpha_divergence_coef < 1:
-            return _alpha_score(log_ratios, config.f_alpha_divergence_coef)
-    return log_ratios
-
-
-def _alpha_score(log_ratios: Tensor, alpha: float) -> Tensor:
+    if config.f_divergence == "js_divergence":
+        return math.log(2) + F.logsigmoid(log_ratios)
+    alpha = {"forward_kl": 0.0, "alpha_divergence": config.f_alpha_divergence_coef}.get(config.f_divergence, 1.0)
+    if alpha >= 1:
+        return log_ratios
     return (((alpha - 1) * log_ratios).clamp(max=_LARGEST_EXPONENT).exp() - 1) / (alpha - 1)
 
 
 class _PairLoss:
-    """The parts that the losses of pairs share."""
-
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         """Count the chosen responses' tokens, and pairs."""
         return replace(count_masked(rows[::2]), sequences=len(rows) / 2)
 
     @torch.no_grad()
     def _metrics(
-        self,
-        losses: tuple[Tensor, Tensor, Tensor],
-        chosen_P: Tensor,
-        rejected_P: Tensor,
-        present_P: Tensor,
-        beta: float,
-        pairs: float,
+        self, losses: tuple[Tensor, Tensor, Tensor], scores_B: Tensor, batch: Batch, beta: float, pairs: float
     ) -> Metrics:
-        """`losses`: the total, the preference loss and the NLL."""
-        total, preference, nll = losses
+        """`losses`: the total, the preference loss and the NLL; `scores_B`: what `beta` makes rewards of."""
+        (total, preference, nll), chosen_P, rejected_P = losses, scores_B[::2], scores_B[1::2]
+        present_P = batch.lengths[::2] > 0
         # A tie, such as before the first step, counts as half right.
         right_P = present_P * ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P))
         return {
@@ -160,8 +145,7 @@ class DPOLoss(_PairLoss):
     config: DPOConfig
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value). Reads
-        `reference_logprobs`."""
+        """See `Loss`. Reads `reference_logprobs`."""
         config, (reference_BT,) = self.config, batch.require("reference_logprobs")
         tokens_B = batch.mask.sum(dim=1).clamp(min=1)
         sums_B = masked_sums(logprobs_BT, batch.mask)
@@ -169,18 +153,14 @@ class DPOLoss(_PairLoss):
         scores_B = divergence_scores(config, ratios_B)
         if config.preference_average_log_probs or config.preference_loss == "ipo":
             ratios_B, scores_B = ratios_B / tokens_B, scores_B / tokens_B
-        chosen_P, rejected_P = ratios_B[::2], ratios_B[1::2]
-        pairs_P = PREFERENCES[config.preference_loss](
-            scores_B[::2], scores_B[1::2], config.reference_policy_kl_penalty, config.label_smoothing
-        )
-        # Rows of length 0 are no pairs, though a loss of equal ratios is not 0.
-        present_P = batch.lengths[::2] > 0
-        preference = torch.where(present_P, pairs_P, 0.0).sum() / counts.sequences
+        beta, pair_loss = config.reference_policy_kl_penalty, PREFERENCES[config.preference_loss]
+        pairs_P = pair_loss(scores_B[::2], scores_B[1::2], beta, config.label_smoothing)
+        # Rows of length 0 are not pairs, though the loss of equal ratios is not 0.
+        preference = torch.where(batch.lengths[::2] > 0, pairs_P, 0.0).sum() / counts.sequences
         chosen_logprobs_P = sums_B[::2] / tokens_B[::2] if config.sft_average_log_probs else sums_B[::2]
         nll = -chosen_logprobs_P.sum() / counts.sequences
         total = config.preference_loss_weight * preference + config.sft_loss_weight * nll
-        losses, beta = (total, preference, nll), config.reference_policy_kl_penalty
-        return total, self._metrics(losses, chosen_P, rejected_P, present_P, beta, counts.sequences)
+        return total, self._metrics((total, preference, nll), ratios_B, batch, beta, counts.sequences)
 
 
 @dataclass(frozen=True)
@@ -194,18 +174,16 @@ class ORPOLoss(_PairLoss):
     config: ORPOConfig
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value)."""
+        """See `Loss`."""
         beta, mask_BT = self.config.preference_loss_weight, batch.mask
         means_B = masked_sums(logprobs_BT, mask_BT) / mask_BT.sum(dim=1).clamp(min=1)
         chosen_P, rejected_P = means_B[::2], means_B[1::2]
         log_odds_P = chosen_P - rejected_P - _log_one_minus_exp(chosen_P) + _log_one_minus_exp(rejected_P)
-        # Rows of length 0, which fill up a bucket, are no pairs.
-        present_P = batch.lengths[::2] > 0
-        preference = -torch.where(present_P, F.logsigmoid(log_odds_P), 0.0).sum() / counts.sequences
+        # Rows of length 0, which fill up a bucket, are not pairs.
+        preference = -torch.where(batch.lengths[::2] > 0, F.logsigmoid(log_odds_P), 0.0).sum() / counts.sequences
         nll = -masked_sum(logprobs_BT[::2], mask_BT[::2]) / counts.tokens
         total = nll + beta * preference
-        losses = (total, preference, nll)
-        return total, self._metrics(losses, chosen_P, rejected_P, present_P, beta, counts.sequences)
+        return total, self._metrics((total, preference, nll), means_B, batch, beta, counts.sequences)
 
 
 def _log_one_minus_exp(logprob: Tensor) -> Tensor:
@@ -218,7 +196,7 @@ def _log_one_minus_exp(logprob: Tensor) -> Tensor:
     return torch.where(near, of_near, torch.log1p(-torch.exp(torch.where(near, -1.0, below))))
 
 
-# What the loss counts of its own.
+# The loss's own counts.
 _DESIRABLE, _UNDESIRABLE, _BASELINE = "desirable", "undesirable", "baseline"
 
 
@@ -233,7 +211,7 @@ class UnpairedLoss:
     """The workers read it from the counts."""
 
     def __getstate__(self) -> dict[str, KTOConfig]:
-        """A worker's copy has no baseline: it differs in each step, and passes are recorded for one loss."""
+        """Drop the baseline: it differs in each step, and passes are recorded for one loss."""
         return {"config": self.config}
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
@@ -246,8 +224,7 @@ class UnpairedLoss:
         return replace(count_masked(rows), sequences=float(len(rows)), own=kinds | {_BASELINE: self.baseline})
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value). Reads
-        `reference_logprobs` and `rewards`."""
+        """See `Loss`. Reads `reference_logprobs` and `rewards`."""
         config, (reference_BT, rewards_B) = self.config, batch.require("reference_logprobs", "rewards")
         beta, is_desirable_B = config.reference_policy_kl_penalty, rewards_B > 0
         ratios_B = masked_sums(logprobs_BT, batch.mask) - masked_sums(reference_BT, batch.mask)
@@ -275,14 +252,13 @@ class KTOLoss(UnpairedLoss):
     mismatched responses of the optimizer step, a constant for the gradient."""
 
     def with_mismatched_kl(self, kl: float) -> "KTOLoss":
-        """The loss of a batch whose mismatched responses have this KL, which counts as 0 where it is below."""
+        """Return the loss of a batch whose mismatched responses have this KL; a negative estimate counts as 0."""
         return replace(self, baseline=max(kl, 0.0))
 
 
 @dataclass(frozen=True)
 class MeanLogRatio:
-    """The mean over sequences of log(policy / reference), in nats: an estimate of the KL where the policy has sampled
-    them. It is measured, not trained on."""
+    """Mean over sequences of log(policy / reference), in nats. It is measured, not trained on."""
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         return replace(count_masked(rows), sequences=float(len(rows)))
@@ -299,8 +275,8 @@ def kto_loss(options: KTOConfig) -> UnpairedLoss:
 
 
 def mismatched(rows: Sequence[TokenRow], longest: int) -> list[TokenRow]:
-    """Each row's prompt, up to its first token that has a loss, with what follows the prompt in the row before it; the
-    first row gets that of the last. A row is cut after `longest` tokens. As TRL has it, but over a whole batch."""
+    """Join each row's prompt, up to its first token with a loss, with the response of the row before it; the first row
+    gets the last one's. A row is cut after `longest` tokens. As in TRL, but over a whole batch."""
     firsts = [int(np.argmax(row.mask)) for row in rows]
     found = []
     for at, row in enumerate(rows):
@@ -319,7 +295,7 @@ class SFTLoss:
         return count_masked(rows)
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value)."""
+        """See `Loss`."""
         total = -masked_sum(logprobs_BT, batch.mask) / counts.tokens
         return total, {"loss": total.detach().clone()}
 

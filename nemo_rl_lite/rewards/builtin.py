@@ -1,7 +1,4 @@
-"""These rewards look at the response's text alone.
-
-The scoring that comes with each task of the reasoning-gym package.
-"""
+"""Rewards by the response's text alone, and by the scoring of reasoning-gym's tasks."""
 
 import json
 import re
@@ -17,7 +14,7 @@ from nemo_rl_lite.data.problems import Problem
 
 def task_score(response: str, answer: str, problem: Problem, answer_tag: str | None) -> float:
     """Return the task's score of the stripped response, between 0 and 1. With `answer_tag`, score the text between
-    `<tag>` and `</tag>`; the score is 0 where the tag is missing.
+    `<tag>` and `</tag>`; without that tag the score is 0.
 
     Raises:
         KeyError: the problem does not come from data=reasoning_gym.
@@ -40,13 +37,12 @@ _MINUS = "\N{MINUS SIGN}"
 
 
 def exact_match(response: str, answer: str) -> float:
-    """Return 1 where the stripped response is the stripped answer, else 0; the same letters in another Unicode form
-    count as the same."""
+    """Return 1 if response and answer are equal without blanks at the ends and in one Unicode form, else 0."""
     return float(_composed(response.strip()) == _composed(answer.strip()))
 
 
 def format_match(response: str, answer: str, pattern: str) -> float:
-    """Return 1 where the whole stripped response matches the pattern, else 0; a dot matches newlines too."""
+    """Return 1 if the whole stripped response matches the pattern, else 0; a dot matches newlines too."""
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 
 
@@ -56,7 +52,7 @@ def nothing(response: str, answer: str) -> float:
 
 
 def last_number(response: str, answer: str) -> float:
-    """Return 1 where the last number in the response is the answer, else 0; thousands separators are ignored.
+    """Return 1 if the last number in the response is the answer, else 0; thousands separators are ignored.
 
     Raises:
         ValueError: the answer is not a number.

@@ -1,4 +1,4 @@
-"""Judge responses by the sum of the configured rewards: in this process, or in others with a time limit for each."""
+"""Judge responses by the sum of the configured rewards: in this process, or in others with a time limit a call."""
 
 import asyncio
 import inspect
@@ -13,7 +13,7 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.rewards.registry import (
     INSTANT,
-    WRONG_WHERE_LATE,
+    WRONG_IF_LATE,
     LateReward,
     RewardError,
     UnavailableReward,
@@ -23,13 +23,32 @@ from nemo_rl_lite.rewards.registry import (
 )
 from nemo_rl_lite.system.pool import CallError, CallPool, LateError, StartError, Target, as_call_error, place_of
 
+# Seconds that a batch with room waits for more responses.
+_WAIT_S = 0.05
+
 Parts = dict[str, float] | RewardError
 """Rewards by the label of their term, or the error that prevented one."""
 
 
 @dataclass(frozen=True)
+class RewardResult:
+    """The reward of a response; its parts by name, before their weights, if it is a sum; why it is 0 if it was late."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    late: LateReward | None = None
+
+
+Verdict = RewardResult | RewardError
+"""A reward, or the error that prevented it."""
+
+Judge = Callable[[str, Problem], Awaitable[Verdict]]
+"""Judges a response to a problem. Many may be judged at a time."""
+
+
+@dataclass(frozen=True)
 class Term:
-    """One part of a reward; `name` and `kwargs` as `find_reward` has them, `section` the keys that hold them."""
+    """One part of a reward; `name` and `kwargs` as in `find_reward`, `section` the keys that hold them."""
 
     label: str
     name: str
@@ -40,7 +59,7 @@ class Term:
 
 
 def terms_of(config: RewardConfig) -> list[Term]:
-    """The configured reward, with weight 1, and then those that are added to it."""
+    """The configured reward, with weight 1, and then the terms that are added to it."""
     found = [Term(own_name(config.name), config.name, config.kwargs, 1.0, "reward", config.batch_size)]
     for label, one in config.terms.items():
         found.append(Term(label, one.name, one.kwargs, one.weight, f"reward.terms.{label}", one.batch_size))
@@ -51,16 +70,12 @@ class RewardCalls:
     """Calls the rewards of the terms in this process. An error of a reward becomes a `RewardError`."""
 
     def __init__(self, terms: Sequence[Term]):
-        """Raises ConfigError where there is no such reward."""
+        """Raises ConfigError: there is no such reward."""
         self._terms = {term.label: term for term in terms}
-        self._single = {
-            term.label: find_reward(term.name, term.kwargs, term.section) for term in terms if term.batch_size is None
-        }
-        self._batched = {
-            term.label: find_batch_reward(term.name, term.kwargs, term.section)
-            for term in terms
-            if term.batch_size is not None
-        }
+        self._single, self._batched = dict[str, Any](), dict[str, Any]()
+        for term in terms:
+            kind, find = (self._single, find_reward) if term.batch_size is None else (self._batched, find_batch_reward)
+            kind[term.label] = find(term.name, term.kwargs, term.section)
 
     async def one(self, response: str, problem: Problem) -> Parts:
         """Judge a response by the terms that take one at a time."""
@@ -75,7 +90,7 @@ class RewardCalls:
     async def batch(
         self, label: str, responses: Sequence[str], problems: Sequence[Problem]
     ) -> Sequence[float | RewardError]:
-        """Judge responses by the term `label`, which takes many. An error of the call is the error of each response."""
+        """Judge responses by the term `label`. An error of the call is the error of each response."""
         found = await self._called(label, self._batched[label], responses, problems)
         return [found] * len(responses) if isinstance(found, RewardError) else found
 
@@ -92,13 +107,6 @@ class RewardCalls:
         return failure
 
 
-JudgeBatch = Callable[[Sequence[str], Sequence[Problem]], Awaitable[Sequence[float | RewardError]]]
-"""Returns for each response its reward, or why there is none."""
-
-# Seconds that a batch with room waits for more responses.
-_WAIT_S = 0.05
-
-
 @dataclass(eq=False)
 class _WaitingResponse:
     response: str
@@ -107,16 +115,21 @@ class _WaitingResponse:
 
 
 class Batches:
-    """Gives the responses that wait to `judge`, at most `size` in a call, and in at most `at_once` calls at a time.
-    While all calls are under way, responses collect."""
+    """Gives waiting responses to `judge`, at most `size` in a call and at most `at_once` calls at a time. Responses
+    collect while all calls are busy."""
 
-    def __init__(self, judge: JudgeBatch, size: int, at_once: int):
+    def __init__(
+        self,
+        judge: Callable[[Sequence[str], Sequence[Problem]], Awaitable[Sequence[float | RewardError]]],
+        size: int,
+        at_once: int,
+    ):
         self._judge, self._size, self._at_once = judge, size, at_once
         self._waiting: list[_WaitingResponse] = []
         self._workers: set[asyncio.Task] = set()
 
     async def __call__(self, response: str, problem: Problem) -> float | RewardError:
-        """Judge a response as a part of a batch. Raises what `judge` raises."""
+        """Judge a response in a batch. Raises what `judge` raises."""
         own = _WaitingResponse(response, problem, asyncio.get_running_loop().create_future())
         self._waiting.append(own)
         # Workers of an event loop that has ended are done.
@@ -126,7 +139,7 @@ class Batches:
         try:
             return await own.reward
         finally:
-            # An episode that is cancelled waits no more.
+            # Its episode was cancelled.
             if own in self._waiting:
                 self._waiting.remove(own)
 
@@ -141,7 +154,7 @@ class Batches:
     async def _settle(self, batch: Sequence[_WaitingResponse]) -> None:
         try:
             rewards = await self._judge([one.response for one in batch], [one.problem for one in batch])
-        except Exception as error:  # it belongs to those who wait
+        except Exception as error:  # for the callers that wait
             for one in batch:
                 if not one.reward.done():
                     one.reward.set_exception(error)
@@ -151,25 +164,8 @@ class Batches:
                 one.reward.set_result(reward)
 
 
-@dataclass(frozen=True)
-class RewardResult:
-    """The reward of a response and, where it is a sum, its parts by name, before their weights. `late`: why it is 0,
-    though nothing was computed."""
-
-    reward: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    late: LateReward | None = None
-
-
-Verdict = RewardResult | RewardError
-"""A reward, or the error that prevented it."""
-
-Judge = Callable[[str, Problem], Awaitable[Verdict]]
-"""Judges a response to a problem. Many may be judged at a time."""
-
-
 def make_judge(config: RewardConfig) -> Judge:
-    """Return the judge for the configured reward.
+    """Make the judge of the configured reward.
 
     Raises:
         ConfigError: there is no such reward, or it does not take its kwargs.
@@ -182,24 +178,24 @@ def make_judge(config: RewardConfig) -> Judge:
 
 
 def sum_of(terms: Sequence[Term], calls: "RewardCalls | _RemoteCalls", at_once: int) -> Judge:
-    """The judge that adds up the terms. Each term with a `batch_size` collects its own batches."""
+    """Make the judge that adds up the terms. Each term with a `batch_size` collects its own batches."""
     sources = [calls.one] if any(term.batch_size is None for term in terms) else []
     sources += [_batched(term.label, term.batch_size, calls, at_once) for term in terms if term.batch_size is not None]
 
     async def judge(response: str, problem: Problem) -> Verdict:
-        parts = dict[str, float]()
+        # In the order of the terms.
+        parts, late = dict.fromkeys((term.label for term in terms), 0.0), None
         for found in await asyncio.gather(*(source(response, problem) for source in sources)):
             if isinstance(found, LateReward):
-                return RewardResult(
-                    0.0, dict.fromkeys((term.label for term in terms), 0.0) if len(terms) > 1 else {}, found
-                )
+                parts, late = dict.fromkeys(parts, 0.0), found
+                break
             if isinstance(found, RewardError):
                 return found
             parts |= found
         total = 0.0
         for term in terms:
             total += term.weight * parts[term.label]
-        return RewardResult(total, {term.label: parts[term.label] for term in terms} if len(terms) > 1 else {})
+        return RewardResult(total, parts if len(terms) > 1 else {}, late)
 
     return judge
 
@@ -217,12 +213,12 @@ def _batched(
 
 
 class _RemoteCalls:
-    """Calls in at most `reward.processes` processes, each call within `reward.timeout_s`."""
+    """`RewardCalls` in at most `reward.processes` processes, each call within `reward.timeout_s`."""
 
     def __init__(self, config: RewardConfig, terms: Sequence[Term]):
         path = f"{RewardCalls.__module__}.{RewardCalls.__qualname__}"
         self._name = config.name
-        self._wrong_where_late = all(term.name in WRONG_WHERE_LATE for term in terms)
+        self._wrong_if_late = all(term.name in WRONG_IF_LATE for term in terms)
         target = Target(path, {"terms": terms}, "the judging process", "reward.timeout_s")
         self._pool = CallPool(target, config.processes, config.concurrency, config.timeout_s)
 
@@ -231,7 +227,7 @@ class _RemoteCalls:
         try:
             return await self._call("one", response, problem)
         except CallError as error:
-            is_wrong = isinstance(error, LateError) and self._wrong_where_late
+            is_wrong = isinstance(error, LateError) and self._wrong_if_late
             return (LateReward if is_wrong else RewardError)(str(error), error.details)
 
     async def batch(
@@ -244,7 +240,6 @@ class _RemoteCalls:
             return [RewardError(str(error), error.details)] * len(responses)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Raises CallError: there is no result."""
         try:
             return await asyncio.wrap_future(self._pool.submit(method, *arguments))
         except StartError as error:
@@ -252,11 +247,11 @@ class _RemoteCalls:
 
 
 def try_reward(judge: Judge, problem: Problem) -> None:
-    """Judge one sample before a run starts anything: the problem's own answer, as the response. Where that fails, say
-    so: the error may be due to this response.
+    """Judge one sample before a run starts anything, with the problem's own answer as the response. Another failure is
+    only a note, because it may be due to this response.
 
     Raises:
-        ConfigError: the reward returns what is no reward, or what it asks is not there.
+        ConfigError: the function does not return a reward, or its server, model or file is missing.
     """
 
     async def trial() -> Verdict:

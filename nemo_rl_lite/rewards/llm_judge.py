@@ -1,4 +1,4 @@
-"""A language model judges: it is asked for a score at an endpoint that speaks OpenAI's protocol."""
+"""Reward by a language model, which is asked for a score at an endpoint that speaks OpenAI's protocol."""
 
 import asyncio
 import hashlib
@@ -24,13 +24,12 @@ _LOCK_S = 60.0
 
 
 class Answers:
-    """Answers by their request, so that nothing is asked twice: a table in a file, which several processes and later
-    runs share; without a file, for this process."""
+    """Answers by their request, so that nothing is asked twice: a table in a file that processes and later runs share,
+    or in a temporary one of this process."""
 
     def __init__(self, path: str | None):
         """Raises UnavailableReward: the file cannot be used."""
         try:
-            # Without a path it is a temporary file, which goes with the process.
             self._database = sqlite3.connect(path or "", timeout=_LOCK_S, autocommit=True)
             self._database.execute(
                 "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)"
@@ -39,12 +38,10 @@ class Answers:
             raise UnavailableReward(f"the answers cannot be kept in {path} (cache_path): {error}") from error
 
     def get(self, request: str) -> str | None:
-        """The answer to a request, if it was answered."""
         row = self._database.execute("SELECT answer FROM answers WHERE request = ?", (request,)).fetchone()
         return None if row is None else row[0]
 
     def put(self, request: str, answer: str) -> None:
-        """Keep the answer to a request; the last one counts."""
         self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (request, answer))
 
 
@@ -77,7 +74,7 @@ def _finds_one_group(text: str) -> str:
 
 @dataclass(frozen=True, config=STRICT)
 class JudgeOptions:
-    """`reward.kwargs` of the judge; configs/reward/judge.yaml says what they are."""
+    """`reward.kwargs` of the judge; see configs/reward/judge.yaml."""
 
     base_url: Annotated[str, AfterValidator(_is_address)]
     model: Annotated[str, Field(min_length=1)]
@@ -101,15 +98,13 @@ class JudgeOptions:
 
 
 class LLMJudge:
-    """Judges by a model's score of the response, scaled so that `worst` is 0 and `best` is 1.
-
-    A request that was answered before is not sent again, and equal ones that are under way share an answer.
-    """
+    """Judges by a model's score of the response, scaled so that `worst` is 0 and `best` is 1. Equal requests share an
+    answer."""
 
     def __init__(self, **kwargs: Any):
-        """Raises UnavailableReward: the kwargs are no `JudgeOptions`, there is no such variable, or the file of the
+        """Raises UnavailableReward: the kwargs do not fit `JudgeOptions`, there is no such variable, or the file of
         answers cannot be used."""
-        # It takes a second.
+        # Takes a second.
         from openai import AsyncOpenAI
 
         try:
@@ -133,7 +128,7 @@ class LLMJudge:
 
         Raises:
             RewardError: the model's answer has no score, or one out of range.
-            UnavailableReward: there is no answer, or the row lacks a column of the prompt.
+            UnavailableReward: there is no answer after the retries, or the row lacks a column of the prompt.
         """
         own = {"question": problem.messages[-1]["content"], "response": response, "answer": answer}
         try:
@@ -161,7 +156,6 @@ class LLMJudge:
         return reward
 
     async def _ask(self, request: Mapping[str, Any]) -> str:
-        """Raises UnavailableReward: there is no answer after the retries."""
         from openai import OpenAIError
 
         try:

@@ -27,9 +27,9 @@ _MINUS = "\N{MINUS SIGN}"
 
 
 def same_value(response: str, answer: str) -> float:
-    """Return 1 where the last expression of the response equals the answer, else 0. That is the last `\\boxed{...}`, or
-    without one the last between `$` or other marks of LaTeX, or without those the last word where it is a letter or has
-    a number, or else the last number, or the last word.
+    """Return 1 if the last expression of the response equals the answer, else 0. That is the last `\\boxed{...}`, or
+    without one the last between `$` or other marks of LaTeX, or without those the last word if it is a letter or has a
+    number, or else the last number, or the last word.
 
     Raises:
         ValueError: the answer is not a mathematical expression. math-verify's own errors pass through.
@@ -41,9 +41,9 @@ def same_value(response: str, answer: str) -> float:
 
 
 def _last_expression(response: str) -> str:
-    """The one text that counts. math-verify itself would make a set of neighbours."""
+    """Find the expression that counts. math-verify itself would make a set of neighbours."""
     if (start := response.rfind(_BOXED)) >= 0:
-        return _BOXED + response[start + len(_BOXED) :][: _closing(response[start + len(_BOXED) :])]
+        return _closed(response[start:])
     if marked := list(_MARKED.finditer(response)):
         return marked[-1][0]
     whole = response.strip().rstrip(".")
@@ -55,15 +55,15 @@ def _last_expression(response: str) -> str:
     return _boxed(last) if is_last else whole
 
 
-def _closing(text: str) -> int:
-    """The number of characters up to and including the brace that closes one before the text; all without one."""
+def _closed(text: str) -> str:
+    """The text from `\\boxed{` to its closing brace; all of it without one."""
     depth = 1
-    for place, character in enumerate(text):
-        escaped = place and text[place - 1] == "\\"
-        depth += 0 if escaped else (character == "{") - (character == "}")
+    for place in range(len(_BOXED), len(text)):
+        escaped = text[place - 1] == "\\"
+        depth += 0 if escaped else (text[place] == "{") - (text[place] == "}")
         if not depth:
-            return place + 1
-    return len(text)
+            return text[: place + 1]
+    return text
 
 
 def _boxed(expression: str) -> str:

@@ -1,8 +1,9 @@
-"""The response is a Python program, and tests of the row judge it."""
+"""Reward for a response that is a Python program, by tests of the row."""
 
 import ast
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -12,22 +13,23 @@ from markdown_it import MarkdownIt
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.system.sandbox import Limits, run_python
 
-# The number of problems whose tests are looked at before a run, and of those for which an empty program is run.
-# Statements that may contain others which are run with them. Functions and classes are not: something must call them.
+# Statements that run the ones inside them. Functions and classes do not: something must call them.
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.match_case, ast.ExceptHandler)
 _INPUTS, _OUTPUTS = ("input", "inputs"), ("output", "outputs")
+# Bytes of output that are compared in addition to twice the expected ones: blanks at the ends of lines do not count.
+_BLANKS = 10_000
 
 
 @dataclass(frozen=True)
 class Assertions:
-    """Python code that follows the program, and raises where it is wrong."""
+    """Python code that follows the program, and raises if it is wrong."""
 
     code: str
 
 
 @dataclass(frozen=True)
 class Printed:
-    """What the program reads from standard input, and what it has to print."""
+    """Standard input of the program, and the output that it has to print."""
 
     given: str
     expected: str
@@ -44,7 +46,10 @@ def read_tests(row: Mapping[str, Any], column: str) -> list[Test]:
     Raises:
         ValueError: there are none, or one cannot be read, or would pass any program.
     """
-    found = _decoded(row.get(column))
+    found = row.get(column)
+    if isinstance(found, str) and found.lstrip().startswith(("[", "{")):
+        with suppress(ValueError):
+            found = json.loads(found)
     if isinstance(found, Mapping):
         found = _pairs(found, column)
     tests = [found] if isinstance(found, str) else found
@@ -53,19 +58,8 @@ def read_tests(row: Mapping[str, Any], column: str) -> list[Test]:
     return [_test(test, column, row.get("entry_point")) for test in tests]
 
 
-def _decoded(found: Any) -> Any:
-    """The structure that a text holds as JSON; the text where it holds none."""
-    if not isinstance(found, str) or not found.lstrip().startswith(("[", "{")):
-        return found
-    try:
-        decoded = json.loads(found)
-    except ValueError:
-        return found
-    return decoded if isinstance(decoded, list | dict) else found
-
-
 def _pairs(found: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
-    """One test for each of the inputs and outputs that a structure lists, or the one that it is."""
+    """Split a structure with lists of inputs and outputs into tests; any other one is a test."""
     if found.get("fn_name"):
         rule = f"calls the function {found['fn_name']} (fn_name), and tests are assertions or texts of standard input"
         raise ValueError(f"a test of the column {column} {rule}")
@@ -95,7 +89,7 @@ def _text(value: Any, test: Any, column: str) -> str:
 
 
 def _calling(code: str, column: str, entry_point: Any) -> str:
-    """The code, with a call of its function `check` where nothing else calls that."""
+    """The code, with a call of its function `check` if nothing calls anything."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -128,10 +122,6 @@ def _checks_something(statements: list[ast.stmt]) -> bool:
     return False
 
 
-# Bytes of output that are compared in addition to twice the expected ones: blanks at the ends of lines do not count.
-_BLANKS = 10_000
-
-
 def passes_tests(
     response: str,
     answer: str,
@@ -141,7 +131,7 @@ def passes_tests(
     memory_mib: int = 1024,
     share: bool = False,
 ) -> float:
-    """Return 1 where the program passes all tests, else 0; with `share`, the share of the tests that it passes.
+    """Return 1 if the program passes all tests, else 0; with `share`, the share of the tests that it passes.
 
     The program is the last fenced code block of the response that is in Python, or without one the last that names no
     language, or without fences the whole response. Tests are in the row's column `tests_column`, see `read_tests`;

@@ -19,13 +19,12 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.system.pool import as_call_error
 
-# Rewards become float32, like all that is trained on.
+# The largest float32, which rewards become.
 _LARGEST = 3.4028234663852886e38
 
 
 class RewardError(Exception):
-    """The reward of one sample could not be computed; the message says why. `section` holds the reward's keys, and
-    `details` the traceback of a user's code."""
+    """A reward that could not be computed. `section` holds its keys, `details` the traceback of a user's code."""
 
     section = "reward"
 
@@ -35,28 +34,28 @@ class RewardError(Exception):
 
 
 class LateReward(RewardError):
-    """The response takes too long to judge, and that is its own fault: its reward is 0."""
+    """A response that takes too long to judge, by its own fault: its reward is 0."""
 
 
 class WrongReward(RewardError):
-    """A function returns what is no reward: it is written for something else."""
+    """A function that does not return a reward: it is written for something else."""
 
 
 class UnavailableReward(RewardError):
-    """What the reward needs is not there: a server does not answer, or a class cannot be made. A run does not start so;
-    one that is under way may go on (`reward.max_error_share`)."""
+    """A server that does not answer, or a class that cannot be made. No run starts so; one that has started may
+    continue (`reward.max_error_share`)."""
 
 
 def checked_reward(source: str, value: Any) -> float:
-    """What `source`, a function or an environment, returned as the reward of a sample.
+    """Convert the reward of a sample that `source`, a function or an environment, returned.
 
     Raises:
-        RewardError: None, NaN or an infinity, which say that this sample cannot be judged.
-        WrongReward: not a number, or one that is too large for float32.
+        RewardError: it is None, NaN or an infinity: this sample cannot be judged.
+        WrongReward: it is not a number, or too large for float32.
     """
     if value is None:
         raise RewardError(f"{source} returned None")
-    # Scalars of numpy and torch are numbers; their arrays are not.
+    # Scalars of numpy and torch are numbers, unlike their arrays.
     with suppress(AttributeError, TypeError, ValueError, RuntimeError):
         value = value.item()
     if not isinstance(value, Real):
@@ -64,8 +63,7 @@ def checked_reward(source: str, value: Any) -> float:
         raise WrongReward(f"{source} returned {shown}, a {type(value).__name__}; a reward is one number")
     try:
         reward = float(value)
-    except OverflowError:
-        # A whole number that even float64 does not hold.
+    except OverflowError:  # an int beyond float64
         reward = 2 * _LARGEST
     if not math.isfinite(reward):
         raise RewardError(f"{source} returned {reward}")
@@ -80,9 +78,9 @@ Reward = Callable[[str, Problem], float | Awaitable[float]]
 BatchReward = Callable[[Sequence[str], Sequence[Problem]], Awaitable[list[float | RewardError]]]
 """Returns for each response its reward, or why there is none. A user's function may raise anything."""
 
-# The name of the reward that is always 0.
+# Name of the reward that is always 0.
 NONE = "none"
-# Values are paths, because some modules import slow or optional packages.
+# Paths, because some modules import slow or optional packages.
 REWARDS = {
     "exact_match": "nemo_rl_lite.rewards.builtin.exact_match",
     "last_number": "nemo_rl_lite.rewards.builtin.last_number",
@@ -94,15 +92,15 @@ REWARDS = {
     NONE: "nemo_rl_lite.rewards.builtin.nothing",
 }
 
-# These need no process of their own to be ended in time.
+# Rewards that need no process of their own to end in time.
 INSTANT = frozenset({"exact_match", "last_number", NONE})
 
-# What takes these long is the response, so that one that cannot be judged in time is wrong.
-WRONG_WHERE_LATE = frozenset({"format", "math", "program"})
+# Their time depends on the response, so that one that cannot be judged in time is wrong.
+WRONG_IF_LATE = frozenset({"format", "math", "program"})
 
 
 def find_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -> Reward:
-    """Return the reward named `name`: one of `REWARDS`, or a user's (see `imported`). `section` holds its keys.
+    """Find the reward `name`: one of `REWARDS`, or a user's (see `imported`). `section` holds its keys.
 
     Raises:
         ConfigError: no such function, or it does not take the kwargs.
@@ -117,7 +115,7 @@ def find_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -
 
 
 def find_batch_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -> BatchReward:
-    """Return the reward named `name`, which judges many responses at a time. Raises what `find_reward` does."""
+    """Find the reward `name`, which judges many responses at a time. Raises what `find_reward` does."""
     function = _found(name, kwargs, section, ("responses", "answers"), "problems")
 
     async def rewards(responses: Sequence[str], problems: Sequence[Problem]) -> list[float | RewardError]:
@@ -133,7 +131,7 @@ async def _awaited(name: str, value: Awaitable[Any]) -> float:
 
 def _checked_rewards(name: str, values: Any, count: int) -> list[float | RewardError]:
     """Raises WrongReward: `values` are not a list of `count` rewards."""
-    # Arrays of numpy and torch have this.
+    # Arrays of numpy and torch.
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
         raise WrongReward(f"{name} returned a {type(values).__name__} for a list of responses; it returns a list")
@@ -153,14 +151,13 @@ def _checked_rewards(name: str, values: Any, count: int) -> list[float | RewardE
 def _found(
     name: str, kwargs: Mapping[str, Any], section: str, arguments: tuple[str, str], of_problem: str
 ) -> Callable[[Any, Any, Any], Any]:
-    """What calls the user's function, or a class' object, with `arguments` and what is of the problem."""
-    target = _import(REWARDS.get(name, name), section)
+    """Return a function that calls the user's, or an object of the user's class, with the arguments that it takes."""
+    target = function = _import(REWARDS.get(name, name), section)
     is_class = inspect.isclass(target)
-    function = target
     if is_class:
         # The method of its objects.
         function = next((vars(one)["__call__"] for one in target.__mro__ if "__call__" in vars(one)), None)
-    if function is None:
+    if not callable(function):
         raise ConfigError([Violation(f"{section}.name", name, "is not a function", "name a function")])
     takes_problem = of_problem in inspect.signature(function).parameters
     own = {of_problem: None} if takes_problem else {}
@@ -187,7 +184,7 @@ def _found(
 
 
 def _made(name: str, target: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Only the processes that judge make the object: it may hold a model. Raises UnavailableReward: it cannot be."""
+    """Make the object, only in the processes that judge: it may hold a model. Raises UnavailableReward."""
     try:
         return target(**kwargs)
     except RewardError:
@@ -196,13 +193,10 @@ def _made(name: str, target: Callable[..., Any], kwargs: Mapping[str, Any]) -> C
         raise UnavailableReward(f"{name} cannot be made: {as_call_error(error)}") from error
 
 
-def _import(path: str, section: str) -> Callable[..., Any]:
+def _import(path: str, section: str) -> Any:
     try:
-        target = imported(path)
+        return imported(path)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         rule = f"cannot be imported: {as_call_error(error)}"
         fix = f"choose one of {', '.join(REWARDS)}, or give package.module.function or path/to/file.py:function"
         raise ConfigError([Violation(f"{section}.name", path, rule, fix)]) from error
-    if not callable(target):
-        raise ConfigError([Violation(f"{section}.name", path, "is not a function", "name a function")])
-    return target

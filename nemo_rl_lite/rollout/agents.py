@@ -1,4 +1,4 @@
-"""Episodes that an agent plays through the endpoint: token in, token out."""
+"""Play episodes by an agent through the endpoint: token in, token out."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode, Span
 from nemo_rl_lite.rollout.play import Assistant, Section
-from nemo_rl_lite.serving.protocol import Answer, Asked, ChatRequest, RefusedError
+from nemo_rl_lite.serving.protocol import Answer, ApiRequest, ChatRequest, RefusedError
 from nemo_rl_lite.serving.public import FULL, limited
 from nemo_rl_lite.serving.server import Endpoint
 from nemo_rl_lite.system.pool import CallError, as_call_error
@@ -22,8 +22,8 @@ from nemo_rl_lite.system.pool import CallError, as_call_error
 
 @dataclass(frozen=True)
 class AgentPlay:
-    """Plays episodes by a user's agent, which asks the endpoint for the responses. `training` is the sampling of
-    training, which requests may name in a validation too."""
+    """`EpisodeRunner` of a user's agent, which asks the endpoint for responses. Requests may name the sampling of
+    `training` in a validation too."""
 
     agents: Agents
     endpoint: Endpoint
@@ -32,11 +32,17 @@ class AgentPlay:
 
     async def play(self, episode: Episode, assistant: Assistant) -> None:
         """See `EpisodeRunner.play`. An agent that fails after its conversation got too long has been cut."""
-        session = AgentSession(episode, assistant, self.training)
+        session = _AgentSession(episode, assistant, self.training)
         try:
             async with self.endpoint.gate.session(session) as key:
                 own = interface.Endpoint(self.endpoint.url, key, self.endpoint.model)
-                reward = await _unless(session.failed, self.agents.play(episode.problem, own))
+                playing = asyncio.ensure_future(self.agents.play(episode.problem, own))
+                try:
+                    await asyncio.wait({playing, session.failed}, return_when=asyncio.FIRST_COMPLETED)
+                    reward = session.failed.result() if session.failed.done() else playing.result()
+                finally:
+                    playing.cancel()
+                    session.failed.cancel()
         except CallError:
             if not session.is_full:
                 raise
@@ -52,46 +58,37 @@ class AgentPlay:
                 raise as_call_error(error) from error
 
 
-async def _unless(failed: asyncio.Future[None], call: Any) -> Any:
-    """The result of a call, unless something else fails before."""
-    calling = asyncio.ensure_future(call)
-    try:
-        await asyncio.wait({calling, failed}, return_when=asyncio.FIRST_COMPLETED)
-        return failed.result() if failed.done() else calling.result()
-    finally:
-        calling.cancel()
-        failed.cancel()
-
-
-class AgentSession:
-    """`Respondent` of one episode, which it records: each request continues the tokens of the one before."""
+class _AgentSession:
+    """`CompletionHandler` of one episode, which it records: each request continues the tokens of the one before."""
 
     def __init__(self, episode: Episode, assistant: Assistant, training: Sampling):
         self._episode, self._assistant, self._training = episode, assistant, training
         self._one_by_one = asyncio.Lock()
         self._waits()
+        # Whether the conversation is too long for another response.
         self.is_full = False
-        """Whether the conversation has become too long for another response."""
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Has the error where the engines fail, which is the run's and not the agent's."""
+        # Has the error where the engines fail, which is the run's and not the agent's.
+        self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def respond(self, asked: Asked) -> Answer:
-        """See `Respondent.respond`."""
+    async def respond(self, asked: ApiRequest) -> Answer:
+        """See `CompletionHandler.respond`."""
         if not isinstance(asked, ChatRequest):
             raise RefusedError(400, "an agent's episode is a chat: ask /chat/completions in place of /completions")
         if asked.tools:
             fix = "describe the tools in a message, or let environment.name answer the calls"
             raise RefusedError(400, f"tools are not supported in an agent's episode: {fix}", "tools")
-        episode, assistant = self._episode, self._assistant
+        episode, assistant, tokens, new = self._episode, self._assistant, (), ()
         async with self._one_by_one:
             sampling = self._sampling(asked)
             if not episode.turns:
-                tokens, new = (), ()
                 (opening,) = asked.prompts(assistant.tokenizer)
                 episode.begin(opening, asked.chat())
             else:
                 new = self._new(asked.chat())
-                tokens = self._between(new)
+                try:
+                    tokens = tuple(assistant.tokenizer.between_turns(new, episode.tokens[-1]))
+                except DataError as error:
+                    raise RefusedError(400, str(error), "messages") from None
             prompt = (*episode.tokens, *tokens)
             try:
                 sampling = limited(sampling, asked, len(prompt), assistant.max_length)
@@ -111,16 +108,15 @@ class AgentSession:
             return Answer((prompt,), (completion,))
 
     def waited(self) -> None:
-        """The episode does not wait for the agent any more."""
+        """Note that the episode waits for the agent no longer."""
         if self._episode.waits_for == "environment":
             self._episode.spans[-1].end = time.perf_counter()
 
     def _waits(self) -> None:
-        """The episode waits for the agent's next request."""
         self._episode.spans.append(Span("environment", time.perf_counter()))
 
     def _new(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages after those of the episode. Raises RefusedError: the request does not continue the episode."""
+        """The messages that the episode lacks. Raises RefusedError: the request does not continue the episode."""
         known = [*self._episode.prompt, *self._episode.said]
         for number, (before, now) in enumerate(zip(known, messages, strict=False), start=1):
             if _compared(before) != _compared(now):
@@ -131,12 +127,6 @@ class AgentSession:
         if "assistant" in [message["role"] for message in new]:
             raise _rewritten("a message of the assistant is not one that the policy has written")
         return new
-
-    def _between(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        try:
-            return tuple(self._assistant.tokenizer.between_turns(messages, self._episode.tokens[-1]))
-        except DataError as error:
-            raise RefusedError(400, str(error), "messages") from None
 
     def _sampling(self, asked: ChatRequest) -> Sampling:
         """The episode's sampling. Raises RefusedError: the request asks for another."""
@@ -152,15 +142,14 @@ class AgentSession:
             rule = "an agent's episode is one sequence of tokens, so a request has one answer"
             raise RefusedError(400, f"n = {asked.n}: {rule}; leave it out", "n")
         if asked.seed is not None:
-            raise RefusedError(
-                400, "seed: seeds follow from algorithm.seed, the step and the episode; leave it out", "seed"
-            )
+            rule = "seed: seeds follow from algorithm.seed, the step and the episode; leave it out"
+            raise RefusedError(400, rule, "seed")
         return own
 
 
 def _compared(message: Message) -> Message:
-    """What has to be the same of a message. Of the assistant's, its text but for the blanks around it, because the
-    tokens are kept and frameworks trim texts."""
+    """The part of a message that must not change. Blanks around the assistant's text may: frameworks trim texts, and
+    the tokens are kept."""
     if message["role"] == "assistant":
         return {"role": "assistant", "content": message["content"].strip()}
     return message

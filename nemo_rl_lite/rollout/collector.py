@@ -1,4 +1,4 @@
-"""Problems to sampled and judged episodes, whatever the engine. Each episode is a coroutine."""
+"""Turn problems into sampled and judged episodes, with any engine. Each episode is a coroutine."""
 
 import asyncio
 import logging
@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 
 from nemo_rl_lite.data.problems import Problem
@@ -20,22 +19,29 @@ from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, SingleTurn
-from nemo_rl_lite.rollout.prompts import check_length
 from nemo_rl_lite.system.pool import CallError
 
 log = logging.getLogger(__name__)
 
+# At most eight times the missing prompts run, even if almost none is useful.
+_LEAST_SHARE = 1 / 8
+# Seconds between two signs of life of the launcher, while it waits for engines, environments, agents and rewards.
+_ALIVE_S = 0.5
+
+Show = Callable[[str], None]
+"""Shows people how far a rollout is."""
+
 
 @dataclass(frozen=True)
 class ErrorShares:
-    """The largest shares of a rollout's episodes whose reward, and whose environment or agent, may fail."""
+    """Limits on the shares of a rollout's episodes whose reward, and whose environment or agent, fail."""
 
     reward: float
     environment: float
 
 
 @dataclass
-class Failures:
+class _Failures:
     """Errors of one kind in a rollout: the first is logged, all are counted."""
 
     what: str
@@ -45,20 +51,19 @@ class Failures:
     _failed: set[int] = field(default_factory=set)
 
     def add(self, error: Exception, episode: Episode) -> None:
-        """The error is that of the episode."""
+        """Count an episode's error."""
         self.errors.append(error)
         self._failed.add(id(episode))
         if len(self.errors) == 1:
-            log.warning("%s failed on %s: %s", self.what, shown(episode), error)
+            log.warning("%s failed on %s: %s", self.what, _shown(episode), error)
             if isinstance(error, CallError | RewardError) and error.details:
                 log.info("%s", error.details)
 
     def has(self, episode: Episode) -> bool:
-        """Whether the episode has failed."""
         return id(episode) in self._failed
 
     def check(self, failed: int, episodes: int) -> None:
-        """Raise DataError where too many of this number of episodes have failed."""
+        """Raise DataError if too many of the episodes failed."""
         if failed > self.limit * episodes:
             first = f"; first with {self.errors[0]}" if self.errors else ""
             raise DataError(
@@ -67,18 +72,13 @@ class Failures:
             )
 
 
-def shown(episode: Episode) -> str:
-    """The end of an episode's response, and the answer, for messages."""
+def _shown(episode: Episode) -> str:
     return f"{episode.response[-200:]!r} (answer {episode.problem.answer!r})"
-
-
-# At most eight times the missing prompts are under way, even if almost none is useful.
-_LEAST_SHARE = 1 / 8
 
 
 @dataclass(eq=False)
 class Group:
-    """The samples of one prompt."""
+    """Samples of one prompt."""
 
     episodes: list[Episode]
     played: asyncio.Future
@@ -99,13 +99,13 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupSelection:
-    """The prompts that a rollout shall have: `count` of them, with `samples` episodes each.
+    """Chooses the prompts of a rollout: `count` of them, with `samples` episodes each.
 
-    Where they shall be `useful`, those whose rewards are all the same are replaced by the next ones of `problem`.
-    `oversample` times `count`, without those that are useful already, are under way; by default as many as it probably
-    takes: `share` is the share of useful ones that is expected before prompts of this rollout have ended. What is kept
-    are the first `count` useful ones in the order of `problem`. Neither the lengths of responses nor time choose, nor
-    how many are under way. At most `most` are sampled; then those that are not useful fill the rollout.
+    With `useful`, prompts whose rewards are all the same are replaced by the next ones of `problem`. `oversample` times
+    `count`, less the useful ones so far, run at a time; by default as many as it probably takes, where `share` is the
+    share of useful prompts that is expected before any has ended. The first `count` useful ones in the order of
+    `problem` are kept: neither the lengths of responses nor time choose. At most `most` are sampled; then prompts that
+    are not useful fill the rollout.
     """
 
     problem: Callable[[int], Problem]
@@ -117,21 +117,26 @@ class GroupSelection:
     most: int = sys.maxsize
 
     def missing(self, groups: Sequence[Group]) -> int:
-        """How many more prompts to begin."""
+        """Count the prompts to begin now."""
         if not self.useful:
             return self.count - len(groups)
         if self._kept(groups) is not None:
             return 0
         useful, ended = sum(group.is_useful for group in groups), sum(group.is_done for group in groups)
-        under_way = len(groups) - ended
-        return max(min(self._at_a_time(useful, ended) - under_way, self.most - len(groups)), 0)
+        if self.oversample is not None:
+            at_a_time = math.ceil(self.count * self.oversample) - useful
+        else:
+            # The expectation counts like `count` prompts of this rollout.
+            share = (self.share * self.count + useful) / (self.count + ended)
+            at_a_time = math.ceil((self.count - useful) / max(share, _LEAST_SHARE))
+        return max(min(at_a_time - (len(groups) - ended), self.most - len(groups)), 0)
 
     def is_settled(self, groups: Sequence[Group]) -> bool:
-        """Whether what is done decides what is kept."""
+        """Whether the groups that are done decide which are kept."""
         return self._kept(groups) is not None
 
     def rollout(self, groups: Sequence[Group], reward_errors: int, environment_errors: int) -> Rollout:
-        """Put together what is kept. The failures are those of all groups."""
+        """Join the groups that are kept. The failures are those of all groups."""
         kept = self._kept(groups) or []
         last = max(groups.index(group) for group in kept)
         dropped = [group for group in groups if group not in kept]
@@ -143,14 +148,6 @@ class GroupSelection:
             tuple(group.is_useful for group in groups[: last + 1]),
             dropped=tuple(episode for group in dropped for episode in group.episodes),
         )
-
-    def _at_a_time(self, useful: int, ended: int) -> int:
-        """How many prompts shall be under way, given how many have ended and how many of these are useful."""
-        if self.oversample is not None:
-            return math.ceil(self.count * self.oversample) - useful
-        # What was expected counts like `count` prompts of this rollout.
-        share = (self.share * self.count + useful) / (self.count + ended)
-        return math.ceil((self.count - useful) / max(share, _LEAST_SHARE))
 
     def _kept(self, groups: Sequence[Group]) -> list[Group] | None:
         """The groups to keep, in the order of the data; None while that is open."""
@@ -167,13 +164,6 @@ class GroupSelection:
         return [group for group in groups if group in filled]
 
 
-# Seconds between two signs of life of the launcher, while it waits for engines, environments, agents and rewards.
-_ALIVE_S = 0.5
-
-Show = Callable[[str], None]
-"""Shows people how far a rollout is."""
-
-
 @dataclass(eq=False)
 class RolloutTask:
     """A rollout while it is sampled."""
@@ -181,17 +171,16 @@ class RolloutTask:
     wanted: GroupSelection
     sampling: Sampling
     seed: int
-    """The seed of a response follows from it and the numbers of its prompt, its sample and its turn."""
+    """Gives a response its seed, with the numbers of its prompt, its sample and its turn."""
     done: Mapping[int, list[Episode]] = field(default_factory=dict)
-    """The episodes of prompts, by number, that an earlier run has sampled and judged."""
+    """Episodes that an earlier run has judged, by the number of their prompt."""
     begun: int = 0
-    """The prompts that an earlier run had begun."""
+    """Number of prompts that an earlier run had begun."""
     groups: list[Group] = field(default_factory=list, init=False)
     began: float = field(default_factory=time.perf_counter, init=False)
 
     def progress(self) -> str:
-        """Say how many of the prompts are done, how fast tokens came, and what the episodes under way wait for. Tokens
-        count once their response is done."""
+        """Say how many prompts are done, how fast tokens came in finished responses, and what episodes wait for."""
         groups, seconds = list(self.groups), time.perf_counter() - self.began
         episodes = [episode for group in groups for episode in group.episodes]
         done = sum(group.is_done for group in groups)
@@ -213,8 +202,7 @@ class RolloutTask:
 
 
 class RolloutCollector:
-    """Samples episodes from engines and judges each as it ends. `play` says how an episode is played; no episode waits
-    for another."""
+    """Samples episodes from engines and judges each as it ends. No episode waits for another."""
 
     def __init__(
         self,
@@ -225,29 +213,31 @@ class RolloutCollector:
         shares: ErrorShares,
         play: EpisodeRunner | None = None,
     ):
-        self._generation, self._tokenizer, self._judge = generation, tokenizer, judge
+        self.generation, self._tokenizer, self._judge = generation, tokenizer, judge
         self._max_length, self._shares, self._play = max_length, shares, play or SingleTurn()
-
-    def serving(self) -> AbstractAsyncContextManager[Requests]:
-        """See `Generation.serving`."""
-        return self._generation.serving()
 
     def collect(self, task: RolloutTask, show: Show = lambda _: None) -> Rollout:
         """Sample and judge the wanted episodes; `show` is told twice a second how far they are.
 
         Raises:
-            DataError: a prompt leaves no room for the response, a reward returns what is no reward, or rewards,
+            DataError: a prompt leaves no room for the response, a reward function does not return a reward, or rewards,
                 environments or agents fail on too many samples.
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
         found: list[Rollout] = []
 
-        # The task itself returns nothing: asyncio writes its result out as text where it gives SIGINT back, which takes
-        # a part of a second for a rollout.
+        async def show_life() -> None:
+            # The launcher's own work does not hang; engines, environments, agents and rewards have limits of their own.
+            while True:
+                progressed()
+                await asyncio.sleep(_ALIVE_S)
+                show(task.progress())
+
+        # It returns nothing, because asyncio formats its result where it gives SIGINT back: a part of a second.
         async def run() -> None:
-            alive = asyncio.create_task(_show_life(task, show))
+            alive = asyncio.create_task(show_life())
             try:
-                async with self.serving() as requests:
+                async with self.generation.serving() as requests:
                     found.append(await self.gather(task, requests))
             finally:
                 alive.cancel()
@@ -258,10 +248,10 @@ class RolloutCollector:
 
     async def gather(self, task: RolloutTask, requests: Requests) -> Rollout:
         """Sample and judge the wanted episodes, while the engines serve. Raises what `collect` raises."""
-        rewards = Failures("the reward", "reward.max_error_share", self._shares.reward)
+        rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
         section, wanted, groups = self._play.section, task.wanted, task.groups
         ended: asyncio.Queue[asyncio.Future] = asyncio.Queue()
-        environments = Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
+        environments = _Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
         try:
             while missing := max(wanted.missing(groups), task.begun - len(groups)):
                 # The engines form the same batches every time.
@@ -290,9 +280,9 @@ class RolloutCollector:
         return rollout
 
     def _begin(
-        self, number: int, task: RolloutTask, requests: Requests, environments: Failures, rewards: Failures
+        self, number: int, task: RolloutTask, requests: Requests, environments: _Failures, rewards: _Failures
     ) -> Group:
-        """Begin the samples of the prompt of this number, or take those of an earlier run."""
+        """Begin the samples of prompt `number`, or take an earlier run's."""
         problem, sampling = task.wanted.problem(number), task.sampling
         if number in task.done:
             played = asyncio.get_running_loop().create_future()
@@ -311,27 +301,27 @@ class RolloutCollector:
                 episode.ending, episode.reward = "error", None
                 environments.add(error, episode)
             if episode.reward is None and episode.ending != "error":
-                await self._be_judged(episode, rewards)
+                await self._judge_episode(episode, rewards)
 
         return Group(episodes, asyncio.gather(*(run(sample, episode) for sample, episode in enumerate(episodes))))
 
-    async def _be_judged(self, episode: Episode, rewards: Failures) -> None:
-        """Give the episode its reward, or leave it without one where the reward fails."""
+    async def _judge_episode(self, episode: Episode, rewards: _Failures) -> None:
         with episode.waiting("reward"):
             verdict = await self._judge(episode.response, episode.problem)
         if isinstance(verdict, WrongReward):
-            raise DataError(f"{verdict.section}.name: {verdict}; the response was {shown(episode)}")
+            raise DataError(f"{verdict.section}.name: {verdict}; the response was {_shown(episode)}")
         if failure := verdict if isinstance(verdict, RewardError) else verdict.late:
             rewards.add(failure, episode)
         if isinstance(verdict, RewardResult):
             episode.reward, episode.reward_parts = verdict.reward, verdict.parts
 
 
-async def _show_life(task: RolloutTask, show: Show) -> None:
-    """Say again and again how far the rollout is, and that the launcher's own work does not hang: what it waits for has
-    limits of its own."""
-    with suppress(asyncio.CancelledError):
-        while True:
-            progressed()
-            await asyncio.sleep(_ALIVE_S)
-            show(task.progress())
+def check_length(problem: Problem, tokens: int, max_new_tokens: int, max_length: int) -> None:
+    """Raise DataError if a prompt of `tokens` tokens leaves no room for `max_new_tokens` within `max_length`."""
+    if tokens + max_new_tokens > max_length:
+        start = problem.messages[-1]["content"][:60]
+        raise DataError(
+            f"a prompt of {tokens} tokens and generation.max_new_tokens = {max_new_tokens} exceed "
+            f"policy.max_total_sequence_length = {max_length}: {start!r}. Raise the limit, lower "
+            "generation.max_new_tokens, or leave such prompts out: data.too_long=drop."
+        )

@@ -18,17 +18,15 @@ from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, TokenRow, TokenRows
 from nemo_rl_lite.observability.sink import Sample, spread, text_of
 
 Ending = Literal["stop", "length", "turns", "error"]
-"""The policy, the environment or the agent ended it; it was cut for lack of room; no turn is left; its environment or
-agent failed."""
-
+"""Ended by policy, environment or agent; cut for lack of room; no turn left; environment or agent failed."""
 
 Activity = Literal["generate", "environment", "reward"]
 
 
 @dataclass
 class Span:
-    """What an episode waits for: a response from the engine `place`, its environment (or agent), or its reward. Times
-    are seconds of `time.perf_counter()`; it has no end while it lasts."""
+    """A wait of an episode: for a response from the engine `place`, its environment (or agent), or its reward. Times
+    are seconds of `time.perf_counter()`; there is no end while it lasts."""
 
     what: Activity
     begin: float
@@ -37,33 +35,31 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
         return (time.perf_counter() if self.end is None else self.end) - self.begin
 
 
 @dataclass
 class Episode:
-    """A sequence that grows turn by turn; `tokens` are always exactly those that were sampled."""
+    """A sequence that grows turn by turn; `tokens` are always exactly as they were sampled."""
 
     problem: Problem
     tokens: list[int]
     """The prompt, and everything after it."""
     prompt_length: int
     turns: list[tuple[int, Completion]] = field(default_factory=list)
-    """The assistant's turns, and where in `tokens` each begins."""
+    """The assistant's turns, each with its place in `tokens`."""
     said: list[Message] = field(default_factory=list)
-    """All messages since the prompt's, by the assistant, and by the environment or the agent."""
+    """All messages after the prompt, by the assistant, and by the environment or the agent."""
     reward: float | None = None
-    """The sum of the environment's rewards so far, or None; once the episode is judged, its reward, or None where that
-    failed."""
+    """The sum of the environment's rewards so far; once the episode is judged, its reward. None: there is none."""
     ending: Ending = "stop"
     spans: list[Span] = field(default_factory=list)
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """What the reward is the weighted sum of, by name, where it has several parts."""
+    """The terms of a reward that is a weighted sum, by name, before their weights."""
     is_left_out: bool = False
     """Whether it is kept out of the loss although it has a reward."""
     own_prompt: tuple[Message, ...] | None = None
-    """The messages of the prompt, where they are not the problem's."""
+    """The prompt's messages, if they are not the problem's."""
 
     def begin(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
         """Replace the prompt, before the first turn."""
@@ -77,7 +73,7 @@ class Episode:
         self.ending = completion.finish_reason
 
     def add_messages(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
-        """Add what the environment says, and the tokens from the assistant's last turn to its next."""
+        """Add the environment's messages, and the tokens from the assistant's last turn to its next."""
         self.tokens += tokens
         self.said += messages
 
@@ -88,17 +84,17 @@ class Episode:
 
     @property
     def response(self) -> str:
-        """Text of the assistant's last turn; empty where there is none."""
+        """Text of the assistant's last turn; empty without one."""
         return next((said["content"] for said in reversed(self.said) if said["role"] == "assistant"), "")
 
     @property
     def generated(self) -> int:
-        """Tokens that the policy sampled, in all turns together."""
+        """Number of tokens that the policy sampled."""
         return sum(len(completion.tokens) for _, completion in self.turns)
 
     @contextmanager
     def waiting(self, what: Activity) -> Iterator[Span]:
-        """Within the block the episode waits for `what`."""
+        """Record a wait for `what` in a span."""
         span = Span(what, time.perf_counter())
         self.spans.append(span)
         try:
@@ -108,22 +104,19 @@ class Episode:
 
     @property
     def waits_for(self) -> Activity | None:
-        """What the episode waits for at present."""
         return self.spans[-1].what if self.spans and self.spans[-1].end is None else None
 
     def seconds(self, what: Activity) -> float:
-        """How long the episode waited for `what`, in all its turns together."""
+        """Seconds that the episode waited for `what`, in all its turns together."""
         return sum(span.seconds for span in self.spans if span.what == what)
 
     @property
     def is_trained(self) -> bool:
-        """Whether the loss is over the episode."""
         return self.reward is not None and not self.is_left_out
 
     def row(self, advantage: float, version: int, experts: tuple[int, ...] | None = None) -> TokenRow:
-        """The episode to train on, by a policy of this version: the loss is on the tokens that were sampled, or on none
-        where the episode is left out or has no reward. `experts`: of how many layers, and how many of each, the engines
-        tell for a token."""
+        """The episode to train on by a policy of this version. The loss is on the sampled tokens, or on none if the
+        episode is left out or has no reward. `experts`: (layers, k) of the experts that the engines report."""
         length = len(self.tokens)
         mask, logprobs, ages = (np.zeros(length, OF_TOKENS[name]) for name in ("mask", "generation_logprobs", "ages"))
         for start, completion in self.turns:
@@ -135,8 +128,8 @@ class Episode:
         return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=self._experts(experts))
 
     def _experts(self, shape: tuple[int, ...] | None) -> np.ndarray | None:
-        """The experts of each token, [tokens, *shape]: those of the turn that met it first, whose logprobs are trained
-        on. `NO_EXPERT` for the last token, which no engine has read."""
+        """Experts of each token, [tokens, *shape], from the turn that read it first, whose logprobs are trained on.
+        `NO_EXPERT` for the last token, which no engine has read."""
         if shape is None:
             return None
         found, known = np.full((len(self.tokens), *shape), NO_EXPERT, OF_TOKENS["routed_experts"]), 0
@@ -149,25 +142,24 @@ class Episode:
 
 @dataclass
 class Rollout:
-    """Judged episodes, those of a prompt next to each other."""
+    """Judged episodes, a prompt's samples next to each other."""
 
     episodes: list[Episode]
     samples_per_prompt: int
     reward_errors: int
     environment_errors: int = 0
     taught: tuple[bool, ...] = ()
-    """Of each prompt up to the last one that is kept, in the order of the data, whether its rewards differ. The next
-    rollout begins behind it."""
+    """Whether the rewards of each prompt differ, in the order of the data, up to the last prompt that is kept. The next
+    rollout begins after it."""
     rested: int = 0
-    """Prompts of the data that were passed over on the way to those of `taught`, because they taught nothing
-    earlier."""
+    """Number of prompts that were passed over because they taught nothing earlier."""
     took_s: float = 0.0
     """Seconds from its first request to its last reward."""
     engines_idle_s: float | None = None
-    """Seconds in which no engine had a request, since the rollout before was taken; None where engines and policy take
-    turns anyway."""
+    """Seconds without a request in the engines since the last rollout was taken; None if they share the policy's
+    devices."""
     dropped: tuple[Episode, ...] = ()
-    """Episodes of prompts that were replaced because all their rewards are the same, or were not needed any more."""
+    """Episodes of prompts that were replaced because all their rewards are the same, or no longer needed."""
 
     @property
     def rewards_B(self) -> Tensor:
@@ -176,14 +168,14 @@ class Rollout:
         return torch.tensor(rewards, dtype=torch.float64)
 
     def parts_NB(self, weights: Mapping[str, float]) -> Tensor:
-        """The episodes' rewards part by part, float64, [parts + 1, B]: those that `weights` names, without their
-        weight; in the last row what else there is, such as a punishment for length. NaN where a part is not there;
-        in the last row, where the reward failed."""
+        """The episodes' rewards part by part, float64, [parts + 1, B]: the parts that `weights` names, before their
+        weights; in the last row the rest, such as a punishment for length. NaN where a part is missing or, in the last
+        row, where the reward failed."""
         rows = [[episode.reward_parts.get(name, math.nan) for episode in self.episodes] for name in weights]
         rest = [
             math.nan
             if episode.reward is None
-            # Added up as the reward was, so that nothing is left over where there is nothing else.
+            # Added up as the reward was, so that nothing is left over without another term.
             else episode.reward - sum(weights[name] * part for name, part in episode.reward_parts.items())
             for episode in self.episodes
         ]
@@ -196,12 +188,11 @@ class Rollout:
 
     @property
     def generated(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(episode.generated for episode in self.episodes)
 
     def rows(self, advantages: Sequence[float], version: int) -> TokenRows:
-        """The episodes to train on, with an advantage each, by a policy of this version. Those whose reward failed have
-        no token with a loss."""
+        """The episodes to train on by a policy of this version, with an advantage each."""
         each = zip(self.episodes, advantages, strict=True)
         turns = (turn for one in self.episodes for _, turn in one.turns)
         experts = next((turn.routed_experts.shape[1:] for turn in turns if turn.routed_experts is not None), None)
@@ -216,6 +207,10 @@ class Rollout:
         total = sum(len(episode.tokens) for episode in self.episodes)
         trained = [episode.generated for episode in self.episodes if episode.is_trained]
         valid, dropped = float(sum(map(bool, trained))), sum(episode.generated for episode in self.dropped)
+        parts: dict[str, list[float]] = {}
+        for episode in self.episodes:
+            for name, part in episode.reward_parts.items():
+                parts.setdefault(f"reward/{name}", []).append(part)
         return {
             "reward": self.rewards_B.nanmean().item(),
             "mean_prompt_length": prompt_tokens / samples,
@@ -239,33 +234,25 @@ class Rollout:
             "global_valid_seqs": valid,
             "global_valid_toks": float(sum(trained)),
             "num_valid_samples": valid,
-        } | self._parts()
+        } | {name: sum(values) / len(values) for name, values in parts.items()}
 
     def ages(self, version: int) -> dict[str, float]:
-        """How many steps of the run, one rollout each, lie between the weights that sampled a token and those of
-        `version`, with which the step that trains on it begins: the mean over tokens, and the most."""
+        """Staleness in steps, from the weights that sampled a token to those of `version`, with which the step that
+        trains on it begins: the mean over tokens, and the most."""
         ages = [version - own for one in self.episodes for _, turn in one.turns for own in turn.versions]
         mean = sum(ages) / max(len(ages), 1)
         return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(ages, default=0))}
 
-    def _parts(self) -> dict[str, float]:
-        """The mean of each part of the reward, before its weight."""
-        found: dict[str, list[float]] = {}
-        for episode in self.episodes:
-            for name, part in episode.reward_parts.items():
-                found.setdefault(f"reward/{name}", []).append(part)
-        return {name: sum(parts) / len(parts) for name, parts in found.items()}
-
     def seconds(self) -> dict[str, float]:
-        """How long an episode waited for its responses, its environment (or agent) and its reward: mean and longest;
-        and how long engines waited for requests."""
+        """Seconds that an episode waited for its responses, its environment (or agent) and its reward: mean and most.
+        Seconds that engines waited for requests."""
         found = {what: [one.seconds(what) for one in self.episodes] for what in get_args(Activity)}
         means = {f"{what}_mean": sum(seconds) / len(seconds) for what, seconds in found.items()}
         idle = {} if self.engines_idle_s is None else {"engines_idle": self.engines_idle_s}
         return means | {f"{what}_max": max(seconds) for what, seconds in found.items()} | idle
 
     def samples(self, count: int) -> list[Sample]:
-        """`count` samples to show to people, from the worst reward to the best."""
+        """Choose `count` samples to show to people, from the worst reward to the best."""
         judged = [(one, one.reward) for one in self.episodes if one.reward is not None]
         shown = [judged[place] for place in spread([reward for _, reward in judged], count)]
         return [Sample(text_of(one.prompt), text_of(one.said), reward) for one, reward in shown]
@@ -278,7 +265,7 @@ _ROUNDING = 1e-6
 
 
 def passes(rewards: np.ndarray, least: float = 1.0) -> np.ndarray:
-    """Whether each response passes: its reward is at least `least`. One whose reward failed (NaN) does not."""
+    """Whether each reward is at least `least`; NaN, of a reward that failed, is not."""
     return rewards >= least - _ROUNDING
 
 
@@ -301,14 +288,12 @@ def ks(samples: int) -> list[int]:
 
 
 def interval(sums_P: Sequence[float] | np.ndarray, counts_P: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of sum(sums) / sum(counts): percentiles of a bootstrap over problems, with a fixed seed. It has
-    no width where all problems have the same result. Resamples without any count are left out."""
+    """The 95 % interval of sum(sums) / sum(counts): percentiles of a bootstrap over problems, with a fixed seed.
+    Resamples without any count are left out."""
     table_P2 = np.stack([np.asarray(sums_P, np.float64), np.asarray(counts_P, np.float64)], axis=1)
-    problems = len(table_P2)
-    source = np.random.default_rng(_SEED)
-    found = []
+    source, found = np.random.default_rng(_SEED), []
     for _ in range(RESAMPLES):
-        total, count = table_P2[source.integers(problems, size=problems)].sum(axis=0)
+        total, count = table_P2[source.integers(len(table_P2), size=len(table_P2))].sum(axis=0)
         if count:
             found.append(total / count)
     low, high = np.percentile(found, _TAILS)

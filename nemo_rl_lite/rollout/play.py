@@ -1,4 +1,4 @@
-"""How an episode is played: in one turn, or in several with an environment; see `agents.py` for agents."""
+"""Play an episode in one turn, or in several with an environment; see `agents.py` for agents."""
 
 import hashlib
 import itertools
@@ -21,8 +21,7 @@ Section = Literal["environment", "agent"]
 
 @dataclass
 class Assistant:
-    """The policy in one episode: it samples the episode's responses, each with a seed that follows from `seeds` and the
-    number of the turn."""
+    """The policy in one episode. `seeds` and the number of the turn give each response its seed."""
 
     episode: Episode
     requests: Requests
@@ -30,25 +29,24 @@ class Assistant:
     sampling: Sampling
     seeds: tuple[int, ...]
     max_length: int
-    """The most tokens of an episode, the response to come included."""
     _near: int | None = field(default=None, init=False)
 
     @property
     def room(self) -> int:
-        """The most tokens before a response that may be of full length."""
+        """Most tokens before a response that may have its full length."""
         return self.max_length - self.sampling.max_new_tokens
 
     async def respond(
         self, tokens: Sequence[int] = (), messages: Sequence[Message] = (), sampling: Sampling | None = None
     ) -> None:
-        """Add messages to the episode, which are `tokens` after its last turn, and the policy's response to them. The
-        episode stays as it is where there is no response.
+        """Add messages to the episode, which are `tokens` after its last turn, and the policy's response to them.
 
         Raises:
-            EngineError, WorkerError: see `RequestQueue.sample`.
+            EngineError, WorkerError: there is no response (see `RequestQueue.sample`), and the episode is as it was.
         """
         episode = self.episode
-        seed = request_seed(*self.seeds, len(episode.turns))
+        digest = hashlib.blake2b(repr((*self.seeds, len(episode.turns))).encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest) >> 1
         request = Request((*episode.tokens, *tokens), sampling or self.sampling, seed)
         with episode.waiting("generate") as span:
             completion, span.place = await self.requests.sample(request, self._near)
@@ -63,7 +61,7 @@ class EpisodeRunner(Protocol):
     section: ClassVar[Section]
 
     async def play(self, episode: Episode, assistant: Assistant) -> None:
-        """Bring the episode to its end, with a reward or, where the configured reward is to judge it, without.
+        """Bring the episode to its end, with a reward, or without one if the configured reward is to judge it.
 
         Raises:
             CallError: the user's code fails, and with it this episode.
@@ -82,13 +80,7 @@ class SingleTurn:
         await assistant.respond()
 
 
-def request_seed(*numbers: int) -> int:
-    """Return a seed of 31 bits that follows from the numbers; other numbers give another seed."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
-    return int.from_bytes(digest) >> 1
-
-
-# What an environment may be in the chat; the assistant's turns are sampled.
+# Roles of an environment; the assistant's turns are sampled.
 _ROLES = ("user", "tool", "system")
 
 
@@ -105,19 +97,17 @@ class Turns:
         """See `EpisodeRunner.play`. Raises DataError if the chat template cannot write the environment's answer."""
         session = next(self._sessions)
         try:
-            await assistant.respond()
-            while await self._answered(episode, session, assistant):
+            continues = True
+            while continues:
                 await assistant.respond()
+                with episode.waiting("environment"):
+                    continues = await self.continues(episode, session, assistant.tokenizer, assistant.room)
         finally:
             await self.environments.close(session)
 
-    async def _answered(self, episode: Episode, session: int, assistant: Assistant) -> bool:
-        with episode.waiting("environment"):
-            return await self.continues(episode, session, assistant.tokenizer, assistant.room)
-
     async def continues(self, episode: Episode, session: int, tokenizer: ChatTokenizer, room: int) -> bool:
-        """Let the environment answer the last turn, whose message gets its tool calls first. Returns whether another
-        turn follows, for which the episode is then ready; that turn has to begin within `room` tokens.
+        """Add the last turn's tool calls to its message, and the environment's answer to the episode. Returns whether
+        another turn follows, which has to begin within `room` tokens.
 
         Raises:
             CallError: the environment raises, is late, or answers with something unusable.
@@ -168,7 +158,7 @@ def _check(observation: Observation) -> None:
             raise ValueError(f"step() returned {message!r:.80}; a message is a dict with a role of {', '.join(_ROLES)}")
         if not isinstance(message.get("content"), str):
             raise TypeError(f"step() returned a message whose content is no text: {message!r:.80}")
-        # Half of a character that takes two, which a model may write, is no text either. This raises a ValueError.
+        # Raises ValueError for half of a surrogate pair, which a model may write.
         message["content"].encode()
     if observation.reward is not None:
         checked_reward("step()", observation.reward)

@@ -1,4 +1,4 @@
-"""Asynchronous rollouts: engines on devices of their own generate for coming steps while the policy trains."""
+"""Asynchronous rollouts: engines on their own devices generate for coming steps while the policy trains."""
 
 import asyncio
 import logging
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Requests
+from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.observability.liveness import progressed
 from nemo_rl_lite.rollout.collector import RolloutTask, Show
 from nemo_rl_lite.rollout.episode import Rollout
@@ -21,14 +22,16 @@ from nemo_rl_lite.rollout.sampler import PendingRollout, Sampler
 from nemo_rl_lite.rollout.source import Engines
 from nemo_rl_lite.rollout.store import SavedRollout, save_rollouts
 
-# Seconds between two looks of the main thread at what it waits for.
+log = logging.getLogger(__name__)
+
+# Seconds between two looks of the main thread while it waits.
 _LOOK_S = 0.25
 # Seconds that the thread has to end.
 _END_S = 10.0
 
 
 class BackgroundLoop[Served]:
-    """Within the thread, `serving()` is entered once; coroutines that the main thread submits run inside of it."""
+    """An event loop in a thread, which enters `serving()` once and runs coroutines of the main thread inside it."""
 
     def __init__(self, name: str, serving: Callable[[], AbstractAsyncContextManager[Served]]):
         self._serving = serving
@@ -38,13 +41,12 @@ class BackgroundLoop[Served]:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> Served:
-        """Start the thread; returns what serves in it. Raises what `serving()` raises."""
+        """Start the thread; returns what `serving()` yields, and raises what it raises."""
         self._thread.start()
         return self._started.result()
 
     def wait[Result](self, coroutine: Coroutine[Any, Any, Result], look: Callable[[], None]) -> Result:
-        """Return the result of a coroutine that runs in the thread; `look` is called several times a second, and what
-        it raises ends the wait."""
+        """Run a coroutine in the thread; `look` is called several times a second, and an error of it ends the wait."""
         if self._loop is None:
             raise RuntimeError("the thread has not started")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -59,7 +61,7 @@ class BackgroundLoop[Served]:
         return future.result()
 
     def close(self) -> None:
-        """End the thread and all that runs in it."""
+        """End the thread and all its coroutines."""
         if self._loop is not None and self._main is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._main.cancel)
             self._thread.join(_END_S)
@@ -69,7 +71,7 @@ class BackgroundLoop[Served]:
             asyncio.run(self._serve())
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # whatever it is, it belongs to the thread that waits for the start
+        except BaseException as error:  # for the thread that waits for the start
             if not self._started.done():
                 self._started.set_exception(error)
 
@@ -80,34 +82,13 @@ class BackgroundLoop[Served]:
             await asyncio.Event().wait()
 
 
-log = logging.getLogger(__name__)
-
-
-class PausableEngines(Protocol):
-    """The queue of requests of engines that can be paused."""
-
-    exchanges: int
-
-    async def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def describe(self) -> str: ...
-
-    @property
-    def has_engines(self) -> bool: ...
-
-    @property
-    def idle_s(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class Staleness:
-    """How old a rollout may be."""
+    """Limits on the age of a rollout."""
 
     max_age: int
-    """The most steps of the run, one rollout each, between the weights that sample a token and those with which the
-    step that trains on it begins (NeMo-RL's `max_trajectory_age_steps`)."""
+    """Most steps between the weights that sample a token and those with which the step that trains on it begins
+    (NeMo-RL's `max_trajectory_age_steps`)."""
     in_flight: bool
     """Whether responses continue with new weights. Otherwise rollouts are sampled one at a time, each by the weights of
     one version."""
@@ -115,38 +96,32 @@ class Staleness:
 
 @dataclass(eq=False)
 class _Begun:
-    """The rollout of a coming step: under way, or complete."""
+    """The rollout of a coming step, sampled by `task` or complete in the checkpoint."""
 
     draft: PendingRollout
     task: RolloutTask | None
     rollout: asyncio.Future[Rollout]
 
-    @property
-    def is_under_way(self) -> bool:
-        return not self.rollout.done()
 
-
-class RolloutPrefetcher:
-    """Begins the rollout of a step as soon as its weights are new enough. At most `max_age + 1` rollouts exist,
-    whatever happens. The coroutines run in the thread of the engines; the main thread looks at `tasks`."""
+class _RolloutPrefetcher:
+    """The part of an `AsyncRolloutSource` in the thread of the engines; the main thread looks only at `tasks`."""
 
     def __init__(
         self,
         sampler: Sampler,
-        queue: PausableEngines,
+        queue: RequestQueue,
         staleness: Staleness,
         done: int,
         steps: int,
         saved: Sequence[SavedRollout],
     ):
-        """See `AsyncRolloutSource`."""
         self._sampler, self._queue, self._staleness, self._steps = sampler, queue, staleness, steps
         self._saved = self._young_enough(saved)
         self._next, self.version = done + 1, done
         self.requests: Requests | None = None
-        """What the engines serve, once they have weights."""
-        # By step, and whether no other may begin.
+        """None until the engines have weights."""
         self._begun: dict[int, _Begun] = {}
+        # Whether no other rollout may begin.
         self._is_held = False
 
     async def take(self, step: int) -> Rollout:
@@ -157,36 +132,36 @@ class RolloutPrefetcher:
         return self._begun.pop(step).rollout.result()
 
     async def settle(self) -> None:
-        """Let no rollout begin until `release`, and wait for those under way."""
+        """Begin no rollout until `release`, and wait for the unfinished ones."""
         self._is_held = True
-        while (running := self._under_way()) and self._queue.has_engines:
+        while (running := self._unfinished()) and self._queue.has_engines:
             await asyncio.wait([one.rollout for one in running], timeout=_LOOK_S)
         self._raise_failed()
 
     async def pause(self) -> None:
-        """Let the engines stop, for new weights."""
+        """Stop the engines for new weights."""
         try:
             await self._queue.pause()
         except (EngineError, WorkerError):
-            # The same error, with the step: it reaches all rollouts under way.
-            await asyncio.gather(*(one.rollout for one in self._under_way()), return_exceptions=True)
+            # The same error, with the step: it reaches all unfinished rollouts.
+            await asyncio.gather(*(one.rollout for one in self._unfinished()), return_exceptions=True)
             self._raise_failed()
             raise
         self._raise_failed()
 
     async def resume(self, version: int) -> None:
-        """Let the engines go on with the weights that this step made."""
+        """Continue with this step's weights."""
         self.version = version
         self._queue.resume()
         await self.release()
 
     async def release(self) -> None:
-        """Let rollouts begin again."""
+        """Begin rollouts again."""
         self._is_held = False
         self._begin()
 
     async def gather(self, task: RolloutTask, step: int) -> Rollout:
-        """Sample something else, such as a validation, which belongs to a step."""
+        """Sample a task of a step, such as a validation."""
         if self.requests is None:
             raise RuntimeError("the engines have no weights yet")
         return await self._sampler.gather(task, step, self.requests)
@@ -198,18 +173,18 @@ class RolloutPrefetcher:
         for step, one in sorted(self._begun.items()):
             groups = [] if one.task is None else one.task.groups
             done = {number: group.episodes for number, group in enumerate(groups) if group.is_done}
-            rollout = None if one.is_under_way else one.rollout.result()
+            rollout = one.rollout.result() if one.rollout.done() else None
             found.append(SavedRollout(step, list(one.draft.draws), rollout, done))
         return self._sampler.order.state(), [*found, *self._saved.values()]
 
     def tasks(self) -> list[RolloutTask]:
-        """Those of the rollouts under way."""
-        return [one.task for one in self._under_way() if one.task is not None]
+        """Tasks of the unfinished rollouts."""
+        return [one.task for one in self._unfinished() if one.task is not None]
 
     def _begin(self) -> None:
         """Begin the rollouts whose weights are new enough."""
         while self._next <= self._steps and self._next - 1 - self.version <= self._staleness.max_age:
-            if self._is_held or (self._under_way() and not self._staleness.in_flight):
+            if self._is_held or (self._unfinished() and not self._staleness.in_flight):
                 return
             step, self._next = self._next, self._next + 1
             saved = self._saved.pop(step, None)
@@ -233,7 +208,7 @@ class RolloutPrefetcher:
             self._begin()
 
     def _young_enough(self, saved: Sequence[SavedRollout]) -> dict[int, SavedRollout]:
-        """Return those by step that are not too old for this run, and give back the prompts of the others."""
+        """Return the rollouts, by step, that are not too old for this run, and give back the prompts of the others."""
         kept = {}
         for one in saved:
             age = one.step - 1 - one.oldest
@@ -244,8 +219,8 @@ class RolloutPrefetcher:
             self._sampler.order.give_back(chain.from_iterable(one.draws))
         return kept
 
-    def _under_way(self) -> list[_Begun]:
-        return [one for one in list(self._begun.values()) if one.is_under_way]
+    def _unfinished(self) -> list[_Begun]:
+        return [one for one in list(self._begun.values()) if not one.rollout.done()]
 
     def _raise_failed(self) -> None:
         for one in self._begun.values():
@@ -257,7 +232,7 @@ class QueuedEngines(Engines, Protocol):
     """Engines on devices of their own."""
 
     @property
-    def queue(self) -> PausableEngines: ...
+    def queue(self) -> RequestQueue: ...
 
 
 class AsyncRolloutSource:
@@ -279,13 +254,13 @@ class AsyncRolloutSource:
         stall_s: float,
         saves_begun: bool = True,
     ):
-        """The run has taken `done` of its `steps`. `saved`: what `save` wrote to the checkpoint. `stall_s`: seconds
-        without a sign of life of the engines after which the run ends. `saves_begun`: whether `save` writes the
-        rollouts, and not their prompts alone."""
+        """The run has taken `done` of its `steps`. `saved`: rollouts of the checkpoint. `stall_s`: the run ends after
+        that time without a sign of life of the engines. `saves_begun`: whether `save` writes rollouts or only their
+        prompts."""
         self._sampler, self._engines, self._staleness = sampler, engines, staleness
         self._stall_s, self._saves_begun = stall_s, saves_begun
-        self._prefetcher = RolloutPrefetcher(sampler, engines.queue, staleness, done, steps, saved)
-        self._thread_loop = BackgroundLoop("rollouts", sampler.collector.serving)
+        self._prefetcher = _RolloutPrefetcher(sampler, engines.queue, staleness, done, steps, saved)
+        self._thread_loop = BackgroundLoop("rollouts", sampler.collector.generation.serving)
         self._validation: RolloutTask | None = None
         self._memory: dict[str, float] = {}
         self._idle_before = 0.0
@@ -331,15 +306,14 @@ class AsyncRolloutSource:
         return {**state, "ahead": list(chain.from_iterable(draw for one in rollouts for draw in one.draws))}
 
     def close(self) -> None:
-        """See `RolloutSource.close`. The thread's calls would go on after the end of the run."""
         self._thread_loop.close()
 
     def _run[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._thread_loop.wait(coroutine, progressed)
 
     def _wait[Result](self, coroutine: Coroutine[Any, Any, Result], show: Show, restores: bool = True) -> Result:
-        """Wait for the thread, with a sign of life as long as the engines, environments or rewards work. When no engine
-        is left, bring them back."""
+        """Wait for the thread, with a sign of life as long as engines, environments or rewards work. Restart engines
+        when none is left."""
         queue, seen, since = self._engines.queue, -1, time.monotonic()
 
         def look() -> None:

@@ -1,7 +1,8 @@
-"""Which prompts a step samples, and its rollout from the engines' present weights."""
+"""Choose the prompts of a step, and sample its rollout from the engines' present weights."""
 
 import hashlib
 import json
+import logging
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -9,13 +10,52 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
-from nemo_rl_lite.errors import EngineError
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.errors import DataError, EngineError
 from nemo_rl_lite.generation.interface import Completion, Request, Requests, Sampling
 from nemo_rl_lite.losses.advantages import overlong_penalty
-from nemo_rl_lite.rollout.collector import GroupSelection, RolloutCollector, RolloutTask, Show
+from nemo_rl_lite.rollout.collector import GroupSelection, RolloutCollector, RolloutTask, Show, check_length
 from nemo_rl_lite.rollout.episode import Episode, Rollout
+
+log = logging.getLogger(__name__)
+
+
+def fitting_prompts(
+    training: TrainingSet, validation: Sequence[Problem], tokenizer: ChatTokenizer, config: Config
+) -> tuple[TrainingSet, list[Problem]]:
+    """Keep the training and validation problems whose prompts leave room for the response.
+
+    Raises:
+        DataError: a prompt leaves no room and `data.too_long` is `error`, or no prompt leaves room.
+    """
+    max_new_tokens, max_length = config.generation.max_new_tokens, config.policy.max_total_sequence_length
+
+    def length(problem: Problem) -> int:
+        return len(tokenizer.prompt(problem.messages, problem.tools))
+
+    if config.data.too_long == "error":
+        for problem in [*validation, *training.finite()]:
+            check_length(problem, length(problem), max_new_tokens, max_length)
+        return training, list(validation)
+
+    def fits(problem: Problem) -> bool:
+        return length(problem) + max_new_tokens <= max_length
+
+    kept, kept_validation, room = training.only(fits), list(filter(fits, validation)), max_length - max_new_tokens
+    sizes = {"training": (training.finite(), kept.finite()), "validation": (validation, kept_validation)}
+    for what, (before, after) in sizes.items():
+        count, dropped = len(before), len(before) - len(after)
+        if dropped:
+            log.warning("%d of %d %s problems dropped: their prompts exceed %d tokens", dropped, count, what, room)
+        if before and not after:
+            raise DataError(
+                f"all {count} {what} prompts exceed {room} tokens: raise policy.max_total_sequence_length, or lower "
+                "generation.max_new_tokens"
+            )
+    return kept, kept_validation
 
 
 class PromptCooldown:
@@ -26,8 +66,8 @@ class PromptCooldown:
     """
 
     def __init__(self, most: int, epoch_length: int, state: Mapping[str, Any] | None = None, position: int = 0):
-        """`most`: 0 where no prompt rests. `epoch_length`: prompts of an epoch, 0 where the data has no end. `state`:
-        what `state()` of an earlier run returned, at this position of its data, which may have had other rows."""
+        """`most`: 0 if no prompt rests. `epoch_length`: prompts of an epoch, 0 for endless data. `state`: of
+        `state()` in an earlier run, at this position of its data, which may have had other rows."""
         self._most, self._epoch_length = most, epoch_length
         # The first epoch in which a prompt is sampled again, and for how many it rests.
         self._rests: dict[str, tuple[int, int]] = {}
@@ -37,13 +77,13 @@ class PromptCooldown:
             for name, (until, rest) in state["rests"].items():
                 self._rests[name] = (min(until + shift, latest), min(rest, most))
 
-    def is_left_out(self, problem: Problem, position: int) -> bool:
+    def rests(self, problem: Problem, position: int) -> bool:
         """Whether the prompt at this position of the data rests."""
         until, _ = self._rests.get(_name(problem), (0, 0)) if self._rests else (0, 0)
         return bool(until) and position // self._epoch_length < until
 
     def note(self, problem: Problem, position: int, taught: bool) -> None:
-        """The prompt at this position has been sampled."""
+        """Note that the prompt at this position has been sampled."""
         if not self._most or not self._epoch_length:
             return
         name = _name(problem)
@@ -53,7 +93,7 @@ class PromptCooldown:
             self._rests[name] = (position // self._epoch_length + 1 + rest, rest)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps; nothing where no prompt rests."""
+        """State for a checkpoint; empty if no prompt rests."""
         if not self._rests:
             return {}
         return {"epoch_length": self._epoch_length, "rests": {name: list(own) for name, own in self._rests.items()}}
@@ -65,58 +105,56 @@ def _name(problem: Problem) -> str:
 
 
 class PromptOrder:
-    """Hands out each position of the training set once, in the order of the data. Prompts that rest are passed over.
-    Rollouts give back the positions that they did not need; those come next."""
+    """Hands out each position of the training set once, in the order of the data. Resting prompts are passed over.
+    Positions that rollouts give back come next."""
 
     def __init__(self, training: TrainingSet[Problem], resting: PromptCooldown, state: Mapping[str, Any]):
-        """`state`: what `state()` of an earlier run returned; its resting prompts are in `resting` already."""
+        """`state`: from an earlier run's `state()`; its resting prompts are in `resting` already."""
         self._training, self._resting = training, resting
         self._next: int = state["position"]
         self._returned = sorted(state.get("returned", ()))
 
     def draw(self) -> list[int]:
-        """Return the next position whose prompt does not rest, after those that are passed over on the way to it."""
+        """Return the positions that are passed over, and then the next one whose prompt does not rest."""
         drawn = []
         while True:
             position = self._returned.pop(0) if self._returned else self._next
             self._next = max(self._next, position + 1)
             drawn.append(position)
-            if not self._resting.is_left_out(self._training.problem(position), position):
+            if not self._resting.rests(self._training.problem(position), position):
                 return drawn
 
     def problem(self, position: int) -> Problem:
         return self._training.problem(position)
 
     def note(self, position: int, taught: bool) -> None:
-        """Training consumes the prompt at this position; `taught`: whether its rewards differed."""
+        """Note that training consumes the prompt at this position; `taught`: whether its rewards differed."""
         self._resting.note(self.problem(position), position, taught)
 
     def give_back(self, positions: Iterable[int]) -> None:
-        """Nothing was sampled of these, or it is not used, or they were passed over on the way to such a prompt."""
+        """Take back positions whose samples are not used, and those passed over on the way to them."""
         for position in positions:
             insort(self._returned, position)
         while self._returned and self._returned[-1] == self._next - 1:
             self._next = self._returned.pop()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves, for the run that resumes from it."""
+        """State for a checkpoint."""
         returned = {"returned": list(self._returned)} if self._returned else {}
         return {"position": self._next, **returned, "resting": self._resting.state()}
 
 
 @dataclass(eq=False)
 class PendingRollout:
-    """The rollout of a step, from its first prompt on."""
+    """The rollout of a step, from its first prompt on; `draws`: of `PromptOrder.draw`, by the number of the prompt."""
 
     step: int
     draws: list[list[int]] = field(default_factory=list)
-    """The positions of its prompts in the training set, by number, each after those that were passed over on the way
-    to it; see `PromptOrder.draw`."""
 
 
 @dataclass(frozen=True)
 class _PrioritizedRequests:
-    """`Requests` of a rollout, which begin before those of later steps that wait already."""
+    """`Requests` with their step; earlier steps run first."""
 
     requests: Requests
     step: int
@@ -130,8 +168,8 @@ class _PrioritizedRequests:
 
 @dataclass
 class Sampler:
-    """Samples prompts with the engines' present weights. A rollout depends on these, the run, the step and `order`
-    alone, so a repeated step is the same step."""
+    """Samples prompts with the engines' present weights. A rollout depends only on these, the run, the step and
+    `order`, so a repeated step is the same step."""
 
     config: GRPOConfig
     collector: RolloutCollector
@@ -139,7 +177,7 @@ class Sampler:
     validation: Sequence[Problem]
     order: PromptOrder
     _useful_share: float = field(default=1.0, init=False)
-    """The share of useful prompts in the newest rollout: it decides how many of the next one begin at once."""
+    """Share of useful prompts in the newest rollout: it decides how many of the next one begin together."""
 
     def rollout(self, step: int, show: Show = lambda _: None) -> Rollout:
         """Sample the rollout of a step; see `RolloutCollector.collect` for `show`."""
@@ -148,18 +186,17 @@ class Sampler:
             return self.finish(draft, self.collector.collect(self.task(draft), show))
 
     def held_out(self, step: int, show: Show = lambda _: None) -> Rollout:
-        """`val_samples_per_problem` responses to each held-out problem, at `val_temperature`."""
+        """Sample `val_samples_per_problem` responses to each held-out problem, at `val_temperature`."""
         with _naming(step):
             return self.collector.collect(self.held_out_task(step), show)
 
     async def gather(self, task: RolloutTask, step: int, requests: Requests) -> Rollout:
-        """Sample what belongs to a step while the engines serve, perhaps several steps at a time."""
+        """Sample a task of a step while the engines serve, perhaps several steps at a time."""
         with _naming(step):
             return await self.collector.gather(task, _PrioritizedRequests(requests, step))
 
     def task(self, draft: PendingRollout, done: Mapping[int, list[Episode]] | None = None) -> RolloutTask:
-        """Return the rollout to sample. `done`: the episodes of its prompts, by number, that an earlier run has
-        finished."""
+        """Return the rollout to sample. `done`: see `RolloutTask`."""
         options = self.config
 
         def problem(number: int) -> Problem:
@@ -179,14 +216,14 @@ class Sampler:
         return RolloutTask(wanted, self.sampling, self._seed(draft.step), done or {}, len(draft.draws))
 
     def held_out_task(self, step: int) -> RolloutTask:
-        """Return the validation to sample."""
+        """Return the validation to sample after a step."""
         temperature = self.config.val_temperature
         sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
         wanted = GroupSelection(self.validation.__getitem__, len(self.validation), self.config.val_samples_per_problem)
         return RolloutTask(wanted, sampling, self._seed(step))
 
     def finish(self, draft: PendingRollout, rollout: Rollout) -> Rollout:
-        """Note what the rollout, which is complete, tells about its prompts, and shape its rewards."""
+        """Note which prompts of a complete rollout taught, and shape its rewards."""
         sampled = len(rollout.taught)
         self._useful_share = sum(rollout.taught) / sampled
         self.order.give_back(chain.from_iterable(draft.draws[sampled:]))
@@ -210,7 +247,7 @@ class Sampler:
 
 @contextmanager
 def _naming(step: int) -> Iterator[None]:
-    """Within the block, an engine's error names the step."""
+    """Name the step in an engine's error."""
     try:
         yield
     except EngineError as error:

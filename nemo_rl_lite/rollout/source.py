@@ -1,4 +1,4 @@
-"""Where the loop gets its rollouts from, and when the engines get new weights."""
+"""Give the loop its rollouts, and the engines new weights; see `queue.py` for asynchronous rollouts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +11,14 @@ from nemo_rl_lite.rollout.sampler import Sampler
 
 class RolloutSource(Protocol):
     """In each step the loop takes a rollout, trains on it, waits until the engines may have new weights, and publishes
-    those."""
+    them."""
 
     def take(self, step: int, show: Show) -> Rollout:
         """Return the rollout of a step; `show` is told how far it is."""
         ...
 
     def finish_generation(self) -> dict[str, float]:
-        """The policy needs its devices: leave those that it shares with engines. Returns metrics of their memory."""
+        """Leave the devices that engines share with the policy; returns metrics of the engines' memory."""
         ...
 
     def settle(self, show: Show) -> None:
@@ -26,7 +26,7 @@ class RolloutSource(Protocol):
         ...
 
     def publish(self, step: int) -> dict[str, float]:
-        """Bring the weights that this step made to the engines; returns metrics."""
+        """Refit the engines with this step's weights; returns metrics."""
         ...
 
     def held_out(self, step: int, show: Show) -> Rollout:
@@ -34,19 +34,19 @@ class RolloutSource(Protocol):
         ...
 
     def save(self, folder: Path) -> Mapping[str, Any]:
-        """Return what a checkpoint needs, for a run that resumes from it; what is large is written to the folder."""
+        """Return the state for a checkpoint; large parts are written to the folder."""
         ...
 
     def close(self) -> None:
-        """The run ends, in whatever way: leave nothing that works for it."""
+        """End all work, however the run ends."""
         ...
 
 
 class Engines(Protocol):
-    """The engines, as a source steers them."""
+    """Engines, as a source steers them."""
 
     def refit(self, version: int) -> dict[str, float]:
-        """Bring the weights that a step made to the engines, and bring engines back that have died; returns metrics."""
+        """Restart engines that have died, and refit all with a step's weights; returns metrics."""
         ...
 
     def finish_generation(self) -> dict[str, float]:
@@ -55,7 +55,7 @@ class Engines(Protocol):
 
 
 class OnPolicy:
-    """Generates, then trains on it: each rollout is sampled by the weights that it trains."""
+    """Samples each rollout by the weights that it trains."""
 
     def __init__(self, sampler: Sampler, engines: Engines):
         self._sampler, self._engines = sampler, engines

@@ -1,4 +1,4 @@
-"""Rollouts on disk: all samples of a run for people and scripts, and rollouts of coming steps in a checkpoint."""
+"""Store rollouts: all samples of a run for people and scripts, and rollouts of coming steps in a checkpoint."""
 
 import io
 import json
@@ -16,25 +16,17 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
-from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.episode import Episode, Rollout, Span
 
 log = logging.getLogger(__name__)
 
 ROLLOUTS = "rollouts"
 Split = Literal["train", "validation"]
 
-_MESSAGE = pa.struct(
-    [
-        ("role", pa.string()),
-        ("content", pa.string()),
-        # Tool calls and the like, as JSON.
-        ("other", pa.string()),
-    ]
-)
-_SPAN = pa.struct(
-    [("what", pa.string()), ("begin", pa.float32()), ("end", pa.float32()), ("place", pa.int32())],
-)
-SCHEMA = pa.schema(
+# `other`: tool calls and the like, as JSON.
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("other", pa.string())])
+_SPAN = pa.struct([("what", pa.string()), ("begin", pa.float32()), ("end", pa.float32()), ("place", pa.int32())])
+_SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
         ("split", pa.string()),
@@ -42,7 +34,7 @@ SCHEMA = pa.schema(
         ("problem", pa.int32()),
         ("sample", pa.int32()),
         ("prompt", pa.list_(_MESSAGE)),
-        # What the assistant may call, as JSON.
+        # As JSON.
         ("tools", pa.string()),
         ("answer", pa.string()),
         # The assistant's last turn, and all that was said since the prompt.
@@ -52,7 +44,7 @@ SCHEMA = pa.schema(
         ("prompt_tokens", pa.int32()),
         ("tokens", pa.int32()),
         ("ending", pa.string()),
-        # What the sample waited for (generate, environment, reward), in seconds of its rollout; `place` is the engine.
+        # Waits (generate, environment, reward) in seconds of the rollout; `place` is the engine.
         ("spans", pa.list_(_SPAN)),
     ]
 )
@@ -62,17 +54,17 @@ _TIMES = b"times"
 
 @dataclass(frozen=True)
 class Times:
-    """When a rollout was sampled, and what its step did. Times are Unix times in seconds."""
+    """Times of a rollout and its step, in Unix seconds."""
 
     began: float | None
-    """The zero of the spans; None where no sample has any, as in a rollout that a checkpoint kept."""
+    """The zero of the spans; None without spans, as in a rollout of a checkpoint."""
     phases: list[tuple[str, float, float]]
-    """The step's phases under the names of its timers: name, begin, end."""
+    """The step's phases: name of the timer, begin, end."""
 
 
 class RolloutFiles:
-    """Writes `rollouts/step-<step>-<split>.parquet`, each whole or not at all. Files of steps after `done`, which are
-    repeated, are moved to `rollouts-undone/`."""
+    """Writes `rollouts/step-<step>-<split>.parquet` atomically. Files of steps after `done`, which are repeated, are
+    moved to `rollouts-undone/`."""
 
     def __init__(self, run_folder: Path, limit: int | None, done: int):
         """`limit`: samples of each rollout, the first ones (None: all of them)."""
@@ -82,8 +74,7 @@ class RolloutFiles:
         set_aside([file for file in rollout_files(run_folder) if step_of(file) > done], run_folder / "rollouts-undone")
 
     def write(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase] = ()) -> None:
-        """Write one file, with the phases of the step in its metadata. A full disk is a warning, not an error: training
-        continues."""
+        """Write one file, with the phases of the step in its metadata. A full disk is only a warning."""
         if self._limit == 0:
             return
         # The whole folder can be read as one table at any time, because readers skip names that begin with a dot.
@@ -97,7 +88,7 @@ class RolloutFiles:
                 "began": None if began is None else unix_time(began),
                 "phases": [(one.name, unix_time(one.begin), unix_time(one.end)) for one in phases],
             }
-            table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({_TIMES: json.dumps(times)}))
+            table = pa.Table.from_pylist(rows, _SCHEMA.with_metadata({_TIMES: json.dumps(times)}))
             parquet.write_table(table, partial, compression="zstd")
             partial.replace(file)
         except OSError as error:
@@ -105,7 +96,7 @@ class RolloutFiles:
 
 
 def rollout_files(run_folder: Path) -> list[Path]:
-    """The files of a run, in the order of their steps."""
+    """Files of a run, in the order of their steps."""
     return sorted((run_folder / ROLLOUTS).glob("step-*.parquet"))
 
 
@@ -114,18 +105,18 @@ def step_of(file: Path) -> int:
 
 
 def read_rollout(file: Path) -> list[dict[str, Any]]:
-    """The rows of one file. Raises OSError or pyarrow.ArrowException: it cannot be read."""
+    """Read the rows of a file. Raises OSError or pyarrow.ArrowException: it cannot be read."""
     return parquet.read_table(file).to_pylist()
 
 
 def read_times(file: Path) -> Times | None:
-    """When the rollout of a file was sampled; None in files of earlier versions. Raises what `read_rollout` raises."""
+    """Read the times of a file; None in files of earlier versions. Raises what `read_rollout` raises."""
     kept = (parquet.read_schema(file).metadata or {}).get(_TIMES)
     return None if kept is None else Times(**json.loads(kept))
 
 
 def read_spans(file: Path) -> list[dict[str, Any]]:
-    """The spans of all samples of a file, without the texts. Raises what `read_rollout` raises."""
+    """Read the spans of all samples of a file. Raises what `read_rollout` raises."""
     samples = parquet.read_table(file, columns=["spans"]).column("spans").to_pylist()
     return [span for spans in samples for span in spans or []]
 
@@ -150,16 +141,12 @@ def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
             "prompt_tokens": episode.prompt_length,
             "tokens": episode.generated,
             "ending": episode.ending,
-            "spans": [
-                {
-                    "what": one.what,
-                    "begin": one.begin - began,
-                    "end": one.begin - began + one.seconds,
-                    "place": one.place,
-                }
-                for one in episode.spans
-            ],
+            "spans": [_span(one, one.begin - began) for one in episode.spans],
         }
+
+
+def _span(span: Span, begin: float) -> dict[str, Any]:
+    return {"what": span.what, "begin": begin, "end": begin + span.seconds, "place": span.place}
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +171,7 @@ _TURN = pa.struct(
 )
 _SAVED_SCHEMA = pa.schema(
     [
-        # Of a rollout that is not complete, the number of the prompt.
+        # The number of the prompt in an incomplete rollout.
         ("prompt", pa.int64()),
         ("is_dropped", pa.bool_()),
         # Messages, answer, metadata and tools, and the agent's own messages or null, as JSON.
@@ -204,26 +191,24 @@ _NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught
 
 @dataclass(frozen=True)
 class SavedRollout:
-    """The rollout of a step that was begun before a checkpoint, and is trained on after it."""
+    """A rollout that was begun before a checkpoint, and is trained on after it; `draws` as in `PendingRollout`. An
+    incomplete one has no `rollout`, but `done`: the episodes of its finished prompts, by number."""
 
     step: int
     draws: list[list[int]]
-    """See `PendingRollout`."""
     rollout: Rollout | None
-    """None where it is not complete."""
     done: Mapping[int, list[Episode]]
-    """Of one that is not complete, the episodes of prompts that are, by number."""
 
     @property
     def oldest(self) -> int:
-        """The oldest version of weights that sampled a token of it; its step where nothing is sampled yet."""
+        """The oldest version of weights that sampled a token; the rollout's step if there is none."""
         episodes = self.rollout.episodes if self.rollout else [one for own in self.done.values() for one in own]
         versions = (version for one in episodes for _, turn in one.turns for version in turn.versions)
         return min(versions, default=self.step)
 
 
 def save_rollouts(rollouts: Sequence[SavedRollout], folder: Path) -> None:
-    """Write a file for each rollout to `folder`. Raises OSError where one cannot be written."""
+    """Write a file for each rollout. Raises OSError: one cannot be written."""
     for one in rollouts:
         try:
             parts = [(own, number, False) for number, own in one.done.items()]
@@ -241,7 +226,7 @@ def save_rollouts(rollouts: Sequence[SavedRollout], folder: Path) -> None:
 
 
 def load_rollouts(folder: Path) -> list[SavedRollout]:
-    """Return the rollouts that were written to `folder`, without the times of their episodes."""
+    """Read the rollouts of `save_rollouts`, without the spans of their episodes."""
     return [_load_saved(file) for file in sorted(folder.glob("rollout-*.parquet"))]
 
 
@@ -277,7 +262,7 @@ def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str,
                 "logprobs": turn.logprobs,
                 "finish_reason": turn.finish_reason,
                 "versions": turn.versions,
-                "routed_experts": _array_bytes(turn.routed_experts),
+                "routed_experts": None if turn.routed_experts is None else _array_bytes(turn.routed_experts),
             }
             for start, turn in episode.turns
         ],
@@ -289,9 +274,7 @@ def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str,
     }
 
 
-def _array_bytes(array: np.ndarray | None) -> bytes | None:
-    if array is None:
-        return None
+def _array_bytes(array: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()

@@ -42,9 +42,8 @@ from nemo_rl_lite.rewards.judge import Judge, make_judge, terms_of, try_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.episode import Rollout
 from nemo_rl_lite.rollout.play import EpisodeRunner, SingleTurn, Turns
-from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
-from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
+from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler, fitting_prompts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rollout.store import RolloutFiles, Split, load_rollouts
 from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan

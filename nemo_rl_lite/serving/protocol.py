@@ -1,5 +1,4 @@
-"""What OpenAI's completions and chat completions have in common: what a request may ask for, and what it gets. Neither
-HTTP nor engines are known here."""
+"""Requests and answers of OpenAI's completions and chat completions, without HTTP and without engines."""
 
 import json
 import time
@@ -18,12 +17,12 @@ from nemo_rl_lite.data.tools import Tool, callable_tools, checked_calls
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Completion
 
-# These change nothing that the policy samples.
+# Parameters that do not change sampling.
 _HARMLESS = frozenset(
     {"user", "store", "metadata", "stream_options", "service_tier", "safety_identifier", "prompt_cache_key"}
     | {"return_token_ids", "parallel_tool_calls", "include_reasoning"}
 )
-# What to do in place of a parameter that is refused.
+# Alternatives to refused parameters.
 _INSTEAD = {
     "tools": "the chat template writes them, so ask /chat/completions",
     "functions": "name them in tools, as OpenAI's newer API does",
@@ -32,8 +31,11 @@ _INSTEAD = {
     "top_logprobs": "the engines keep the logprob of the sampled token alone",
     "echo": "the engines keep no logprobs of a prompt; write the prompt before the text yourself",
 }
-# Values with which these parameters change nothing.
+# Values that leave sampling as it is.
 _NEUTRAL: dict[str, Any] = {
+    "top_logprobs": 0,
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
     "best_of": 1,
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -42,11 +44,12 @@ _NEUTRAL: dict[str, Any] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
 }
-_NEUTRAL |= {"top_logprobs": 0, "tool_choice": "none", "response_format": {"type": "text"}}
+# The length of a call's id; Mistral's templates take no other.
+_ID_LETTERS = 9
 
 
 class RefusedError(Exception):
-    """A request is not answered: an HTTP status, what is wrong with which parameter, and a word for programs."""
+    """A request that is not answered: HTTP status, message, parameter, and a word for programs."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -60,18 +63,18 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """Responses, and the tokens that they continue: of each prompt in turn there are equally many, and at least one."""
+    """Prompts, and their responses in turn: equally many for each, and at least one."""
 
     prompts: tuple[tuple[int, ...], ...]
     completions: tuple[Completion, ...]
 
 
-class Asked(BaseModel):
-    """The parameters that all requests have. None: not given."""
+class ApiRequest(BaseModel):
+    """Parameters of all requests. None: not given."""
 
     model_config = ConfigDict(extra="allow")
     source: ClassVar[str]
-    """The parameter that has what the response continues."""
+    """The parameter of the prompt."""
 
     model: str | None = None
     temperature: float | None = None
@@ -90,37 +93,36 @@ class Asked(BaseModel):
 
     @property
     def most_tokens(self) -> int | None:
-        """How long a response may be."""
         return self.max_tokens
 
     @abstractmethod
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        """The tokens that responses continue. Raises RefusedError: there are none, or no engine takes them."""
+        """Tokens of each prompt. Raises RefusedError: there are none, or no engine takes them."""
 
     def text(self, completion: Completion, tokenizer: ChatTokenizer) -> str:
-        """The text of a response. It ends before the request's own stop string; ids and logprobs are of all tokens."""
+        """Text of a response, up to the request's own stop string; ids and logprobs are of all tokens."""
         text = tokenizer.text(completion.tokens)
         return text[: min((text.index(stop) for stop in self.stop or () if stop in text), default=None)]
 
     @abstractmethod
     def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-        """The answer in OpenAI's format, with vLLM's fields for token ids."""
+        """Convert the answer to OpenAI's format, with vLLM's fields for token ids."""
 
     @abstractmethod
     def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The whole answer as the one chunk of a stream."""
+        """Convert a whole answer to the only chunk of a stream."""
 
 
 class CompletionHandler(Protocol):
-    """Answers the requests that come with one key."""
+    """Answers the requests of one key."""
 
-    async def respond(self, asked: Asked) -> Answer:
-        """Answer a request. Raises RefusedError: it cannot be answered."""
+    async def respond(self, asked: ApiRequest) -> Answer:
+        """Answer a request. Raises RefusedError."""
         ...
 
 
-def read_request[T: Asked](kind: type[T], content: Any) -> T:
-    """Read the body of a request of a kind. Raises RefusedError: it is none, or asks for what is not done here."""
+def read_request[T: ApiRequest](kind: type[T], content: Any) -> T:
+    """Read the body of a request. Raises RefusedError: it is invalid, or has an unsupported parameter."""
     try:
         asked = kind.model_validate(content)
     except ValidationError as error:
@@ -135,9 +137,9 @@ def read_request[T: Asked](kind: type[T], content: Any) -> T:
     return asked
 
 
-def answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
-    """What the answers to all kinds of requests have; `choices` has what is particular to the kind, one for each
-    response. `system_fingerprint` names the newest step that made weights which sampled the responses."""
+def _answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
+    """Fields of all answers; `choices` has the others, one entry for each response. `system_fingerprint` names the
+    newest step whose weights sampled the responses."""
     responses = answer.completions
     sizes = sum(map(len, answer.prompts)), sum(len(one.tokens) for one in responses)
     return {
@@ -152,12 +154,8 @@ def answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: str
     }
 
 
-# Mistral's templates take no other length.
-_ID_LETTERS = 9
-
-
-class ChatRequest(Asked):
-    """The parameters of a chat completion."""
+class ChatRequest(ApiRequest):
+    """Parameters of a chat completion."""
 
     source = "messages"
 
@@ -170,11 +168,10 @@ class ChatRequest(Asked):
 
     @property
     def most_tokens(self) -> int | None:
-        """How long a response may be, under either of its names."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def chat(self) -> tuple[Message, ...]:
-        """The messages. Raises RefusedError: they are no chat that the policy can answer."""
+        """Read the messages. Raises RefusedError: they are not a chat that the policy can answer."""
         try:
             messages = read_messages(self.messages, "messages")
         except DataError as error:
@@ -184,12 +181,11 @@ class ChatRequest(Asked):
         return messages
 
     def offered(self) -> tuple[Tool, ...]:
-        """The tools that the model may call. Raises RefusedError: they are no functions, or one has to be called."""
+        """Tools that the model may call. Raises RefusedError: they are not functions, or a call is demanded."""
         if self.tool_choice not in (None, "auto", "none"):
-            rule = 'nothing makes the engines write a call; leave it out, or choose "auto" or "none"'
-            raise RefusedError(
-                400, f"tool_choice = {self.tool_choice!r:.60} is not supported here: {rule}", "tool_choice"
-            )
+            fix = 'nothing makes the engines write a call; leave it out, or choose "auto" or "none"'
+            rule = f"tool_choice = {self.tool_choice!r:.60} is not supported here: {fix}"
+            raise RefusedError(400, rule, "tool_choice")
         try:
             tools = callable_tools(self.tools or (), "tools")
         except DataError as error:
@@ -197,7 +193,7 @@ class ChatRequest(Asked):
         return () if self.tool_choice == "none" else tools
 
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        """See `Asked.prompts`. It is one. Raises RefusedError also where the tokenizer does not take the tools."""
+        """See `ApiRequest.prompts`: there is one. Raises RefusedError also if the tokenizer does not take the tools."""
         tools = self.offered()
         if tools and not tokenizer.takes_tools:
             rule = (
@@ -212,21 +208,16 @@ class ChatRequest(Asked):
             raise RefusedError(400, str(error), "messages") from None
 
     def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-        """See `Asked.body`."""
         tools = self.offered()
         choices = [
-            {
-                **self._said(completion, tokenizer, tools),
-                "logprobs": {"content": _logprobs(completion, tokenizer)} if self.logprobs else None,
-            }
-            for completion in answer.completions
+            {**self._said(one, tokenizer, tools), "logprobs": self._logprobs(one, tokenizer)}
+            for one in answer.completions
         ]
         (prompt,) = answer.prompts
         own = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "prompt_token_ids": list(prompt)}
-        return answer_body(answer, choices, model) | own
+        return _answer_body(answer, choices, model) | own
 
     def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Asked.chunk`."""
         choices = []
         for choice in body["choices"]:
             delta = dict(choice["message"])
@@ -236,34 +227,33 @@ class ChatRequest(Asked):
         return {**body, "object": "chat.completion.chunk", "choices": choices}
 
     def _said(self, completion: Completion, tokenizer: ChatTokenizer, tools: Sequence[Tool]) -> dict[str, Any]:
-        """The message of a response, with its calls of `tools`, and why it ended where that is a call. As in vLLM a
-        response is text where one of its calls cannot be read, and whether calls fit the tools is for the client to
-        say."""
+        """Message of a response, with its calls of `tools`, and the finish reason if there are any. As in vLLM, an
+        unreadable call makes the response a text, and the client checks whether calls fit the tools."""
         before, written = tokenizer.written_calls(completion.tokens) if tools else ("", [])
         if not written or any(call.trouble for call in written):
             return {"message": {"role": "assistant", "content": self.text(completion, tokenizer)}}
+        called: list[dict[str, Any]] = []
         calls = checked_calls(written, tools, turn=0)[: 1 if self.parallel_tool_calls is False else None]
-        message = {"content": before.rstrip() or None, "tool_calls": [_as_openai(call["function"]) for call in calls]}
-        return {"message": {"role": "assistant", **message}, "finish_reason": "tool_calls"}
+        for call in calls:
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            function = {"name": call["function"]["name"], "arguments": arguments}
+            called.append({"id": uuid.uuid4().hex[:_ID_LETTERS], "type": "function", "function": function})
+        message = {"role": "assistant", "content": before.rstrip() or None, "tool_calls": called}
+        return {"message": message, "finish_reason": "tool_calls"}
+
+    def _logprobs(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        pieces = [tokenizer.piece(token) for token in completion.tokens]
+        content = [
+            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+            for piece, logprob in zip(pieces, completion.logprobs, strict=True)
+        ]
+        return {"content": content}
 
 
-def _as_openai(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as OpenAI writes it, with the arguments as text."""
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    identity = uuid.uuid4().hex[:_ID_LETTERS]
-    return {"id": identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _logprobs(completion: Completion, tokenizer: ChatTokenizer) -> list[dict[str, Any]]:
-    pieces = [tokenizer.piece(token) for token in completion.tokens]
-    return [
-        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-        for piece, logprob in zip(pieces, completion.logprobs, strict=True)
-    ]
-
-
-class CompletionRequest(Asked):
-    """The parameters of a completion."""
+class CompletionRequest(ApiRequest):
+    """Parameters of a completion."""
 
     source = "prompt"
 
@@ -271,7 +261,7 @@ class CompletionRequest(Asked):
     logprobs: int | None = Field(default=None, ge=0)
 
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        """See `Asked.prompts`. Raises RefusedError also for more `logprobs` than the engines keep."""
+        """See `ApiRequest.prompts`. Raises RefusedError also for more `logprobs` than the engines keep."""
         if self.logprobs and (self.logprobs > 1 or self.temperature != 0):
             rule = "the engines keep the logprob of the sampled token alone, which is the likeliest at temperature 0"
             fix = "ask for logprobs = 0, or for 1 with temperature = 0"
@@ -280,7 +270,6 @@ class CompletionRequest(Asked):
         return tuple(_tokens(prompt, tokenizer) for prompt in (self.prompt if several else [self.prompt]))
 
     def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-        """See `Asked.body`."""
         each = len(answer.completions) // len(answer.prompts)
         choices = [
             {
@@ -290,10 +279,10 @@ class CompletionRequest(Asked):
             }
             for index, completion in enumerate(answer.completions)
         ]
-        return answer_body(answer, choices, model) | {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
+        return _answer_body(answer, choices, model) | {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
 
     def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Asked.chunk`. OpenAI's chunks of completions have the form of whole answers."""
+        """OpenAI's chunks of completions have the form of whole answers."""
         return body
 
     def _logprobs(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any]:
@@ -312,7 +301,7 @@ def _is_token(given: Any) -> bool:
 
 
 def _tokens(prompt: Any, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """The tokens of one prompt. Raises RefusedError: it is none."""
+    """Tokens of one prompt. Raises RefusedError: it is invalid or empty."""
     if isinstance(prompt, str):
         tokens = tokenizer.opening(prompt)
     elif isinstance(prompt, list) and all(map(_is_token, prompt)):

@@ -1,4 +1,4 @@
-"""Answers requests that belong to no episode: each by itself, with the sampling that it asks for."""
+"""Answer requests that belong to no episode, each with its own sampling."""
 
 import asyncio
 import random
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.generation.interface import Request, Requests, Sampling
-from nemo_rl_lite.serving.protocol import Answer, Asked, RefusedError
+from nemo_rl_lite.serving.protocol import Answer, ApiRequest, RefusedError
 
 # OpenAI's word for a chat that leaves no room for a response.
 FULL = "context_length_exceeded"
@@ -15,8 +15,8 @@ _SEED_BITS = 31
 
 @dataclass(frozen=True)
 class ResponderConfig:
-    """What it takes to answer: a tokenizer, the usual sampling, the most tokens of prompt and response together, and
-    the lowest and highest temperature besides 0 that the engine takes."""
+    """Tokenizer, usual sampling, most tokens of prompt and response together, and the lowest and highest temperature
+    besides 0 that the engine takes."""
 
     tokenizer: ChatTokenizer
     sampling: Sampling
@@ -26,15 +26,14 @@ class ResponderConfig:
 
 @dataclass(frozen=True)
 class PublicHandler:
-    """`Respondent` that keeps nothing of a conversation."""
+    """`CompletionHandler` that keeps nothing of a conversation."""
 
-    speaker: ResponderConfig
+    config: ResponderConfig
     requests: Requests
 
-    async def respond(self, asked: Asked) -> Answer:
-        """See `Respondent.respond`."""
-        prompts, usual = asked.prompts(self.speaker.tokenizer), self._sampling(asked)
-        samplings = [limited(usual, asked, len(prompt), self.speaker.max_length) for prompt in prompts]
+    async def respond(self, asked: ApiRequest) -> Answer:
+        prompts, usual = asked.prompts(self.config.tokenizer), self._sampling(asked)
+        samplings = [limited(usual, asked, len(prompt), self.config.max_length) for prompt in prompts]
         # vLLM's first model runner ignores all seeds of a batch on a CPU where one request has none.
         seed = random.getrandbits(_SEED_BITS) if asked.seed is None else asked.seed
         seeds = [(seed + index) % 2**_SEED_BITS for index in range(asked.n or 1)]
@@ -42,8 +41,8 @@ class PublicHandler:
         sampled = await asyncio.gather(*map(self.requests.sample, requests))
         return Answer(prompts, tuple(completion for completion, _ in sampled))
 
-    def _sampling(self, asked: Asked) -> Sampling:
-        usual, (lowest, highest) = self.speaker.sampling, self.speaker.temperatures
+    def _sampling(self, asked: ApiRequest) -> Sampling:
+        usual, (lowest, highest) = self.config.sampling, self.config.temperatures
         sampling = replace(usual, stop_strings=(*usual.stop_strings, *(asked.stop or ())))
         temperature = sampling.temperature if asked.temperature is None else asked.temperature
         if temperature and not lowest <= temperature <= highest:
@@ -60,11 +59,11 @@ class PublicHandler:
         return replace(sampling, temperature=temperature, top_p=asked.top_p or sampling.top_p, top_k=top_k)
 
 
-def limited(sampling: Sampling, asked: Asked, prompt_tokens: int, max_length: int) -> Sampling:
-    """The sampling with the request's own limit on new tokens.
+def limited(sampling: Sampling, asked: ApiRequest, prompt_tokens: int, max_length: int) -> Sampling:
+    """Set the request's own limit on new tokens.
 
     Raises:
-        RefusedError: that is above the run's limit, or prompt and response do not fit.
+        RefusedError: it is above the run's limit, or prompt and response do not fit.
     """
     most = sampling.max_new_tokens if asked.most_tokens is None else asked.most_tokens
     if most > sampling.max_new_tokens:

@@ -1,4 +1,4 @@
-"""The endpoint: an HTTP server in a thread of this process, and the gate from it to the event loop of the engines."""
+"""Serve OpenAI's API: an HTTP server in a thread, and the gate from it to the event loop of the engines."""
 
 import asyncio
 import json
@@ -6,9 +6,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Requests
 from nemo_rl_lite.serving.protocol import (
-    Answer,
-    Asked,
+    ApiRequest,
     ChatRequest,
     CompletionHandler,
     CompletionRequest,
@@ -32,29 +31,32 @@ from nemo_rl_lite.serving.protocol import (
 )
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 
-Written = dict[str, Any]
-"""The body of a response."""
-
-ASLEEP = (
+_ASLEEP = (
     "the engines do not generate now, because the policy trains or gets its new weights to them: ask again during the "
     "next rollout"
 )
+# nginx's status for a client that has gone; nobody reads it.
+_CLIENT_GONE = 499
+# Seconds that the server has to end.
+_LIMIT_S = 30.0
+_ANSWERED = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
+_EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 @dataclass(eq=False)
 class _Session:
-    """Who answers the requests of a key, and those that are under way."""
+    """The handler of a key, and its unfinished requests."""
 
-    respondent: CompletionHandler
+    handler: CompletionHandler
     tasks: set[asyncio.Task] = field(default_factory=set)
 
 
 class LoopBridge:
-    """Knows the keys, and gives each request to the respondent of its key."""
+    """Passes each request from the server's thread to the handler of its key, in the engines' event loop."""
 
-    def __init__(self, token: str, write: Callable[[Asked, Answer], Written]):
-        """`token` is a key that is known also while the gate is closed. `write` makes a response of an answer."""
-        self._token, self._write = token, write
+    def __init__(self, token: str, tokenizer: ChatTokenizer, model: str):
+        """`token` is a key that is known also while the gate is closed."""
+        self._token, self._tokenizer, self._model = token, tokenizer, model
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sessions: dict[str, _Session] = {}
@@ -65,7 +67,7 @@ class LoopBridge:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Within the block requests are answered, in this event loop. Those that are left at its end are cancelled."""
+        """Answer requests in this event loop."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
         try:
@@ -73,14 +75,13 @@ class LoopBridge:
         finally:
             with self._lock:
                 self._loop = None
-            # What the server's thread has just handed over begins now, and ends at once.
+            # A request that the server's thread has just handed over begins now, and is refused.
             await asyncio.sleep(0)
 
     @asynccontextmanager
-    async def session(self, respondent: CompletionHandler, key: str | None = None) -> AsyncIterator[str]:
-        """Within the block the respondent answers the requests with the key that this yields. What is under way at its
-        end is cancelled, and has ended."""
-        key, session = key or secrets.token_urlsafe(24), _Session(respondent)
+    async def session(self, handler: CompletionHandler, key: str | None = None) -> AsyncIterator[str]:
+        """Give the handler the requests with the key that this yields; cancel the unfinished ones at the end."""
+        key, session = key or secrets.token_urlsafe(24), _Session(handler)
         self._sessions[key] = session
         try:
             yield key
@@ -91,69 +92,53 @@ class LoopBridge:
             await asyncio.gather(*session.tasks, return_exceptions=True)
 
     def knows(self, key: str) -> bool:
-        """Whether a request with this key may be answered, now or later."""
         return key in self._sessions or secrets.compare_digest(key.encode(), self._token.encode())
 
-    def ask(self, key: str, asked: Asked) -> Future[Written]:
-        """Hand over a request; called by the server's thread. Cancelling the future aborts the request.
-
-        Raises:
-            RefusedError: the gate is closed.
-        """
+    def ask(self, key: str, asked: ApiRequest) -> Future[dict[str, Any]]:
+        """Hand over a request from the server's thread; cancelling the future aborts it. Raises RefusedError: the gate
+        is closed."""
         with self._lock:
             if self._loop is None:
-                raise RefusedError(503, ASLEEP)
+                raise RefusedError(503, _ASLEEP)
             return asyncio.run_coroutine_threadsafe(self._answer(key, asked), self._loop)
 
-    async def _answer(self, key: str, asked: Asked) -> Written:
+    async def _answer(self, key: str, asked: ApiRequest) -> dict[str, Any]:
         session = self._sessions.get(key)
         if session is None or not self.is_open:
-            raise RefusedError(503, ASLEEP)
+            raise RefusedError(503, _ASLEEP)
         task = asyncio.current_task()
         if task is not None:
             session.tasks.add(task)
             task.add_done_callback(session.tasks.discard)
-        return self._write(asked, await session.respondent.respond(asked))
-
-
-# nginx's status for a client that has gone; nobody reads it.
-_CLIENT_GONE = 499
-# Seconds that the server has to start, and to end.
-_LIMIT_S = 30.0
-_ANSWERED = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
-_EVERYWHERE = ("0.0.0.0", "::", "")
+        return asked.body(await session.handler.respond(asked), self._tokenizer, self._model)
 
 
 class Endpoint:
-    """OpenAI's API for the engines of this process' run."""
+    """OpenAI's API of the engines of a run."""
 
     def __init__(
         self, config: ServeConfig, tokenizer: ChatTokenizer, model: str, max_length: int, token: str | None = None
     ):
-        """`model` is the name that requests give, `max_length` the most tokens of prompt and response, `token` the key
-        of requests that belong to no episode; None: a new one."""
+        """`max_length`: most tokens of prompt and response; `token`: key of requests that belong to no episode, by
+        default a new one."""
         self.model, self.token = model, token or secrets.token_urlsafe(24)
         self._config, self._max_length = config, max_length
-        self.gate = LoopBridge(self.token, lambda asked, answer: asked.body(answer, tokenizer, model))
+        self.gate = LoopBridge(self.token, tokenizer, model)
         self._address = ("", 0)
 
     @property
     def url(self) -> str:
-        """The base URL for clients on this machine."""
+        """Base URL for clients on this machine."""
         host, port = self._address
         shown = "127.0.0.1" if host in _EVERYWHERE else host
         return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1"
 
     @contextmanager
     def running(self) -> Iterator["Endpoint"]:
-        """Serve within the block.
-
-        Raises:
-            ConfigError: the address cannot be used.
-        """
+        """Run the server. Raises ConfigError: the address cannot be used."""
         listening = self._listen()
         options = uvicorn.Config(
-            application(self.gate, self.model, self._max_length),
+            _application(self.gate, self.model, self._max_length),
             log_config=None,
             log_level="error",
             access_log=False,
@@ -172,13 +157,9 @@ class Endpoint:
 
     @asynccontextmanager
     async def answering(self, anybody: CompletionHandler | None) -> AsyncIterator[None]:
-        """Within the block sessions get answers, and `anybody` answers those who have the token."""
-        async with self.gate.open():
-            if anybody is None:
-                yield
-                return
-            async with self.gate.session(anybody, self.token):
-                yield
+        """Answer the requests of sessions and, by `anybody`, those with the token."""
+        async with self.gate.open(), self.gate.session(anybody, self.token) if anybody else nullcontext():
+            yield
 
     def _listen(self) -> socket.socket:
         host, port = self._config.host, self._config.port or 0
@@ -197,8 +178,8 @@ class Endpoint:
         return listening
 
 
-def application(gate: LoopBridge, model: str, max_length: int) -> FastAPI:
-    """The routes. All but `/health` need a key."""
+def _application(gate: LoopBridge, model: str, max_length: int) -> FastAPI:
+    """Routes of the server. All but `/health` need a key."""
     app = FastAPI(openapi_url=None)
     started = int(time.time())
 
@@ -231,7 +212,7 @@ def application(gate: LoopBridge, model: str, max_length: int) -> FastAPI:
     async def completions(request: Request) -> Response:
         return await answer(request, CompletionRequest)
 
-    async def answer(request: Request, kind: type[Asked]) -> Response:
+    async def answer(request: Request, kind: type[ApiRequest]) -> Response:
         key = _key(request, gate)
         asked = read_request(kind, _parsed(await request.body()))
         if asked.model not in (None, model):
@@ -249,7 +230,7 @@ def application(gate: LoopBridge, model: str, max_length: int) -> FastAPI:
 
 
 def _parsed(body: bytes) -> Any:
-    """The JSON of a body. Raises RefusedError: it is none, is nested too deeply, or has half of a character."""
+    """Parse a body. Raises RefusedError: it is not JSON, nested too deeply, or has half of a surrogate pair."""
     try:
         content = json.loads(body)
         if b"\\u" in body:
@@ -260,7 +241,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _key(request: Request, gate: LoopBridge) -> str:
-    """The key of a request. Raises RefusedError: nobody has it."""
+    """Key of a request. Raises RefusedError: it is unknown."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not gate.knows(key):
         raise RefusedError(
@@ -273,18 +254,23 @@ def _key(request: Request, gate: LoopBridge) -> str:
 
 
 async def _unless_gone(request: Request, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
-    """Wait for the answer; None, and the request is aborted, where the client has gone before.
+    """Wait for the answer; None if the client has gone, and the request is aborted.
 
     Raises:
-        RefusedError: the respondent refuses, the engines fail, or they stop before there is an answer.
+        RefusedError: the handler refuses, the engines fail, or they stop before there is an answer.
     """
-    gone = asyncio.create_task(_gone(request))
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    gone = asyncio.create_task(disconnect())
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             return None
         if answer.cancelled():
-            raise RefusedError(503, ASLEEP)
+            raise RefusedError(503, _ASLEEP)
         if (error := answer.exception()) is not None:
             raise error if isinstance(error, RefusedError) else RefusedError(500, f"{type(error).__name__}: {error}")
         return answer.result()
@@ -293,29 +279,21 @@ async def _unless_gone(request: Request, answer: asyncio.Future[dict[str, Any]])
         gone.cancel()
 
 
-async def _gone(request: Request) -> None:
-    with suppress(asyncio.CancelledError):
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-
 @dataclass(frozen=True)
 class ServedGeneration:
-    """`Generation` that also answers over HTTP. `speaker` answers requests with the token; None: they are refused, and
-    only the sessions of episodes get answers."""
+    """`Generation` that also answers over HTTP: requests with the token by `responder`, if there is one, and those of
+    episodes by their sessions."""
 
     generation: Generation
     endpoint: Endpoint
-    speaker: ResponderConfig | None
+    responder: ResponderConfig | None
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Requests]:
-        """See `Generation.serving`."""
         async with self.generation.serving() as requests:
-            anybody = None if self.speaker is None else PublicHandler(self.speaker, requests)
+            anybody = None if self.responder is None else PublicHandler(self.responder, requests)
             async with self.endpoint.answering(anybody):
                 yield requests
 
     def finish_generation(self) -> dict[str, float]:
-        """See `Generation.finish_generation`."""
         return self.generation.finish_generation()

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from nemo_rl_lite.algorithms.loop import Report, Steps
-from nemo_rl_lite.algorithms.supervised import Supervised
+from nemo_rl_lite.algorithms.supervised import Supervised, total_steps
 from nemo_rl_lite.checkpoint.store import Checkpoints, CheckpointStore, Retention
-from nemo_rl_lite.config.schema_algorithm import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.supervised import SFTLoss
@@ -21,22 +20,10 @@ from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.policy.interface import BatchRef, Work
 from nemo_rl_lite.system.stopping import Stopping
+from nemo_rl_lite.validation.compose import compose_config
 
-CONFIG = SFTConfig(
-    name="sft",
-    seed=1,
-    loss=None,
-    loss_kwargs={},
-    max_num_epochs=2,
-    max_num_steps=None,
-    val_period=2,
-    val_at_start=True,
-    val_at_end=True,
-    max_val_samples=10,
-    val_metric="val_loss",
-    higher_is_better=False,
-    early_stop_patience=None,
-)
+SFT = compose_config(["algorithm=sft"]).algorithm
+CONFIG = dataclasses.replace(SFT, max_num_epochs=2, max_num_steps=None, val_period=2)
 ROWS = [TokenRow([1, 1, 1], [False, True, True]), TokenRow([1, 1, 1, 1], [False, False, False, True])]
 
 
@@ -113,7 +100,8 @@ def sft(validation=ROWS, steps_per_epoch=3, **changes) -> Supervised:
     [(2, None, 3, 6), (None, 5, 3, 5), (2, 4, 3, 4), (1, 100, 3, 3), (1, 7, None, 7)],
 )
 def test_a_run_ends_at_its_first_limit(epochs, steps, of_epoch, expected):
-    assert sft(max_num_epochs=epochs, max_num_steps=steps, steps_per_epoch=of_epoch).total() == expected
+    config = dataclasses.replace(CONFIG, max_num_epochs=epochs, max_num_steps=steps)
+    assert total_steps(config, of_epoch) == expected
 
 
 def test_phases_alternate_and_metrics_have_nemo_rls_names():

@@ -34,6 +34,16 @@ def config(name, timeout_s=None, concurrency=8, processes=2, **kwargs):
     )
 
 
+def turn(text: str, *calls: tuple[str, dict | str]) -> dict:
+    """An assistant's turn with calls of tools: a name, and arguments or an error."""
+    called = []
+    for number, (name, given) in enumerate(calls):
+        is_right = isinstance(given, dict)
+        function = {"name": name, "arguments": given if is_right else {}}
+        called.append({"id": f"call{number}", "function": function} | ({} if is_right else {"error": given}))
+    return {"role": "assistant", "content": text} | ({"tool_calls": called} if called else {})
+
+
 @pytest.mark.parametrize(
     ("expression", "value"),
     [

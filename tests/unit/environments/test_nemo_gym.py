@@ -11,7 +11,7 @@ from nemo_rl_lite.environments.registry import check_environment, make_environme
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.system.pool import CallError
 from tests.unit.environments.gym_server import ROW, serving
-from tests.unit.environments.test_environments import config
+from tests.unit.environments.test_environments import config, turn
 
 ASKED = ROW["responses_create_params"]
 PROBLEM = Problem(tuple(ASKED["input"]), "", ROW, callable_tools(ASKED["tools"], "tools"))
@@ -21,14 +21,6 @@ PROBLEM = Problem(tuple(ASKED["input"]), "", ROW, callable_tools(ASKED["tools"],
 def server():
     with serving() as server:
         yield server
-
-
-def turn(text, *calls, error="") -> dict:
-    called = [
-        {"id": f"call{number}", "function": {"name": name, "arguments": given}, **({"error": error} if error else {})}
-        for number, (name, given) in enumerate(calls)
-    ]
-    return {"role": "assistant", "content": text, **({"tool_calls": called} if called else {})}
 
 
 async def play(environment, *turns):
@@ -64,7 +56,7 @@ def test_an_episode_has_a_session_tools_and_a_reward(server):
 def test_a_call_that_is_wrong_or_fails_is_told_to_the_model(server):
     async def episode():
         environment = NeMoGym(server.url, 10)
-        wrong = await play(environment, turn("", ("increment", {}), error="'count' is missing"))
+        wrong = await play(environment, turn("", ("increment", "'count' is missing")))
         server.is_broken = True
         failed = await play(environment, turn("", ("increment", {"count": 1})))
         reward = await environment.cut_short(PROBLEM, [])

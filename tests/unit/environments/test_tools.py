@@ -13,7 +13,7 @@ from nemo_rl_lite.environments.registry import check_environment, make_environme
 from nemo_rl_lite.environments.tools import Functions, Python
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.system.pool import CallError
-from tests.unit.environments.test_environments import config
+from tests.unit.environments.test_environments import config, turn
 
 HERE = "tests.unit.environments.test_tools"
 PROBLEM = Problem(chat("?"), "")
@@ -65,17 +65,9 @@ def untyped(a):
     return a
 
 
-def calls(*wanted, content="") -> list[dict]:
-    """A chat whose last turn makes these calls: a name and arguments, or an error."""
-    called = [
-        {
-            "id": f"call{number}",
-            "function": {"name": name, "arguments": given if isinstance(given, dict) else {}},
-            **({} if isinstance(given, dict) else {"error": given}),
-        }
-        for number, (name, given) in enumerate(wanted)
-    ]
-    return [*PROBLEM.messages, {"role": "assistant", "content": content, "tool_calls": called}]
+def calls(*wanted) -> list[dict]:
+    """A chat whose last turn makes these calls."""
+    return [*PROBLEM.messages, turn("", *wanted)]
 
 
 def functions(*names: str, **others):

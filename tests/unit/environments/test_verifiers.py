@@ -16,7 +16,7 @@ from nemo_rl_lite.environments import verifiers as adapter
 from nemo_rl_lite.environments.registry import check_environment
 from nemo_rl_lite.environments.tools import EpisodeError
 from nemo_rl_lite.environments.verifiers import Verifiers, write_rows
-from tests.unit.environments.test_environments import config
+from tests.unit.environments.test_environments import config, turn
 
 GAMES = "tests.unit.environments.verifiers_games"
 PROBLEM = Problem(({"role": "user", "content": "2+3?"},), "5", {"answer": "5", "example_id": 0})
@@ -62,17 +62,10 @@ def test_a_tool_is_offered_called_and_answered():
     (tool,) = check_environment(config("verifiers", environment=GAMES, arguments={"kind": "tool"}))
     assert tool["function"]["name"] == "add" and set(tool["function"]["parameters"]["properties"]) == {"a", "b"}
 
-    def calls(*functions, **others):
-        called = [
-            {"id": f"call{number}", "function": {"name": name, "arguments": given}, **others}
-            for number, (name, given) in enumerate(functions)
-        ]
-        return {"role": "assistant", "content": "", "tool_calls": called}
-
     (both, wrong, last), _ = play(
         {"kind": "tool"},
-        calls(("add", {"a": 2, "b": 3}), ("add", {"a": 1, "b": 1})),
-        calls(("ad", {}), error="there is no tool 'ad'"),
+        turn("", ("add", {"a": 2, "b": 3}), ("add", {"a": 1, "b": 1})),
+        turn("", ("ad", "there is no tool 'ad'")),
         "5",
     )
     assert [message["content"] for message in both.messages] == ["5", "2"]

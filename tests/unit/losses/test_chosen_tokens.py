@@ -9,8 +9,8 @@ import torch
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import needs_of
-from tests.unit.losses.batches import batch_of
-from tests.unit.losses.test_losses_match_trl import loss_config, random_inputs
+from tests.unit.losses.batches import loss_config, split_loss
+from tests.unit.losses.test_losses_match_trl import random_inputs
 
 TOLERANCE = 1e-6
 
@@ -37,14 +37,8 @@ def rows_of(inputs: dict[str, torch.Tensor]) -> list[TokenRow]:
 
 def ours(inputs: dict[str, torch.Tensor], pieces: int = 1, **changes) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """Value, gradient and metrics, of as many micro-batches."""
-    loss, logprobs = GRPOLoss(loss_config(**changes)), inputs["logprobs"].clone().requires_grad_()
-    counts, total, metrics = loss.counts(rows_of(inputs)), torch.zeros(()), []
-    for part in torch.arange(len(logprobs)).chunk(pieces):
-        value, own = loss(logprobs[part], batch_of({name: one[part] for name, one in inputs.items()}), counts)
-        total = total + value
-        metrics.append(own)
-    total.backward()
-    return total.detach(), logprobs.grad, {name: sum(own[name] for own in metrics).item() for name in metrics[0]}
+    loss = GRPOLoss(loss_config(**changes))
+    return split_loss(loss, inputs, loss.counts(rows_of(inputs)), -(-len(inputs["logprobs"]) // pieces))
 
 
 def flat(inputs: dict[str, torch.Tensor], logprobs: torch.Tensor):

@@ -9,8 +9,7 @@ from nemo_rl_lite.config.schema_algorithm import DistillationLossConfig
 from nemo_rl_lite.losses.distillation import SampledKLLoss, TopkKLLoss
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import count_masked
-from tests.unit.losses.batches import batch_of, rows_of
-from tests.unit.losses.test_losses_match_trl import loss_config
+from tests.unit.losses.batches import batch_of, loss_config, rows_of
 
 ROWS, TOKENS, VOCABULARY, K = 3, 6, 11, 4
 

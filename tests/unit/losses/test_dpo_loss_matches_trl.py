@@ -8,37 +8,9 @@ import torch
 
 from nemo_rl_lite.config.schema_algorithm import DPOConfig
 from nemo_rl_lite.losses.supervised import DPOLoss
-from tests.unit.losses.batches import batch_of, rows_of
+from tests.unit.losses.batches import dpo_config, rows_of, split_loss
 
 TOLERANCE = 1e-5
-
-
-def dpo_config(**changes) -> DPOConfig:
-    values = {
-        "name": "dpo",
-        "seed": 1,
-        "loss": None,
-        "loss_kwargs": {},
-        "max_num_epochs": 1,
-        "max_num_steps": None,
-        "val_period": 0,
-        "val_at_start": False,
-        "val_at_end": False,
-        "max_val_samples": 1,
-        "val_metric": "val_loss",
-        "higher_is_better": False,
-        "early_stop_patience": None,
-        "preference_loss": "dpo",
-        "f_divergence": "reverse_kl",
-        "f_alpha_divergence_coef": 0.5,
-        "reference_policy_kl_penalty": 0.1,
-        "label_smoothing": 0.0,
-        "preference_average_log_probs": False,
-        "preference_loss_weight": 1.0,
-        "sft_loss_weight": 0.0,
-        "sft_average_log_probs": False,
-    }
-    return DPOConfig(**(values | changes))
 
 
 def random_pairs(seed: int = 0, pairs: int = 5, prompt: int = 3, response: int = 8) -> dict[str, torch.Tensor]:
@@ -55,16 +27,8 @@ def random_pairs(seed: int = 0, pairs: int = 5, prompt: int = 3, response: int =
 
 def our_loss(config: DPOConfig, pairs: dict, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """The sum over micro-batches with this number of rows."""
-    logprobs, loss = pairs["logprobs"].clone().requires_grad_(), DPOLoss(config)
-    counts, rows = loss.counts(rows_of(pairs["mask"])), rows or len(pairs["mask"])
-    shares = []
-    for start in range(0, len(logprobs), rows):
-        micro = {name: values[start : start + rows] for name, values in pairs.items()}
-        shares.append(loss(logprobs[start : start + rows], batch_of(micro), counts))
-    total = sum(value for value, _ in shares)
-    total.backward()
-    metrics = {name: sum(share[name] for _, share in shares).item() for name in shares[0][1]}
-    return total.detach(), logprobs.grad, metrics
+    loss = DPOLoss(config)
+    return split_loss(loss, pairs, loss.counts(rows_of(pairs["mask"])), rows)
 
 
 def trl_loss(config: DPOConfig, pairs: dict) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -161,18 +125,13 @@ def test_smoothing_mixes_the_loss_with_that_of_exchanged_pairs():
     assert robust.item() == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_the_chosen_responses_likelihood_can_be_averaged_over_each_first():
+@pytest.mark.parametrize("is_averaged", [True, False])
+def test_the_chosen_responses_likelihood_is_a_sum_over_each_as_in_nemo_rl_or_an_average(is_averaged):
     pairs = random_pairs()
-    _, _, metrics = our_loss(dpo_config(sft_average_log_probs=True), pairs, rows=2)
+    _, _, metrics = our_loss(dpo_config(sft_average_log_probs=is_averaged), pairs, rows=2)
     sums, tokens = (pairs["logprobs"] * pairs["mask"]).sum(dim=1)[::2], pairs["mask"].sum(dim=1)[::2]
-    assert metrics["sft_loss"] == pytest.approx(-(sums / tokens).mean().item(), abs=TOLERANCE)
-
-
-def test_the_chosen_responses_likelihood_is_a_sum_over_each_as_in_nemo_rl():
-    pairs = random_pairs()
-    _, _, metrics = our_loss(dpo_config(), pairs, rows=2)
-    sums = (pairs["logprobs"] * pairs["mask"]).sum(dim=1)[::2]
-    assert metrics["sft_loss"] == pytest.approx(-sums.mean().item(), abs=TOLERANCE)
+    expected = sums / tokens if is_averaged else sums
+    assert metrics["sft_loss"] == pytest.approx(-expected.mean().item(), abs=TOLERANCE)
 
 
 def test_a_policy_that_is_the_reference_has_half_of_the_pairs_right():

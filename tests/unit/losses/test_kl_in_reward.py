@@ -9,8 +9,8 @@ import torch
 
 from nemo_rl_lite.losses.grpo import GRPOLoss, less_kl_to_go
 from nemo_rl_lite.losses.interface import count_masked
-from tests.unit.losses.batches import batch_of, rows_of
-from tests.unit.losses.test_losses_match_trl import TOLERANCE, loss_config, our_loss, random_inputs
+from tests.unit.losses.batches import batch_of, loss_config, rows_of
+from tests.unit.losses.test_losses_match_trl import TOLERANCE, our_loss, random_inputs
 
 TOKENS, LENGTH, BETA = 2, 3, 0.3
 

@@ -10,7 +10,7 @@ import torch
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.supervised import KTOLoss, MeanLogRatio, ORPOLoss, UnpairedLoss, kto_loss, mismatched
 from nemo_rl_lite.validation.compose import compose_config
-from tests.unit.losses.batches import batch_of, rows_of
+from tests.unit.losses.batches import rows_of, split_loss
 from tests.unit.losses.test_dpo_loss_matches_trl import random_pairs
 
 TOLERANCE = 1e-6
@@ -29,17 +29,6 @@ def labelled_rows(inputs: dict[str, torch.Tensor]) -> list[TokenRow]:
 def kto_options(**changes):
     overrides = [f"algorithm.{name}={value}" for name, value in changes.items()]
     return compose_config(["algorithm=kto", *overrides]).algorithm
-
-
-def ours(loss, inputs: dict[str, torch.Tensor], rows: list[TokenRow], size: int):
-    """Value, gradient and metrics of micro-batches of this size."""
-    logprobs, shares = inputs["logprobs"].clone().requires_grad_(), []
-    for part in torch.arange(len(logprobs)).split(size):
-        micro = batch_of({name: values[part] for name, values in inputs.items()})
-        shares.append(loss(logprobs[part], micro, loss.counts(rows)))
-    total = sum(value for value, _ in shares)
-    total.backward()
-    return total.detach(), logprobs.grad, {name: sum(own[name] for _, own in shares).item() for name in shares[0][1]}
 
 
 def trl_kto(options, inputs: dict[str, torch.Tensor], other: dict[str, torch.Tensor]):
@@ -97,10 +86,10 @@ def test_kto_agrees_with_trl_however_responses_are_split(kind, labels, size):
     value, gradient, metrics = trl_kto(options, inputs, other)
     loss = kto_loss(options)
     if kind == "kto":
-        _, _, measured = ours(MeanLogRatio(), other, labelled_rows(other), size)
+        _, _, measured = split_loss(MeanLogRatio(), other, MeanLogRatio().counts(labelled_rows(other)), size)
         loss = loss.with_mismatched_kl(measured["loss"])
         assert loss.baseline == pytest.approx(metrics["kl"][-1]) and loss.baseline > 0
-    found, own_gradient, own = ours(loss, inputs, labelled_rows(inputs), size)
+    found, own_gradient, own = split_loss(loss, inputs, loss.counts(labelled_rows(inputs)), size)
     torch.testing.assert_close(found, value, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(own_gradient, gradient, atol=TOLERANCE, rtol=0)
     assert own["desirable_share"] == pytest.approx(labels.count("T") / 5)
@@ -120,11 +109,8 @@ def test_a_mismatched_row_has_the_response_of_the_row_before():
     ]
     found = mismatched(rows, longest=5)
     assert [row.tokens.tolist() for row in found] == [[1, 2, 90], [5, 30, 40], [9, 10, 11, 12, 60]]
-    assert [row.mask.tolist() for row in found] == [
-        [False, False, True],
-        [False, True, True],
-        [False] * 4 + [True],
-    ]
+    masks = [[False, False, True], [False, True, True], [False] * 4 + [True]]
+    assert [row.mask.tolist() for row in found] == masks
 
 
 def orpo_by_hand(inputs: dict[str, torch.Tensor], beta: float, logprobs: torch.Tensor) -> torch.Tensor:
@@ -146,7 +132,8 @@ def test_orpo_agrees_with_trl_however_pairs_are_split(seed, size):
     logprobs = inputs["logprobs"].clone().requires_grad_()
     expected = orpo_by_hand(inputs, 0.4, logprobs)
     expected.backward()
-    value, gradient, metrics = ours(ORPOLoss(options), inputs, rows_of(inputs["mask"]), size)
+    loss = ORPOLoss(options)
+    value, gradient, metrics = split_loss(loss, inputs, loss.counts(rows_of(inputs["mask"])), size)
     torch.testing.assert_close(value, expected.detach(), atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(gradient, logprobs.grad, atol=TOLERANCE, rtol=0)
     assert metrics["loss"] == pytest.approx(metrics["sft_loss"] + 0.4 * metrics["preference_loss"])
@@ -156,5 +143,6 @@ def test_odds_stay_finite_at_both_ends():
     mask = torch.tensor([[0.0, 1.0]] * 4)
     inputs = {"mask": mask, "logprobs": torch.tensor([[0.0, 0.0], [0.0, -90.0], [0.0, -1e-9], [0.0, 0.0]])}
     options = compose_config(["algorithm=orpo"]).algorithm
-    value, gradient, _ = ours(ORPOLoss(options), inputs, rows_of(mask), 4)
+    loss = ORPOLoss(options)
+    value, gradient, _ = split_loss(loss, inputs, loss.counts(rows_of(mask)))
     assert value.isfinite() and gradient.isfinite().all()

@@ -6,8 +6,8 @@ import torch
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.grpo import GRPOLoss, kl_estimate
 from nemo_rl_lite.losses.interface import combine_metrics, count_masked, floats, loss_of
-from tests.unit.losses.batches import batch_of, rows_of
-from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
+from tests.unit.losses.batches import batch_of, loss_config, rows_of
+from tests.unit.losses.test_losses_match_trl import our_loss, random_inputs
 
 EVERYTHING = {
     "ratio_clip_c": 2.0,

@@ -9,47 +9,9 @@ import torch
 from nemo_rl_lite.config.schema_algorithm import LossConfig
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import count_masked
-from tests.unit.losses.batches import batch_of, rows_of
+from tests.unit.losses.batches import loss_config, rows_of, split_loss
 
 TOLERANCE = 1e-5
-
-
-def loss_config(**changes) -> LossConfig:
-    values = {
-        "policy_loss": "clip",
-        "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.05,
-        "entropy_coef": 0.0,
-        "constant_length": 7,
-        "ratio_clip_min": 0.2,
-        "ratio_clip_max": 0.2,
-        "ratio_clip_c": None,
-        "reference_policy_kl_penalty": 0.0,
-        "reference_policy_kl_type": "k3",
-        "use_kl_in_reward": False,
-        "use_bias_correction_kl": True,
-        "kl_input_clamp_value": None,
-        "kl_output_clamp_value": None,
-        "token_level_loss": True,
-        "force_on_policy_ratio": None,
-        "sequence_level_importance_ratios": False,
-        "use_importance_sampling_correction": False,
-        "importance_sampling_correction_level": None,
-        "truncated_importance_sampling_type": "tis",
-        "clip_cov_ratio": 2e-4,
-        "clip_cov_lb": 1.0,
-        "clip_cov_ub": 5.0,
-        "kl_cov_ratio": 2e-4,
-        "ppo_kl_coef": 0.1,
-        "top_entropy_quantile": 1.0,
-        "positive_example_nll_weight": 0.0,
-        "truncated_importance_sampling_ratio": None,
-        "truncated_importance_sampling_ratio_min": None,
-        "sequence_rejection_ratio": None,
-        "sequence_rejection_ratio_min": None,
-        "token_veto_ratio": None,
-    }
-    return LossConfig(**(values | changes))
 
 
 def random_inputs(seed: int = 0, rows: int = 6, prompt: int = 3, response: int = 7) -> dict[str, torch.Tensor]:
@@ -74,10 +36,7 @@ def random_inputs(seed: int = 0, rows: int = 6, prompt: int = 3, response: int =
 
 
 def our_loss(config: LossConfig, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    logprobs = inputs["logprobs"].clone().requires_grad_()
-    loss, _ = GRPOLoss(config)(logprobs, batch_of(inputs), count_masked(rows_of(inputs["mask"])))
-    loss.backward()
-    return loss.detach(), logprobs.grad
+    return split_loss(GRPOLoss(config), inputs, count_masked(rows_of(inputs["mask"])))[:2]
 
 
 def trl_loss(config: LossConfig, inputs: dict[str, torch.Tensor], prompt: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,8 +7,8 @@ import torch
 
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import count_masked, needs_of
-from tests.unit.losses.batches import batch_of, rows_of
-from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
+from tests.unit.losses.batches import batch_of, loss_config, rows_of
+from tests.unit.losses.test_losses_match_trl import our_loss, random_inputs
 
 TOLERANCE = 1e-6
 

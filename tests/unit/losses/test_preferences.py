@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.supervised import PREFERENCES, divergence_scores
-from tests.unit.losses.test_dpo_loss_matches_trl import dpo_config, our_loss, random_pairs
+from tests.unit.losses.batches import dpo_config
+from tests.unit.losses.test_dpo_loss_matches_trl import our_loss, random_pairs
 
 
 def sigma(x: float) -> float:

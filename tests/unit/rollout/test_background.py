@@ -14,10 +14,8 @@ async def serving():
     yield "served"
 
 
-async def later(seconds: float = 0.3, error: Exception | None = None) -> str:
+async def later(seconds: float) -> str:
     await asyncio.sleep(seconds)
-    if error:
-        raise error
     return "done"
 
 
@@ -28,11 +26,6 @@ def thread():
     yield background
     background.close()
     assert not background._thread.is_alive()
-
-
-def test_an_error_is_raised_where_somebody_waits(thread):
-    with pytest.raises(TimeoutError, match="of the coroutine"):
-        thread.wait(later(0.01, TimeoutError("of the coroutine")), lambda: None)
 
 
 def test_what_the_look_raises_ends_the_wait_and_the_work(thread):

@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl_lite.data.problems import FileSet, Problem, chat
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rollout.prompts import fitting_prompts
+from nemo_rl_lite.rollout.sampler import fitting_prompts
 from nemo_rl_lite.validation.compose import compose_config
 
 

@@ -15,7 +15,7 @@ def sampled_epochs(resting: PromptCooldown, epochs: range, teaches: set[int]) ->
     found = []
     for epoch in epochs:
         position = EPOCH * epoch + epoch % EPOCH
-        if not resting.is_left_out(ROW, position):
+        if not resting.rests(ROW, position):
             found.append(epoch)
             resting.note(ROW, position, epoch in teaches)
     return found

@@ -1,4 +1,5 @@
 import logging
+import math
 
 import pytest
 
@@ -8,7 +9,7 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.judge import RewardResult
 from nemo_rl_lite.rewards.registry import LateReward, checked_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
-from nemo_rl_lite.rollout.episode import Rollout
+from nemo_rl_lite.rollout.episode import Episode, Rollout
 from tests.unit.rollout.script import Letters, Script, judged_by
 
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=())
@@ -107,3 +108,17 @@ def test_a_prompt_without_room_is_an_error_that_names_both_limits():
     short = collector(judged(lambda *_: 0.0), max_length=6)
     with pytest.raises(DataError, match=r"6 tokens and generation.max_new_tokens = 4 .*max_total_sequence_length = 6"):
         short.collect(RolloutTask(wanted("abcde"), SAMPLING, 1))
+
+
+def episode(reward: float | None, **parts: float) -> Episode:
+    return Episode(problems("?")[0], [1], 1, reward=reward, reward_parts=parts)
+
+
+def test_parts_of_rewards_what_is_in_none_of_them_and_what_is_missing():
+    weights, total = {"right": 1.0, "short": 0.1}, 0.0 + 1.0 * 0.3 + 0.1 * 0.7
+    episodes = [episode(total, right=0.3, short=0.7), episode(total - 0.5, right=0.3, short=0.7)]
+    first, second, rest = Rollout(episodes, 2, 0).parts_NB(weights).tolist()
+    assert (first, second) == ([0.3, 0.3], [0.7, 0.7])
+    assert rest[0] == 0 and abs(rest[1] + 0.5) < 1e-12
+    parts = Rollout([episode(None), episode(2.0)], 2, 1).parts_NB(weights)
+    assert parts[:2].isnan().all() and math.isnan(parts[2, 0]) and parts[2, 1] == 2

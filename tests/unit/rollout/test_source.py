@@ -95,8 +95,8 @@ def test_one_step_off_they_are_one_step_older_and_none_is_begun_in_vain(begin):
 
 
 def test_one_step_off_a_rollout_depends_on_nothing_else_than_on_policy(begin):
-    on_policy = OnPolicy(sampler(Fleet()), fleet := Fleet())
-    on_policy._sampler.collector._generation = fleet
+    fleet = Fleet()
+    on_policy = OnPolicy(sampler(fleet), fleet)
     on_policy.publish(0)
     assert contents(taken(begin(Fleet()), range(1, 7))) == contents(taken(on_policy, range(1, 7)))
 

@@ -115,6 +115,12 @@ def test_calls_that_are_wrong_are_told_and_the_episode_goes_on(tmp_path):
     assert (episode.reward, episode.ending, rollout.environment_errors) == (1, "stop", 0)
 
 
+# Calls as the templates of Qwen, Llama and Qwen 3.5 have them.
+HERMES = '<tool_call>\n{"name": "NAME", "arguments": {"a": 41}}\n</tool_call>'
+LLAMA = '{"name": "NAME", "parameters": {"a": 41}}'
+TAGS = "<tool_call>\n<function=NAME>\n<parameter=a>\n41\n</parameter>\n</function>\n</tool_call>"
+
+
 def template(name: str) -> str:
     return (Path(trl.__file__).parent / "chat_templates" / name).read_text()
 
@@ -122,23 +128,15 @@ def template(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "end", "call"),
     [
-        ("qwen2_5.jinja", "<|im_end|>", '<tool_call>\n{"name": "add", "arguments": {"a": 41}}\n</tool_call>'),
-        (
-            "qwen3_instruct_2507.jinja",
-            "<|im_end|>",
-            '<tool_call>\n{"name": "add", "arguments": {"a": 41}}\n</tool_call>',
-        ),
-        ("llama3_1.jinja", "<|eot_id|>", '{"name": "add", "parameters": {"a": 41}}'),
-        (
-            "qwen3_5_nothink.jinja",
-            "<|im_end|>",
-            "<tool_call>\n<function=add>\n<parameter=a>\n41\n</parameter>\n</function>\n</tool_call>",
-        ),
+        ("qwen2_5.jinja", "<|im_end|>", HERMES),
+        ("qwen3_instruct_2507.jinja", "<|im_end|>", HERMES),
+        ("llama3_1.jinja", "<|eot_id|>", LLAMA),
+        ("qwen3_5_nothink.jinja", "<|im_end|>", TAGS),
     ],
 )
 def test_prompt_calls_and_answers_are_the_templates_own_rendering(tmp_path, name, end, call):
     tokenizer = tokenizer_of(tmp_path, template(name), end)
-    rollout, _ = collect(tokenizer, ("tools", FUNCTIONS), call, "42")
+    rollout, _ = collect(tokenizer, ("tools", FUNCTIONS), call.replace("NAME", "add"), "42")
     (episode,) = rollout.episodes
     assert [message["role"] for message in episode.said] == ["assistant", "tool", "assistant"]
     asked = {"role": "assistant", "content": "", "tool_calls": episode.said[0]["tool_calls"]}

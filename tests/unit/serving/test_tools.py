@@ -10,15 +10,12 @@ from openai import BadRequestError, OpenAI
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.serving.public import ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint
-from tests.unit.rollout.test_tool_turns import template, tokenizer_of
+from tests.unit.rollout.test_tool_turns import HERMES, LLAMA, TAGS, template, tokenizer_of
 from tests.unit.serving.served import LOCAL, answering
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS, "strict": True}}
 ASKED = {"role": "user", "content": "1+1?"}
-HERMES = '<tool_call>\n{"name": "NAME", "arguments": {"a": 41}}\n</tool_call>'
-TAGS = "<tool_call>\n<function=NAME>\n<parameter=a>\n41\n</parameter>\n</function>\n</tool_call>"
-LLAMA = '{"name": "NAME", "parameters": {"a": 41}}'
 LONGEST = 4000
 
 
