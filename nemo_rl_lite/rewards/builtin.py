@@ -1,4 +1,4 @@
-"""Rewards by the response's text alone, and by the scoring of reasoning-gym's tasks."""
+"""Rewards by the response's text alone, and by the scores of reasoning-gym's tasks, which need that package."""
 
 import json
 import re
@@ -6,28 +6,7 @@ import unicodedata
 from functools import cache
 from typing import Any
 
-from reasoning_gym import create_dataset
-from reasoning_gym.utils import extract_answer
-
 from nemo_rl_lite.data.problems import Problem
-
-
-def task_score(response: str, answer: str, problem: Problem, answer_tag: str | None) -> float:
-    """Return the task's score of the stripped response, between 0 and 1. With `answer_tag`, score the text between
-    `<tag>` and `</tag>`; without that tag the score is 0.
-
-    Raises:
-        KeyError: the problem does not come from data=reasoning_gym.
-    """
-    found = extract_answer(response, answer_tag) if answer_tag else response.strip()
-    scorer = _scorer(problem.metadata["task"], json.dumps(problem.metadata["task_kwargs"], sort_keys=True))
-    return float(scorer.score_answer(found, problem.metadata["entry"]))
-
-
-@cache
-def _scorer(task: str, arguments: str) -> Any:
-    return create_dataset(task, **json.loads(arguments), size=1)
-
 
 # A minus after a digit or a bracket is a subtraction, not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)")
@@ -67,3 +46,24 @@ def _value(text: str) -> float:
 
 def _composed(text: str) -> str:
     return unicodedata.normalize("NFC", text)
+
+
+def task_score(response: str, answer: str, problem: Problem, answer_tag: str | None) -> float:
+    """Return the task's score of the stripped response, between 0 and 1. With `answer_tag`, score the text between
+    `<tag>` and `</tag>`; without that tag the score is 0.
+
+    Raises:
+        KeyError: the problem does not come from data=reasoning_gym.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    found = extract_answer(response, answer_tag) if answer_tag else response.strip()
+    scorer = _scorer(problem.metadata["task"], json.dumps(problem.metadata["task_kwargs"], sort_keys=True))
+    return float(scorer.score_answer(found, problem.metadata["entry"]))
+
+
+@cache
+def _scorer(task: str, arguments: str) -> Any:
+    from reasoning_gym import create_dataset
+
+    return create_dataset(task, **json.loads(arguments), size=1)
