@@ -1,7 +1,5 @@
-"""megatron-core: saves of optimizers, its CPU optimizer, its manager of offloaded activations.
-
-megatron-bridge: its import, and the export of adapters alone.
-"""
+"""megatron-bridge's import and export of adapters; megatron-core's saves of optimizers, CPU optimizer and offloaded
+activations."""
 
 import queue
 import sys
@@ -18,7 +16,12 @@ from nemo_rl_lite.compat.megatron_cpu import prepare_import
 from nemo_rl_lite.compat.versions import fits, installed, written_for
 from nemo_rl_lite.errors import CheckpointError
 
+_RELEASE = "0.19"
 written_for("megatron-bridge", "0.6", __name__)
+written_for("megatron-core", _RELEASE, __name__)
+
+# The method by which a sharded optimizer gathers its states.
+_GATHERING = "get_parameter_state_dp_zero"
 
 
 def auto_bridge() -> Any:
@@ -43,18 +46,8 @@ def export_adapters(bridge: Any, chunks: Sequence[Any], conversions: list[Any], 
     return once.stream_adapter_weights_megatron_to_hf(chunks, cpu=on_cpu, show_progress=False)
 
 
-_RELEASE = "0.19"
-
-
-written_for("megatron-core", _RELEASE, __name__)
-
-
-# The method by which a sharded optimizer gathers its states.
-_GATHERING = "get_parameter_state_dp_zero"
-
-
 def hide_wandb() -> None:
-    """Hide wandb from this process: megatron-core would import it, for a second, for logs that nobody reads."""
+    """Hide wandb from this process: megatron-core's import of it takes a second, for logs that nobody reads."""
     sys.modules["wandb"] = None  # pyrefly: ignore
 
 
@@ -75,9 +68,9 @@ def check_padding(optimizer: Any) -> None:
 
 @contextmanager
 def padded_buckets(optimizer: Any) -> Iterator[None]:
-    """Put the gathered states of a sharded optimizer where its parameters lie in the buffer of all buckets.
+    """Put the gathered states of a sharded optimizer where its parameters are in the buffer of all buckets.
 
-    megatron-core 0.19 leaves the padding between buckets out of the states, but looks for them there. Where a bucket is
+    megatron-core 0.19 leaves the padding between buckets out of the states, but looks for them there. If a bucket is
     padded, it would save those of other parameters.
     """
     sharded = _sharded(optimizer)
@@ -101,16 +94,11 @@ def _padded(buffers: Any, gather: Callable[..., Any], *arguments: Any, **options
         for of_type in state[number].values():
             for name, values in of_type.items():
                 if isinstance(values, Tensor):
-                    of_type[name] = _at_their_places(values, buffer)
+                    placed = of_type[name] = values.new_zeros(buffer.grad_data.numel())
+                    sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+                    for bucket, own in zip(buffer.buckets, values.split(sizes), strict=True):
+                        placed[bucket.offset : bucket.offset + len(own)] = own
     return state
-
-
-def _at_their_places(values: Tensor, buffer: Any) -> Tensor:
-    placed, begin = values.new_zeros(buffer.grad_data.numel()), 0
-    for bucket in buffer.buckets:
-        placed[bucket.offset : bucket.offset + bucket.numel_unpadded] = values[begin : begin + bucket.numel_unpadded]
-        begin += bucket.numel_unpadded
-    return placed
 
 
 def async_request(state: dict[str, Any], folder: Path) -> Any:
@@ -162,6 +150,6 @@ def micro_batches_in_pattern() -> int:
 
 
 def learn_pattern_again(buffers: Any) -> None:
-    """Let the manager take the next pass as its pattern, with `buffers` in place of its pool of host tensors."""
+    """Make the manager take the next pass as its pattern, with `buffers` in place of its pool of host tensors."""
     type(offload_manager()).reset_instance()
     offload_manager()._cpu_tensor_pool = buffers

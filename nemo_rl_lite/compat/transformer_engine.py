@@ -1,10 +1,10 @@
 """Transformer Engine: the order of tokens where ranks exchange heads, and the random state of attention.
 
-Before attention, ranks that share sequences (`cp_comm_type=a2a`) exchange parts of each sequence for parts of the
-heads. What arrives is in the order of ranks, and attention needs the order of sequences; behind attention it is the
-other way round. Transformer Engine 2.12 computes these orders for every tensor of every layer on the host, which waits
-for the device twice for each chunk of each sequence. Here they are computed on the device, once for a row. Later
-releases have a kernel for it, under other names.
+Before attention, context-parallel ranks (`cp_comm_type=a2a`) exchange parts of each sequence for parts of the heads.
+Tokens arrive in the order of ranks, and attention needs the order of sequences; afterwards it is the reverse.
+Transformer Engine 2.12 computes these orders for every tensor of every layer on the host, which waits for the device
+twice for each chunk of each sequence. Here they are computed on the device, once per row. Later releases have a
+kernel for it, under other names.
 """
 
 import logging
@@ -23,12 +23,12 @@ written_for("transformer-engine", _RELEASE, __name__)
 
 log = logging.getLogger(__name__)
 
-# A row has two orders, and passes over a few rows may be under way.
+# A row has two orders, and a few rows may be in flight.
 _KEPT = 8
 
 
 def leave_random_state(chunks: Sequence[Any]) -> None:
-    """Let attention without dropout leave the random state as it is.
+    """Make attention without dropout leave the random state as it is.
 
     Transformer Engine would copy it to the host and back in each layer's forward pass, which takes time, and which a
     graph cannot record.
@@ -41,7 +41,7 @@ def leave_random_state(chunks: Sequence[Any]) -> None:
 
 
 def exchange_heads_on_device(settings: Any) -> None:
-    """Replace Transformer Engine's two functions, where a model with these settings of megatron-core exchanges heads.
+    """Replace Transformer Engine's two functions, if a model with these settings of megatron-core exchanges heads.
 
     Another release keeps its own, which may be called in another way.
     """
@@ -64,10 +64,10 @@ def exchange_heads_on_device(settings: Any) -> None:
 def reorder_seq_chunks_after_a2a_before_attn_thd(
     x: Tensor, cu_seqlens: Tensor, seq_chunk_ids: Tensor, cp_size: int, seq_dim: int = 0
 ) -> Tensor:
-    """Tokens of all ranks in turn -> tokens of whole sequences in turn, [t, heads, d].
+    """Reorder tokens [t, heads, d] from rank order to sequence order.
 
     Args:
-        cu_seqlens: where each sequence begins, and behind it where the last one ends: at all t tokens.
+        cu_seqlens: where each sequence begins, and where the last one ends: at all t tokens.
     """
     return x.index_select(seq_dim, places_of_ranks(cu_seqlens, cp_size, x.shape[seq_dim]))
 
@@ -75,15 +75,15 @@ def reorder_seq_chunks_after_a2a_before_attn_thd(
 def reorder_seq_chunks_before_a2a_after_attn_thd(
     x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0
 ) -> Tensor:
-    """Tokens of whole sequences in turn -> tokens of all ranks in turn, [t, heads, d]."""
+    """Reorder tokens [t, heads, d] from sequence order to rank order."""
     return x.index_select(seq_dim, places_of_sequences(cu_seqlens, cp_size, x.shape[seq_dim]))
 
 
-# The kept orders have the tensor of boundaries as their key, which is the same object in all layers. One order is used
-# on one stream: the first on that of the exchange, the second on that of the computation.
+# The key is the tensor of boundaries, which is the same object in all layers. Each order is used on one stream: the
+# first on that of the exchange, the second on that of the computation.
 @lru_cache(maxsize=_KEPT)
 def places_of_ranks(cu_seqlens: Tensor, ranks: int, tokens: int) -> Tensor:
-    """For each token of whole sequences in turn, its place among the tokens of all ranks in turn, [t]."""
+    """Return for each token in sequence order its place in rank order, [t]."""
     place = torch.arange(tokens, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens, place, right=True) - 1
     begin, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
@@ -97,5 +97,5 @@ def places_of_ranks(cu_seqlens: Tensor, ranks: int, tokens: int) -> Tensor:
 
 @lru_cache(maxsize=_KEPT)
 def places_of_sequences(cu_seqlens: Tensor, ranks: int, tokens: int) -> Tensor:
-    """For each token of all ranks in turn, its place among the tokens of whole sequences in turn, [t]."""
+    """Return for each token in rank order its place in sequence order, [t]."""
     return places_of_ranks.__wrapped__(cu_seqlens, ranks, tokens).argsort()

@@ -68,7 +68,7 @@ def test_adapters_are_those_that_are_merged(exported, model_folder, layout):
 @pytest.mark.parametrize("layout", ["one", "attention", "tensor", "pipeline"])
 def test_adapters_are_put_together_without_the_bridge(exported, layout):
     kept = exported[layout]
-    assert set(kept["unlike"]) == {None} and kept["assembles"] == "Assembly"
+    assert set(kept["unlike"]) == {None} and kept["assembles"] == "BucketReshard"
     assert sorted(kept["names"]) == sorted(kept["adapters"])
 
 

@@ -122,7 +122,7 @@ def made(convert, bucket_bytes=300, is_whole=True) -> Connected:
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
 def test_after_the_start_the_bridge_is_left_alone(bucket_bytes):
     rank = made(as_it_is, bucket_bytes)
-    assert rank.export == "Assembly"
+    assert rank.export == "BucketReshard"
     for _ in range(3):
         exports = rank.bridge.exports
         for parameter in rank.bridge.parameters:
