@@ -51,6 +51,15 @@ def hide_wandb() -> None:
     sys.modules["wandb"] = None  # pyrefly: ignore
 
 
+def forget_groups() -> None:
+    """Drop the two process groups that megatron-core keeps after `destroy_model_parallel`."""
+    from megatron.core import parallel_state
+
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, torch.distributed.ProcessGroup):
+            setattr(parallel_state, name, None)
+
+
 def check_padding(optimizer: Any) -> None:
     """Check that `padded_buckets` knows how this release lays out an optimizer's buckets.
 

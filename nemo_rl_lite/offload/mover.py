@@ -283,60 +283,24 @@ def _allocate(spans: Sequence[Span]) -> None:
         raise
 
 
-class FrozenWeights:
-    """Tensors of constant contents: the first move to the host copies them, later ones only free the device's
-    memory. Each move is complete when its method returns; moving them to where they are does nothing."""
+class FrozenWeights(Movable):
+    """Tensors of constant contents: the first move to the host copies them, later ones only free the device's memory.
+    Each move is complete when its method returns."""
 
-    def __init__(
-        self, name: str, tensors: Callable[[], Iterable[Tensor]], arena: HostArena, device: torch.device
-    ) -> None:
-        self._name, self._arena, self._device = name, arena, device
-        self._spans: list[Span] = lay_out(storages_of(tensors(), device))
-        self._moves: list[tuple[str, Move]] = []
-        self._is_here, self._copied = True, False
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def device_bytes(self) -> int:
-        """Return the bytes of device memory that the tensors take."""
-        return sum(span.nbytes for span in self._spans) if self._is_here else 0
+    _copied: list[Span] | None = None
 
     def leave(self) -> None:
-        """Free the device's memory.
-
-        Raises:
-            HostMemoryError: there is too little host memory for the copy; the tensors are as before.
-        """
-        if not self._is_here:
-            return
-        if not self._copied:
-            host = self._arena.reserve(host_bytes(self._spans))
-            self._copy("to_host", [(span.of(host), span.device_bytes()) for span in self._spans])
-            self._copied = True
-        _free(self._spans)
-        self._is_here = False
+        """See `Movable.leave`."""
+        if self._copied is None:
+            super().leave()
+            self.settle(alone=True)
+            self._copied = self._parked
+        elif not self._parked:
+            _free(self._copied)
+            self._parked = self._copied
+            self.recount()
 
     def come_back(self) -> None:
-        """Copy the contents back to the device.
-
-        Raises:
-            torch.OutOfMemoryError: the device is too full; the contents stay in host memory.
-        """
-        if self._is_here:
-            return
-        _allocate(self._spans)
-        host = self._arena.reserve(host_bytes(self._spans))
-        self._copy("to_device", [(span.device_bytes(), span.of(host)) for span in self._spans])
-        self._is_here = True
-
-    def take_moves(self) -> list[tuple[str, Move]]:
-        """Return the copies since the last call, as "<name>/to_host" or "<name>/to_device"."""
-        taken, self._moves = self._moves, []
-        return taken
-
-    def _copy(self, direction: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        began = time.perf_counter()
-        copies = Copies(pairs, self._stream)
-        copies.wait(alone=True)
-        nbytes = sum(span.nbytes for span in self._spans)
-        move = Move(nbytes, copies.seconds(), time.perf_counter() - began)
-        self._moves.append((f"{self._name}/{direction}", move))
+        """See `Movable.come_back`."""
+        super().come_back()
+        self.settle(alone=True)

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_lite.compat import transformer_engine
-from nemo_rl_lite.compat.megatron import auto_bridge
+from nemo_rl_lite.compat.megatron import auto_bridge, forget_groups
 from nemo_rl_lite.config.schema import LoraConfig, MegatronConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import ParallelDims, keeps_logits
 from nemo_rl_lite.errors import TrainingError
@@ -460,10 +460,7 @@ def leave_groups() -> None:
     # Before the groups are destroyed: a CUDA graph of the model uses them.
     gc.collect()
     parallel_state.destroy_model_parallel()
-    # megatron-core 0.19 keeps two of its groups.
-    for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, dist.ProcessGroup):
-            setattr(parallel_state, name, None)
+    forget_groups()
     dist.destroy_process_group()
 
 

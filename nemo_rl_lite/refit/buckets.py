@@ -1,6 +1,6 @@
 """Transports through buckets: a broadcast, and a buffer that processes on one device share.
 
-An `Export` fills buckets: `BucketReshard` copies and exchanges parts of parameters by routes that are planned once,
+An `Export` fills buckets: `BucketReshard` copies and exchanges parts of parameters by plans that are made once,
 `Stream` takes tensors one by one. While bucket k is sent, the producer fills bucket k + 1 and consumers load bucket
 k - 1. A side waits only for the transfer from or into the buffer that it needs. On a GPU, loading is ordered by the
 consumer's current stream, and the next transfer into the same buffer is queued behind it.
@@ -44,7 +44,7 @@ from nemo_rl_lite.refit.layout import (
     new_buffers,
     view,
 )
-from nemo_rl_lite.refit.trace import ExchangePlan, Recipe, make_route, source_ranks
+from nemo_rl_lite.refit.trace import ExchangePlan, Recipe, plan_exchange, source_ranks
 
 
 def assemble(
@@ -93,11 +93,11 @@ class BucketReshard:
         self._ranks = [rank] if group is None else dist.get_process_group_ranks(group)
         # Gloo's all-gather takes several times as long as a broadcast from each rank.
         gather = device.type == "cuda"
-        self._routes = [make_route(bucket, recipes, self._ranks, rank, gather) for bucket in plan.buckets]
+        self._exchanges = [plan_exchange(bucket, recipes, self._ranks, rank, gather) for bucket in plan.buckets]
         self._rank = rank
         # A rank that wants no weights still needs memory for what is broadcast.
         broadcast = 0 if rank in recipes else max(bucket.nbytes for bucket in plan.buckets)
-        arena_bytes = max([broadcast, *(route.nbytes for route in self._routes)])
+        arena_bytes = max([broadcast, *(exchange.nbytes for exchange in self._exchanges)])
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._own: dict[int, CopyList] = {}
         self._into: dict[int, tuple[int, CopyList, CopyList]] = {}
@@ -109,7 +109,7 @@ class BucketReshard:
     @property
     def collectives(self) -> int:
         """Return the number of collectives of a refit."""
-        return sum(route.collectives for route in self._routes)
+        return sum(exchange.collectives for exchange in self._exchanges)
 
     def start(self) -> None:
         self._begun = self._filled = 0
@@ -118,26 +118,26 @@ class BucketReshard:
 
     def begin(self, index: int, report: RefitReport) -> None:
         """Pack what other ranks want of this rank, and start to exchange it."""
-        clock, route = time.perf_counter(), self._routes[index]
+        clock, exchange = time.perf_counter(), self._exchanges[index]
         self._begun = index + 1
         if index not in self._own:
-            sources = [packed.source.of(self._parameters[packed.parameter]) for packed, _ in route.own]
-            targets = [self._in_arena(begin, source) for source, (_, begin) in zip(sources, route.own, strict=True)]
+            sources = [packed.source.of(self._parameters[packed.parameter]) for packed, _ in exchange.own]
+            targets = [self._in_arena(begin, source) for source, (_, begin) in zip(sources, exchange.own, strict=True)]
             self._own[index] = CopyList(targets, sources)
         self._own[index].run()
-        if route.whole is None:
-            self._pending = self._exchange(route)
+        if exchange.whole is None:
+            self._pending = self._start_exchange(exchange)
         report.add("pack", clock)
 
     def fill(self, index: int, buffer: Tensor | None, report: RefitReport) -> None:
         """See `Export.fill`."""
-        clock, route = time.perf_counter(), self._routes[index]
+        clock, exchange = time.perf_counter(), self._exchanges[index]
         if buffer is None:
-            buffer = self._arena[: self._plan.buckets[index].nbytes if route.whole is not None else 0]
+            buffer = self._arena[: self._plan.buckets[index].nbytes if exchange.whole is not None else 0]
         here, arriving = self._filling(index, buffer)
         here.run()
-        if route.whole is not None:
-            self._pending = [self._broadcast(buffer, route.whole)]
+        if exchange.whole is not None:
+            self._pending = [self._broadcast(buffer, exchange.whole)]
         clock = report.add("pack", clock)
         for work in self._pending:
             # On a GPU only the current stream waits.
@@ -146,14 +146,14 @@ class BucketReshard:
         clock = report.add("iterate", clock)
         arriving.run()
         self._filled = index + 1
-        if self._filled == len(self._routes):
+        if self._filled == len(self._exchanges):
             self._release()
         report.add("pack", clock)
 
     def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
         """See `Export.finish`."""
         report = RefitReport()
-        for index in range(self._filled, len(self._routes)):
+        for index in range(self._filled, len(self._exchanges)):
             if self._begun == index:
                 self.begin(index, report)
             self.fill(index, buffer_of(index), report)
@@ -163,14 +163,14 @@ class BucketReshard:
         bucket mostly comes in the same memory."""
         kept = self._into.get(index)
         if kept is None or kept[0] != buffer.data_ptr():
-            route = self._routes[index]
-            slots = {slot: view(buffer, slot) for slot in {slot for slot, *_ in (*route.here, *route.arriving)}}
+            exchange = self._exchanges[index]
+            slots = {slot: view(buffer, slot) for slot in {slot for slot, *_ in (*exchange.here, *exchange.arriving)}}
             here = CopyList(
-                [segment.target.of(slots[slot]) for slot, segment in route.here],
-                [segment.source.of(self._parameters[segment.parameter]) for _, segment in route.here],
+                [segment.target.of(slots[slot]) for slot, segment in exchange.here],
+                [segment.source.of(self._parameters[segment.parameter]) for _, segment in exchange.here],
             )
-            targets = [segment.target.of(slots[slot]) for slot, segment, _ in route.arriving]
-            begins = [begin for *_, begin in route.arriving]
+            targets = [segment.target.of(slots[slot]) for slot, segment, _ in exchange.arriving]
+            begins = [begin for *_, begin in exchange.arriving]
             arrived = [self._in_arena(begin, target) for begin, target in zip(begins, targets, strict=True)]
             kept = self._into[index] = buffer.data_ptr(), here, CopyList(targets, arrived)
         return kept[1], kept[2]
@@ -180,14 +180,14 @@ class BucketReshard:
         memory = self._arena[begin : begin + math.prod(like.shape) * like.element_size()]
         return memory.view(like.dtype).view(like.shape)
 
-    def _exchange(self, route: ExchangePlan) -> list[Any]:
+    def _start_exchange(self, exchange: ExchangePlan) -> list[Any]:
         """Start to exchange the sections."""
-        if not route.gathered:
+        if not exchange.gathered:
             return [
                 self._broadcast(self._arena[begin : begin + size], source)
-                for source, (begin, size) in route.sections.items()
+                for source, (begin, size) in exchange.sections.items()
             ]
-        begin, size = route.sections[self._rank]
+        begin, size = exchange.sections[self._rank]
         together, own = self._arena[: size * len(self._ranks)], self._arena[begin : begin + size]
         return [dist.all_gather_into_tensor(together, own, group=self._group, async_op=True)]
 
@@ -387,17 +387,17 @@ class BroadcastOffer:
         return BucketReceiver(plan, buffers.wire(group), buffers.memory, verify)
 
 
-def meetings(group: RefitGroup) -> Wire:
+def barrier_wire(group: RefitGroup) -> Wire:
     """Return a wire on which all ranks meet once per bucket. Then the bucket is complete, and the one before it has
     been loaded, so that its half may be filled next."""
 
     def start(buffer: Tensor, bucket: Bucket) -> PendingTransfer:
         synchronize(buffer)
-        return group.start_meeting(bucket.describe())
+        return group.start_barrier(bucket.describe())
 
     def end(buffer: Tensor) -> None:
         synchronize(buffer)
-        group.meet("the end of the refit")
+        group.barrier("the end of the refit")
 
     return Wire(group, 1, start, end)
 
@@ -426,7 +426,7 @@ class SharedOffer:
         return torch.device("cpu")
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:
-        return BucketReceiver(plan, meetings(group), self.open(), verify)
+        return BucketReceiver(plan, barrier_wire(group), self.open(), verify)
 
 
 class SharedBuffer:
@@ -453,7 +453,7 @@ class SharedBuffer:
         self.memory = SharedOffer(None, self._file, halves, half_bytes).open()
 
     def wire(self, group: RefitGroup) -> Wire:
-        return meetings(group)
+        return barrier_wire(group)
 
     def offer(self) -> SharedOffer:
         """Return the source of one connection, each of which needs its own CUDA handle."""

@@ -39,14 +39,14 @@ class Source:
 
     plan: RefitPlan
     config: RefitConfig
-    meeting: Rendezvous
+    rendezvous: Rendezvous
     offer: WeightSource
 
 
 def connect(source: Source, device: torch.device) -> Receiver:
     """Join the producer's group; returns when all its ranks have joined. `device`: where the engine's weights are."""
     config, offer = source.config, source.offer
-    group = join_at(source.meeting, offer.group_device(device), config.timeout_s)
+    group = join_at(source.rendezvous, offer.group_device(device), config.timeout_s)
     return offer.receiver(source.plan, group, device, config.verify)
 
 

@@ -82,13 +82,13 @@ class RefitGroup:
         self.broadcast(message, "a message")
         return bytes(message.tolist())
 
-    def start_meeting(self, what: str) -> "PendingTransfer":
+    def start_barrier(self, what: str) -> "PendingTransfer":
         """Start an operation that is done when every rank has started it."""
         return self._begin(lambda: self.group.allreduce(torch.zeros(1)), f"agree on {what}")
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Return when every rank has called this. Raises LostTouchError: one did not within the timeout, or is gone."""
-        self.start_meeting(what).finish()
+        self.start_barrier(what).finish()
 
     def _begin(self, start: Callable[[], Any], action: str) -> "PendingTransfer":
         with self.naming(action):
@@ -157,11 +157,11 @@ def join(store: TCPStore, rank: int, world_size: int, device: torch.device, time
     return joined
 
 
-def join_at(meeting: Rendezvous, device: torch.device, timeout_s: float) -> RefitGroup:
-    """Join the group whose producer waits at `meeting`."""
+def join_at(rendezvous: Rendezvous, device: torch.device, timeout_s: float) -> RefitGroup:
+    """Join the group whose producer waits at `rendezvous`."""
     timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return join(store, meeting.rank, meeting.world_size, device, timeout_s)
+    store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return join(store, rendezvous.rank, rendezvous.world_size, device, timeout_s)
 
 
 def group_by_need(

@@ -222,7 +222,7 @@ class DirectSender:
             self._group.announce(self._plan.digest)
             self._group.send_message(addresses)
             clock = report.add("pack", clock)
-            self._group.meet("the end of the refit")
+            self._group.barrier("the end of the refit")
         except RefitError as raised:
             error = raised
         self._sharing.end(error)
@@ -267,7 +267,7 @@ class DirectReceiver:
                     self._copy(self._copies, parameters)
             finally:
                 synchronize(torch.empty(0, device=self._device))
-        self._group.meet("the end of the refit")
+        self._group.barrier("the end of the refit")
         if through_buckets and self._device.type == "cuda":
             # The policy or the cache may want the memory of buckets and trials.
             torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 An export that only moves elements is traced by exporting the numbers of the elements in place of their values:
 `IndexTracer` numbers the elements of all ranks' parameters, and `trace_strided_copies` reads from the exported
 numbers which window of which parameter fills which window of the tensor. From these segments follow the routes of
-buckets (`make_route`) and the parts of a tensor that an engine rank wants (`segments_of_window`).
+buckets (`plan_exchange`) and the parts of a tensor that an engine rank wants (`segments_of_window`).
 """
 
 import math
@@ -231,7 +231,7 @@ class ExchangePlan:
         return 1 if self.gathered or self.whole is not None else len(self.sections)
 
 
-def make_route(
+def plan_exchange(
     bucket: Bucket, recipes: Mapping[int, Recipe], ranks: Sequence[int], rank: int, gather: bool
 ) -> ExchangePlan:
     """Plan the share of `rank`, one of `ranks`. `recipes`: of each rank that wants the bucket. `gather`: whether an
@@ -248,23 +248,23 @@ def make_route(
         return ExchangePlan(whole=source, here=here)
     places = _places(wanted)
     sizes = {one: sum(packed.nbytes for packed in places[one]) for one in ranks if places[one]}
-    route = ExchangePlan(here=[(slot, segment) for slot, segment in wanted.get(rank, ()) if segment.rank == rank])
+    exchange = ExchangePlan(here=[(slot, segment) for slot, segment in wanted.get(rank, ()) if segment.rank == rank])
     largest = max(sizes.values(), default=0)
-    route.gathered = gather and 0 < largest * len(ranks) <= (1 + _MOST_WASTE) * sum(sizes.values())
-    if route.gathered:
-        route.sections = {one: (index * largest, largest) for index, one in enumerate(ranks)}
+    exchange.gathered = gather and 0 < largest * len(ranks) <= (1 + _MOST_WASTE) * sum(sizes.values())
+    if exchange.gathered:
+        exchange.sections = {one: (index * largest, largest) for index, one in enumerate(ranks)}
     else:
         begin = 0
         for one, size in sizes.items():
-            route.sections[one] = begin, size
+            exchange.sections[one] = begin, size
             begin += size
-    begins = {one: begin for one, (begin, _) in route.sections.items()}
-    route.own = [(packed, begins[rank] + at) for packed, at in places[rank].items()]
+    begins = {one: begin for one, (begin, _) in exchange.sections.items()}
+    exchange.own = [(packed, begins[rank] + at) for packed, at in places[rank].items()]
     for slot, segment in wanted.get(rank, ()):
         source = segment.rank
         if source != rank:
-            route.arriving.append((slot, segment, begins[source] + places[source][_packed(slot, segment)]))
-    return route
+            exchange.arriving.append((slot, segment, begins[source] + places[source][_packed(slot, segment)]))
+    return exchange
 
 
 def _places(wanted: Mapping[int, Sequence[tuple[Slot, Segment]]]) -> dict[int, dict[Packed, int]]:

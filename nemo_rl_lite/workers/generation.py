@@ -64,14 +64,14 @@ class RemoteGeneration:
     def replicas(self) -> list[RemoteReplica]:
         return [RemoteReplica(self.group, rank) for rank in range(self.engines)]
 
-    def begin_on_each(self, request: Request) -> list[Call]:
+    def start_probe(self, request: Request) -> list[Call]:
         """Make every engine sample the request, each with its own seed, before its later requests."""
         seeds = range(request.seed, request.seed + self.engines)
         asked = [[("sample_now", (replace(request, seed=seed),))] for seed in seeds]
         return [self.group.call_one(rank, own, "generate") for rank, own in enumerate(asked)]
 
-    def sampled_on_each(self, begun: Sequence[Call]) -> dict[int, Completion]:
-        """Return by engine the responses to what `begin_on_each` has begun. Engines that have died since are left out,
+    def collect_probe(self, begun: Sequence[Call]) -> dict[int, Completion]:
+        """Return by engine the responses to what `start_probe` has begun. Engines that have died since are left out,
         because every other call to them reports it.
 
         Raises:

@@ -84,8 +84,8 @@ class WeightSync:
         for producer in self._producers:
             joined[producer] += 1
             host, port, offer = opened[producer]
-            meeting = Rendezvous(host, port, rank=joined[producer], world_size=1 + self._consumers[producer])
-            sources.append(Source(self._plan, self._config, meeting, _present(offer)))
+            rendezvous = Rendezvous(host, port, rank=joined[producer], world_size=1 + self._consumers[producer])
+            sources.append(Source(self._plan, self._config, rendezvous, _present(offer)))
         size = self._ranks_per_engine
         of_engines = [sources[start : start + size] for start in range(0, len(sources), size)]
         wait(self._policy.join_refit(), self._generation.join_refit(of_engines), timeout_s=self._limit_s)
@@ -124,7 +124,7 @@ class WeightSync:
             "wake_s": woken,
         }
         if self._config.verify != "off":
-            self._begin_probe()
+            self._start_probe()
         return metrics
 
     def check(self) -> dict[str, float]:
@@ -132,12 +132,12 @@ class WeightSync:
         Return metrics, none if nothing was sampled.
 
         Raises:
-            EngineError, WorkerError: see `RemoteGeneration.sampled_on_each`.
+            EngineError, WorkerError: see `RemoteGeneration.collect_probe`.
             RefitError: naming the engine and the difference.
         """
         started = time.perf_counter()
         begun, self._probing = self._probing, []
-        prompt, probed = self._probe.prompt, self._generation.sampled_on_each(begun)
+        prompt, probed = self._probe.prompt, self._generation.collect_probe(begun)
         if not probed:
             return {}
         sequences = torch.tensor([[*prompt, *completion.tokens] for completion in probed.values()])
@@ -155,12 +155,12 @@ class WeightSync:
                 )
         return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
 
-    def _begin_probe(self) -> None:
+    def _start_probe(self) -> None:
         """Make every engine sample a short sequence with its new weights, before its next requests. The policy's
         weights may be on the host by now, so `check` scores it later."""
         probe = self._probe
         sampling = Sampling(probe.temperature, 1.0, None, probe.tokens, stop_token_ids=(), stop_strings=())
-        self._probing = self._generation.begin_on_each(Request(tuple(probe.prompt), sampling, seed=1))
+        self._probing = self._generation.start_probe(Request(tuple(probe.prompt), sampling, seed=1))
 
 
 def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:
