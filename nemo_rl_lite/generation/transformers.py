@@ -144,7 +144,9 @@ class TransformersEngine:
     @torch.no_grad()
     def _generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         width = max(len(request.prompt) for request in requests)
-        padding, stops = self._tokenizer.pad_token_id or 0, self._stops(sampling)
+        padding = self._tokenizer.pad_token_id or 0
+        # Nothing ends a probe, which has no stop tokens.
+        stops = {*sampling.stop_token_ids, *self._ends} if sampling.stop_token_ids else set[int]()
         tokens = torch.tensor([[padding] * (width - len(one.prompt)) + list(one.prompt) for one in requests])
         present = torch.tensor([[0] * (width - len(one.prompt)) + [1] * len(one.prompt) for one in requests])
         seeded = _SeededSampling(sampling, [request.seed for request in requests], self._device)
@@ -177,10 +179,6 @@ class TransformersEngine:
                 length, reason = end, "stop"
                 break
         return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), reason, (self._version,) * length)
-
-    def _stops(self, sampling: Sampling) -> set[int]:
-        """Return the tokens that end a response; none for a probe, which nothing ends."""
-        return {*sampling.stop_token_ids, *self._ends} if sampling.stop_token_ids else set()
 
 
 def _decoded(requests: Sequence[Request], completions: Sequence[Completion]) -> Decoded:

@@ -228,7 +228,12 @@ class Movable:
         if not self._parked:
             return
         began = time.perf_counter()
-        _allocate(self._parked)
+        try:
+            for one in self._parked:
+                one.storage.resize_(one.nbytes)
+        except BaseException:
+            _free(self._parked)
+            raise
         host = self._arena.reserve(host_bytes(self._parked))
         copies = Copies([(one.device_bytes(), one.of(host)) for one in self._parked], self._streams[False])
         self._pending = _Pending(False, self._parked, time.perf_counter() - began, copies)
@@ -271,16 +276,6 @@ class Movable:
 def _free(spans: Iterable[Span]) -> None:
     for span in spans:
         span.storage.resize_(0)
-
-
-def _allocate(spans: Sequence[Span]) -> None:
-    """Give the storages memory on their device; all of them or none."""
-    try:
-        for span in spans:
-            span.storage.resize_(span.nbytes)
-    except BaseException:
-        _free(spans)
-        raise
 
 
 class FrozenWeights(Movable):
