@@ -13,7 +13,6 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib.abc import MetaPathFinder
 from types import CodeType, ModuleType
 from typing import Any
@@ -55,6 +54,9 @@ _RULES = tuple(
     )
 )
 
+# Bytecode of other rules is not used.
+_RULES_DIGEST = hashlib.sha256(repr([(rule.pattern, new) for rule, new in _RULES]).encode()).hexdigest()[:12]
+
 # The bridge's modules that import transformer_engine whether or not it is installed.
 _NEED_TRANSFORMER_ENGINE = ("megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora")
 
@@ -76,21 +78,15 @@ def prepare_import() -> None:
 
 
 def rewrite(source: str) -> str:
-    """The CPU counterpart of a module's source text."""
+    """Return the CPU counterpart of a module's source text."""
     for pattern, replacement in _RULES:
         source = pattern.sub(replacement, source)
     return source
 
 
 def _own(path: str) -> str:
-    """The path of a rewritten module's bytecode, next to the .pyc that GPU runs share."""
-    return f"{path.removesuffix('.pyc')}.on-cpu-{_digest(_RULES)}.pyc" if path.endswith(".pyc") else path
-
-
-@cache
-def _digest(rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
-    """A digest that changes with the rules."""
-    return hashlib.sha256(repr([(rule.pattern, new) for rule, new in rules]).encode()).hexdigest()[:12]
+    """Return the path of a rewritten module's bytecode, next to the .pyc that GPU runs share."""
+    return f"{path.removesuffix('.pyc')}.on-cpu-{_RULES_DIGEST}.pyc" if path.endswith(".pyc") else path
 
 
 class _RewritingLoader(importlib.machinery.SourceFileLoader):
@@ -126,7 +122,7 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def _transformer_engine_placeholder() -> Iterator[None]:
-    """Empty classes under transformer_engine's names, gone again when the block ends."""
+    """Put empty classes under transformer_engine's names until the block ends."""
     package, pytorch, ops = (
         types.ModuleType(name)
         for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")

@@ -37,7 +37,7 @@ def end_processes_behind(error: Exception) -> None:
 
 
 def lost_process() -> str:
-    """Return a needed process that has ended of the Ray that this process has started; empty while all run."""
+    """Return a needed Ray process that has ended, of the Ray that this process started; empty while all run."""
     node = ray._private.worker._global_node
     processes: Mapping[str, Any] = node.all_processes if node is not None else {}
     ended = (kind for kind, infos in processes.items() if any(info.process.poll() is not None for info in infos))
@@ -45,17 +45,17 @@ def lost_process() -> str:
 
 
 def end_broken_node() -> None:
-    """End Ray's processes at once where one is lost: the others would wait for it, for a minute."""
+    """End Ray's processes if one is lost: the others would wait for it, for a minute."""
     node = ray._private.worker._global_node
     if node is not None and lost_process():
         node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
 def leave_the_launchers_session() -> None:
-    """Let each process that Ray starts from here lead its own session.
+    """Start each Ray process in its own session.
 
-    A signal to the launcher's process group (from `timeout`, Slurm, systemd, a container that closes) would otherwise
-    end Ray before the run has saved.
+    A signal to the launcher's process group (from `timeout`, Slurm, systemd, a container that closes) would
+    otherwise end Ray before the run has saved.
     """
     utils = ray._private.utils
     if getattr(utils.set_kill_on_parent_death_linux, "leaves_session", False):
@@ -72,10 +72,10 @@ def leave_the_launchers_session() -> None:
 
 
 def start_no_api_server() -> None:
-    """Let `ray.init` start no API server.
+    """Make `ray.init` start no API server.
 
-    It serves the dashboard and usage reports, which are off here. `ray.init` waits until it runs, and has no option
-    that leaves it out.
+    It serves the dashboard and usage reports, which are off here. `ray.init` waits for it, and has no option that
+    leaves it out.
     """
 
     def start_none(node: Any, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""torch's internals: foreach copies, storages, dispatch, page-locked memory, NCCL's time limit."""
+"""torch's internals: foreach copies, storages, dispatch, pinned memory, NCCL's time limit."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ foreach_copy, foreach_mul = torch._foreach_copy_, torch._foreach_mul_
 
 
 def storage_id(of: Tensor | UntypedStorage) -> int:
-    """Return a number that tells storages apart, also those whose memory is freed."""
+    """Return a number that identifies a storage, even after its memory is freed."""
     return (of.untyped_storage() if isinstance(of, Tensor) else of)._cdata
 
 
@@ -49,14 +49,14 @@ def share_cuda_tensor(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def open_cuda_tensor(shared: tuple[Any, ...]) -> Tensor:
-    """Open another process's tensor on the current device, for which that process may have another number."""
+    """Open another process's tensor on the current device, which that process may number otherwise."""
     rebuild, arguments = shared
     named = inspect.signature(rebuild).bind(*arguments).arguments
     return rebuild(**{**named, "storage_device": torch.cuda.current_device()})
 
 
 def free_host_cache() -> None:
-    """Free the page-locked memory that torch caches, in sizes that nothing may request again."""
+    """Free the pinned memory that torch caches, in sizes that nothing may request again."""
     torch._C._host_emptyCache()
 
 

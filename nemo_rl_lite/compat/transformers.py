@@ -1,15 +1,10 @@
 """transformers' chat templates."""
 
-from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
+from transformers.utils.chat_template_utils import _get_template_variables
 
 from nemo_rl_lite.compat.versions import written_for
 
 written_for("transformers", "5.12", __name__)
-
-
-def check_template(text: str) -> None:
-    """Compile a chat template. Raises jinja2.TemplateSyntaxError where it is broken."""
-    _compile_jinja_template(text)
 
 
 def template_variables(text: str) -> set[str]:

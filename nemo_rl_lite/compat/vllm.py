@@ -47,7 +47,7 @@ def decode_scheduler() -> str | None:
 
 @contextmanager
 def without_tool_servers() -> Iterator[None]:
-    """Within the block, which imports vLLM, an empty class stands for its tool servers. No engine here has one."""
+    """Replace vLLM's tool servers, which no engine here has, by an empty class while vLLM is imported."""
     if _TOOL_SERVER in sys.modules:
         yield
         return
@@ -62,8 +62,7 @@ def without_tool_servers() -> Iterator[None]:
 def import_model_class(model_path: Path) -> None:
     """Import vLLM's class of the model into this process, which needs it soon.
 
-    vLLM would start another process to look at it first, which imports everything again (24 s on a machine that has not
-    read those files lately).
+    vLLM would first inspect it in another process, which imports everything again (24 s with a cold file cache).
     """
     from vllm import ModelRegistry
 
@@ -74,9 +73,9 @@ def import_model_class(model_path: Path) -> None:
 
 
 def keep_first_scales() -> None:
-    """Let GPUs that take FP8 scales of any value have them, unless the environment says otherwise.
+    """Keep FP8 scales of any value on GPUs that take them, unless the environment says otherwise.
 
-    vLLM quantises weights with such scales first. Where it then makes them powers of two, it rounds the 8-bit weights a
+    vLLM quantises weights with such scales first. If it then makes them powers of two, it rounds the 8-bit weights a
     second time.
     """
     # It asks the driver; torch would open the GPU in this process, which with tensor parallelism does not compute.
@@ -108,10 +107,10 @@ def experts_backends(model: nn.Module) -> set[str]:
 
 
 def pack_shared_weights(model: nn.Module) -> None:
-    """Let the CPU build pack a matrix that several layers share for each of them, as it did at the start.
+    """Make the CPU build pack a matrix that several layers share for each of them, as it did at start.
 
-    Its reload packs for the layer that the loader names, the embedding. The last layer of models such as Llama is a
-    module of its own, and would compute with the matrix of the start.
+    Its reload packs for the layer that the loader names, the embedding. The LM head of models such as Llama is a
+    separate module, and would compute with the first matrix.
     """
     layers: list[Any] = [layer for layer in model.modules() if layer._parameters.get("weight") is not None]
     uses = Counter(id(layer.weight) for layer in layers)
@@ -123,10 +122,10 @@ def pack_shared_weights(model: nn.Module) -> None:
 def repair_cpu_build() -> None:
     """Repair functions of vLLM's CPU build, before an engine starts in this process; its GPU kernels are right.
 
-    On processors without AVX-512 each forward pass of experts makes a layer for the activation, which vLLM allows while
-    it builds a model only. Of the functions that verify drafts, one is called with an argument that it does not take
-    (fixed upstream by vllm-project/vllm#46069). Another writes a request's temperature, top p or top k into a copy,
-    where these are no 64-bit integers, so that tokens are drawn from another distribution than the one asked for.
+    On processors without AVX-512 each forward pass of experts makes a layer for the activation, which vLLM allows
+    only while it builds a model. Of the functions that verify drafts, one is called with an argument that it does
+    not take (fixed upstream by vllm-project/vllm#46069). Another writes a request's temperature, top p or top k into
+    a copy unless they are 64-bit integers, so tokens are drawn from another distribution than the requested one.
     """
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
@@ -141,7 +140,7 @@ def repair_cpu_build() -> None:
 
 
 class _WithoutPrecision:
-    """The function, called without the argument that only GPUs know."""
+    """Calls a function without the argument that only GPUs know."""
 
     def __init__(self, function: Callable[..., None]):
         self._function = function
@@ -164,7 +163,7 @@ def _expand(
 
 
 def record_cpu_experts(model: nn.Module) -> None:
-    """Let the CPU build's layers record the experts that they choose, past the routers that would record them.
+    """Make the CPU build's layers record the experts that they choose, past the routers that would record them.
 
     The model was started with `enable_return_routed_experts`.
     """
@@ -178,7 +177,7 @@ def record_cpu_experts(model: nn.Module) -> None:
 
 
 class _Recording:
-    """The function that computes a layer's experts, which first tells the same choice that it will make."""
+    """Computes a layer's experts, after reporting the choice that it will make."""
 
     def __init__(self, compute: Callable[..., Tensor], tell: Callable[[Tensor], None]):
         self._compute, self._tell = compute, tell

@@ -1,11 +1,11 @@
-"""A shorter way through vLLM's scheduler for the steps in which every request samples one more token.
+"""A fast path of vLLM's scheduler for steps in which every request samples one more token.
 
-vLLM's scheduler decides for each request and step how many tokens are computed, which blocks of the cache they need,
-and what the step's result means for it, for every feature that a request can have. With 512 requests that is about as
-long as a small model's step on the GPU, and longer on a slow processor. In nearly all steps of a rollout the
-answers are the same: one token, no new block, go on. Here these steps are recognized and done with one short loop
-before and one after the model; in all others vLLM's own methods run, which find the state that they would have left.
-`vllm.decode_scheduler` chooses it, on the version of vLLM on which a test compares both.
+For each request and step, vLLM's scheduler decides how many tokens are computed, which cache blocks they need, and
+what the result means, for every feature that a request can have. With 512 requests that takes about as long as a
+small model's step on the GPU, and longer on a slow processor. In nearly all steps of a rollout the answers are the
+same: one token, no new block, continue. Such steps are recognised here and take one short loop before and one after
+the model; in all others vLLM's own methods run, which find the state that they would have left.
+`vllm.decode_scheduler` chooses it, on the version of vLLM for which a test compares both.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ written_for("vllm", "0.24", __name__)
 
 
 class DecodeScheduler(AsyncScheduler):
-    """vLLM's asynchronous scheduler. In the short way, `EngineCoreOutput.new_logprobs` is a list of the sampled
+    """vLLM's asynchronous scheduler. In the fast path, `EngineCoreOutput.new_logprobs` is a list of the sampled
     tokens' logprobs, and events, statistics of prefills and trace headers are left out."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -48,7 +48,7 @@ class DecodeScheduler(AsyncScheduler):
         for request in self.running:
             computed, pending = request.num_computed_tokens, request.num_output_placeholders
             if pending and computed + 2 - pending >= request.num_prompt_tokens + request.max_tokens:
-                # Its last token is under way.
+                # Its last token is in flight.
                 continue
             if len(request._all_token_ids) + pending - computed != 1 or _has_more(request):
                 return None
@@ -112,7 +112,7 @@ class DecodeScheduler(AsyncScheduler):
     def _sampled(
         self, step: SchedulerOutput, result: ModelRunnerOutput, ended: set[Request]
     ) -> Iterator[EngineCoreOutput]:
-        """Give each request its token, and yield what the engine says of it; adds to `ended` who has no more to do."""
+        """Give each request its token, and yield the engine's outputs; adds finished requests to `ended`."""
         size, places, sampled = self.block_size, result.req_id_to_index, result.sampled_token_ids
         logprobs = None if result.logprobs is None else result.logprobs.logprobs[:, :1].tolist()
         for name in step.num_scheduled_tokens:
@@ -150,7 +150,7 @@ class DecodeScheduler(AsyncScheduler):
             yield EngineCoreOutput(name, tokens, own, finish_reason=reason, stop_reason=request.stop_reason)  # pyrefly: ignore
 
     def _may_stop(self, request: Request, token: int) -> bool:
-        """Whether `check_stop` has to look at the request; it would return False otherwise."""
+        """Return whether `check_stop` must look at the request; it would return False otherwise."""
         parameters = request.sampling_params
         return (
             parameters is None
@@ -163,7 +163,7 @@ class DecodeScheduler(AsyncScheduler):
 
 
 def _is_plain(scheduler: AsyncScheduler) -> bool:
-    """Whether one token is all that a step can compute for a running request, in a cache of one kind of blocks."""
+    """Return whether a step can only compute one token for a running request, in a cache of one kind of blocks."""
     groups, parallel = scheduler.kv_cache_config.kv_cache_groups, scheduler.parallel_config
     one_kind = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
     return (
@@ -183,7 +183,7 @@ def _is_plain(scheduler: AsyncScheduler) -> bool:
 
 
 def _has_more(request: Request) -> bool:
-    """Whether the request's next token needs more than to be sampled."""
+    """Return whether the request's next token needs more than sampling."""
     return (
         request.is_prefill_chunk
         or request.structured_output_request is not None
@@ -193,7 +193,7 @@ def _has_more(request: Request) -> bool:
 
 
 def _says_more(result: ModelRunnerOutput) -> bool:
-    """Whether the result of a step has more than sampled tokens and their logprobs."""
+    """Return whether a step's result has more than sampled tokens and their logprobs."""
     grouped = result.logprobs is not None and result.logprobs.cu_num_generated_tokens is not None
     parts = (result.kv_connector_output, result.num_nans_in_logits, result.routed_experts, result.cudagraph_stats)
     return (

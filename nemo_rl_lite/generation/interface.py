@@ -1,4 +1,4 @@
-"""What the loop needs of a generation engine."""
+"""The interface of generation engines: requests and completions, one engine, and all of them together."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. `temperature` 0 is greedy. Logprobs are those of the distribution that was sampled from."""
+    """Sampling parameters of a request. `temperature` 0 is greedy. Logprobs are those of the sampled distribution."""
 
     temperature: float
     top_p: float
@@ -27,7 +27,7 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig, end_tokens: Sequence[int]) -> "Sampling":
-        """The configuration's sampling, ending at the tokenizer's end tokens too."""
+        """Return the configuration's sampling, which ends at the tokenizer's end tokens too."""
         return cls(
             temperature=config.temperature,
             top_p=config.top_p,
@@ -43,33 +43,33 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample: what it continues (token ids), how, and a seed of its own, so that neither the other
-    requests nor the engine that takes it decide what is sampled. Only rounding depends on them."""
+    """One response to sample: what it continues (token ids), how, and its own seed, so that neither other requests
+    nor the choice of an engine changes what is sampled, except for rounding."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int
     step: int = 0
-    """The step that waits for it: of requests that wait for an engine, those of the earliest step begin first."""
+    """The step that waits for it. Waiting requests begin in the order of their steps."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response: its tokens (the end token included), a logprob each, why it ended, and the version of the
-    weights that sampled each token, which is the step of the run that made them."""
+    """One sampled response: its tokens (end token included) with a logprob each, why it ended, and for each token
+    the version of the weights, which is the step that made them."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     versions: tuple[int, ...]
     routed_experts: np.ndarray | None = field(default=None, compare=False)
-    """The experts that the engine chose for each token of prompt and response in each layer, [tokens - 1, layers, k]:
-    no forward pass has seen the last token. None where the engine does not tell."""
+    """The experts chosen for each token of prompt and response in each layer, [tokens - 1, layers, k]: no forward pass
+    has seen the last token. None if the engine does not report them."""
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What speculation has done: drafts that the model has verified, their tokens, and those that it accepted."""
+    """Counts of speculative decoding: verified drafts, their tokens, and the accepted ones."""
 
     count: int = 0
     tokens: int = 0
@@ -79,7 +79,7 @@ class Drafts:
         return Drafts(self.count + other.count, self.tokens + other.tokens, self.accepted + other.accepted)
 
     def metrics(self) -> dict[str, float]:
-        """The accepted share of all drafts' tokens, and accepted tokens a draft; nothing where nobody speculates."""
+        """Return the accepted share of draft tokens, and accepted tokens per draft; nothing without drafts."""
         if not self.count:
             return {}
         return {
@@ -90,13 +90,13 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What engines have done for the requests that they were given."""
+    """Work that engines have done for their requests."""
 
     steps: int = 0
     """Forward passes that sampled tokens, each of which reads all weights."""
     cached: int = 0
-    """Tokens in the KV caches of the sequences of a step, summed over the steps. A sequence's first token comes from
-    the pass over its prompt, which is not counted here."""
+    """Tokens in the KV caches of a step's sequences, summed over the steps. Prefills, which sample the first tokens,
+    are not counted here."""
     drafts: Drafts = Drafts()
 
     def __add__(self, other: "Decoded") -> "Decoded":
@@ -104,8 +104,8 @@ class Decoded:
 
 
 class Engine(Protocol):
-    """One engine replica in its own process. It works while it is called, and only then: an engine that nobody polls is
-    paused, and keeps its requests, also while it gets new weights."""
+    """One engine replica in its own process. It works only while it is called: an engine that nobody polls is
+    paused, and keeps its requests, even while it gets new weights."""
 
     def submit(self, requests: Mapping[int, Request]) -> None:
         """Take requests, each under a number that no other unfinished request has."""
@@ -120,27 +120,27 @@ class Engine(Protocol):
         ...
 
     def sample_now(self, request: Request) -> Completion:
-        """Return the response to a request that is not one of those submitted, which keep their places."""
+        """Return the response to a request outside of those submitted, which keep their places."""
         ...
 
     def take_decoded(self) -> Decoded:
-        """What `poll` has done since the last call."""
+        """Return what `poll` has done since the last call."""
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory to the policy, where the two share it."""
+        """Free the device's memory for the policy, where the two share it."""
         ...
 
     def wake_weights(self) -> None:
-        """Take memory for weights, which the refit that follows fills."""
+        """Allocate memory for weights, which the refit that follows fills."""
         ...
 
     def wake_cache(self) -> None:
-        """Take memory for the KV cache; afterwards the engine can generate."""
+        """Allocate the KV cache; afterwards the engine can generate."""
         ...
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the engine's fullest GPU: `device`, in use by all processes, and of these the engine's own
+        """Return bytes of the engine's fullest GPU: `device`, in use by all processes, and the engine's own
         `generation_weights` and `kv_cache`. Empty on a CPU."""
         ...
 
@@ -149,22 +149,22 @@ class Engine(Protocol):
         ...
 
     def receive_weights(self, version: int) -> list[RefitReport]:
-        """Participate in one refit; returns a report for each rank. Afterwards the engine computes with the new
-        weights, and no request that is submitted from now on uses a stale cache. Unfinished requests continue with the
-        new weights; `vllm_cfg.recompute_kv_cache_after_weight_updates` decides what becomes of their caches."""
+        """Participate in one refit; return a report for each rank. Afterwards the engine computes with the new
+        weights, and no later request uses a stale cache. Unfinished requests continue with the new weights;
+        `vllm_cfg.recompute_kv_cache_after_weight_updates` decides about their caches."""
         ...
 
 
 class Requests(Protocol):
-    """Where episodes get their responses from."""
+    """Gets episodes their responses."""
 
     async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
-        """Return the response and the engine that sampled it. `near`: the engine that has the beginning of the prompt
-        in its cache."""
+        """Return the response and the engine that sampled it. `near`: the engine that has the prompt's prefix
+        cached."""
         ...
 
     def together(self) -> AbstractContextManager[None]:
-        """Requests that are added within the block begin together, at its end."""
+        """Begin the requests that are added in the block together, at its end."""
         ...
 
 
@@ -172,9 +172,9 @@ class Generation(Protocol):
     """All replicas, as the loop sees them."""
 
     def serving(self) -> AbstractAsyncContextManager[Requests]:
-        """Within the block the engines take requests. What is left of them at its end is aborted."""
+        """Let the engines take requests in the block, and abort unfinished ones at its end."""
         ...
 
     def finish_generation(self) -> dict[str, float]:
-        """Leave the generation phase until the next refit; metrics of the device's memory."""
+        """Leave the generation phase until the next refit; return metrics of the device's memory."""
         ...

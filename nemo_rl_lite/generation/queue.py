@@ -1,9 +1,4 @@
-"""One queue of requests over all engine replicas. It knows neither Ray nor an engine.
-
-The requests that a replica has, and how long it has had some.
-
-Which replica has which request, and which requests wait for one.
-"""
+"""One queue of requests over all engine replicas. It knows neither Ray nor an engine."""
 
 import asyncio
 import itertools
@@ -18,6 +13,9 @@ from typing import Protocol
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Completion, Request
 
+# Exchanges in flight per replica: it begins the second while the first one's results are on their way.
+_EXCHANGES = 2
+
 
 @dataclass(eq=False)
 class PendingRequest:
@@ -30,82 +28,82 @@ class PendingRequest:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The lowest one begins first."""
+        """Return the place in the queue; the lowest one begins first."""
         return self.request.step, self.number
 
 
 @dataclass
 class Stopwatch:
-    """Adds up the seconds in which something is the case."""
+    """Adds up the seconds in which it runs."""
 
     _seconds: float = 0.0
     _since: float | None = None
 
     def runs(self, is_running: bool) -> None:
-        """It is the case from now on, or not."""
+        """Start or stop."""
         self._seconds, self._since = self.seconds, time.perf_counter() if is_running else None
 
     @property
     def seconds(self) -> float:
-        """All of them so far."""
+        """Return the seconds so far."""
         return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
 
 
 @dataclass
 class ReplicaLoad:
-    """What one replica has not been told yet, what it works on, and what it shall forget."""
+    """Requests of one replica: those to submit, those it works on, and those to abort."""
 
     busy: Stopwatch = field(default_factory=Stopwatch)
-    _untold: dict[int, PendingRequest] = field(default_factory=dict)
+    _new: dict[int, PendingRequest] = field(default_factory=dict)
     _unfinished: dict[int, PendingRequest] = field(default_factory=dict)
     _aborted: list[int] = field(default_factory=list)
 
     @property
     def load(self) -> int:
-        """How many requests it has."""
-        return len(self._untold) + len(self._unfinished)
+        """Return the number of its requests."""
+        return len(self._new) + len(self._unfinished)
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to do or to forget."""
+        """Return whether there is something to do or to abort."""
         return bool(self.load or self._aborted)
 
     @property
     def unfinished(self) -> list[int]:
-        """The numbers of those that the replica works on, or has not forgotten yet."""
+        """Return the numbers of those that the replica works on, or has not aborted yet."""
         return [*self._aborted, *self._unfinished]
 
     def give(self, asked: PendingRequest) -> None:
-        self._untold[asked.number] = asked
+        self._new[asked.number] = asked
 
-    def tell(self) -> tuple[dict[int, Request], list[int]]:
-        """Return what the replica is told now: requests by number, and the numbers of those that it shall forget."""
-        told, self._untold = self._untold, {}
+    def hand_over(self) -> tuple[dict[int, Request], list[int]]:
+        """Return what to tell the replica now: new requests by number, and the numbers of those to abort."""
+        new, self._new = self._new, {}
         aborted, self._aborted = self._aborted, []
-        self._unfinished |= told
-        return {number: asked.request for number, asked in told.items()}, aborted
+        self._unfinished |= new
+        return {number: asked.request for number, asked in new.items()}, aborted
 
     def finish(self, number: int) -> PendingRequest | None:
-        """The replica has answered; None where nobody waits for it any more."""
+        """Return the request that the replica has answered; None if nobody waits for it any more."""
         return self._unfinished.pop(number, None)
 
     def drop(self, asked: PendingRequest) -> None:
-        """Nobody waits for this answer any more."""
-        self._untold.pop(asked.number, None)
+        """Abort a request that nobody waits for any more."""
+        self._new.pop(asked.number, None)
         if self._unfinished.pop(asked.number, None):
             self._aborted.append(asked.number)
 
     @property
     def requests(self) -> list[PendingRequest]:
-        """All that it has been given and has not answered."""
-        return [*self._unfinished.values(), *self._untold.values()]
+        """Return all requests without an answer."""
+        return [*self._unfinished.values(), *self._new.values()]
 
     def clear(self) -> None:
-        self._untold, self._unfinished, self._aborted = {}, {}, []
+        self._new, self._unfinished, self._aborted = {}, {}, []
 
 
 class Assignment:
-    """Gives each request to the replica with the fewest unfinished ones, and at most `capacity` to each."""
+    """Assigns each request to the replica with the fewest unfinished ones, at most `capacity` to each."""
 
     def __init__(self, replicas: int, capacity: int):
         self._capacity = capacity
@@ -116,12 +114,12 @@ class Assignment:
 
     @property
     def idle_s(self) -> float:
-        """Seconds so far in which no replica had a request."""
+        """Return the seconds so far in which no replica had a request."""
         return self._idle.seconds
 
     @property
     def busy_s(self) -> float:
-        """Seconds so far in which a replica had requests and was not paused, summed over the replicas."""
+        """Return the seconds so far in which a replica had requests and was not paused, summed over replicas."""
         return sum(held.busy.seconds for held in self.held)
 
     def time(self, is_paused: bool) -> None:
@@ -131,31 +129,30 @@ class Assignment:
             held.busy.runs(not is_paused and replica in self.alive and held.load > 0)
 
     def add(self, asked: PendingRequest) -> None:
-        """Let a request wait."""
+        """Add a request to those that wait."""
         insort(self._waiting, asked, key=lambda one: one.place)
 
     def assign(self) -> None:
         """Give waiting requests to replicas, in their order, as long as one has room."""
-        while self._waiting and self.alive and self._give(self._waiting[0]):
+        while self._waiting and self.alive:
+            asked = self._waiting[0]
+            loads = {replica: self.held[replica].load for replica in self.alive}
+            # An engine that has the beginning of the prompt in its cache need not compute it again.
+            chosen = min(loads, key=lambda replica: (loads[replica], replica))
+            if asked.near in loads and loads[asked.near] < self._capacity:
+                chosen = asked.near
+            if loads[chosen] >= self._capacity:
+                return
+            self.held[chosen].give(asked)
             self._waiting.pop(0)
 
-    def _give(self, asked: PendingRequest) -> bool:
-        loads = {replica: self.held[replica].load for replica in self.alive}
-        least = min(loads, key=lambda replica: (loads[replica], replica))
-        # An engine that knows the beginning of the prompt need not compute it again.
-        chosen = asked.near if asked.near in loads and loads[asked.near] < self._capacity else least
-        if loads[chosen] >= self._capacity:
-            return False
-        self.held[chosen].give(asked)
-        return True
-
     def lose(self, replica: int) -> None:
-        """Let the others do what a dead replica has not finished."""
+        """Give the requests of a dead replica to the others."""
         self.alive.discard(replica)
         self._requeue(replica)
 
     def replace(self, replica: int) -> None:
-        """A new engine, which knows no request, is in the place of this one."""
+        """Note that a new engine, which knows no request, is in the place of this one."""
         self._requeue(replica)
         self.alive.add(replica)
 
@@ -164,7 +161,7 @@ class Assignment:
         self.held[replica].clear()
 
     def drop(self, asked: PendingRequest) -> None:
-        """Nobody waits for this answer any more."""
+        """Abort a request that nobody waits for any more."""
         if asked in self._waiting:
             self._waiting.remove(asked)
         for replica in self.alive:
@@ -178,11 +175,11 @@ class Assignment:
             held.busy.runs(False)
 
     def unanswered(self) -> list[PendingRequest]:
-        """All requests, those that wait and those that replicas have."""
+        """Return all requests, waiting and assigned."""
         return [*self._waiting, *(asked for held in self.held for asked in held.requests)]
 
     def describe(self) -> str:
-        """Say how many requests each replica has, and how many wait."""
+        """Describe how many requests each replica has, and how many wait."""
         loads = ", ".join(
             f"engine {replica} has {held.load} requests" if replica in self.alive else f"engine {replica} died"
             for replica, held in enumerate(self.held)
@@ -190,15 +187,11 @@ class Assignment:
         return f"{loads}; {len(self._waiting)} requests wait for an engine"
 
 
-# Exchanges that a replica has at a time: it begins the second while the first one's results are still on their way.
-_EXCHANGES = 2
-
-
 class Replica(Protocol):
     """An engine as the queue drives it."""
 
     async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
-        """Give the engine requests, take some back, let it work for a moment; return what has finished. Exchanges that
+        """Submit and abort requests, let the engine work for a moment, and return what has finished. Exchanges that
         begin before earlier ones have ended follow them in order."""
         ...
 
@@ -206,9 +199,8 @@ class Replica(Protocol):
 class RequestQueue:
     """Gives each request to the replica with the fewest unfinished ones.
 
-    The samples of a prompt, asked for one after the other, so spread over all replicas, and none gets the long answers
-    alone. A replica holds at most `capacity` requests; the rest wait here for the first that has room, in the order of
-    their steps, and within a step in the order in which they were asked for.
+    The samples of a prompt thus spread over all replicas, and none gets all long answers. A replica holds at most
+    `capacity` requests; the rest wait here for the first that has room, ordered by step, then by arrival.
     """
 
     def __init__(
@@ -218,9 +210,9 @@ class RequestQueue:
         on_loss: Callable[[int, WorkerError], None],
         restore: Callable[[], None],
     ):
-        """When a replica's process dies, the queue calls `on_loss`, which may raise, and gives its unfinished requests
-        to the others; when none is left, it calls `restore`, which may bring them back with their weights (see
-        `replaced`). Until it has engines again, requests wait."""
+        """When a replica's process dies, the queue calls `on_loss`, which may raise, and gives its unfinished
+        requests to the others. When none is left, it calls `restore`, which may bring them back with their weights
+        (see `replaced`); until then requests wait."""
         self._replicas, self._on_loss, self._restore = replicas, on_loss, restore
         self._numbers = itertools.count()
         self._assignment = Assignment(len(replicas), capacity)
@@ -234,7 +226,7 @@ class RequestQueue:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["RequestQueue"]:
-        """Drive the replicas within the block; see `Generation.serving`."""
+        """Drive the replicas in the block; see `Generation.serving`."""
         self._changed, self._quiet = asyncio.Event(), asyncio.Event()
         self._paused, self._held_back, self._failure = False, 0, None
         driver = asyncio.create_task(self._drive())
@@ -257,7 +249,7 @@ class RequestQueue:
 
         Raises:
             WorkerError: an engine failed, or died and may not be restarted.
-            EngineError: an engine computes what are not numbers.
+            EngineError: an engine computes non-finite numbers.
         """
         if self._failure is not None:
             raise self._failure
@@ -282,8 +274,8 @@ class RequestQueue:
             self._changed.set()
 
     async def pause(self) -> None:
-        """Let no engine work until `resume`; they keep their requests, and more may be added. Returns when all have
-        stopped. Raises what `sample` raises, where the queue has failed."""
+        """Pause all engines until `resume`; they keep their requests, and more may be added. Returns when all have
+        stopped. Raises what `sample` raises, if the queue has failed."""
         self._paused = True
         while self._running:
             self._quiet.clear()
@@ -297,28 +289,29 @@ class RequestQueue:
 
     @property
     def has_engines(self) -> bool:
-        """Whether an engine is left."""
+        """Return whether an engine is left."""
         return bool(self._assignment.alive)
 
     @property
     def idle_s(self) -> float:
-        """Seconds so far in which no engine had a request."""
+        """Return the seconds so far in which no engine had a request."""
         return self._assignment.idle_s
 
     @property
     def busy_s(self) -> float:
-        """Seconds so far in which an engine had requests and was not paused, summed over the engines."""
+        """Return the seconds so far in which an engine had requests and was not paused, summed over engines."""
         return self._assignment.busy_s
 
     def describe(self) -> str:
-        """Say who waits for whom, for a person who wonders why nothing happens."""
+        """Describe who waits for whom, for a person who wonders why nothing happens."""
         return self._assignment.describe() + ("; the engines are paused" if self._paused else "")
 
     async def _drive(self) -> None:
         try:
             while True:
                 self._changed.clear()
-                self._take_back()
+                while self._replaced:
+                    self._assignment.replace(self._replaced.popleft())
                 if not self._paused:
                     if not self._held_back:
                         self._assignment.assign()
@@ -339,12 +332,12 @@ class RequestQueue:
                     asked.answer.set_exception(error)
 
     def _start(self) -> None:
-        under_way = Counter(self._running.values())
+        in_flight = Counter(self._running.values())
         for replica in self._assignment.alive:
             held = self._assignment.held[replica]
-            while under_way[replica] < _EXCHANGES and held.has_work:
-                under_way[replica] += 1
-                exchange = asyncio.ensure_future(self._replicas[replica].exchange(*held.tell()))
+            while in_flight[replica] < _EXCHANGES and held.has_work:
+                in_flight[replica] += 1
+                exchange = asyncio.ensure_future(self._replicas[replica].exchange(*held.hand_over()))
                 # Of several that fail, one is raised; asyncio would print the others.
                 exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
                 self._running[exchange] = replica
@@ -371,7 +364,7 @@ class RequestQueue:
             self._quiet.set()
 
     def _lose(self, replica: int, error: WorkerError) -> None:
-        """Let the others do what a dead replica has not finished."""
+        """Give the requests of a dead replica to the others."""
         self._on_loss(replica, error)
         self._assignment.lose(replica)
         for exchange in [task for task, of in self._running.items() if of == replica]:
@@ -381,16 +374,12 @@ class RequestQueue:
             self._restore()
 
     def replaced(self, replicas: Sequence[int]) -> None:
-        """New engines, which know no request, are in the places of these. May be called by another thread, while the
+        """Note that new engines, which know no request, replace these. May be called by another thread, while the
         engines are paused."""
         self._replaced.extend(replicas)
 
-    def _take_back(self) -> None:
-        while self._replaced:
-            self._assignment.replace(self._replaced.popleft())
-
     async def _forget(self) -> None:
-        """Take back what engines have not finished."""
+        """Abort what engines have not finished."""
         for replica in sorted(self._assignment.alive):
             try:
                 if unfinished := self._assignment.held[replica].unfinished:

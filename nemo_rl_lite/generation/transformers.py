@@ -1,7 +1,4 @@
-"""The reference engine: transformers' own generate(). Slow and simple; what vLLM is compared with, and its stand-in.
-
-An engine in this process, without Ray.
-"""
+"""The reference engine, transformers' generate(): slow and simple, vLLM's oracle and stand-in."""
 
 import asyncio
 import time
@@ -26,8 +23,7 @@ _SLICE_S = 0.05
 
 
 class LocalReplica:
-    """`generation.request_queue.Replica` over an engine of this process. It lives in a thread, so that the event loop
-    runs while it works."""
+    """A `Replica` over an engine in a thread of this process, so that the event loop runs while it works."""
 
     def __init__(self, make: Callable[[], Engine]):
         """`make` makes the engine, in its thread."""
@@ -36,12 +32,13 @@ class LocalReplica:
 
     async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
         """See `Replica.exchange`."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, submitted, aborted)
 
-    def _exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
-        self._engine.submit(submitted)
-        self._engine.abort(aborted)
-        return self._engine.poll(_SLICE_S)
+        def work() -> dict[int, Completion]:
+            self._engine.submit(submitted)
+            self._engine.abort(aborted)
+            return self._engine.poll(_SLICE_S)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 class TransformersEngine:
@@ -80,7 +77,7 @@ class TransformersEngine:
         self._requests |= requests
 
     def poll(self, seconds: float) -> dict[int, Completion]:
-        """See `Engine.poll`. A batch is generated as a whole, however long that takes."""
+        """See `Engine.poll`. A batch is generated to its end, however long that takes."""
         finished, ends = dict[int, Completion](), time.perf_counter() + seconds
         while self._requests and time.perf_counter() < ends:
             sampling = next(iter(self._requests.values())).sampling
@@ -134,8 +131,7 @@ class TransformersEngine:
         return [report]
 
     def _load(self, named: Sequence[Named]) -> set[str]:
-        """Copy tensors to the weights of their names; returns the names of all parameters that have changed, also of
-        those that share memory with a parameter of another name."""
+        """Copy tensors to the weights of their names; return the names of all changed parameters, aliases included."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         own, received = parameters | dict(self._model.named_buffers()), set()
         for name, weight in named:
@@ -149,6 +145,8 @@ class TransformersEngine:
     def _generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         width = max(len(request.prompt) for request in requests)
         padding = self._tokenizer.pad_token_id or 0
+        # Nothing ends a probe, which has no stop tokens.
+        stops = {*sampling.stop_token_ids, *self._ends} if sampling.stop_token_ids else set[int]()
         tokens = torch.tensor([[padding] * (width - len(one.prompt)) + list(one.prompt) for one in requests])
         present = torch.tensor([[0] * (width - len(one.prompt)) + [1] * len(one.prompt) for one in requests])
         seeded = _SeededSampling(sampling, [request.seed for request in requests], self._device)
@@ -157,52 +155,48 @@ class TransformersEngine:
             tokens.to(self._device),
             attention_mask=present.to(self._device),
             max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=sorted(self._stops(sampling)),
+            eos_token_id=sorted(stops),
             pad_token_id=padding,
             # The greatest of the seeded scores is a sample.
             do_sample=False,
             logits_processor=[seeded],
             **(strings if sampling.stop_strings else {}),
         )
-        chosen = torch.stack(seeded.logprobs, dim=1)
-        return [self._completion(*row, sampling) for row in zip(output[:, width:].cpu(), chosen.cpu(), strict=True)]
+        chosen = torch.stack(seeded.logprobs, dim=1).tolist()
+        return [
+            self._completion(*row, stops, sampling.stop_strings)
+            for row in zip(output[:, width:].tolist(), chosen, strict=True)
+        ]
 
-    def _completion(self, response: Tensor, logprobs: Tensor, sampling: Sampling) -> Completion:
-        tokens, stops = response.tolist(), self._stops(sampling)
-        versions = (self._version,) * len(tokens)
-        for length in range(1, len(tokens) + 1):
-            ended = tokens[length - 1] in stops or self._has_stop_string(tokens[:length], sampling)
-            if ended:
-                return Completion(tuple(tokens[:length]), tuple(logprobs[:length].tolist()), "stop", versions[:length])
-        return Completion(tuple(tokens), tuple(logprobs.tolist()), "length", versions)
-
-    def _stops(self, sampling: Sampling) -> set[int]:
-        """The tokens that end a response; none where nothing ends it, as in a probe."""
-        return {*sampling.stop_token_ids, *self._ends} if sampling.stop_token_ids else set()
-
-    def _has_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
-        if not sampling.stop_strings:
-            return False
-        text = self._tokenizer.decode(tokens)
-        return any(stop in text for stop in sampling.stop_strings)
+    def _completion(
+        self, tokens: list[int], logprobs: list[float], stops: set[int], strings: Sequence[str]
+    ) -> Completion:
+        """Cut a row of the batch after its first stop token or stop string."""
+        length, reason = len(tokens), "length"
+        for end in range(1, len(tokens) + 1):
+            text = self._tokenizer.decode(tokens[:end]) if strings else ""
+            if tokens[end - 1] in stops or any(stop in text for stop in strings):
+                length, reason = end, "stop"
+                break
+        return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), reason, (self._version,) * length)
 
 
 def _decoded(requests: Sequence[Request], completions: Sequence[Completion]) -> Decoded:
-    """What it took to sample these responses together. The token after k others meets these and its prompt."""
+    """Count the work of sampling these responses together. The token after k others attends to them and its prompt."""
     later = [(len(one.prompt), len(own.tokens) - 1) for one, own in zip(requests, completions, strict=True)]
     cached = sum(tokens * prompt + tokens * (tokens + 1) // 2 for prompt, tokens in later)
     return Decoded(max(len(own.tokens) for own in completions), cached)
 
 
 class _SeededSampling:
-    """A logits processor of transformers that gives each row a generator of its own, which transformers' own sampling
-    does not: adding Gumbel noise to logprobs makes the greatest of them a sample (the Gumbel-max trick)."""
+    """A logits processor that gives each row its own generator, which transformers does not: the argmax of logprobs
+    plus Gumbel noise is a sample (the Gumbel-max trick)."""
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int], device: torch.device):
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         self.logprobs: list[Tensor] = []
-        """Of each step, the logprobs of the chosen tokens, [rows], in the distribution that was sampled from."""
+        """Per step, the logprobs of the chosen tokens in the sampled distribution, [rows]."""
         self._device = device
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds] if sampling.temperature else []
         self._warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)] if sampling.temperature else []

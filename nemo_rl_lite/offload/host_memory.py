@@ -1,14 +1,13 @@
-"""`HostArena` is host memory for copies from and to the device: exact in size, page-locked, kept from step to step.
+"""Host memory for copies from and to the device, and the copies themselves.
 
-The device's copy engines access page-locked memory directly, at the link's speed. torch's `pin_memory=True` rounds
-sizes up to a power of two and takes six times as long to allocate; here many threads touch the pages first, and then
-the driver registers them.
+The device's copy engines access pinned memory directly, at the link's speed. torch's `pin_memory=True` rounds sizes up
+to a power of two and takes six times as long to allocate; here many threads touch the pages first, and then the driver
+registers them.
 
-Copy many large tensors between device and host, a piece at a time, so that other work on the device gets its turn.
-
-A thread gives a piece to the device when the one before is done. With one more piece waiting in its queue, logprobs and
-a move took as long on an H100 as one after the other (docs/memory.md), and a small copy, such as a micro-batch's
-logprobs on their way to the host, waited behind what was queued.
+Large copies are cut into pieces, so that other work on the device gets its turn: a thread launches a piece when the
+one before is done. With one more piece in its queue, logprobs and a move took as long on an H100 as one after the
+other (docs/memory.md), and small copies, such as a micro-batch's logprobs on their way to the host, waited behind
+them.
 """
 
 import logging
@@ -32,6 +31,9 @@ from nemo_rl_lite.system.machine import free_host_bytes
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+
+# 2.5 ms on a link of 50 GB/s: a short wait for other work. Between two pieces the link is idle, 8 % of the time.
+PIECE_BYTES = 128 << 20
 
 
 class LockError(RuntimeError):
@@ -67,8 +69,8 @@ class CudaRegistrar:
 
 
 class HostArena:
-    """One buffer of host memory for `purpose`. It is allocated when first reserved, kept until `release`, and allocated
-    again only to grow. Its pages are on the NUMA node of the CPUs that this process runs on."""
+    """One buffer of host memory for `purpose`, exact in size: allocated when first reserved, kept until `release`,
+    and allocated again only to grow. Its pages are on the NUMA node of this process's CPUs."""
 
     def __init__(self, purpose: str, registrar: Registrar | None):
         self._purpose, self._registrar = purpose, registrar
@@ -77,7 +79,7 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the buffer takes now."""
+        """Return the bytes that the buffer takes now."""
         return 0 if self._buffer is None else self._buffer.numel()
 
     def reserve(self, nbytes: int) -> Tensor:
@@ -88,13 +90,21 @@ class HostArena:
         """
         if self._buffer is None or self._buffer.numel() < nbytes:
             self.release()
-            _check_free(self._purpose, nbytes)
+            free = free_host_bytes()
+            if nbytes > free:
+                raise HostMemoryError(
+                    f"{self._purpose} need {nbytes / GIB:.2f} GiB of host memory on this rank and {free / GIB:.2f} GiB "
+                    "are free. Give the job more memory, use fewer ranks a node, or keep less there: "
+                    "policy.offload_for_generation and policy.offload_optimizer_states_for_logprob move parameters "
+                    "and optimizer states, a KL penalty (algorithm.loss_fn.reference_policy_kl_penalty) keeps two "
+                    "copies of the weights"
+                )
             self._buffer = _touched(nbytes)
             self._lock(self._buffer)
         return self._buffer[:nbytes]
 
     def release(self) -> None:
-        """Give the memory back. Tensors from `reserve` must not be used any more."""
+        """Free the memory. Tensors from `reserve` must not be used any more."""
         if self._buffer is not None and self.locked and self._registrar is not None:
             self._registrar.unlock(self._buffer.data_ptr())
         self._buffer, self.locked = None, False
@@ -128,19 +138,8 @@ class HostArena:
             )
 
 
-def _check_free(purpose: str, nbytes: int) -> None:
-    free = free_host_bytes()
-    if nbytes > free:
-        raise HostMemoryError(
-            f"{purpose} need {nbytes / GIB:.2f} GiB of host memory on this rank and {free / GIB:.2f} GiB are free. "
-            "Give the job more memory, use fewer ranks a node, or keep less there: policy.offload_for_generation and "
-            "policy.offload_optimizer_states_for_logprob move parameters and optimizer states, a KL penalty "
-            "(algorithm.loss_fn.reference_policy_kl_penalty) keeps two copies of the weights"
-        )
-
-
 def _touched(nbytes: int) -> Tensor:
-    """Allocate memory of exactly this size, with its pages written by as many threads as the process has CPUs."""
+    """Allocate memory of exactly this size, its pages written by as many threads as the process has CPUs."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -155,16 +154,12 @@ def _touched(nbytes: int) -> Tensor:
         torch.set_num_threads(threads)
 
 
-# 2.5 ms on a link of 50 GB/s: a short wait for others. Between two pieces the link is idle, 8 % of the time.
-PIECE_BYTES = 128 << 20
-
-
 class Copies:
-    """Copies bytes, uint8 [n], from sources to targets. Copies begin at construction, after the earlier work of the
-    device's current stream, and are done when `wait` returns."""
+    """Copies bytes, uint8 [n], in a thread: from construction on, after the earlier work of the device's current
+    stream."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None"):
-        """`pairs` are (target, source); `stream` runs the copies and is None on a CPU."""
+        """`pairs`: (target, source). `stream`: runs the copies; None on a CPU."""
         self._pairs, self._stream = list(pairs), stream
         self._began, self._seconds, self._alone = time.perf_counter(), 0.0, False
         self._error: BaseException | None = None
@@ -174,12 +169,12 @@ class Copies:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return whether `wait` would return at once."""
+        """Return whether `wait` would return immediately."""
         return not self._thread.is_alive()
 
     def wait(self, alone: bool = False) -> None:
-        """Wait until all copies are done. Raises any error that stopped them. `alone`: the device has no other work
-        meanwhile, so that it may have all pieces at once."""
+        """Wait until all copies are done. Raises any error that stopped them. `alone`: the device has no other work,
+        so it may have all pieces at the same time."""
         self._alone = alone
         self._thread.join()
         if self._error is not None:
@@ -220,8 +215,8 @@ class Copies:
 
 
 def pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Cut and gather the copies into pieces, which are targets and their sources, of `PIECE_BYTES` each; the last one
-    may have fewer."""
+    """Cut and gather the copies into pieces of `PIECE_BYTES`, each as targets and their sources; the last may be
+    smaller."""
     targets, sources, room = list[Tensor](), list[Tensor](), PIECE_BYTES
     for target, source in pairs:
         if target.numel() != source.numel():

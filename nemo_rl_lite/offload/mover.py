@@ -1,14 +1,8 @@
-"""Move tensors from their device to host memory and back in place, so that every view of them survives.
+"""Move tensors between their device and host memory in place, so that every view of them survives.
 
-A move frees the memory behind a tensor by resizing its storage to zero and allocates it again by resizing it back, so
-the tensor objects that a model and its optimizer hold stay the same. A move is begun and settled; between the two, its
+A move frees the memory behind a tensor by resizing its storage to zero, and allocates it again by resizing it back:
+the tensor objects that a model and its optimizer hold stay the same. Moves begin and settle; in between, their
 copies run on separate streams, overlapped with the device's work.
-
-Find the storages behind tensors and lay them out in host memory.
-
-A second set of contents for tensors, kept in host memory.
-
-Weights that never change: the first move to the host copies them, every later one only frees the device's memory.
 """
 
 import time
@@ -23,6 +17,8 @@ from nemo_rl_lite.offload.host_memory import Copies, HostArena
 
 # Each storage starts at a multiple of this many bytes in host memory.
 ALIGNMENT = 512
+# The link's rate that is assumed until a move has measured it.
+ASSUMED_BYTES_PER_S = 20e9
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Span:
     nbytes: int
 
     def of(self, host: Tensor) -> Tensor:
-        """Return the copy's bytes, uint8 [nbytes], within the host memory `host`."""
+        """Return the copy's bytes, uint8 [nbytes], in the host memory `host`."""
         return host[self.start : self.start + self.nbytes]
 
     def device_bytes(self) -> Tensor:
@@ -68,8 +64,8 @@ def host_bytes(spans: Sequence[Span]) -> int:
 
 
 class HostCopy:
-    """A snapshot of tensors, storage by storage: `take` copies their contents to the host, `put` copies them back. The
-    tensors are the same, and on the device, at both times."""
+    """A snapshot of tensors' storages in host memory. The tensors are the same, and on the device, at `take` and
+    `put`."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], arena: HostArena, device: torch.device):
         self._tensors, self._arena, self._device = tensors, arena, device
@@ -83,9 +79,7 @@ class HostCopy:
         """
         spans = lay_out(storages_of(self._tensors(), self._device))
         host = self._arena.reserve(host_bytes(spans))
-        for span in spans:
-            span.of(host).copy_(span.device_bytes(), non_blocking=True)
-        self._settle()
+        self._copy([(span.of(host), span.device_bytes()) for span in spans])
         self._taken = [span.nbytes for span in spans]
 
     def put(self) -> None:
@@ -98,22 +92,18 @@ class HostCopy:
         if self._taken != [span.nbytes for span in spans]:
             raise RuntimeError("the tensors are not those whose contents were taken")
         host = self._arena.reserve(host_bytes(spans))
-        for span in spans:
-            span.device_bytes().copy_(span.of(host), non_blocking=True)
-        self._settle()
+        self._copy([(span.device_bytes(), span.of(host)) for span in spans])
 
-    def _settle(self) -> None:
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
 
-# The link's rate that is assumed until a move has measured it.
-ASSUMED_BYTES_PER_S = 20e9
-
-
 @dataclass(frozen=True)
 class Move:
-    """A finished move: its bytes, the seconds of its copies, and the seconds for which this process waited for them."""
+    """A finished move: its bytes, the seconds of its copies, and the seconds that this process waited for them."""
 
     nbytes: int
     transfer_s: float
@@ -139,20 +129,20 @@ def move_metrics(moves: Mapping[str, Move]) -> dict[str, float]:
 
 
 @dataclass
-class _Flight:
-    """A move that was begun: its direction, its storages, the seconds that beginning took, and its copies."""
+class _Pending:
+    """A move that has begun: its direction, its storages, the seconds that beginning took, and its copies."""
 
     to_host: bool
-    parked: list[Span]
+    spans: list[Span]
     begun_s: float
     copies: Copies
 
 
 class Movable:
-    """The tensors of one component, e.g. all optimizer states.
+    """The tensors of one component, e.g. all optimizer states. Not thread-safe.
 
-    Each move out calls `tensors` again, which may return more each time (an optimizer may make its states at the first
-    step). Not thread-safe.
+    Each move to the host calls `tensors`, which may return more each time: an optimizer makes its states at the first
+    step.
     """
 
     def __init__(
@@ -160,8 +150,9 @@ class Movable:
     ) -> None:
         self.name = name
         self._tensors, self._arena, self._device = tensors, arena, device
+        # What is in host memory alone, once no move is pending.
         self._parked: list[Span] = []
-        self._flight: _Flight | None = None
+        self._pending: _Pending | None = None
         self._moves: list[tuple[str, Move]] = []
         self._rate = ASSUMED_BYTES_PER_S
         self._counted: int | None = None
@@ -171,25 +162,25 @@ class Movable:
     @property
     def on_host(self) -> bool:
         """True where the contents are in host memory alone."""
-        return bool(self._parked) and self._flight is None
+        return bool(self._parked) and self._pending is None
 
     @property
     def moving(self) -> bool:
         """True where a move has begun and not settled."""
-        return self._flight is not None
+        return self._pending is not None
 
     @property
     def returning(self) -> bool:
         """True where a move to the device has begun and not settled."""
-        return self._flight is not None and not self._flight.to_host
+        return self._pending is not None and not self._pending.to_host
 
     @property
     def moved(self) -> bool:
         """True where a move has begun and `settle` would not wait."""
-        return self._flight is not None and self._flight.copies.done()
+        return self._pending is not None and self._pending.copies.done()
 
     def device_bytes(self) -> int:
-        """Return the bytes of device memory that the tensors take. Counted again after a move and after `recount`."""
+        """Return the bytes of device memory that the tensors take, counted again after a move or `recount`."""
         if self._counted is None:
             self._counted = sum(storage.nbytes() for storage in storages_of(self._tensors(), self._device))
         return self._counted
@@ -199,9 +190,11 @@ class Movable:
         self._counted = None
 
     def host_bytes(self) -> int:
-        """Return the bytes that are in host memory, or will be when a move out settles: the device memory that coming
-        back takes."""
-        parked = self._parked if self._flight is None else self._flight.parked if self._flight.to_host else []
+        """Return the bytes that are in host memory, or will be when a move out settles: what coming back takes of the
+        device."""
+        parked = self._parked
+        if self._pending is not None:
+            parked = self._pending.spans if self._pending.to_host else []
         return sum(one.nbytes for one in parked)
 
     def seconds_to_return(self) -> float:
@@ -209,8 +202,8 @@ class Movable:
         return self.host_bytes() / self._rate
 
     def leave(self) -> None:
-        """Begin to copy everything to the host; does nothing where it is there already. Device memory is freed when the
-        move settles; until then the tensors may be read, not written.
+        """Begin to copy everything to the host, unless it is there. Device memory is freed when the move settles; until
+        then the tensors may be read, not written.
 
         Raises:
             HostMemoryError: there is too little host memory; the tensors are as before.
@@ -219,14 +212,14 @@ class Movable:
         if self._parked:
             return
         began = time.perf_counter()
-        parked = lay_out(storages_of(self._tensors(), self._device))
-        host = self._arena.reserve(host_bytes(parked))
-        copies = Copies([(one.of(host), one.device_bytes()) for one in parked], self._streams[True])
-        self._flight = _Flight(True, parked, time.perf_counter() - began, copies)
+        spans = lay_out(storages_of(self._tensors(), self._device))
+        host = self._arena.reserve(host_bytes(spans))
+        copies = Copies([(one.of(host), one.device_bytes()) for one in spans], self._streams[True])
+        self._pending = _Pending(True, spans, time.perf_counter() - began, copies)
 
     def come_back(self) -> None:
-        """Begin to copy everything back to the device; does nothing where it is there already. The tensors may be used
-        when the move has settled.
+        """Begin to copy everything back to the device, unless it is there. The tensors may be used when the move has
+        settled.
 
         Raises:
             torch.OutOfMemoryError: the device is too full; the contents stay in host memory.
@@ -243,28 +236,28 @@ class Movable:
             raise
         host = self._arena.reserve(host_bytes(self._parked))
         copies = Copies([(one.device_bytes(), one.of(host)) for one in self._parked], self._streams[False])
-        self._flight = _Flight(False, self._parked, time.perf_counter() - began, copies)
+        self._pending = _Pending(False, self._parked, time.perf_counter() - began, copies)
         self.recount()
 
     def settle(self, alone: bool = False) -> None:
         """Wait until the move that has begun, if any, is done. `alone`: the device has no other work meanwhile."""
-        if self._flight is None:
+        if self._pending is None:
             return
-        flight, waiting = self._flight, time.perf_counter()
-        flight.copies.wait(alone)
-        if flight.to_host:
-            _free(flight.parked)
-        self._parked, self._flight = (flight.parked if flight.to_host else []), None
+        pending, waiting = self._pending, time.perf_counter()
+        pending.copies.wait(alone)
+        if pending.to_host:
+            _free(pending.spans)
+        self._parked, self._pending = (pending.spans if pending.to_host else []), None
         self.recount()
-        nbytes = sum(one.nbytes for one in flight.parked)
-        exposed_s = flight.begun_s + time.perf_counter() - waiting
+        nbytes = sum(one.nbytes for one in pending.spans)
+        exposed_s = pending.begun_s + time.perf_counter() - waiting
         if nbytes:
-            move = Move(nbytes, flight.copies.seconds(), exposed_s)
-            self._moves.append((f"{self.name}/{'to_host' if flight.to_host else 'to_device'}", move))
+            move = Move(nbytes, pending.copies.seconds(), exposed_s)
+            self._moves.append((f"{self.name}/{'to_host' if pending.to_host else 'to_device'}", move))
             self._rate = nbytes / move.transfer_s if move.transfer_s else self._rate
 
     def take_moves(self) -> list[tuple[str, Move]]:
-        """Return the moves that have settled since the last call, each with "<name>/to_host" or "<name>/to_device"."""
+        """Return the moves that have settled since the last call, as "<name>/to_host" or "<name>/to_device"."""
         taken, self._moves = self._moves, []
         return taken
 
@@ -280,74 +273,29 @@ class Movable:
         self._arena.release()
 
 
-def _free(parked: list[Span]) -> None:
-    for one in parked:
-        one.storage.resize_(0)
+def _free(spans: Iterable[Span]) -> None:
+    for span in spans:
+        span.storage.resize_(0)
 
 
-class FrozenWeights:
-    """Tensors of constant contents, which leave their device and come back in place: every view of them survives. Each
-    move is complete when its method returns. Moving them to where they are does nothing."""
+class FrozenWeights(Movable):
+    """Tensors of constant contents: the first move to the host copies them, later ones only free the device's memory.
+    Each move is complete when its method returns."""
 
-    def __init__(
-        self, name: str, tensors: Callable[[], Iterable[Tensor]], arena: HostArena, device: torch.device
-    ) -> None:
-        self._name, self._arena, self._device = name, arena, device
-        self._spans: list[Span] = lay_out(storages_of(tensors(), device))
-        self._moves: list[tuple[str, Move]] = []
-        self._is_here, self._copied = True, False
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def device_bytes(self) -> int:
-        """Return the bytes of device memory that the tensors take."""
-        return sum(span.nbytes for span in self._spans) if self._is_here else 0
+    _copied: list[Span] | None = None
 
     def leave(self) -> None:
-        """Free the device's memory.
-
-        Raises:
-            HostMemoryError: there is too little host memory for the copy; the tensors are as before.
-        """
-        if not self._is_here:
-            return
-        if not self._copied:
-            host = self._arena.reserve(host_bytes(self._spans))
-            self._copy("to_host", [(span.of(host), span.device_bytes()) for span in self._spans])
-            self._copied = True
-        self._free()
+        """See `Movable.leave`."""
+        if self._copied is None:
+            super().leave()
+            self.settle(alone=True)
+            self._copied = self._parked
+        elif not self._parked:
+            _free(self._copied)
+            self._parked = self._copied
+            self.recount()
 
     def come_back(self) -> None:
-        """Copy the contents back to the device.
-
-        Raises:
-            torch.OutOfMemoryError: the device is too full; the contents stay in host memory.
-        """
-        if self._is_here:
-            return
-        try:
-            for span in self._spans:
-                span.storage.resize_(span.nbytes)
-        except BaseException:
-            self._free()
-            raise
-        host = self._arena.reserve(host_bytes(self._spans))
-        self._copy("to_device", [(span.device_bytes(), span.of(host)) for span in self._spans])
-        self._is_here = True
-
-    def take_moves(self) -> list[tuple[str, Move]]:
-        """Return the copies since the last call, each with "<name>/to_host" or "<name>/to_device"."""
-        taken, self._moves = self._moves, []
-        return taken
-
-    def _free(self) -> None:
-        for span in self._spans:
-            span.storage.resize_(0)
-        self._is_here = False
-
-    def _copy(self, direction: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        began = time.perf_counter()
-        copies = Copies(pairs, self._stream)
-        copies.wait(alone=True)
-        nbytes = sum(span.nbytes for span in self._spans)
-        move = Move(nbytes, copies.seconds(), time.perf_counter() - began)
-        self._moves.append((f"{self._name}/{direction}", move))
+        """See `Movable.come_back`."""
+        super().come_back()
+        self.settle(alone=True)

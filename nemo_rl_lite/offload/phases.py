@@ -1,11 +1,4 @@
-"""`PhaseMemory` moves parameters, gradients and optimizer states to their places in the residency table.
-
-`GradientBuffers` frees gradient memory between accumulations and allocates it again as zeros.
-
-Collect the tensors that an optimizer holds in addition to the model: master weights and states.
-
-`Prefetch` decides when to begin bringing something back while the last micro-batches of a pass still run.
-"""
+"""Move a policy's parameters, gradients and optimizer states to their places in the residency table."""
 
 import logging
 import time
@@ -20,9 +13,15 @@ from nemo_rl_lite.compat.torch import storage_id
 from nemo_rl_lite.offload.mover import Movable, Move
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 
+log = logging.getLogger(__name__)
+
+# An overlapped move leaves this share of the device free for fluctuations of the work that it overlaps with.
+MARGIN = 0.05
+GIB = 2**30
+
 
 class GradientBuffers:
-    """Buffers that hold nothing worth keeping between two optimizer steps. Views of them survive."""
+    """Gradients, whose memory is freed between accumulations and allocated again as zeros. Views of them survive."""
 
     def __init__(self, buffers: Sequence[Tensor]):
         self._buffers = list(buffers)
@@ -36,7 +35,7 @@ class GradientBuffers:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Mark that gradients accumulate within the block and must not be dropped.
+        """Mark that gradients accumulate in the block and must not be dropped.
 
         Raises:
             RuntimeError: the buffers have no memory.
@@ -50,7 +49,7 @@ class GradientBuffers:
             self._accumulating = False
 
     def drop(self) -> None:
-        """Free the memory; does nothing where it is free already.
+        """Free the memory, if there is any.
 
         Raises:
             RuntimeError: gradients are being accumulated.
@@ -62,7 +61,7 @@ class GradientBuffers:
         self._dropped = True
 
     def bring_back(self) -> None:
-        """Allocate the memory again, filled with zeros; does nothing where the buffers have it."""
+        """Allocate the memory again, filled with zeros, unless the buffers have it."""
         if not self._dropped:
             return
         for buffer, nbytes in zip(self._buffers, self._sizes, strict=True):
@@ -72,33 +71,28 @@ class GradientBuffers:
 
 
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer], model: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that the optimizers step and their states, without those that share memory with `model`: an
-    optimizer without master weights steps the model's tensors."""
-    own = {storage_id(tensor) for tensor in model}
-    return [tensor for tensor in _held(optimizers) if storage_id(tensor) not in own]
-
-
-def _held(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Tensor]:
+    """Return the optimizers' states and master weights. An optimizer without master weights steps tensors that share
+    memory with `model`, which are left out."""
+    shared, found = {storage_id(tensor) for tensor in model}, list[Tensor]()
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+        found += [weight for group in optimizer.param_groups for weight in group["params"]]
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        found += [value for value in states if isinstance(value, Tensor)]
+    return [tensor for tensor in found if storage_id(tensor) not in shared]
 
 
 class Prefetch:
-    """Call this before each micro-batch. It calls `begin` each time from when the micro-batches that have not begun, at
-    the pace so far, take about as long as the transfer, and before the last one at the latest. It takes no memory
-    earlier."""
+    """Begins a transfer while the last micro-batches run. Called before each micro-batch, it calls `begin` from when
+    the remaining ones take about as long as the transfer, at the pace so far, and before the last one at the latest."""
 
     def __init__(self, transfer_s: float, begin: Callable[[], None]):
         self._transfer_s, self._begin = transfer_s, begin
         self._first: tuple[float, int] | None = None
 
     def __call__(self, remaining: int, running: int = 0) -> None:
-        """Call `begin` if it is time. `remaining` counts the micro-batches that have not begun, the next one included,
-        and `running` those that have and may still run: the transfer waits for them, because it takes memory that they
-        may use."""
+        """Call `begin` if it is time. `remaining`: micro-batches that have not begun, the next one included.
+        `running`: those that have begun and may still run; the transfer waits for them, because it takes memory that
+        they may use."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now, remaining
@@ -107,14 +101,6 @@ class Prefetch:
         seconds_left = remaining * (now - began) / done if done > 0 else float("inf")
         if remaining == 1 or seconds_left <= self._transfer_s:
             self._begin()
-
-
-log = logging.getLogger(__name__)
-
-# An overlapped move leaves this share of the device free for fluctuations of the work that it overlaps with.
-MARGIN = 0.05
-
-GIB = 2**30
 
 
 class DeviceMemory(Protocol):
@@ -159,10 +145,12 @@ class PhaseMemory:
         self._refused: set[str] = set()
 
     def enter(self, phase: Phase, working_bytes: int | None = None, later: Collection[Component] = ()) -> None:
-        """Move components to their places in `phase`. With `working_bytes`, moves to the host may still run when this
-        returns, if that many bytes of the device are free meanwhile: for the engine, where the phase makes room for it,
-        and otherwise for this process. The next `enter` waits for them. Components in `later` may still be coming back
-        when this returns, where moves overlap with work: `arrive` waits for them.
+        """Move components to their places in `phase`.
+
+        With `working_bytes`, moves to the host may still run when this returns, if that many bytes of the device are
+        free meanwhile: for the engine, where the phase makes room for it, and otherwise for this process. The next
+        `enter` waits for them. Components in `later` may still be coming back when this returns, where moves overlap
+        with work: `arrive` waits for them.
 
         Raises:
             ValueError: no such phase in this run.
@@ -190,7 +178,10 @@ class PhaseMemory:
         if not in_background:
             for own in leaving:
                 own.settle(alone=True)
-        self._bring_back([own for own in returning if own not in waiting])
+        now = [own for own in returning if own not in waiting]
+        self._begin_to_return(now)
+        for own in now:
+            own.settle(alone=True)
         self._begin_to_return([own for own in returning if own in waiting and own not in coming])
         if places[Component.GRADIENTS] is Place.DEVICE:
             self.gradients.bring_back()
@@ -200,10 +191,13 @@ class PhaseMemory:
     def between_micro_batches(
         self, before: Phase, working_bytes: int | None, around: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[int, int], None] | None:
-        """Return a function to call before each micro-batch of the work before the phase `before`, with the numbers of
-        those that have not begun and of those that may still run. It frees components that have left and, given the
-        `working_bytes` that the work takes, brings back what the phase needs, overlapped with the last micro-batches
-        where it fits; both within `around()`. None where moves do not overlap."""
+        """Return a function to call before each micro-batch of the work before the phase `before`; None where moves do
+        not overlap.
+
+        Its arguments are the numbers of micro-batches that have not begun, and that may still run. It frees
+        components that have left. Given the `working_bytes` of the work, it brings back what the phase needs beside
+        the last micro-batches, where that fits. Both happen within `around()`.
+        """
         if not self._overlap:
             return None
         wanted = self._going_to(Place.DEVICE, before) if working_bytes is not None else []
@@ -213,7 +207,10 @@ class PhaseMemory:
             if absent and self._fits(before, working_bytes or 0, absent, for_others=False):
                 with around():
                     for own in absent:
-                        _try_to_return(own)
+                        try:
+                            own.come_back()
+                        except torch.OutOfMemoryError:
+                            log.info("no room to bring %s back early", own.name)
 
         prefetch = Prefetch(sum(own.seconds_to_return() for own in wanted), begin)
 
@@ -247,8 +244,7 @@ class PhaseMemory:
             self.require(component)
 
     def arrive(self, component: Component) -> None:
-        """Wait until the component is on the device, while the work given to it before runs. Raises RuntimeError: it is
-        not on its way there."""
+        """Wait until the component is on the device. Raises RuntimeError: it is not on its way there."""
         self._movable[component].settle()
         self.require(component)
 
@@ -274,11 +270,6 @@ class PhaseMemory:
     def _going_to(self, place: Place, phase: Phase) -> list[Movable]:
         places = self._residency.policy_places(phase)
         return [own for part, own in self._movable.items() if places[part] is place and part not in self._stays]
-
-    def _bring_back(self, returning: list[Movable]) -> None:
-        self._begin_to_return(returning)
-        for own in returning:
-            own.settle(alone=True)
 
     def _begin_to_return(self, returning: list[Movable]) -> None:
         for own in returning:
@@ -309,10 +300,3 @@ class PhaseMemory:
                 margin / GIB,
             )
         return False
-
-
-def _try_to_return(own: Movable) -> None:
-    try:
-        own.come_back()
-    except torch.OutOfMemoryError:
-        log.info("no room to bring %s back early", own.name)

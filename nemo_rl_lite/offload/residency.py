@@ -1,5 +1,7 @@
-"""`Residency` is the table of which component is where in which phase, from the configuration alone. It drives the
-moves, is printed at start, and is compared with measured memory. This module imports nothing heavy."""
+"""The residency table: which component is where in which phase, from the configuration alone.
+
+It drives the moves, is printed at start, and is compared with measured memory. This module imports nothing heavy.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,8 +50,8 @@ ENGINE_COMPONENTS = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
 @dataclass(frozen=True)
 class Residency:
-    """The table has the phases of the run's algorithm and the components on the policy's device, which include a
-    teacher's, and the engines' where `engines_share_device`."""
+    """Places of the components on the policy's device, a teacher's and (if `engines_share_device`) the engines'
+    included."""
 
     places: Mapping[Phase, Mapping[Component, Place]]
     engines_share_device: bool
@@ -60,15 +62,24 @@ class Residency:
         phases = tuple(Phase) if generates(config) else (Phase.LOGPROB, Phase.TRAIN)
         table = {phase: _policy(config, phase, shared) for phase in phases}
         if has_teacher(config):
-            table = {phase: row | _teacher(config, phase) for phase, row in table.items()}
+            # It scores in the logprob phase.
+            for phase, row in table.items():
+                away = config.teacher.offload and phase is not Phase.LOGPROB
+                row[Component.TEACHER_WEIGHTS] = _leaving(Place.HOST, away)
         if shared:
-            sleeps, keeps = engines_sleep(config), engines_serve_adapters(config.generation, config.policy)
-            table = {phase: row | _engine(phase, sleeps, keeps) for phase, row in table.items()}
+            sleeps = engines_sleep(config)
+            # A sleeping engine keeps nothing, or the weights that no refit brings. Weights return in the refit, the KV
+            # cache after it.
+            to = Place.HOST if engines_serve_adapters(config.generation, config.policy) else Place.RELEASED
+            for phase, row in table.items():
+                trains = phase in (Phase.LOGPROB, Phase.TRAIN)
+                row[Component.GENERATION_WEIGHTS] = _leaving(to, sleeps and trains)
+                row[Component.KV_CACHE] = _leaving(Place.RELEASED, sleeps and phase is not Phase.GENERATE)
         return cls(table, shared)
 
     @property
     def engines_sleep(self) -> bool:
-        """Whether engines on the policy's device give it their memory, and want it back."""
+        """Return whether engines on the policy's device give it their memory, and want it back."""
         rows = self.places.values()
         return any(row.get(part) is Place.RELEASED for row in rows for part in ENGINE_COMPONENTS)
 
@@ -100,40 +111,18 @@ class Residency:
 def _policy(config: Config, phase: Phase, shared: bool) -> dict[Component, Place]:
     # Engines with their own devices do not need the memory, so offloading for generation has no effect.
     leaves = frozenset(leaving_for_generation(config.policy) if shared else ())
+    # States that left before generation stay away until training, whatever the logprob phase's own key says.
+    states_leave = Component.OPTIMIZER_STATES in leaves
+    states_leave |= phase is Phase.LOGPROB and config.policy.offload_optimizer_states_for_logprob
+    on_cpu = config.policy.megatron_cfg.optimizer.optimizer_cpu_offload
     # The memory of a recorded training pass stays with its graph.
     graphs = records_training(config)
     return {
         Component.PARAMETERS: _leaving(Place.HOST, phase is Phase.GENERATE and Component.PARAMETERS in leaves),
         # Gradients hold nothing between an optimizer step and the next training phase, which allocates them again.
         Component.GRADIENTS: _leaving(Place.RELEASED, phase is not Phase.TRAIN and Component.GRADIENTS in leaves),
-        Component.OPTIMIZER_STATES: _leaving(Place.HOST, _states_away(config, phase, leaves)),
+        Component.OPTIMIZER_STATES: _leaving(Place.HOST, on_cpu or (phase is not Phase.TRAIN and states_leave)),
         Component.ACTIVATIONS: _leaving(Place.RELEASED, phase not in (Phase.LOGPROB, Phase.TRAIN) and not graphs),
-    }
-
-
-def _teacher(config: Config, phase: Phase) -> dict[Component, Place]:
-    """Return the teacher's row: it scores in the logprob phase."""
-    away = config.teacher.offload and phase is not Phase.LOGPROB
-    return {Component.TEACHER_WEIGHTS: _leaving(Place.HOST, away)}
-
-
-def _states_away(config: Config, phase: Phase, leaves: frozenset[str]) -> bool:
-    if config.policy.megatron_cfg.optimizer.optimizer_cpu_offload:
-        return True
-    if phase is Phase.TRAIN:
-        return False
-    # States that left before generation stay away until training, whatever the logprob phase's own key says.
-    away = Component.OPTIMIZER_STATES in leaves
-    return away or (phase is Phase.LOGPROB and config.policy.offload_optimizer_states_for_logprob)
-
-
-def _engine(phase: Phase, sleeps: bool, keeps: bool) -> dict[Component, Place]:
-    """Return the engine's row. A sleeping engine keeps nothing, or with `keeps` its weights in host memory; weights
-    return in the refit, the KV cache after it."""
-    away = Place.HOST if keeps else Place.RELEASED
-    return {
-        Component.GENERATION_WEIGHTS: _leaving(away, sleeps and phase in (Phase.LOGPROB, Phase.TRAIN)),
-        Component.KV_CACHE: _leaving(Place.RELEASED, sleeps and phase is not Phase.GENERATE),
     }
 
 

@@ -44,14 +44,11 @@ from nemo_rl_lite.refit.group import all_gather
 from nemo_rl_lite.refit.interface import (
     PROBE_TOLERANCE,
     Export,
-    Kind,
     NoConsumers,
     RefitReport,
     Sender,
     Transport,
-    TransportFacts,
     WeightSource,
-    choose_transport,
 )
 from nemo_rl_lite.refit.ipc import DirectOffer, DirectSender, IpcExport, Parameters, probe_sharing
 from nemo_rl_lite.refit.layout import (
@@ -258,20 +255,18 @@ def plan_refit(
     """
     planning, device = _Planning(model, config, adapters_alone), model.device
     found = planning.found()
-    facts = TransportFacts(shared_device, device.type == "cuda", config.direct, has_recipe=found is not None)
     sharing = None
-    if found is not None and choose_transport(facts) == "direct":
-        sharing, one_machine, opens = probe_sharing(found.parameters, found.recipe, _groups(), config.timeout_s)
-        if opens and not planning.only_moves(planning.first_unlike_shared(found.recipe, sharing)):
+    if found is not None and shared_device and device.type == "cuda" and config.direct:
+        sharing = probe_sharing(found.parameters, found.recipe, _groups(), config.timeout_s)
+        if sharing is not None and not planning.only_moves(planning.first_unlike_shared(found.recipe, sharing)):
             found = None
-        facts = replace(facts, has_recipe=found is not None, one_machine=one_machine, memory_opens=opens)
-    kind = choose_transport(facts)
-    log.info("transport of refits: %s", kind)
-    if kind == "direct" and found is not None and sharing is not None:
+    if found is not None and sharing is not None:
+        log.info("transport of refits: direct")
         sender = partial(DirectSender, planning.plan, sharing=sharing)
         transport, export = Transport(partial(DirectOffer, found.recipe), sender) if consumers else None, None
     else:
-        transport, export = planning.through_buckets(kind, found, consumers)
+        log.info("transport of refits: %s", "shared" if shared_device else "broadcast")
+        transport, export = planning.through_buckets(shared_device, found, consumers)
     if device.type == "cuda":
         # Engines on this device need the memory that tracing used.
         torch.cuda.empty_cache()
@@ -305,12 +300,12 @@ class _Planning:
             return first_differing(recipe, parameters, self._exported())
 
     def through_buckets(
-        self, kind: Kind, found: FoundExport | None, consumers: int
+        self, shared_device: bool, found: FoundExport | None, consumers: int
     ) -> tuple[Transport | None, Export | None]:
         """This rank's transport, if it has consumers, and its export, if a rank needs it."""
         config, device = self._config, self._model.device
         buffers: BucketBuffers | None = None
-        if consumers and kind == "shared":
+        if consumers and shared_device:
             buffers = SharedBuffer(self.plan, device)
         elif consumers:
             buffers = BroadcastBuffers(self.plan, config.num_buffers, device)

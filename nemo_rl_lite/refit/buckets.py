@@ -1,23 +1,9 @@
-"""The two sides of transports through buckets: a loop over buckets, with checksums and timing.
+"""Transports through buckets: a broadcast, and a buffer that processes on one device share.
 
-Buckets put together from the parameters of one or several ranks, by copies and collectives that are planned once.
-
-Each rank of a group packs what other ranks want of its parameters into its section of an arena, the sections are
-exchanged, and each rank that wants weights copies them from the arena into the bucket. A bucket that only one rank has
-parameters of, as in a pipeline stage, is filled by that rank and broadcast as it is.
-
-Buckets from tensors that come one by one.
-
-Weights from one producer to every consumer over a process group, with several buckets on the way at a time.
-
-While bucket k is sent, the producer exports and packs bucket k + 1 and the consumers load bucket k - 1. A side waits
-only for the broadcast from or into the buffer that it needs. On a GPU, what a consumer loads is ordered by its current
-stream, and the broadcast that fills the buffer again is queued behind it.
-
-Weights between processes that share a device: a buffer which the producer fills and the consumers read.
-
-On a GPU it is CUDA memory opened through an IPC handle, on a CPU a file in memory. Each connection opens it once. It
-has two halves: while consumers load one bucket, the producer fills the other half with the next.
+An `Export` fills buckets: `BucketReshard` copies and exchanges parts of parameters by plans that are made once,
+`Stream` takes tensors one by one. While bucket k is sent, the producer fills bucket k + 1 and consumers load bucket
+k - 1. A side waits only for the transfer from or into the buffer that it needs. On a GPU, loading is ordered by the
+consumer's current stream, and the next transfer into the same buffer is queued behind it.
 """
 
 import math
@@ -58,7 +44,7 @@ from nemo_rl_lite.refit.layout import (
     new_buffers,
     view,
 )
-from nemo_rl_lite.refit.trace import ExchangePlan, Recipe, make_route, source_ranks
+from nemo_rl_lite.refit.trace import ExchangePlan, Recipe, plan_exchange, source_ranks
 
 
 def assemble(
@@ -69,10 +55,10 @@ def assemble(
     groups: Sequence[dist.ProcessGroup],
     timeout_s: float,
 ) -> "BucketReshard | None":
-    """The assembly of this rank; collective over the default group.
+    """Plan how this rank's buckets are filled; collective over the default group.
 
-    `recipe`: None if this rank wants no weights. `groups`: existing process groups, which are used where they fit.
-    Returns None if no rank needs this one.
+    `recipe`: None if this rank wants no weights. `groups`: existing process groups, used where they fit. Returns
+    None if no rank needs this one.
     """
     rank = dist.get_rank()
     ranks, group = group_by_need(None if recipe is None else source_ranks(recipe), groups, timeout_s)
@@ -84,8 +70,13 @@ def assemble(
 
 
 class BucketReshard:
-    """An `Export`. All ranks of the group begin and fill all buckets in turn, on a rank that wants no weights with None
-    for the buffer."""
+    """An `Export` of parameters that are spread over ranks.
+
+    Each rank packs what other ranks want into its section of an arena, the sections are exchanged, and each rank
+    that wants weights copies them from the arena into the bucket. A bucket of one rank's parameters alone, as of a
+    pipeline stage, is filled by that rank and broadcast. All ranks of the group begin and fill all buckets in order;
+    a rank that wants no weights passes None for the buffer.
+    """
 
     def __init__(
         self,
@@ -97,25 +88,28 @@ class BucketReshard:
         device: torch.device,
     ):
         """`parameters`: this rank's, by their number in the recipes, contiguous. `recipes`: of every rank that wants
-        weights. Ranks are torch.distributed's global ones. `group`: None for a single rank."""
+        weights, by global rank. `group`: None for a single rank."""
         self._plan, self._parameters, self._group = plan, parameters, group
         self._ranks = [rank] if group is None else dist.get_process_group_ranks(group)
         # Gloo's all-gather takes several times as long as a broadcast from each rank.
         gather = device.type == "cuda"
-        self._routes = [make_route(bucket, recipes, self._ranks, rank, gather) for bucket in plan.buckets]
-        self._rank, self._wants = rank, rank in recipes
-        self._arena = torch.empty(self._arena_bytes(), dtype=torch.uint8, device=device)
+        self._exchanges = [plan_exchange(bucket, recipes, self._ranks, rank, gather) for bucket in plan.buckets]
+        self._rank = rank
+        # A rank that wants no weights still needs memory for what is broadcast.
+        broadcast = 0 if rank in recipes else max(bucket.nbytes for bucket in plan.buckets)
+        arena_bytes = max([broadcast, *(exchange.nbytes for exchange in self._exchanges)])
+        self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._own: dict[int, CopyList] = {}
         self._into: dict[int, tuple[int, CopyList, CopyList]] = {}
-        self._under_way = list[Any]()
+        self._pending = list[Any]()
         # Buckets of this refit that are begun and filled.
         self._begun = self._filled = 0
         self._release()
 
     @property
     def collectives(self) -> int:
-        """The number of collectives of a refit."""
-        return sum(route.collectives for route in self._routes)
+        """Return the number of collectives of a refit."""
+        return sum(exchange.collectives for exchange in self._exchanges)
 
     def start(self) -> None:
         self._begun = self._filled = 0
@@ -124,101 +118,96 @@ class BucketReshard:
 
     def begin(self, index: int, report: RefitReport) -> None:
         """Pack what other ranks want of this rank, and start to exchange it."""
-        clock, route = time.perf_counter(), self._routes[index]
+        clock, exchange = time.perf_counter(), self._exchanges[index]
         self._begun = index + 1
         if index not in self._own:
-            self._own[index] = self._packing(route)
+            sources = [packed.source.of(self._parameters[packed.parameter]) for packed, _ in exchange.own]
+            targets = [self._in_arena(begin, source) for source, (_, begin) in zip(sources, exchange.own, strict=True)]
+            self._own[index] = CopyList(targets, sources)
         self._own[index].run()
-        if route.whole is None:
-            self._under_way = self._exchanged(route)
+        if exchange.whole is None:
+            self._pending = self._start_exchange(exchange)
         report.add("pack", clock)
 
     def fill(self, index: int, buffer: Tensor | None, report: RefitReport) -> None:
         """See `Export.fill`."""
-        clock, route = time.perf_counter(), self._routes[index]
+        clock, exchange = time.perf_counter(), self._exchanges[index]
         if buffer is None:
-            # A rank that wants no weights needs memory for what is broadcast all the same.
-            buffer = self._arena[: self._plan.buckets[index].nbytes if route.whole is not None else 0]
+            buffer = self._arena[: self._plan.buckets[index].nbytes if exchange.whole is not None else 0]
         here, arriving = self._filling(index, buffer)
         here.run()
-        if route.whole is not None:
-            self._under_way = [self._broadcast(buffer, route.whole)]
+        if exchange.whole is not None:
+            self._pending = [self._broadcast(buffer, exchange.whole)]
         clock = report.add("pack", clock)
-        for work in self._under_way:
+        for work in self._pending:
             # On a GPU only the current stream waits.
             work.wait()
-        self._under_way = []
+        self._pending = []
         clock = report.add("iterate", clock)
         arriving.run()
         self._filled = index + 1
-        if self._filled == len(self._routes):
+        if self._filled == len(self._exchanges):
             self._release()
         report.add("pack", clock)
 
     def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
         """See `Export.finish`."""
         report = RefitReport()
-        for index in range(self._filled, len(self._routes)):
+        for index in range(self._filled, len(self._exchanges)):
             if self._begun == index:
                 self.begin(index, report)
             self.fill(index, buffer_of(index), report)
 
-    def _packing(self, route: ExchangePlan) -> CopyList:
-        sources = [packed.source.of(self._parameters[packed.parameter]) for packed, _ in route.own]
-        targets = [self._in_arena(begin, source) for source, (_, begin) in zip(sources, route.own, strict=True)]
-        return CopyList(targets, sources)
-
     def _filling(self, index: int, buffer: Tensor) -> tuple[CopyList, CopyList]:
-        """Copies into the buffer from this rank's parameters, and from the arena. A bucket mostly comes in the same
-        memory, so the views of it are kept."""
+        """Return copies into the buffer, from this rank's parameters and from the arena. They are kept, since a
+        bucket mostly comes in the same memory."""
         kept = self._into.get(index)
         if kept is None or kept[0] != buffer.data_ptr():
-            route = self._routes[index]
-            slots = {slot: view(buffer, slot) for slot in {slot for slot, *_ in (*route.here, *route.arriving)}}
+            exchange = self._exchanges[index]
+            slots = {slot: view(buffer, slot) for slot in {slot for slot, *_ in (*exchange.here, *exchange.arriving)}}
             here = CopyList(
-                [segment.target.of(slots[slot]) for slot, segment in route.here],
-                [segment.source.of(self._parameters[segment.parameter]) for _, segment in route.here],
+                [segment.target.of(slots[slot]) for slot, segment in exchange.here],
+                [segment.source.of(self._parameters[segment.parameter]) for _, segment in exchange.here],
             )
-            targets = [segment.target.of(slots[slot]) for slot, segment, _ in route.arriving]
-            begins = [begin for *_, begin in route.arriving]
+            targets = [segment.target.of(slots[slot]) for slot, segment, _ in exchange.arriving]
+            begins = [begin for *_, begin in exchange.arriving]
             arrived = [self._in_arena(begin, target) for begin, target in zip(begins, targets, strict=True)]
             kept = self._into[index] = buffer.data_ptr(), here, CopyList(targets, arrived)
         return kept[1], kept[2]
 
     def _in_arena(self, begin: int, like: Tensor) -> Tensor:
-        """Contiguous memory of the arena, with the shape and the dtype of another tensor."""
+        """Return contiguous memory of the arena, with the shape and the dtype of another tensor."""
         memory = self._arena[begin : begin + math.prod(like.shape) * like.element_size()]
         return memory.view(like.dtype).view(like.shape)
 
-    def _exchanged(self, route: ExchangePlan) -> list[Any]:
-        """The exchange of the sections, which is under way."""
-        if not route.gathered:
+    def _start_exchange(self, exchange: ExchangePlan) -> list[Any]:
+        """Start to exchange the sections."""
+        if not exchange.gathered:
             return [
                 self._broadcast(self._arena[begin : begin + size], source)
-                for source, (begin, size) in route.sections.items()
+                for source, (begin, size) in exchange.sections.items()
             ]
-        begin, size = route.sections[self._rank]
+        begin, size = exchange.sections[self._rank]
         together, own = self._arena[: size * len(self._ranks)], self._arena[begin : begin + size]
         return [dist.all_gather_into_tensor(together, own, group=self._group, async_op=True)]
 
     def _broadcast(self, memory: Tensor, source: int) -> Any:
         return dist.broadcast(memory, src=source, group=self._group, async_op=True)
 
-    def _arena_bytes(self) -> int:
-        broadcast = 0 if self._wants else max(bucket.nbytes for bucket in self._plan.buckets)
-        return max([broadcast, *(route.nbytes for route in self._routes)])
-
     def _release(self) -> None:
-        """Give back a GPU's memory between refits; views of it stay valid for the next refit."""
+        """Free a GPU's memory between refits; views of it stay valid for the next refit."""
         if self._arena.is_cuda:
             self._arena.untyped_storage().resize_(0)
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How buckets in buffers pass from producer to consumers: `start` starts to hand a bucket over, and `end` ends a
-    refit, given the last buffer. Both sides start the buckets in order, the consumer each when its buffer may be
-    filled, with `ahead` of them on the way, and finish each before they use its buffer again."""
+    """Passes buckets from producer to consumers: `start` starts to hand one over, `end` ends a refit, given the last
+    buffer.
+
+    Both sides start the buckets in order, with `ahead` of them in flight, and finish each before they use its buffer
+    again. The consumer starts one when its buffer may be filled.
+    """
 
     group: RefitGroup
     ahead: int
@@ -227,7 +216,7 @@ class Wire:
 
 
 class BucketBuffers(Protocol):
-    """The producer's buffers, which it keeps from connection to connection. `memory`: of `new_buffers`."""
+    """The producer's buffers, kept between connections. `memory`: of `new_buffers`."""
 
     memory: Tensor
 
@@ -237,7 +226,7 @@ class BucketBuffers(Protocol):
 
 
 def bucket_transport(plan: RefitPlan, buffers: BucketBuffers, verify: Verify, export: Export) -> Transport:
-    """The transport of what is exported into the buffers."""
+    """Return the transport of what is exported into the buffers."""
 
     def sender(group: RefitGroup) -> BucketSender:
         return BucketSender(plan, buffers.wire(group), buffers.memory, verify, export)
@@ -247,7 +236,7 @@ def bucket_transport(plan: RefitPlan, buffers: BucketBuffers, verify: Verify, ex
 
 class _Side:
     def __init__(self, plan: RefitPlan, wire: Wire, buffers: Tensor, verify: Verify):
-        """`buffers` (of `new_buffers`) are used by the buckets in turn."""
+        """`buffers` (of `new_buffers`) are used by the buckets round-robin."""
         self._plan, self._wire, self._buffers, self._verify = plan, wire, buffers, verify
 
     def _buffer(self, index: int) -> Tensor:
@@ -260,7 +249,7 @@ class _Side:
 class BucketSender(_Side):
     """A `Sender` that fills buffers from an `Export` and hands them over one by one.
 
-    Its report has, in addition to the export's stages, `pack` (checksums) and `transfer` (waiting for consumers).
+    Besides the export's stages it reports `pack` (checksums) and `transfer` (waiting for consumers).
     """
 
     def __init__(self, plan: RefitPlan, wire: Wire, buffers: Tensor, verify: Verify, export: Export):
@@ -271,29 +260,29 @@ class BucketSender(_Side):
         """See `Sender.send`."""
         self._export.start()
         try:
-            return self._send(self._export)
+            return self._send()
         except RefitError:
             # Other ranks are still in the collectives of this refit.
             self._export.finish(self._buffer)
             raise
 
-    def _send(self, export: Export) -> RefitReport:
-        report, checksums, flights = RefitReport(), Checksums(self._verify), list[PendingTransfer]()
+    def _send(self) -> RefitReport:
+        report, checksums, transfers = RefitReport(), Checksums(self._verify), list[PendingTransfer]()
         self._wire.group.announce(self._plan.digest)
         for index in range(len(self._plan.buckets)):
-            export.begin(index, report)
+            self._export.begin(index, report)
             clock = time.perf_counter()
             if index >= self._wire.ahead:
-                flights[index - self._wire.ahead].finish()
+                transfers[index - self._wire.ahead].finish()
             report.add("transfer", clock)
-            export.fill(index, self._buffer(index), report)
+            self._export.fill(index, self._buffer(index), report)
             clock = time.perf_counter()
             checksums.add(self._buffer(index))
-            flights.append(self._start(index))
+            transfers.append(self._start(index))
             report.add("pack", clock)
         clock = time.perf_counter()
-        for flight in flights:
-            flight.finish()
+        for transfer in transfers:
+            transfer.finish()
         self._wire.end(self._buffer(len(self._plan.buckets) - 1))
         report.add("transfer", clock)
         report.checksums = checksums.values()
@@ -307,25 +296,26 @@ class BucketReceiver(_Side):
         """See `Receiver.receive`."""
         report, checksums, buckets = RefitReport(), Checksums(self._verify), self._plan.buckets
         self._wire.group.expect(self._plan.digest)
-        flights = [self._start(index) for index in range(min(self._wire.ahead, len(buckets)))]
+        transfers = [self._start(index) for index in range(min(self._wire.ahead, len(buckets)))]
         for index, bucket in enumerate(buckets):
             clock = time.perf_counter()
-            flights[index].finish()
+            transfers[index].finish()
             report.add("transfer", clock)
             checksums.add(self._buffer(index))
             loader.fill(ReceivedBucket(index, bucket, self._buffer(index)))
-            if len(flights) < len(buckets):
-                flights.append(self._start(len(flights)))
+            if len(transfers) < len(buckets):
+                transfers.append(self._start(len(transfers)))
         self._wire.end(self._buffer(len(self._plan.buckets) - 1))
         report.checksums = checksums.values()
         return report
 
 
 class Stream:
-    """An `Export` of the tensors (any device and layout) that `tensors()` gives, in the plan's order, at each refit."""
+    """An `Export` of the tensors (any device and layout) that `tensors()` yields, in the plan's order, at each
+    refit."""
 
     def __init__(self, plan: RefitPlan, tensors: Callable[[], Iterable[Named]], gathers: bool = False):
-        """`gathers`: whether giving a tensor is a collective of several ranks."""
+        """`gathers`: whether yielding a tensor is a collective of several ranks."""
         self._plan, self._make, self._gathers = plan, tensors, gathers
         self._tensors: Iterator[Named] = iter(())
         self._named: list[Named] = []
@@ -368,7 +358,7 @@ class Stream:
 
 
 class BroadcastBuffers:
-    """Buffers for `count` buckets at a time, on either side."""
+    """Either side's buffers, for `count` buckets at a time."""
 
     def __init__(self, plan: RefitPlan, count: int, device: torch.device):
         self.memory = new_buffers(plan, count, device)
@@ -385,7 +375,7 @@ class BroadcastBuffers:
 
 @dataclass(frozen=True)
 class BroadcastOffer:
-    """An `Offer` of `count` buckets at a time."""
+    """A `WeightSource` of `count` buckets at a time."""
 
     count: int
 
@@ -397,25 +387,25 @@ class BroadcastOffer:
         return BucketReceiver(plan, buffers.wire(group), buffers.memory, verify)
 
 
-def meetings(group: RefitGroup) -> Wire:
-    """A wire on which all ranks meet once for each bucket. Then the bucket is complete, and the one before it has been
-    loaded, so that its half may be filled next."""
+def barrier_wire(group: RefitGroup) -> Wire:
+    """Return a wire on which all ranks meet once per bucket. Then the bucket is complete, and the one before it has
+    been loaded, so that its half may be filled next."""
 
     def start(buffer: Tensor, bucket: Bucket) -> PendingTransfer:
         synchronize(buffer)
-        return group.start_meeting(bucket.describe())
+        return group.start_barrier(bucket.describe())
 
     def end(buffer: Tensor) -> None:
         synchronize(buffer)
-        group.meet("the end of the refit")
+        group.barrier("the end of the refit")
 
     return Wire(group, 1, start, end)
 
 
 @dataclass(frozen=True)
 class SharedOffer:
-    """An `Offer` of a buffer, uint8 [halves, half_bytes], that another process on the device can open: by a CUDA IPC
-    handle, or by the path of a file in memory that ends with the producer's process."""
+    """A `WeightSource` of a buffer, uint8 [halves, half_bytes], that another process on the device opens: by a CUDA
+    IPC handle, or by the path of a file in memory that ends with the producer's process."""
 
     cuda: tuple[Any, ...] | None
     file: str | None
@@ -423,7 +413,7 @@ class SharedOffer:
     half_bytes: int
 
     def open(self) -> Tensor:
-        """The buffer, in this process."""
+        """Open the buffer in this process."""
         if self.cuda is not None:
             return open_cuda_tensor(self.cuda)
         if self.file is None:
@@ -436,12 +426,12 @@ class SharedOffer:
         return torch.device("cpu")
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:
-        return BucketReceiver(plan, meetings(group), self.open(), verify)
+        return BucketReceiver(plan, barrier_wire(group), self.open(), verify)
 
 
 class SharedBuffer:
-    """The producer's buffer for the plan's largest bucket, twice if the plan has several. It is kept for as long as
-    anybody may open it or has it open."""
+    """The producer's buffer for the plan's largest bucket, twice if the plan has several: while consumers load one
+    half, the producer fills the other."""
 
     def __init__(self, plan: RefitPlan, device: torch.device):
         """Raises RefitError: the machine does not have the memory."""
@@ -463,9 +453,9 @@ class SharedBuffer:
         self.memory = SharedOffer(None, self._file, halves, half_bytes).open()
 
     def wire(self, group: RefitGroup) -> Wire:
-        return meetings(group)
+        return barrier_wire(group)
 
     def offer(self) -> SharedOffer:
-        """The offer for one connection, each of which needs its own CUDA handle."""
+        """Return the source of one connection, each of which needs its own CUDA handle."""
         cuda = share_cuda_tensor(self.memory) if self._file is None else None
         return SharedOffer(cuda, self._file, *self.memory.shape)

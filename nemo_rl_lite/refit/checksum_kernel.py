@@ -1,4 +1,4 @@
-"""The checksum of `checksum.py` in one pass over the GPU's memory, by Triton.
+"""The checksum of interface.py in one pass over the GPU's memory, by Triton.
 
 Import this only where there is a GPU, because Triton compiles for one.
 """
@@ -27,12 +27,12 @@ def _add_up(words, total, count, every, CHUNK: tl.constexpr, ODD: tl.constexpr, 
 
 
 def sum_words(words: Tensor, every: int, chunk: int, odd: int) -> Tensor:
-    """The checksum of `words`, int64 [n], from one chunk of `chunk` words in `every`: an int64 scalar on the same
-    device."""
+    """Return the checksum of `words`, int64 [n], from one chunk of `chunk` words in `every`: an int64 scalar on the
+    same device."""
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     chunks = -(-words.numel() // chunk)
-    looked_at = -(-chunks // every)
-    if looked_at:
-        launch: Any = _add_up[(looked_at * (chunk // _BLOCK),)]
+    verified = -(-chunks // every)
+    if verified:
+        launch: Any = _add_up[(verified * (chunk // _BLOCK),)]
         launch(words, total, words.numel(), every, CHUNK=chunk, ODD=odd, BLOCK=_BLOCK)
     return total

@@ -1,7 +1,7 @@
-"""GPU memory that another process opens: where a tensor lies and how it is opened, by CUDA's driver.
+"""GPU memory shared between processes by CUDA's driver.
 
-torch's own way to share a tensor works once for each tensor, and keeps the memory until torch's counter says that no
-process reads it. Weights are shared again at each refit, and the rank that shares them waits for the end of it.
+torch's own sharing works once for each tensor, and keeps the memory until its counter says that no process reads it.
+Weights are shared again at each refit, and the sharing rank waits for its end.
 """
 
 import ctypes
@@ -26,18 +26,18 @@ class _Handle(ctypes.Structure):
 
 
 def allocation(tensor: Tensor) -> int:
-    """The address of the allocation that has a CUDA tensor's first element. Raises RefitError: not memory that CUDA
-    allocated."""
+    """Return the address of the allocation that has a CUDA tensor's first element. Raises RefitError: not memory
+    that CUDA allocated."""
     begin, size = ctypes.c_uint64(), ctypes.c_size_t()
     _call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(tensor.data_ptr()))
     return begin.value
 
 
 def handle(address: int) -> bytes:
-    """The handle by which another process opens the allocation at `address`.
+    """Return the handle by which another process opens the allocation at `address`.
 
     Raises:
-        RefitError: memory that cannot be shared, as that of torch's expandable segments.
+        RefitError: memory that cannot be shared, such as torch's expandable segments.
     """
     made = _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(made), ctypes.c_uint64(address))
@@ -46,7 +46,7 @@ def handle(address: int) -> bytes:
 
 @contextmanager
 def opened(handles: Iterable[bytes]) -> Iterator[dict[bytes, int]]:
-    """The addresses, in this process, of other processes' allocations on GPUs of this machine, until the block ends.
+    """Open other processes' allocations on GPUs of this machine; yield their addresses in this process, by handle.
 
     Raises:
         RefitError: the other process is gone, or cannot be reached from here.
@@ -64,7 +64,8 @@ def opened(handles: Iterable[bytes]) -> Iterator[dict[bytes, int]]:
 
 
 def tensor_at(address: int, nbytes: int) -> Tensor:
-    """A tensor, uint8 [nbytes], for the current device, which may read it over a link. It does not own the memory."""
+    """Return a tensor, uint8 [nbytes], for the current device, which may read it over a link. It does not own the
+    memory."""
     device = torch.device("cuda", torch.cuda.current_device())
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage_at(address, device, nbytes))
 

@@ -1,11 +1,9 @@
-"""Loaders of received weights: from a bucket's bytes into an engine's parameters.
+"""The engine's side of refits: an engine rank's connection to its producer, and loaders of received weights.
 
-The loader of an engine renames tensors, puts several into one parameter and takes a tensor-parallel rank's slice.
-`Destinations` watches it once, copy by copy, and makes the same copies itself from then on. A tensor stays with the
-engine's loader if the loader does more with it than copy windows of it into the engine's memory, and so does a bucket
-during which the loader writes anything else there.
-
-An engine rank's connection to its producer, whichever transport the weights take.
+An engine's loader renames tensors, fuses several into one parameter and takes a tensor-parallel rank's slice.
+`CopyReplayLoader` records these copies once and replays them later. It leaves a tensor to the engine's loader if
+that does more with it than copy windows into the engine's memory, and a whole bucket if the loader writes anything
+else there meanwhile.
 """
 
 import logging
@@ -26,41 +24,48 @@ from nemo_rl_lite.refit.interface import Loader, Receiver, WeightSource, Window
 from nemo_rl_lite.refit.layout import CopyList, Named, ReceivedBucket, RefitPlan, Slot, dtype_name, same_bytes
 from nemo_rl_lite.refit.trace import StridedView
 
+log = logging.getLogger(__name__)
+
+# An engine's own loader: takes named tensors, returns the names of the filled parameters, or None if it reports none.
+Load = Callable[[Sequence[Named]], set[str] | None]
+
+# Operations that write the same whatever was loaded.
+_CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
 
 @dataclass(frozen=True)
 class Source:
-    """Where one consumer gets its weights, and how."""
+    """Connects one consumer to its producer."""
 
     plan: RefitPlan
     config: RefitConfig
-    meeting: Rendezvous
+    rendezvous: Rendezvous
     offer: WeightSource
 
 
 def connect(source: Source, device: torch.device) -> Receiver:
-    """Join the producer's group; returns when the producer and all its consumers have joined. `device`: where the
-    engine's weights are."""
+    """Join the producer's group; returns when all its ranks have joined. `device`: where the engine's weights are."""
     config, offer = source.config, source.offer
-    group = join_at(source.meeting, offer.group_device(device), config.timeout_s)
+    group = join_at(source.rendezvous, offer.group_device(device), config.timeout_s)
     return offer.receiver(source.plan, group, device, config.verify)
 
 
 class WeightsState:
-    """Whether an engine's weights are all of one refit. They are not before the first refit of an engine that started
-    with dummy weights, between a refit's first and last bucket, and after a refit that failed, until one succeeds."""
+    """Tells whether an engine's weights are all of one refit. They are not before the first refit of dummy weights,
+    during a refit, and after a failed one."""
 
     def __init__(self, complete: bool) -> None:
         self._complete = complete
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """The block is a refit."""
+        """Mark the block as a refit."""
         self._complete = False
         yield
         self._complete = True
 
     def discard(self) -> None:
-        """Note that the memory of the weights is given away."""
+        """Note that the memory of the weights is freed."""
         self._complete = False
 
     def require(self) -> None:
@@ -71,22 +76,12 @@ class WeightsState:
             )
 
 
-log = logging.getLogger(__name__)
-
-# An engine's own loader: takes named tensors, returns the names of the parameters that it has filled, or None if it
-# does not report them.
-Load = Callable[[Sequence[Named]], set[str] | None]
-
-# Operations that write the same whatever was loaded.
-_CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-
-
 class EngineLoader(Loader):
-    """Gives each bucket's tensors to an engine's own loader. `filled`: the parameters that the engine's loader has
-    reported as filled; None if it does not report them."""
+    """Gives each bucket's tensors to an engine's own loader. `filled`: the parameters that it has reported as
+    filled; None if it does not report them."""
 
     def __init__(self, load: Load, keep: bool = False):
-        """`keep`: give the loader tensors that it may keep after the bucket."""
+        """`keep`: give the loader copies that it may keep after the bucket."""
         self._load, self._keep = load, keep
         self.filled: set[str] | None = set()
 
@@ -102,7 +97,7 @@ class EngineLoader(Loader):
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of a window of a bucket's bytes, in elements of `dtype`, to `target`; the window is of one tensor."""
+    """A copy of a window of a bucket's bytes, in elements of `dtype`, to `target`; the window is in one tensor."""
 
     name: str
     target: Tensor
@@ -117,14 +112,14 @@ class _Copy:
 
 @dataclass
 class _Handling:
-    """How one bucket is loaded: copies, and the tensors that are left to the engine's loader."""
+    """The replay of one bucket: copies, and the tensors that are left to the engine's loader."""
 
     copies: list[_Copy]
     left: set[str]
     _ready: tuple[int, CopyList] | None = None
 
     def copy(self, buffer: Tensor) -> None:
-        """Make the copies. A bucket mostly comes in the same memory, so the views of it are kept."""
+        """Make the copies. Views of the bucket are kept, since it mostly comes in the same memory."""
         if self._ready is None or self._ready[0] != buffer.data_ptr():
             sources = [one.source(buffer) for one in self.copies]
             self._ready = buffer.data_ptr(), CopyList([one.target for one in self.copies], sources)
@@ -135,17 +130,17 @@ class _Handling:
 
 
 class CopyReplayLoader(EngineLoader):
-    """Knows where the tensors of each bucket go in one engine rank, once the bucket has come."""
+    """Replays the copies of an engine rank's loader, which it records when a bucket comes for the first time."""
 
     def __init__(self, load: Load, memory: Iterable[Tensor]):
-        """`memory`: everything that the engine computes with, its parameters and buffers; they must not move."""
+        """`memory`: the engine's parameters and buffers, which must not move."""
         super().__init__(load)
         self._memory = {storage_id(tensor) for tensor in memory}
         self._handling: dict[int, _Handling] = {}
 
     @property
     def left(self) -> set[str]:
-        """The tensors, among those that have come, that the engine's loader gets at each refit."""
+        """Return the tensors, among those that have come, that the engine's loader gets at each refit."""
         return {name for one in self._handling.values() for name in one.left}
 
     def windows(self) -> list[Window] | None:
@@ -161,8 +156,7 @@ class CopyReplayLoader(EngineLoader):
 
     @torch.no_grad()
     def fill(self, arrived: ReceivedBucket) -> None:
-        """Bring a bucket's tensors to their places: by the engine's loader when the bucket comes for the first time,
-        and by copies when it comes again."""
+        """Load a bucket by the engine's loader when it comes for the first time, and by copies later."""
         handling = self._handling.get(arrived.index)
         if handling is None:
             self._handling[arrived.index] = self._watched(arrived)
@@ -174,7 +168,7 @@ class CopyReplayLoader(EngineLoader):
     def _watched(self, arrived: ReceivedBucket) -> _Handling:
         with _CopyRecorder(arrived, self._memory) as watch:
             self._load_named(arrived.named())
-        left = watch.used | {one.name for one in watch.copies if not _does_the_same(one, arrived.buffer)}
+        left = watch.used | {one.name for one in watch.copies if not _is_repeatable(one, arrived.buffer)}
         if watch.wrote_more:
             left = {slot.name for slot in arrived.bucket.slots}
         if left:
@@ -182,8 +176,8 @@ class CopyReplayLoader(EngineLoader):
         return _Handling([one for one in watch.copies if one.name not in left], left)
 
 
-def _does_the_same(copy: _Copy, buffer: Tensor) -> bool:
-    """Whether the copy gives what the loader has just put there; if not, the loader's result is restored."""
+def _is_repeatable(copy: _Copy, buffer: Tensor) -> bool:
+    """Return whether the copy gives what the loader has just put there; if not, the loader's result is restored."""
     loaded = copy.target.clone()
     copy.target.zero_()
     copy.target.copy_(copy.source(buffer))
@@ -194,8 +188,8 @@ def _does_the_same(copy: _Copy, buffer: Tensor) -> bool:
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Collects copies from views of a bucket's bytes to the engine's `memory`, and the names of tensors that are used
-    for anything else."""
+    """Collects copies from views of a bucket's bytes to the engine's `memory`, and the tensors used for anything
+    else."""
 
     def __init__(self, arrived: ReceivedBucket, memory: set[int]):
         super().__init__()
@@ -216,14 +210,16 @@ class _CopyRecorder(TorchDispatchMode):
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         read = [one for one in given if all(one is not other for other in written)]
         incoming = [one for one in given if self._is_incoming(one)]
+        results = tree_leaves(result)
+        gives_views = bool(results) and all(self._is_incoming(one) for one in results)
         to_engine = any(storage_id(one) in self._memory for one in written)
-        if func is torch.ops.aten.copy_.default and to_engine and self._is_part(args[1], args[0]):
+        if func is torch.ops.aten.copy_.default and to_engine and self._is_window(args[1], args[0]):
             self.copies.append(self._copy(args[0], args[1]))
-        elif incoming and (written or not self._only_views(result)):
+        elif incoming and (written or not gives_views):
             self.used |= {self._slot(one).name for one in incoming}
-            self._keep([*written, *tree_leaves(result)])
+            self._keep([*written, *results])
         elif any(storage_id(one) in self._computed for one in read):
-            self._keep([*written, *tree_leaves(result)])
+            self._keep([*written, *results])
         elif to_engine and func not in _CONSTANT:
             self.wrote_more = True
         return result
@@ -243,10 +239,7 @@ class _CopyRecorder(TorchDispatchMode):
             if isinstance(one, Tensor) and storage_id(one) not in self._memory and not self._is_incoming(one):
                 self._computed[storage_id(one)] = one
 
-    def _only_views(self, result: Any) -> bool:
-        return bool(tree_leaves(result)) and all(self._is_incoming(one) for one in tree_leaves(result))
-
-    def _is_part(self, source: Any, target: Tensor) -> bool:
+    def _is_window(self, source: Any, target: Tensor) -> bool:
         return self._is_incoming(source) and not self._is_incoming(target) and source.shape == target.shape
 
     def _is_incoming(self, one: Any) -> bool:

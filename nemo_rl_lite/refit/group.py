@@ -1,7 +1,4 @@
-"""A process group that a refit has to itself: rank 0 sends, ranks 1.. receive.
-
-Groups of ranks of which one has parameters that another one's tensors are made of.
-"""
+"""Process groups of refits: one producer (rank 0) with its consumers (1..), and ranks that exchange parameters."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +22,7 @@ _HASH = "the plan's hash"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a consumer finds its producer, and the rank (1 or more) and the size of the group that it joins."""
+    """Where a consumer finds its producer, and its rank (1 or more) in the group of `world_size` ranks."""
 
     host: str
     port: int
@@ -35,7 +32,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class RefitGroup:
-    """One producer and its consumers, outside every default group of the engines it connects."""
+    """One producer and its consumers, outside every default group of the engines that it connects."""
 
     group: Any
     """A torch process group's backend: gloo's or NCCL's."""
@@ -44,8 +41,8 @@ class RefitGroup:
     timeout: timedelta
 
     def start(self, tensor: Tensor, what: str) -> "PendingTransfer":
-        """Start to send (rank 0) or fill (others) `tensor` on `device`, in place and ordered behind the work that the
-        current stream has. Every rank starts the same broadcasts in the same order; several may be on their way.
+        """Start to send (rank 0) or fill (others) `tensor` on `device`, in place and behind the current stream's work.
+        Every rank starts the same broadcasts in the same order; several may be in flight.
 
         Raises:
             LostTouchError: a peer is gone.
@@ -53,7 +50,7 @@ class RefitGroup:
         return self._begin(lambda: self.group.broadcast(tensor, 0), f"broadcast {what}")
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
-        """The same as `start`, but done when this returns.
+        """Send or fill `tensor` as `start` does, and wait until it is done.
 
         Raises:
             LostTouchError: not done within the timeout, or a peer is gone.
@@ -61,7 +58,7 @@ class RefitGroup:
         self.start(tensor, what).finish()
 
     def announce(self, digest: bytes) -> None:
-        """Send consumers the hash of the plan that the producer uses."""
+        """Send consumers the hash of the producer's plan."""
         self.broadcast(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device), _HASH)
 
     def expect(self, digest: bytes) -> None:
@@ -77,21 +74,21 @@ class RefitGroup:
         self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device), "a message")
 
     def receive_message(self) -> bytes:
-        """The bytes that the producer sends. Raises LostTouchError: none within the timeout, or the producer is
-        gone."""
+        """Return the bytes that the producer sends. Raises LostTouchError: none within the timeout, or the producer
+        is gone."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.broadcast(length, "the length of a message")
         message = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
         self.broadcast(message, "a message")
         return bytes(message.tolist())
 
-    def start_meeting(self, what: str) -> "PendingTransfer":
+    def start_barrier(self, what: str) -> "PendingTransfer":
         """Start an operation that is done when every rank has started it."""
         return self._begin(lambda: self.group.allreduce(torch.zeros(1)), f"agree on {what}")
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Return when every rank has called this. Raises LostTouchError: one did not within the timeout, or is gone."""
-        self.start_meeting(what).finish()
+        self.start_barrier(what).finish()
 
     def _begin(self, start: Callable[[], Any], action: str) -> "PendingTransfer":
         with self.naming(action):
@@ -109,7 +106,7 @@ class RefitGroup:
 
 @dataclass
 class PendingTransfer:
-    """A collective operation on its way."""
+    """A collective operation in flight."""
 
     _group: RefitGroup
     _work: Any
@@ -128,21 +125,18 @@ class PendingTransfer:
             if self._group.device.type == "cpu":
                 self._work.wait(self._group.timeout)
             else:
-                self._poll()
+                # NCCL's own wait only orders streams, and its watchdog would end the process.
+                deadline = time.monotonic() + self._group.timeout.total_seconds()
+                while not self._work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise RuntimeError("timed out")
+                    time.sleep(_POLL_S)
+                self._work.wait()
         self._done = True
-
-    def _poll(self) -> None:
-        # NCCL's own wait only orders streams, and its watchdog would end the process.
-        deadline = time.monotonic() + self._group.timeout.total_seconds()
-        while not self._work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError("timed out")
-            time.sleep(_POLL_S)
-        self._work.wait()
 
 
 def host_store(host: str, timeout_s: float) -> TCPStore:
-    """The producer's meeting point, on a free port (`.port`)."""
+    """Open the producer's rendezvous on a free port (`.port`)."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -163,22 +157,21 @@ def join(store: TCPStore, rank: int, world_size: int, device: torch.device, time
     return joined
 
 
-def join_at(meeting: Rendezvous, device: torch.device, timeout_s: float) -> RefitGroup:
-    """Join the group whose producer waits at `meeting`."""
+def join_at(rendezvous: Rendezvous, device: torch.device, timeout_s: float) -> RefitGroup:
+    """Join the group whose producer waits at `rendezvous`."""
     timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return join(store, meeting.rank, meeting.world_size, device, timeout_s)
+    store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return join(store, rendezvous.rank, rendezvous.world_size, device, timeout_s)
 
 
 def group_by_need(
     needed: set[int] | None, groups: Sequence[dist.ProcessGroup], timeout_s: float
 ) -> tuple[list[int], dist.ProcessGroup | None]:
-    """The ranks that this rank shares weights with, itself included, and their process group; collective over the
-    default group.
+    """Return the ranks that this rank shares weights with, itself included, and their process group; collective over
+    the default group.
 
     `needed`: the ranks whose parameters this rank's weights are made of, None if it wants no weights. `groups`:
-    existing groups, which are used where they fit. Returns no ranks if no rank needs this one, and no group for a
-    single rank.
+    existing groups, used where they fit. Returns no ranks if no rank needs this one, and no group for a single rank.
     """
     rank = dist.get_rank()
     together = connected({one: ranks for one, ranks in enumerate(all_gather(needed)) if ranks is not None})
@@ -193,7 +186,7 @@ def group_by_need(
 
 
 def connected(needs: Mapping[int, set[int]]) -> list[list[int]]:
-    """The connected components of ranks. `needs`: for each rank that wants weights, the ranks that have them."""
+    """Return the connected components of ranks. `needs`: for each rank that wants weights, the ranks that have them."""
     groups: list[set[int]] = []
     for rank, needed in needs.items():
         together = {rank} | needed
@@ -205,7 +198,7 @@ def connected(needs: Mapping[int, set[int]]) -> list[list[int]]:
 
 
 def all_gather(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of the group passes, in the ranks' order; of the default group if none is given."""
+    """Return what each rank of the group (None: the default group) passes, in the ranks' order."""
     given: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(given, own, group=group)
     return given

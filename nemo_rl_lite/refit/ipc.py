@@ -1,22 +1,16 @@
-"""Weights straight out of a policy's parameters into those of an engine on the same devices: one copy, and no buffer.
+"""Direct refits: consumers copy weights out of the policy's parameters, and frozen weights exist once per device.
 
-The producer says at each refit where the parameters are, which may have moved, and waits. The consumer opens that
-memory, copies, and closes it. At the first refit the consumer puts each bucket together in its own memory, for the
-engine's loader. If the loader does no more than copy windows of tensors, both ends of each copy are known from then on,
-and a tensor-parallel consumer reads only what it needs, from whichever GPU of the machine has it.
+The producer says at each refit where its parameters are, which may have moved, and waits. The consumer opens that
+memory, copies, and closes it. At the first refit it fills buckets in its own memory, for the engine's loader. If the
+loader only copies windows of tensors, later refits copy straight to the engine's weights: a tensor-parallel consumer
+reads only what it needs, from whichever GPU of the machine has it. Ranks whose weights are spread over several ranks
+share together: each tells its consumers where the parameters of all are, and none moves its own before all consumers
+are done.
 
-Parameters that policy ranks share with processes which copy them: where they are, and how they are opened.
-
-The weights of one rank may be spread over several ranks of its machine. Those share together: each of them sends its
-consumers where the parameters of all of them are, and none moves its parameters before the consumers of all are done.
-
-Frozen weights in one copy: an engine shares its weights, and the policy rank on its device frees its own memory
-of the same bytes.
-
-Which weights these are is found by comparing bytes, so nothing depends on how either side names or fuses its weights: a
-frozen parameter of the policy becomes a view of the first rows of one of the engine's weights. The rows of a padded
-vocabulary come last. What the two sides lay out in other ways stays with the policy. Neither side writes to what is
-shared, and the engine's weights never move, because its CUDA graphs know their addresses.
+With frozen weights, the engine shares its memory and the policy rank on its device frees its own copy. Equal weights
+are found by comparing bytes, so names and fusions do not matter: a frozen parameter becomes a view of the first rows
+of an engine's weight (padded vocabularies end with the padding). Neither side writes to shared memory, and the
+engine's weights never move, because its CUDA graphs know their addresses.
 """
 
 import json
@@ -24,10 +18,9 @@ import logging
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +31,7 @@ from torch import Tensor
 from nemo_rl_lite.errors import LostTouchError, RefitError
 from nemo_rl_lite.refit import device_memory
 from nemo_rl_lite.refit.group import RefitGroup, all_gather, group_by_need
-from nemo_rl_lite.refit.interface import Checksums, Loader, RefitReport, Verify, looked_at, synchronize
+from nemo_rl_lite.refit.interface import Checksums, Loader, RefitReport, Verify, sampled, synchronize
 from nemo_rl_lite.refit.layout import CopyList, ReceivedBucket, RefitPlan, dtype_name, new_buffers, same_bytes, view
 from nemo_rl_lite.refit.trace import Recipe, Segment, segments_of_window, source_ranks
 
@@ -50,11 +43,15 @@ Key = tuple[int, int]
 Parameters = Mapping[Key, Tensor]
 """Contiguous; as uint8 [bytes] if it is another process's."""
 
+# Elements compared at a time.
+_COMPARED = 1 << 24
+
+# The same on all processes of one kernel, which can share memory.
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Memory(Protocol):
-    """How processes share a device's memory: the module `device_memory` on GPUs."""
+    """Shares a device's memory between processes: the module `device_memory` on GPUs."""
 
     def allocation(self, tensor: Tensor) -> int: ...
 
@@ -66,7 +63,7 @@ class Memory(Protocol):
 
 
 class IpcExport:
-    """One policy rank's share. A method that is collective is called by all ranks of the group."""
+    """The parameters that one policy rank shares. All ranks of the group call its collective methods."""
 
     def __init__(
         self,
@@ -77,12 +74,12 @@ class IpcExport:
         memory: Memory = device_memory,
     ):
         """`parameters`: this rank's by number, contiguous; they may move between refits. `ranks`: those that share
-        together, this one included. `group`: their process group, None for a single rank."""
+        together, this one included. `group`: theirs, None for a single rank."""
         self._parameters, self._rank, self._ranks, self._group = parameters, rank, ranks, group
         self._memory = memory
 
     def addresses(self) -> bytes:
-        """Where the parameters of all ranks are now, once all ranks' devices are done with them; collective.
+        """Return where the parameters of all ranks are, once all devices are done with them; collective.
 
         Raises:
             RefitError: memory of one of the ranks cannot be shared; raised on every rank.
@@ -112,11 +109,11 @@ class IpcExport:
             raise LostTouchError(f"the refit failed on policy rank {self._ranks[failed.index(True)]}")
 
     def on_one_machine(self) -> bool:
-        """Whether all ranks are on one machine; collective."""
-        return len(set(self._all_gather(_machine()))) == 1
+        """Return whether all ranks are on one machine; collective."""
+        return len(set(self._all_gather(_BOOT.read_text() if _BOOT.exists() else socket.gethostname()))) == 1
 
     def can_be_opened(self) -> bool:
-        """Whether the ranks can open one another's memory, as their consumers will; collective."""
+        """Return whether the ranks can open one another's memory, as their consumers will; collective."""
         try:
             addresses = self.addresses()
         except RefitError:
@@ -130,7 +127,7 @@ class IpcExport:
 
     @contextmanager
     def together(self) -> Iterator[Parameters]:
-        """The parameters of all ranks, until the block ends; collective."""
+        """Yield the parameters of all ranks; collective."""
         addresses = self.addresses()
         own = {(self._rank, number): parameter for number, parameter in self._parameters.items()}
         with opened(addresses, self._memory, self._others(addresses)) as others:
@@ -155,25 +152,24 @@ class IpcExport:
 
 def probe_sharing(
     parameters: Mapping[int, Tensor], recipe: Recipe, groups: Sequence[dist.ProcessGroup], timeout_s: float
-) -> tuple[IpcExport, bool, bool]:
-    """How this rank shares its `parameters` with the ranks that need them, whether these are on one machine, and
-    whether they can open one another's memory; collective over the default group, and the last two are the same on all
-    ranks. `groups`: existing process groups."""
+) -> IpcExport | None:
+    """Share this rank's `parameters` with the ranks that need them; None on all ranks if any of them cannot open
+    another's memory. Collective over the default group. `groups`: existing process groups."""
     ranks, group = group_by_need(source_ranks(recipe), groups, timeout_s)
     sharing = IpcExport(parameters, dist.get_rank(), ranks, group)
     if not all(all_gather(sharing.on_one_machine())):
         log.info("refits go through a buffer: the policy's weights are spread over several machines")
-        return sharing, False, False
+        return None
     if not all(all_gather(sharing.can_be_opened())):
         if dist.get_rank() == 0:
             log.warning("engines cannot open the policy's memory here: refits go through a buffer (refit.direct)")
-        return sharing, True, False
-    return sharing, True, True
+        return None
+    return sharing
 
 
 @contextmanager
 def opened(addresses: bytes, memory: Memory, wanted: Collection[Key] | None = None) -> Iterator[Parameters]:
-    """The parameters at `Sharing.addresses`, those `wanted` or all, until the block ends.
+    """Open the parameters at `IpcExport.addresses`, those `wanted` or all, until the block ends.
 
     Raises:
         RefitError: memory that cannot be opened from here.
@@ -184,20 +180,12 @@ def opened(addresses: bytes, memory: Memory, wanted: Collection[Key] | None = No
 
 
 def _entries(addresses: bytes) -> Iterator[tuple[Key, tuple[bytes, int, int]]]:
-    """For each parameter its allocation's handle, and its begin and size in that allocation in bytes."""
+    """Yield for each parameter its allocation's handle, and its begin and size there in bytes."""
     for rank, shared in json.loads(addresses).items():
         handles = [bytes.fromhex(handle) for handle in shared["handles"]]
         for number, (index, offset, size) in shared["parameters"].items():
             yield (int(rank), int(number)), (handles[index], offset, size)
 
-
-def _machine() -> str:
-    """What processes under one kernel, which can share memory, have in common."""
-    return _BOOT.read_text() if _BOOT.exists() else socket.gethostname()
-
-
-# Elements compared at a time.
-_COMPARED = 2**24
 
 Copy = tuple[str, Segment, Tensor]
 """A tensor's name, the segment whose source is copied, and the memory that it is copied to."""
@@ -205,7 +193,7 @@ Copy = tuple[str, Segment, Tensor]
 
 @dataclass(frozen=True)
 class DirectOffer:
-    """An `Offer` of the parameters themselves. `recipe`: which windows of them each tensor is made of."""
+    """A `WeightSource` of the parameters themselves. `recipe`: the windows of them that fill each tensor."""
 
     recipe: Recipe
 
@@ -218,13 +206,13 @@ class DirectOffer:
 
 
 class DirectSender:
-    """Lets consumers copy the parameters as they are when `send` is called."""
+    """The `Sender` whose consumers copy the parameters as they are when `send` is called."""
 
     def __init__(self, plan: RefitPlan, group: RefitGroup, sharing: IpcExport):
         self._plan, self._group, self._sharing = plan, group, sharing
 
     def send(self) -> RefitReport:
-        """See `Sender.send`; all ranks that share together call it, and it returns when the consumers of all are done.
+        """See `Sender.send`. Returns when the consumers of all ranks that share together are done.
 
         Stages timed: `pack` (finding the memory of all ranks), `transfer` (waiting for consumers).
         """
@@ -234,7 +222,7 @@ class DirectSender:
             self._group.announce(self._plan.digest)
             self._group.send_message(addresses)
             clock = report.add("pack", clock)
-            self._group.meet("the end of the refit")
+            self._group.barrier("the end of the refit")
         except RefitError as raised:
             error = raised
         self._sharing.end(error)
@@ -243,7 +231,7 @@ class DirectSender:
 
 
 class DirectReceiver:
-    """Copies parameters, by way of buckets until it is known where each window of them goes."""
+    """The `Receiver` that copies parameters, through buckets until it knows where each window of them goes."""
 
     def __init__(
         self,
@@ -256,41 +244,37 @@ class DirectReceiver:
     ):
         self._plan, self._group, self._recipe, self._device = plan, group, recipe, device
         self._verify, self._memory = verify, memory
-        # None: all parameters.
+        # None while refits go through buckets, which need all parameters.
+        self._copies: list[Copy] | None = None
         self._needed: set[Key] | None = None
-        self._bring: Callable[[Loader, Parameters], None] = self._load_first
-        # The parameters' addresses, and the copies for them; None as long as refits go through buckets.
+        self._is_first = True
+        # The parameters' addresses, and the copies for them.
         self._ready: tuple[list[int], CopyList] | None = None
 
     def receive(self, loader: Loader) -> RefitReport:
-        """See `Receiver.receive`. Raises RefitError also for memory that cannot be opened, or for a weight that differs
-        from the producer's after it was copied."""
+        """See `Receiver.receive`. Also raises RefitError if memory cannot be opened, or if a copied weight differs from
+        the producer's."""
         report, clock = RefitReport(), time.perf_counter()
+        through_buckets = self._copies is None
         self._group.expect(self._plan.digest)
         addresses = self._group.receive_message()
         report.add("transfer", clock)
         with opened(addresses, self._memory, self._needed) as parameters:
             try:
-                self._bring(loader, parameters)
+                if self._copies is None:
+                    self._load(loader, parameters)
+                else:
+                    self._copy(self._copies, parameters)
             finally:
                 synchronize(torch.empty(0, device=self._device))
-        self._group.meet("the end of the refit")
-        if self._ready is None and self._device.type == "cuda":
+        self._group.barrier("the end of the refit")
+        if through_buckets and self._device.type == "cuda":
             # The policy or the cache may want the memory of buckets and trials.
             torch.cuda.empty_cache()
         return report
 
-    def _load_first(self, loader: Loader, parameters: Parameters) -> None:
-        """Load through buckets, and find out whether later refits can do without."""
-        self._load(loader, parameters)
-        copies = self._find_copies(loader, parameters)
-        if copies is None:
-            self._bring = self._load
-        else:
-            self._needed = {_key(segment) for _, segment, _ in copies}
-            self._bring = partial(self._copy, copies)
-
     def _load(self, loader: Loader, parameters: Parameters) -> None:
+        """Load through buckets; the first time, find out whether later refits can copy instead."""
         buffer = new_buffers(self._plan, 1, self._device)[0]
         for index, bucket in enumerate(self._plan.buckets):
             copies = [
@@ -301,9 +285,14 @@ class DirectReceiver:
             self._run(_copy_list(copies, parameters), copies, parameters)
             loader.fill(ReceivedBucket(index, bucket, buffer[: bucket.nbytes]))
         loader.forget_buffers()
+        if self._is_first:
+            self._is_first = False
+            self._copies = self._find_copies(loader, parameters)
+            if self._copies is not None:
+                self._needed = {_key(segment) for _, segment, _ in self._copies}
 
     def _find_copies(self, loader: Loader, parameters: Parameters) -> list[Copy] | None:
-        """Where each window of a parameter goes; None if copying them does not give what the loader has just put
+        """Return where each window of a parameter goes; None if copying does not give what the loader has just put
         there."""
         windows, copies = loader.windows(), list[Copy]()
         if windows is None:
@@ -322,7 +311,7 @@ class DirectReceiver:
         log.info("later refits: %d copies out of the policy's parameters", len(copies))
         return copies
 
-    def _copy(self, copies: Sequence[Copy], loader: Loader, parameters: Parameters) -> None:
+    def _copy(self, copies: Sequence[Copy], parameters: Parameters) -> None:
         addresses = [parameter.data_ptr() for parameter in parameters.values()]
         if self._ready is None or self._ready[0] != addresses:
             self._ready = addresses, _copy_list(copies, parameters)
@@ -330,7 +319,7 @@ class DirectReceiver:
 
     def _run(self, copy_list: CopyList, copies: Sequence[Copy], parameters: Parameters) -> None:
         copy_list.run()
-        differing = _differing(looked_at(self._verify, copies), parameters)
+        differing = _differing(sampled(self._verify, copies), parameters)
         if differing is not None:
             raise RefitError(f"the engine's {differing} is not the policy's after it was copied")
 
@@ -349,7 +338,7 @@ def _source(segment: Segment, parameters: Parameters, dtype: torch.dtype) -> Ten
 
 
 def _differing(copies: Iterable[Copy], parameters: Parameters) -> str | None:
-    """The first tensor of which a copied window differs from the parameter, to the bit."""
+    """Return the first tensor of which a copied window differs from the parameter, to the bit."""
     names, equal = list[str](), list[Tensor]()
     for name, segment, target in copies:
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
@@ -362,14 +351,13 @@ def _differing(copies: Iterable[Copy], parameters: Parameters) -> str | None:
 
 
 def _slabs(tensor: Tensor) -> Sequence[Tensor]:
-    """The tensor in slabs, so that comparing it takes little additional memory."""
+    """Split the tensor, so that comparing it takes little additional memory."""
     whole = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     return whole.split(max(1, _COMPARED * whole.shape[0] // max(1, whole.numel())))
 
 
-# Elements that are compared at a time, and the first ones by which weights are sorted before.
-_BYTES_COMPARED, _HEAD = 1 << 24, 64
-
+# Weights are candidates for each other by their first elements.
+_HEAD = 64
 # Checksums are of words.
 _WORD = 8
 
@@ -393,7 +381,7 @@ class SharedBytes:
 
 
 def share_weights(weights: Iterable[Tensor], memory: Memory = device_memory) -> SharedWeights:
-    """Share an engine's weights, which nobody may write to, move or free from now on.
+    """Share an engine's weights, which must not be written, moved or freed from now on.
 
     Raises:
         RefitError: the memory cannot be shared.
@@ -417,8 +405,8 @@ class SharedFrozenParams:
 
     @torch.no_grad()
     def take(self, weights: SharedWeights, parameters: Iterable[Tensor]) -> SharedBytes:
-        """Let those of the `parameters` that are frozen be the engine's memory, as far as it has the same bytes. Their
-        own memory is free where nothing else refers to it.
+        """Make the frozen `parameters` the engine's memory, where it has the same bytes. Their own memory is freed
+        where nothing else refers to it.
 
         Raises:
             RefitError: the engine's memory cannot be opened from here.
@@ -434,11 +422,11 @@ class SharedFrozenParams:
             parameter.data = same
             self._parameters[id(parameter)] = parameter
         self._checksums = self._summed()
-        shared = sum(map(_nbytes, self._parameters.values()))
-        return SharedBytes(shared, sum(map(_nbytes, frozen)) - shared)
+        shared = sum(one.nbytes for one in self._parameters.values())
+        return SharedBytes(shared, sum(one.nbytes for one in frozen) - shared)
 
     def check(self) -> None:
-        """Check that the shared memory is what it was. Raises RefitError: it is not, as after the engine's end."""
+        """Check that the shared memory is unchanged. Raises RefitError: it is not, e.g. after the engine's end."""
         if self._summed() != self._checksums:
             raise RefitError("weights that an engine shares with the policy have changed: its process may be gone")
 
@@ -458,15 +446,16 @@ def _naming_the_key() -> Iterator[None]:
 
 
 def _equal(parameters: Iterable[Tensor], of_engine: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter with the first rows of a weight of the engine that have the same bytes, if there are any."""
+    """Yield each parameter with the first rows of an engine's weight that have the same bytes, if there are any."""
     candidates = defaultdict[_Head, list[Tensor]](list)
     for weight in of_engine:
         candidates[_head(weight)].append(weight)
     for parameter in parameters:
-        rows = len(parameter)
         own = parameter.detach()
-        of_this_size = (one[:rows] for one in candidates[_head(own)] if len(one) >= rows)
-        same = next((one for one in of_this_size if _nbytes(one) % _WORD == 0 and _same(own, one)), None)
+        if own.nbytes % _WORD or not own.is_contiguous():
+            continue
+        of_this_size = (one[: len(own)] for one in candidates[_head(own)] if len(one) >= len(own))
+        same = next((one for one in of_this_size if all(map(same_bytes, _slabs(own), _slabs(one)))), None)
         if same is not None:
             yield parameter, same
 
@@ -474,13 +463,3 @@ def _equal(parameters: Iterable[Tensor], of_engine: Iterable[Tensor]) -> Iterato
 def _head(weight: Tensor) -> _Head:
     first = weight[0].reshape(-1)[:_HEAD].contiguous().cpu()
     return weight.dtype, tuple(weight.shape[1:]), bytes(first.view(-1).view(torch.uint8).tolist())
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape are equal to the bit; in parts, which take less memory."""
-    rows = max(1, _BYTES_COMPARED * len(one) // one.numel())
-    return one.is_contiguous() and all(map(same_bytes, one.split(rows), other.split(rows)))
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -1,9 +1,6 @@
-"""The bucket plan of a refit: which tensor lies where in which bucket. Pure Python.
+"""The bucket plan of a refit, which says where each tensor lies in which bucket, and copies into and out of buckets.
 
-The producer makes the plan once. Every consumer gets a copy and compares its hash with the one on the wire before the
-first weight, so the two sides cannot disagree on sizes.
-
-Tensors into a bucket's bytes and back.
+The producer makes the plan once. Every consumer has a copy and compares its hash before the first weight.
 """
 
 import hashlib
@@ -18,8 +15,9 @@ from torch import Tensor
 
 from nemo_rl_lite.compat.torch import foreach_copy
 
-ALIGNMENT = 512
+Named = tuple[str, Tensor]
 
+ALIGNMENT = 512
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -38,7 +36,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies in its bucket; `offset` and `nbytes` are in bytes."""
+    """The place of one tensor in its bucket; `offset` and `nbytes` are in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,7 +65,7 @@ class RefitPlan:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of everything the two sides must agree on: 32 bytes."""
+        """Return the SHA-256 of everything that the two sides must agree on: 32 bytes."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
     @property
@@ -85,7 +83,7 @@ def make_plan(tensors: Iterable[tuple[str, tuple[int, ...], str]], bucket_bytes:
     Each tensor starts at a multiple of 512 bytes. A tensor larger than a bucket gets a bucket to itself.
 
     Raises:
-        ValueError: an empty list, a name twice, an unknown dtype, a bucket size below 1.
+        ValueError: an empty list, a repeated name, an unknown dtype, a bucket size below 1.
     """
     if bucket_bytes < 1:
         raise ValueError(f"a bucket needs at least 1 byte, got {bucket_bytes}")
@@ -113,44 +111,43 @@ def make_plan(tensors: Iterable[tuple[str, tuple[int, ...], str]], bucket_bytes:
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to a multiple of 512."""
+    """Round `nbytes` up to a multiple of 512."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-Named = tuple[str, Tensor]
-
-# A copy of this many bytes or more is made by itself: the device's plain copy reaches more of the memory's rate than a
-# kernel for many tensors, and there are few enough for the launches not to count.
+# A copy of this many bytes or more is launched alone: a plain copy is faster than a kernel for many tensors, and large
+# tensors are few.
 _LARGE = 1 << 23
 
 
 @dataclass(frozen=True)
 class ReceivedBucket:
-    """A bucket whose bytes lie in `buffer`, uint8 [bucket.nbytes], until the next bucket is asked for."""
+    """A bucket whose bytes are in `buffer`, uint8 [bucket.nbytes], until the next bucket is asked for."""
 
     index: int
     bucket: Bucket
     buffer: Tensor
 
     def named(self) -> list[Named]:
-        """The bucket's tensors by name: views of the buffer, not copies."""
+        """Return the bucket's tensors by name: views of the buffer, not copies."""
         return [(slot.name, view(self.buffer, slot)) for slot in self.bucket.slots]
 
 
 def new_buffers(plan: RefitPlan, count: int, device: torch.device) -> Tensor:
-    """Memory for `count` of the plan's buckets at a time, or for all if it has fewer: uint8 [count, bytes]."""
+    """Allocate memory for `count` of the plan's buckets, or for all if it has fewer: uint8 [count, bytes]."""
     largest = max(bucket.nbytes for bucket in plan.buckets)
     return torch.zeros(min(count, len(plan.buckets)), largest, dtype=torch.uint8, device=device)
 
 
 def buffer_of(plan: RefitPlan, buffers: Tensor, index: int) -> Tensor:
-    """The memory of bucket `index`, uint8 [bucket.nbytes], where buckets take `buffers` (of `new_buffers`) in turn."""
+    """Return the memory of bucket `index`, uint8 [bucket.nbytes]; buckets use `buffers` (of `new_buffers`)
+    round-robin."""
     return buffers[index % len(buffers), : plan.buckets[index].nbytes]
 
 
 class CopyList:
-    """Copies from tensors to tensors that can be made repeatedly. On a GPU small contiguous ones go in a few kernels;
-    a single tensor that is not contiguous would make torch copy all of them one by one."""
+    """Copies between tensors that can be repeated. On a GPU, small contiguous ones go in a few kernels; one strided
+    tensor among them would make torch copy all of them one by one."""
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]):
         self._into, self._out_of = list[Tensor](), list[Tensor]()
@@ -171,12 +168,12 @@ class CopyList:
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal to the bit, NaNs included."""
+    """Return whether two tensors of one dtype and shape are equal to the bit, NaNs included."""
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def view(buffer: Tensor, slot: Slot) -> Tensor:
-    """The slot's bytes as a tensor of its dtype and shape."""
+    """Return the slot's bytes as a tensor of its dtype and shape."""
     return buffer[slot.offset : slot.offset + slot.nbytes].view(getattr(torch, slot.dtype)).view(slot.shape)
 
 

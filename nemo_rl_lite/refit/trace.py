@@ -1,12 +1,9 @@
-"""Strided views of parameters, found by exporting numbers.
+"""Strided copies between parameters, exported tensors and buckets, found by exporting numbers.
 
-An export that only moves elements is found by exporting the numbers of the elements instead of their values:
-`Numbering` numbers the elements of all parameters of all ranks, and `find_segments` reads from the numbers that come
-out which window of which parameter fills which window of the exported tensor.
-
-How each bucket is filled where the parameters are spread over ranks: what is packed, exchanged and copied.
-
-Which segments fill a window of a tensor, where the segments that fill the whole tensor are known.
+An export that only moves elements is traced by exporting the numbers of the elements in place of their values:
+`IndexTracer` numbers the elements of all ranks' parameters, and `trace_strided_copies` reads from the exported
+numbers which window of which parameter fills which window of the tensor. From these segments follow the routes of
+buckets (`plan_exchange`) and the parts of a tensor that an engine rank wants (`segments_of_window`).
 """
 
 import math
@@ -22,9 +19,13 @@ from nemo_rl_lite.refit.layout import ITEM_BYTES, Bucket, Slot, aligned
 
 # Elements compared at a time: differences of neighbours take the same memory again.
 _CHUNK = 1 << 24
-
 # A tensor with more segments, or more runs of neighbours, has no regular layout.
 _MOST_SEGMENTS, _MOST_RUNS = 4096, 1 << 22
+# An all-gather moves from every rank as much as from the rank with most, a broadcast uses one rank's links alone. The
+# all-gather is preferred up to this share of wasted bytes.
+_MOST_WASTE = 0.25
+# With more grains than this, segments and window have too little in common.
+_MOST_GRAINS = 1 << 24
 
 Axes = Sequence[tuple[int, int, int]]
 """The axes of a segment, outermost first: size, stride in the parameter, stride in the exported tensor."""
@@ -32,7 +33,7 @@ Axes = Sequence[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class StridedView:
-    """A window of a contiguous tensor. All numbers are in elements; `begin` counts from the tensor's first element."""
+    """A window of a contiguous tensor, in elements; `begin` counts from the tensor's first element."""
 
     begin: int
     sizes: tuple[int, ...]
@@ -40,21 +41,18 @@ class StridedView:
 
     @property
     def last(self) -> int:
-        """The index of the window's last element in the tensor."""
+        """Return the index of the window's last element in the tensor."""
         return self.begin + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The window of a contiguous `tensor`, which shares its memory."""
+        """Return the window of a contiguous `tensor`, which shares its memory."""
         return tensor.detach().as_strided(self.sizes, self.strides, tensor.storage_offset() + self.begin)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements that an exported tensor takes from one parameter.
-
-    `source` is a window of the parameter number `parameter` of policy rank `rank`, `target` the window of the exported
-    tensor that it fills. Both have the same sizes.
-    """
+    """Elements that an exported tensor takes from one parameter: `source` is a window of parameter `parameter` of
+    policy rank `rank`, `target` the window of the exported tensor that it fills, of the same sizes."""
 
     rank: int
     parameter: int
@@ -63,7 +61,7 @@ class Segment:
 
     @classmethod
     def of_axes(cls, rank: int, parameter: int, begin: int, to: int, axes: Axes) -> "Segment":
-        """The segment that begins at `begin` in the parameter and at `to` in the tensor."""
+        """Make the segment that begins at `begin` in the parameter and at `to` in the tensor."""
         sizes, strides, steps = zip(*axes, strict=True) if axes else ((), (), ())
         return cls(rank, parameter, StridedView(begin, sizes, strides), StridedView(to, sizes, steps))
 
@@ -77,7 +75,7 @@ Recipe = Mapping[str, Sequence[Segment]]
 
 
 def source_ranks(recipe: Recipe) -> set[int]:
-    """The ranks whose parameters the recipe reads."""
+    """Return the ranks whose parameters the recipe reads."""
     return {segment.rank for segments in recipe.values() for segment in segments}
 
 
@@ -94,36 +92,34 @@ class IndexTracer:
         return self.largest + 1
 
     def number(self, rank: int, parameter: int, tensor: Tensor) -> Tensor:
-        """The numbers of the elements of `tensor`, the parameter number `parameter` of `rank`: int64 in the tensor's
-        shape and on its device."""
+        """Number the elements of `tensor`, the parameter number `parameter` of `rank`: int64 in its shape and on its
+        device."""
         begin = self.begin(parameter * self.ranks + rank)
         return torch.arange(begin, begin + tensor.numel(), device=tensor.device).view(tensor.shape)
 
     def numbers(self, segment: Segment) -> Tensor:
-        """The numbers of the elements of the segment's source, in its shape."""
+        """Return the numbers of the elements of the segment's source, in its shape."""
         numbers = torch.tensor(self.begin(segment.parameter * self.ranks + segment.rank) + segment.source.begin)
         for size, stride, _ in segment.axes:
             numbers = numbers.unsqueeze(-1) + torch.arange(size) * stride
         return numbers
 
     def unit[Numbers: (int, np.ndarray)](self, numbers: Numbers) -> Numbers:
-        """One number for the rank and the parameter together."""
+        """Return one number for the rank and the parameter together."""
         return numbers // self._span
 
     def owner(self, unit: int) -> tuple[int, int]:
-        """The rank and the parameter of a unit."""
+        """Return the rank and the parameter of a unit."""
         return unit % self.ranks, unit // self.ranks
 
     def begin(self, unit: int) -> int:
-        """The number of a unit's first element."""
+        """Return the number of a unit's first element."""
         return unit * self._span
 
 
 def trace_strided_copies(numbers: Tensor, numbering: IndexTracer) -> list[Segment] | None:
-    """The segments that fill a tensor whose elements have these `numbers` (any device).
-
-    Returns None where the elements are not numbers of the `numbering`, or where the layout is not regular enough.
-    """
+    """Return the segments that fill a tensor whose elements have these `numbers` (any device); None if elements are
+    not numbers of `numbering`, or the layout is too irregular."""
     if numbers.dtype != torch.int64:
         return None
     flat = numbers.reshape(-1)
@@ -158,7 +154,7 @@ def trace_strided_copies(numbers: Tensor, numbering: IndexTracer) -> list[Segmen
 
 
 def _begins(flat: Tensor, step: int) -> Tensor:
-    """Indices at which a run begins. In a run each element is `step` more than the one before."""
+    """Return the indices at which runs begin. In a run each element is `step` more than the one before."""
     begins = [torch.zeros(1, dtype=torch.int64, device=flat.device)]
     for start in range(0, flat.numel() - 1, _CHUNK):
         chunk = flat[start : start + _CHUNK + 1]
@@ -189,13 +185,8 @@ def _regular(sources: np.ndarray, targets: np.ndarray, axes: Axes) -> Iterator[t
 
 
 def _equal(lengths: np.ndarray) -> list[np.ndarray]:
-    """Indices, in groups of neighbours with equal lengths."""
+    """Return indices in groups of neighbours with equal lengths."""
     return np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(lengths)) + 1)
-
-
-# An all-gather takes from every rank as much as from the rank with most. It is preferred to broadcasts, each of which
-# goes out over one rank's links, up to this share of wasted bytes.
-_MOST_WASTE = 0.25
 
 
 @dataclass(frozen=True)
@@ -208,14 +199,14 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the window takes in a section of the arena, with padding."""
+        """Return the padded bytes that the window takes in a section of the arena."""
         return aligned(math.prod(self.source.sizes) * ITEM_BYTES[self.dtype])
 
 
 @dataclass
 class ExchangePlan:
-    """One rank's share of the work for one bucket. Begins and sizes are bytes of the arena, the buffer for what is
-    exchanged, which all ranks lay out alike."""
+    """One rank's share of the work for one bucket. Begins and sizes are bytes of the arena, the buffer for exchanged
+    windows, which all ranks lay out alike."""
 
     sections: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Rank -> begin and size of what it has packed for others."""
@@ -232,7 +223,7 @@ class ExchangePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arena that the bucket needs."""
+        """Return the bytes of the arena that the bucket needs."""
         return max((begin + size for begin, size in self.sections.values()), default=0)
 
     @property
@@ -240,10 +231,10 @@ class ExchangePlan:
         return 1 if self.gathered or self.whole is not None else len(self.sections)
 
 
-def make_route(
+def plan_exchange(
     bucket: Bucket, recipes: Mapping[int, Recipe], ranks: Sequence[int], rank: int, gather: bool
 ) -> ExchangePlan:
-    """The route of `rank`, one of `ranks`. `recipes`: of each rank that wants the bucket. `gather`: whether an
+    """Plan the share of `rank`, one of `ranks`. `recipes`: of each rank that wants the bucket. `gather`: whether an
     all-gather is worthwhile."""
     wanted = {
         receiver: [(slot, segment) for slot in bucket.slots for segment in recipe[slot.name]]
@@ -253,32 +244,31 @@ def make_route(
     if len(sources) == 1 and not sources >= wanted.keys():
         (source,) = sources
         # The source need not want the bucket itself, so its segments may be those of another rank.
-        return ExchangePlan(
-            whole=source, here=wanted.get(source, next(iter(wanted.values()))) if rank == source else []
-        )
+        here = wanted.get(source, next(iter(wanted.values()))) if rank == source else []
+        return ExchangePlan(whole=source, here=here)
     places = _places(wanted)
     sizes = {one: sum(packed.nbytes for packed in places[one]) for one in ranks if places[one]}
-    route = ExchangePlan(here=[(slot, segment) for slot, segment in wanted.get(rank, ()) if segment.rank == rank])
+    exchange = ExchangePlan(here=[(slot, segment) for slot, segment in wanted.get(rank, ()) if segment.rank == rank])
     largest = max(sizes.values(), default=0)
-    route.gathered = gather and 0 < largest * len(ranks) <= (1 + _MOST_WASTE) * sum(sizes.values())
-    if route.gathered:
-        route.sections = {one: (index * largest, largest) for index, one in enumerate(ranks)}
+    exchange.gathered = gather and 0 < largest * len(ranks) <= (1 + _MOST_WASTE) * sum(sizes.values())
+    if exchange.gathered:
+        exchange.sections = {one: (index * largest, largest) for index, one in enumerate(ranks)}
     else:
         begin = 0
         for one, size in sizes.items():
-            route.sections[one] = begin, size
+            exchange.sections[one] = begin, size
             begin += size
-    begins = {one: begin for one, (begin, _) in route.sections.items()}
-    route.own = [(packed, begins[rank] + at) for packed, at in places[rank].items()]
+    begins = {one: begin for one, (begin, _) in exchange.sections.items()}
+    exchange.own = [(packed, begins[rank] + at) for packed, at in places[rank].items()]
     for slot, segment in wanted.get(rank, ()):
         source = segment.rank
         if source != rank:
-            route.arriving.append((slot, segment, begins[source] + places[source][_packed(slot, segment)]))
-    return route
+            exchange.arriving.append((slot, segment, begins[source] + places[source][_packed(slot, segment)]))
+    return exchange
 
 
 def _places(wanted: Mapping[int, Sequence[tuple[Slot, Segment]]]) -> dict[int, dict[Packed, int]]:
-    """Rank -> what other ranks want of it, each window once, and where in the rank's section it lies."""
+    """Return by rank the windows that others want of it, each once, and their places in its section."""
     places: dict[int, dict[Packed, int]] = defaultdict(dict)
     used: dict[int, int] = defaultdict(int)
     for receiver, segments in wanted.items():
@@ -294,17 +284,12 @@ def _packed(slot: Slot, segment: Segment) -> Packed:
     return Packed(segment.parameter, segment.source, slot.dtype)
 
 
-# With more grains than this, segments and window have too little in common.
-_MOST_GRAINS = 1 << 24
-
-
 def segments_of_window(segments: Sequence[Segment], elements: int, window: StridedView) -> list[Segment] | None:
-    """The segments that fill the `window` of a tensor, as a contiguous tensor with the window's sizes.
+    """Return the segments that fill the `window` of a tensor, as a contiguous tensor of the window's sizes; None where
+    it is not regular.
 
-    `segments` fill the whole tensor, which has this many `elements`. Returns None where the window is not regular.
-
-    The segments are found from numbers, as those of the whole tensor were, but a number stands for a grain: elements
-    that are neighbours in every parameter, in the tensor and in the window.
+    `segments` fill the whole tensor of `elements` elements. The result is traced from numbers like that of a whole
+    tensor, but a number stands for a grain: neighbours in every parameter, in the tensor and in the window.
     """
     rows = torch.empty(window.sizes, device="meta").stride()
     of_window = list(zip(window.sizes, window.strides, rows, strict=True))
@@ -331,7 +316,7 @@ def segments_of_window(segments: Sequence[Segment], elements: int, window: Strid
 
 
 def _runs(axes: Axes) -> Iterator[int]:
-    """The length of a run of neighbours, and all strides between such runs."""
+    """Yield the length of a run of neighbours, and all strides between such runs."""
     run = 1
     for size, *strides in axes:
         if size > 1 and all(stride == 1 for stride in strides):
@@ -342,7 +327,7 @@ def _runs(axes: Axes) -> Iterator[int]:
 
 
 def _divided(axes: Axes, grain: int) -> Axes:
-    """Axes of elements as axes of grains, without those of size 1."""
+    """Convert axes of elements to axes of grains, without those of size 1."""
     return [
         (size // grain, 1, 1) if (stride, step) == (1, 1) else (size, stride // grain, step // grain)
         for size, stride, step in axes

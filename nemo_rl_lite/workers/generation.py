@@ -12,25 +12,24 @@ from nemo_rl_lite.generation.interface import Completion, Decoded, Request
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.ipc import SharedWeights
 
-# Seconds that an engine works before it looks for new requests. On a GPU, between two such slices it already computes
-# the next tokens.
+# Seconds that an engine works before it looks for new requests. On a GPU it computes the next tokens between slices.
 SLICE_S = 0.05
 
 
 @dataclass
 class RemoteReplica:
-    """`generation.request_queue.Replica` over one worker of a group."""
+    """A `generation.queue.Replica` over one worker of a group."""
 
     group: WorkerGroup
     rank: int
     _before: asyncio.Future[None] | None = None
-    """Is done when the worker has done the exchange before."""
+    """Done when the worker has done the previous exchange."""
 
     async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
         """See `Replica.exchange`.
 
         Raises:
-            EngineError: the engine gives a sampled token a logprob that is not finite.
+            EngineError: a sampled token's logprob is not finite.
             WorkerError: the engine failed, died or hangs.
         """
         methods: list[tuple[str, tuple]] = [("submit", (submitted,))] if submitted else []
@@ -40,7 +39,7 @@ class RemoteReplica:
         self._before = own
         try:
             if before is not None:
-                # The time limit is for the worker's own work, and not for what it does first.
+                # The time limit is for this exchange, not for the previous one.
                 await before
             *_, finished = await result(call)
         finally:
@@ -65,18 +64,18 @@ class RemoteGeneration:
     def replicas(self) -> list[RemoteReplica]:
         return [RemoteReplica(self.group, rank) for rank in range(self.engines)]
 
-    def begin_on_each(self, request: Request) -> list[Call]:
-        """Let every engine sample the same request, with a seed of its own, before what it is asked for next."""
+    def start_probe(self, request: Request) -> list[Call]:
+        """Make every engine sample the request, each with its own seed, before its later requests."""
         seeds = range(request.seed, request.seed + self.engines)
         asked = [[("sample_now", (replace(request, seed=seed),))] for seed in seeds]
         return [self.group.call_one(rank, own, "generate") for rank, own in enumerate(asked)]
 
-    def sampled_on_each(self, begun: Sequence[Call]) -> dict[int, Completion]:
-        """The responses to what `begin_on_each` has begun, by engine; none of an engine that has died since, which
-        every other call to it tells.
+    def collect_probe(self, begun: Sequence[Call]) -> dict[int, Completion]:
+        """Return by engine the responses to what `start_probe` has begun. Engines that have died since are left out,
+        because every other call to them reports it.
 
         Raises:
-            EngineError: an engine gives a sampled token a logprob that is not finite.
+            EngineError: a sampled token's logprob is not finite.
             WorkerError: an engine failed or hangs.
         """
         found: dict[int, Completion] = {}
@@ -91,7 +90,7 @@ class RemoteGeneration:
         return found
 
     def finish_generation(self) -> dict[str, float]:
-        """Put engines that share a GPU with the policy to sleep; returns memory metrics from before."""
+        """Put engines that share a GPU with the policy to sleep; return memory metrics from before."""
         answers = wait(self.group.call("memory"), self.group.call("take_decoded"))
         held = max(answers[: self.engines], key=lambda own: own.get("device", 0))
         self._decoded = sum(answers[self.engines :], self._decoded)
@@ -99,16 +98,16 @@ class RemoteGeneration:
         return engine_memory(held, self._shares_device) if held else {}
 
     def take_decoded(self) -> Decoded:
-        """What all engines together have decoded until the last `finish_generation`, since the last call."""
+        """Return what all engines have decoded until the last `finish_generation`, since the last call."""
         taken, self._decoded = self._decoded, Decoded()
         return taken
 
     def weight_bytes(self) -> int:
-        """Bytes of weights on the engines' fullest GPU; 0 on CPUs."""
+        """Return the bytes of weights on the engines' fullest GPU; 0 on CPUs."""
         return max(held.get("generation_weights", 0) for held in wait(self.group.call("memory")))
 
     def share_weights(self) -> list[SharedWeights]:
-        """The weights of each engine's ranks, one engine after the other; see `one_copy.share_weights`."""
+        """Return the shared weights of each engine's ranks, one engine after the other; see `ipc.share_weights`."""
         return [rank for engine in wait(self.group.call("share_weights")) for rank in engine]
 
     def wake_weights(self) -> None:
@@ -118,7 +117,7 @@ class RemoteGeneration:
         wait(self.group.call("wake_cache"))
 
     def join_refit(self, sources: Sequence[Sequence[Source]]) -> Call:
-        """Connect each engine's ranks to their producers; ends when the producers have joined, too."""
+        """Connect each engine's ranks to their producers; ends when the producers have joined."""
         return self.group.call_each("join_refit", [(own,) for own in sources])
 
     def receive_weights(self, version: int) -> Call:
@@ -127,7 +126,7 @@ class RemoteGeneration:
 
 
 def _require_finite(rank: int, completion: Completion) -> None:
-    """Raise EngineError where a sampled token's logprob is not a finite number."""
+    """Raise EngineError if a sampled token's logprob is not finite."""
     for place, logprob in enumerate(completion.logprobs):
         if not math.isfinite(logprob):
             token = completion.tokens[place]
@@ -138,8 +137,8 @@ def _require_finite(rank: int, completion: Completion) -> None:
 
 
 def engine_memory(held: Mapping[str, int], shares_device: bool) -> dict[str, float]:
-    """Convert an engine's `memory()` (bytes) to metrics. On a shared device they are the generation phase's components
-    and the refit phase's weights, next to the policy's; on a device that the policy does not use, `engine/<what>`."""
+    """Convert an engine's `memory()` (bytes) to metrics: on a shared device the generation phase's components and
+    the refit phase's weights, next to the policy's; otherwise `engine/<name>`."""
     if not shares_device:
         return {f"engine/{name}": float(nbytes) for name, nbytes in held.items()}
     weights = float(held["generation_weights"])

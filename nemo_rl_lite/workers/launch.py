@@ -31,17 +31,17 @@ class Workers:
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """All workers."""
+        """Return all workers."""
         return [self.policy.group, *([self.teacher.group] if self.teacher else []), self.engines]
 
 
 def launch(
     begun: StartingWorkers, probe_prompt: Sequence[int], saved: Path | None, setup: Timer, say: Callable[[str], None]
 ) -> Workers:
-    """Wait for policy and engines, and connect them. The policy resumes from the folder `saved`, if there is one.
-    `setup` times what is waited for; `say` reports engines that are lost during the run.
+    """Wait for policy and engines, and connect them.
 
-    After each refit, every engine continues `probe_prompt` (token ids), and the policy scores the continuation.
+    `probe_prompt`: token ids that every engine continues after each refit, for the policy to score. `saved`: the folder
+    that the policy resumes from, if any. `setup` times the waits; `say` reports engines that are lost during the run.
 
     Raises:
         WorkerError: a worker did not start within `cluster.start_timeout_s`.
@@ -72,7 +72,7 @@ def launch(
         wait(load_generation(config, group), timeout_s=limit)
         wait(start_engines(config, group, begun.model_path), timeout_s=limit)
 
-    # The memory of an engine that dies may have weights of the policy, which then has to start again, too.
+    # An engine's memory may hold the policy's weights; if it dies, the policy has to restart too.
     restarts = 0 if weights.shares_weights else config.cluster.max_restarts
     capacity = config.generation.vllm_cfg.max_num_seqs
     policy_waits = not generates_ahead(config)
@@ -83,7 +83,7 @@ def launch(
 
 
 def launch_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> RemotePolicy:
-    """Wait for the policy alone, in a run that generates nothing. Raises WorkerError as `launch` does."""
+    """Wait for the policy of a run that generates nothing. Raises WorkerError as `launch` does."""
     limit = begun.config.cluster.start_timeout_s
     if begun.policy is None:
         raise ValueError("the policy waits for engines, and there are none")
@@ -95,8 +95,8 @@ def launch_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
 
 
 def _built(setup: Timer, limit_s: float, *calls: Call) -> None:
-    """Wait until the workers are built. Note the seconds of each part of their start, in the slowest process of a
-    group, as `<group>/<part>`."""
+    """Wait until the workers are built, and note as `<group>/<part>` the seconds of each part of their start in the
+    slowest process of the group."""
     workers = [worker for call in calls for worker in call.workers]
     slowest: dict[str, float] = {}
     for worker, parts in zip(workers, wait(*calls, timeout_s=limit_s), strict=True):

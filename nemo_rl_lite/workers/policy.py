@@ -1,4 +1,4 @@
-"""The policy in Ray actors: splits batches over data-parallel replicas and combines their results."""
+"""The policy and the teacher in Ray actors: split batches over data-parallel replicas and combine the results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,9 +27,9 @@ from nemo_rl_lite.refit.interface import WeightSource
 from nemo_rl_lite.refit.ipc import SharedWeights
 from nemo_rl_lite.refit.layout import RefitPlan
 
-# Metrics that are the same on every replica, so that they are not summed.
+# Metrics that are equal on every replica, so they are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
-# What is logged of a teacher's measurements, under which name: the other names are those of the policy's process.
+# A teacher's logged measurements, by the policy's names, and their own names.
 MEMORY = {
     "measured/logprob/teacher_weights": "measured/logprob/teacher_weights",
     "policy_peak_bytes/logprob": "teacher_peak_bytes/logprob",
@@ -48,14 +48,14 @@ class RemotePolicy:
         layout: Layout | None = None,
     ):
         """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares. `flops`: of a
-        sequence; None for a model of unknown shape, whose sequences are as much work as they have tokens. `layout`: how
-        workers cut their rows in training, where the work depends on it."""
+        sequence; None for a model of unknown shape, whose work is measured in tokens. `layout`: how workers cut
+        their rows in training, where the work depends on it."""
         self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
         self._layout = layout
         self._cost: Cost = float if flops is None else cache(flops.forward)
         self._replicas = Replicas(group)
         self._held: dict[str, BatchRef] = {}
-        # Shares of a batch's mismatch so far, and the batches whose first optimizer step has no previous logprobs.
+        # Each batch's mismatch so far, and the batches whose first optimizer step has no previous logprobs.
         self._mismatch: dict[str, list[dict[str, float]]] = {}
         self._unscored: set[str] = set()
 
@@ -100,7 +100,7 @@ class RemotePolicy:
         return summary(loss, [metrics for metrics in replicas if metrics is not None])
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
-        """Any number of rows: copies of the last one fill up the replicas and are left out of the result."""
+        """Score any number of rows: copies of the last one fill up the replicas and are dropped."""
         rows, count = len(tokens_BT), self._replicas.count
         index = torch.arange(-(-rows // count) * count).clamp(max=rows - 1)
         shards = zip(tokens_BT[index].chunk(count), lengths_B[index].chunk(count), strict=True)
@@ -110,7 +110,7 @@ class RemotePolicy:
         wait(self.group.call("prepare_for_training"))
 
     def prepare_for_refit(self, engine_bytes: int) -> None:
-        """Enter the refit phase; moves to the host may overlap with engines on the same devices, which take
+        """Enter the refit phase. Moves to the host may overlap with engines on the same devices, which take
         `engine_bytes` of each for their weights."""
         wait(self.group.call("prepare_for_refit", engine_bytes))
 
@@ -155,7 +155,7 @@ class RemotePolicy:
         return {name: max(peaks.get(name, 0.0) for peaks in ranks) for name in names}
 
     def release_host_memory(self) -> None:
-        """Release the host memory of moves between phases, at the end of a run."""
+        """Release the host memory of moves, at the end of a run."""
         wait(self.group.call("release_host_memory"))
 
     def take_moves(self) -> dict[str, Move]:
@@ -181,37 +181,36 @@ class RemotePolicy:
         return wait(self.group.call_each("plan_refit", arguments), timeout_s=timeout_s)[0]
 
     def use_shared_weights(self, weights: Sequence[SharedWeights | None]) -> None:
-        """See `MegatronWorker.use_shared_weights`; `weights` has those of the engine on each rank's
-        device, or None."""
+        """See `MegatronWorker.use_shared_weights`; `weights` has those of each rank's engine, or None."""
         wait(self.group.call_each("use_shared_weights", [(one,) for one in weights]))
 
     def open_refit(self, timeout_s: float) -> list[tuple[str, int, WeightSource | None]]:
-        """Each rank's meeting point, as host and port, and its offer."""
+        """Return each rank's host and port, and its source of weights."""
         hosts = [host for host, _ in self.group.addresses(timeout_s)]
         opened = wait(self.group.call_each("open_refit", [(host,) for host in hosts]), timeout_s=timeout_s)
         return [(host, *own) for host, own in zip(hosts, opened, strict=True)]
 
     def join_refit(self) -> Call:
-        """See `MegatronWorker.join_refit`; ends when consumers have joined, too."""
+        """See `MegatronWorker.join_refit`; ends when consumers have joined."""
         return self.group.call("join_refit")
 
     def send_weights(self) -> Call:
-        """See `MegatronWorker.send_weights`; ends when consumers have received, too."""
+        """See `MegatronWorker.send_weights`; ends when consumers have received."""
         return self.group.call("send_weights", phase="refit")
 
     def _checkpoint(self, method: str, *arguments: str) -> list[Any]:
         try:
             return wait(self.group.call(method, *arguments, phase="checkpoint"))
         except WorkerError as error:
-            # Ranks that are still in a collective, which will not end, are out of step: no further save can work.
+            # Ranks that are stuck in a collective are out of step, so no further save can work.
             if error.raised == CheckpointError.__name__ and not error.others_running:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 
     def _split(self, rows: TokenRows) -> list[list[int]]:
-        """Each replica's rows: its share of each optimizer step, one step after the other. The shares of a whole step
-        are equal in number and nearly equal in work. Where the last step is not whole, they are neighbours, and the
-        last replicas' last indices are `len(rows)` or more."""
+        """Return each replica's rows: its share of each optimizer step in order. Shares of a full step are equal in
+        number and nearly equal in work. Those of a last, partial step are neighbours, and the last replicas' last
+        indices are `len(rows)` or more."""
         together, count = self._together, self._replicas.count
         shares = [list[int]() for _ in range(count)]
         lengths = rows.lengths.tolist()
@@ -242,12 +241,12 @@ class RemoteTeacher:
 
     @classmethod
     def of(cls, config: Config, group: WorkerGroup) -> "RemoteTeacher":
-        """The teacher of a run, whose `teacher.model_name` is a folder."""
+        """Make the teacher of a run, whose `teacher.model_name` is a folder."""
         shape = described_shape(Path(str(config.teacher.model_name)))
         return cls(group) if shape is None else cls(group, lambda tokens: forward_flops(shape, tokens))
 
     def scored(self, rows: TokenRows) -> TokenRows:
-        """See `Teacher.scored`. Copies of the last row fill up the replicas, and are left out of the result."""
+        """See `Teacher.scored`. Copies of the last row fill up the replicas and are dropped."""
         count, lengths, replicas, phase = len(rows), rows.lengths, self._replicas.count, "teacher logprobs"
         index = np.arange(-(-count // replicas) * replicas).clip(max=count - 1)
         shares = even_shares([self._cost(int(lengths[row])) for row in index], replicas)
@@ -266,7 +265,7 @@ class RemoteTeacher:
 
 
 def with_scores(rows: TokenRows, shares: Sequence[np.ndarray], scores: Sequence[TeacherScores]) -> TokenRows:
-    """The rows with the scores of shares of them, by the indices of each share's rows; some may be in several."""
+    """Return the rows with the scores of their shares, given by indices; a row may be in several shares."""
     starts = rows.ends - rows.lengths
     places = np.concatenate([np.arange(starts[row], rows.ends[row]) for own in shares for row in own])
 
@@ -288,16 +287,15 @@ def with_scores(rows: TokenRows, shares: Sequence[np.ndarray], scores: Sequence[
 
 
 class Replicas:
-    """A group of started workers, each of which has a `ParallelPlace`."""
+    """Data-parallel replicas of a group of started workers, each of which has a `ParallelPlace`."""
 
     def __init__(self, group: WorkerGroup):
         self._group = group
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self.count = self._places[0].data_size
-        """The number of data-parallel replicas."""
 
     def call(self, method: str, own: Sequence[Sequence[Any]] | None = None, *common: Any, phase: str = "") -> list[Any]:
-        """Call a method of every rank; returns the results of the ranks that stand for a replica, in the replicas'
+        """Call a method of every rank; return the results of the ranks that stand for a replica, in the replicas'
         order. Each replica's `own` arguments are stored once and shared by its ranks."""
         shared = [[self._group.put(value) for value in values] for values in own or [()] * self.count]
         arguments = [(*shared[place.data_rank], *common) for place in self._places]
@@ -307,8 +305,8 @@ class Replicas:
 
 
 def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """See `Policy.take_waits`; from the seconds of each replica's passes, by phase. Replicas begin each pass at the
-    same time."""
+    """See `Policy.take_waits`; from the seconds of each replica's passes, by phase. Replicas begin each pass
+    together."""
     found: dict[str, float] = {}
     for phase in replicas[0]:
         passes = list(zip(*(own[phase] for own in replicas), strict=True))
@@ -318,19 +316,15 @@ def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, 
 
 
 def combine_moves(ranks: Sequence[Sequence[tuple[str, Move]]]) -> dict[str, Move]:
-    """Moves by name, those of the slowest rank: ranks move at the same time, and a rank's moves of one name one after
+    """Combine moves by name: ranks move in parallel, so the slowest counts, and a rank's moves of one name one after
     the other. The exposed time is the longest of any rank."""
     combined: dict[str, Move] = {}
     for name in sorted({name for moves in ranks for name, _ in moves}):
-        of_ranks = [_in_turn([move for own, move in moves if own == name]) for moves in ranks]
+        of_ranks = []
+        for moves in ranks:
+            own = [move for other, move in moves if other == name]
+            nbytes, transfer_s = sum(move.nbytes for move in own), sum(move.transfer_s for move in own)
+            of_ranks.append(Move(nbytes, transfer_s, sum(move.exposed_s for move in own)))
         slowest = max(of_ranks, key=lambda move: move.transfer_s)
         combined[name] = replace(slowest, exposed_s=max(move.exposed_s for move in of_ranks))
     return combined
-
-
-def _in_turn(moves: Sequence[Move]) -> Move:
-    return Move(
-        sum(move.nbytes for move in moves),
-        sum(move.transfer_s for move in moves),
-        sum(move.exposed_s for move in moves),
-    )

@@ -1,9 +1,8 @@
-"""Restart engines that died, and go on with their requests."""
+"""Restart engines that died, and continue with their requests."""
 
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
@@ -12,15 +11,13 @@ from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.workers.generation import RemoteGeneration
 from nemo_rl_lite.workers.weight_sync import WeightSync
 
-Result = TypeVar("Result")
-
 
 class RecoveringGeneration:
     """`Generation` with refits, whose engines may die `max_restarts` times before the run itself restarts.
 
-    The other engines take over the requests of one that died in a rollout; it comes back before the next refit, or at
-    once if it was the last and the policy waits for the rollout. If a new engine does not fit on its device next to
-    what is there now, the loss is an error like that of other workers.
+    The other engines take over the requests of one that died in a rollout. It comes back before the next refit, or
+    immediately if it was the last one and the policy waits for the rollout. If a new engine does not fit on its
+    device now, the loss is an error like that of other workers.
     """
 
     def __init__(
@@ -33,9 +30,9 @@ class RecoveringGeneration:
         policy_waits: bool,
         say: Callable[[str], None],
     ):
-        """`start` starts engines in a group of empty processes. `capacity`: the requests that an engine may hold.
-        `policy_waits`: whether the policy does nothing while engines generate, so that it can give its weights to new
-        engines at any time; otherwise, when the last engine has died, requests wait for the next refit."""
+        """`start` starts engines in empty processes. `capacity`: requests that an engine may hold. `policy_waits`:
+        whether the policy is idle while engines generate, and can give weights to new engines at any time;
+        otherwise, when the last engine has died, requests wait for the next refit."""
         self._generation, self._weights, self._start = generation, weights, start
         self._left, self._say = max_restarts, say
         self.queue = RequestQueue(
@@ -59,7 +56,7 @@ class RecoveringGeneration:
         return memory
 
     def take_decoded(self) -> tuple[Decoded, float]:
-        """What the engines that still live have decoded between the last `finish_generation` and the one before the
+        """Return what the living engines have decoded between the last `finish_generation` and the one before the
         last call, and the seconds in which they had requests, summed over the engines."""
         seconds, self._taken_s = self._finished_s - self._taken_s, self._finished_s
         return self._generation.take_decoded(), seconds
@@ -70,7 +67,7 @@ class RecoveringGeneration:
         return self._persist(lambda: self._weights.refit(version))
 
     def _note_loss(self, rank: int, error: WorkerError) -> None:
-        """Raises the error where no restart is left."""
+        """Record a loss. Raises the error if no restart is left."""
         if not self._left:
             raise error
         self._left -= 1
@@ -79,11 +76,11 @@ class RecoveringGeneration:
             self._say(f"{error}; the other engines take over its requests, and it restarts before the next refit")
 
     def _restore(self) -> None:
-        """No engine is left: bring all of them back in the middle of the rollout."""
+        """Bring all engines back in the middle of the rollout."""
         self._replace_lost()
         self.refit(self._weights.version)
 
-    def _persist(self, call: Callable[[], Result]) -> Result:
+    def _persist[Result](self, call: Callable[[], Result]) -> Result:
         while True:
             try:
                 return call()

@@ -1,5 +1,6 @@
-"""Reserve the processes of a run's workers, and let them begin: they import their packages, and build what needs no
-data, while the launcher reads its data. Imports nothing heavy, since the launcher's own packages come later.
+"""Reserve the processes of a run's workers, which import packages and build while the launcher reads its data.
+
+This imports nothing heavy, since the launcher's own packages come later.
 """
 
 import logging
@@ -47,8 +48,8 @@ class AllocatedWorkers:
 
 @dataclass(frozen=True)
 class StartingWorkers(AllocatedWorkers):
-    """Reserved processes that build what may be built at once: `engines`, and unless they wait until the engines on
-    their GPUs sleep, `policy` and `teacher`. Each call returns the seconds of its worker's parts."""
+    """Reserved processes that build: `engines`, and `policy` and `teacher` unless they wait for the engines on their
+    GPUs to sleep. Each call returns the seconds of its worker's parts."""
 
     model_path: Path
     engines: Call | None
@@ -57,8 +58,7 @@ class StartingWorkers(AllocatedWorkers):
 
 
 def reserve(config: Config, run_folder: Path) -> AllocatedWorkers:
-    """Start a process for every policy rank and, where the run has them, for every rank of a teacher and every engine.
-    Ray is running.
+    """Start a process for every rank of the policy and the teacher, and for every engine. Ray is running.
 
     Raises:
         WorkerError: there are too few GPUs, or a process did not start within `cluster.start_timeout_s`.
@@ -78,15 +78,14 @@ def reserve(config: Config, run_folder: Path) -> AllocatedWorkers:
 
 
 def begin(reserved: AllocatedWorkers, model_path: Path) -> StartingWorkers:
-    """Let the workers build, as soon as they have imported, what depends on configuration and model alone."""
+    """Make the workers build what depends on configuration and model alone, as soon as they have imported."""
     config, generation = reserved.config, reserved.generation
     engines_built = None if generation is None else start_engines(config, generation, model_path)
     # An engine measures the GPU's free memory while it starts, so a policy on that GPU starts when the engine sleeps.
     waits = generation is not None and on_gpus(config) and config.generation.colocated.enabled
     policy_built = None if waits else start_policy(config, reserved.policy_group, model_path)
-    teacher, teacher_built = reserved.teacher_group, None
-    if teacher is not None and not waits:
-        teacher_built = start_teacher(config, teacher)
+    teacher = reserved.teacher_group
+    teacher_built = None if teacher is None or waits else start_teacher(config, teacher)
     groups = (reserved.policy_group, teacher, generation)
     return StartingWorkers(config, *groups, reserved.imports, model_path, engines_built, policy_built, teacher_built)
 
@@ -114,14 +113,14 @@ def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> 
 
 
 def policy_group(config: Config, slots: Sequence[Slot], run_folder: Path, name: str = "policy") -> WorkerGroup:
-    """Start an empty process for every rank of the policy, or of the teacher; their logs are in the folder."""
+    """Start an empty process for every rank of the policy, or of the teacher; logs go to the run folder."""
     environment = policy_environment(config)
     log.info("environment of the %s: %s", name, environment)
     return WorkerGroup(name, slots, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s)
 
 
 def generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
-    """Start an empty process for every engine; their logs are in the folder."""
+    """Start an empty process for every engine; logs go to the run folder."""
     environment = generation_environment(config)
     log.info("environment of the generation engines: %s", environment)
     return WorkerGroup(
@@ -159,7 +158,7 @@ def load_generation(config: Config, generation: WorkerGroup) -> Call:
 
 
 def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
-    """Keyword arguments of `MegatronWorker`, which are the same on every rank."""
+    """Return the keyword arguments of `MegatronWorker`, equal on every rank."""
     training, logprobs = micro_batch_sizes(config)
     return {
         "policy": replace(config.policy, train_micro_batch_size=training, logprob_batch_size=logprobs),
@@ -177,7 +176,7 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
 
 
 def teacher_arguments(config: Config) -> dict[str, Any]:
-    """Keyword arguments of `TeacherWorker`, which are the same on every rank."""
+    """Return the keyword arguments of `TeacherWorker`, equal on every rank."""
     own = as_teacher(config)
     return {
         "policy": replace(own.policy, logprob_batch_size=micro_batch_sizes(own)[1]),
@@ -195,14 +194,13 @@ def teacher_arguments(config: Config) -> dict[str, Any]:
 # megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 _SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# The number of hardware work queues of a process. With a single queue, a copy that waits for an earlier copy also
-# delays kernels that were launched after it. megatron-core's tensor and context parallelism need that order to
-# overlap communication with computation; other layouts do not.
+# Hardware work queues of a process. With one queue, a copy that waits for an earlier copy also delays later kernels.
+# megatron-core's tensor and context parallelism need that order to overlap communication with computation.
 ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def policy_environment(config: Config) -> dict[str, str]:
-    """Return the environment of a process of megatron-core, which depends on the layout of the policy in `config`."""
+    """Return the environment of a megatron-core process for the policy's layout in `config`."""
     dims = parallel_dims(config)
     if not on_gpus(config):
         environment = CPU_POLICY_ENVIRONMENT | ON_CPUS
@@ -226,10 +224,10 @@ def generation_environment(config: Config) -> dict[str, str]:
 
 
 def worker_threads(config: Config, workers: int) -> int:
-    """CPU threads of each of `workers` workers. On GPUs it is one: what is left to the CPU is small, and waking threads
-    takes longer than the work (the CPU optimizer takes more by itself). Otherwise they share the cores of their
-    machines; a worker with more than two leaves one to other processes, because all its threads wait for one that has
-    to share its core."""
+    """Return the CPU threads of each of `workers` workers. On GPUs it is one: little work is left, and waking
+    threads takes longer (the CPU optimizer takes more by itself). On CPUs, workers share the cores of their
+    machines. One with more than two leaves one to other processes, because all its threads wait for one that has to
+    share its core."""
     if on_gpus(config):
         return config.cluster.threads_per_worker or 1
     cores = available_cores() // -(-workers // config.cluster.num_nodes)
@@ -237,8 +235,8 @@ def worker_threads(config: Config, workers: int) -> int:
 
 
 def _segments(config: Config) -> dict[str, str]:
-    """Set torch's allocator: batches of changing sizes fragment its cache less with expandable segments. Memory of such
-    segments can neither be shared with another process nor be put to sleep by vLLM."""
+    """Set torch's allocator: expandable segments fragment less with batches of changing sizes, but their memory can
+    neither be shared with another process nor be put to sleep by vLLM."""
     if not generates(config):
         return dict.fromkeys(_SEGMENTS, "expandable_segments:True")
     return dict.fromkeys(_SEGMENTS, "expandable_segments:False") if config.generation.colocated.enabled else {}

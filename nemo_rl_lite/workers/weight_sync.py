@@ -1,4 +1,4 @@
-"""A refit across the two groups of workers: connect once, then new weights whenever the loop asks."""
+"""Refit the engines with the policy's weights: connect once, then send new weights whenever the loop asks."""
 
 import time
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ PROBE_TOKENS = 16
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """The probe: the token ids that it continues (a prompt of the run, because bfloat16 is far less exact on nonsense),
-    how it samples, and the mean difference of logprobs, in nats, that it tolerates."""
+    """The probe after a refit: the token ids that it continues (a prompt of the run, because bfloat16 is far less
+    exact on nonsense), how it samples, and the tolerated mean difference of logprobs, in nats."""
 
     prompt: list[int]
     tokens: int
@@ -46,9 +46,10 @@ class ProbeSettings:
 
 
 class WeightSync:
-    """Weights from the policy to every generation engine, checked on both sides.
+    """Sends weights from the policy to every engine, checked on both sides.
 
-    Colocated engine ranks get their weights from the policy rank on their device. Otherwise policy rank 0 sends to all.
+    Colocated engine ranks get their weights from the policy rank on their device. Otherwise policy rank 0 sends to
+    all.
     """
 
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
@@ -78,23 +79,22 @@ class WeightSync:
             policy.use_shared_weights([engine_of.get(rank) for rank in range(policy.ranks)])
 
     def connect(self) -> None:
-        """Bring every engine rank together with its producer; called again when an engine was replaced."""
+        """Connect every engine rank to its producer; called again when an engine was replaced."""
         opened, joined, sources = self._policy.open_refit(self._limit_s), [0] * self._policy.ranks, []
         for producer in self._producers:
             joined[producer] += 1
             host, port, offer = opened[producer]
-            meeting = Rendezvous(host, port, rank=joined[producer], world_size=1 + self._consumers[producer])
-            sources.append(Source(self._plan, self._config, meeting, _present(offer)))
+            rendezvous = Rendezvous(host, port, rank=joined[producer], world_size=1 + self._consumers[producer])
+            sources.append(Source(self._plan, self._config, rendezvous, _present(offer)))
         size = self._ranks_per_engine
         of_engines = [sources[start : start + size] for start in range(0, len(sources), size)]
         wait(self._policy.join_refit(), self._generation.join_refit(of_engines), timeout_s=self._limit_s)
 
     def refit(self, version: int) -> dict[str, float]:
-        """Bring the policy's weights, which step `version` made, to every engine and compare the checksums of both
-        sides; returns metrics.
+        """Bring the weights made by step `version` to every engine and compare checksums; return metrics.
 
-        Sleeping engines take memory for weights before the transfer, and for the KV cache after it, when the policy has
-        entered its generation phase.
+        Sleeping engines allocate weights before the transfer, and the KV cache after it, when the policy has entered
+        its generation phase.
 
         Raises:
             RefitError: a consumer received other bytes than were sent.
@@ -124,20 +124,20 @@ class WeightSync:
             "wake_s": woken,
         }
         if self._config.verify != "off":
-            self._begin_probe()
+            self._start_probe()
         return metrics
 
     def check(self) -> dict[str, float]:
-        """Let the policy, in its logprob phase, score what every engine sampled after the last refit: the logprobs must
-        agree. Returns metrics, none if nothing was sampled.
+        """Score, in the policy's logprob phase, what every engine sampled after the last refit: logprobs must agree.
+        Return metrics, none if nothing was sampled.
 
         Raises:
-            EngineError, WorkerError: see `RemoteGeneration.sampled_on_each`.
+            EngineError, WorkerError: see `RemoteGeneration.collect_probe`.
             RefitError: naming the engine and the difference.
         """
         started = time.perf_counter()
         begun, self._probing = self._probing, []
-        prompt, probed = self._probe.prompt, self._generation.sampled_on_each(begun)
+        prompt, probed = self._probe.prompt, self._generation.collect_probe(begun)
         if not probed:
             return {}
         sequences = torch.tensor([[*prompt, *completion.tokens] for completion in probed.values()])
@@ -155,16 +155,16 @@ class WeightSync:
                 )
         return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
 
-    def _begin_probe(self) -> None:
-        """Let every engine sample a short sequence with its new weights, before its next requests and while those are
-        prepared. The policy's weights may be on the host by now, so it scores the sequences later, in `check`."""
+    def _start_probe(self) -> None:
+        """Make every engine sample a short sequence with its new weights, before its next requests. The policy's
+        weights may be on the host by now, so `check` scores it later."""
         probe = self._probe
         sampling = Sampling(probe.temperature, 1.0, None, probe.tokens, stop_token_ids=(), stop_strings=())
-        self._probing = self._generation.begin_on_each(Request(tuple(probe.prompt), sampling, seed=1))
+        self._probing = self._generation.start_probe(Request(tuple(probe.prompt), sampling, seed=1))
 
 
 def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:
-    """For each engine rank the policy rank that sends to it: the one on its device, or rank 0."""
+    """Return for each engine rank the policy rank that sends to it: the one on its device, or rank 0."""
     return [consumer % policy_ranks if shared_device else 0 for consumer in range(consumers)]
 
 

@@ -20,7 +20,7 @@ from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.policy.worker import MegatronWorker
 from nemo_rl_lite.refit.ipc import SharedFrozenParams, share_weights
 from tests.functional.rank import keep, policies
-from tests.unit.refit.transport.files import Files
+from tests.unit.refit.files import Files
 
 OVERRIDES = [
     *("policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.dim=4", "policy.megatron_cfg.peft.alpha=8"),

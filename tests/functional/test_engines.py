@@ -100,8 +100,8 @@ class Producer:
         buffers = SharedBuffer(self._plan, CPU) if shared else BroadcastBuffers(self._plan, 2, CPU)
         self._transport = bucket_transport(self._plan, buffers, "full", Stream(self._plan, lambda: self._weights))
         settings = compose_config([f"refit.timeout_s={LIMIT_S}"]).refit
-        meeting = Rendezvous("127.0.0.1", self._store.port, rank=1, world_size=2)
-        self.source = Source(self._plan, settings, meeting, self._transport.offer())
+        rendezvous = Rendezvous("127.0.0.1", self._store.port, rank=1, world_size=2)
+        self.source = Source(self._plan, settings, rendezvous, self._transport.offer())
 
     def send(self) -> RefitReport:
         return self._transport.sender(refit_group.join(self._store, 0, 2, CPU, LIMIT_S)).send()

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from nemo_rl_lite.compat.vllm import import_model_class
 from nemo_rl_lite.refit.engine import CopyReplayLoader
 from nemo_rl_lite.system.machine import free_port
-from tests.unit.refit.engine.test_destinations import refit
+from tests.unit.refit.test_engine import refit
 
 
 def main(*folders: str) -> None:

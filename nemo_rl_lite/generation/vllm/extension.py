@@ -1,6 +1,6 @@
-"""The part that runs inside vLLM's own worker processes, as their `worker_extension_cls`.
+"""Refits inside vLLM's own worker processes, as their `worker_extension_cls`.
 
-LoRA adapters that vLLM applies itself: one adapter, the policy's, which each refit replaces in place.
+Adapters of LoRA that vLLM applies itself are one adapter, the policy's, which each refit replaces in place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,10 @@ from nemo_rl_lite.refit.ipc import SharedWeights, share_weights
 from nemo_rl_lite.refit.layout import Named
 from nemo_rl_lite.system.machine import log_to_stderr
 
-# vLLM's number for the adapter, and the name that stands where it expects a folder. Nothing is read from there, since
-# the adapter is known before the first request. It is the only one, and so in the first slot.
+# vLLM's number for the only adapter, the name in place of a folder (nothing is read there), and its slot.
 _NUMBER, _NAME, _SLOT = 1, "policy", 0
 
-# Hugging Face's names for the layers which Megatron's are made of.
+# Hugging Face's names for the parts of Megatron's layers.
 _PARTS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -37,7 +36,7 @@ _PARTS = {
 
 
 def engine_options(lora: LoraConfig, ranks: int) -> dict[str, Any]:
-    """vLLM's options for an engine on `ranks` GPUs that applies adapters to the layers to which the policy has them."""
+    """Return vLLM's options for an engine on `ranks` GPUs that applies adapters to the policy's adapted layers."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -48,7 +47,7 @@ def engine_options(lora: LoraConfig, ranks: int) -> dict[str, Any]:
 
 
 def adapter_request() -> Any:
-    """vLLM's name for the adapter, which each request carries."""
+    """Return vLLM's name for the adapter, which each request carries."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=_NAME, lora_int_id=_NUMBER, lora_path=_NAME)
@@ -56,7 +55,7 @@ def adapter_request() -> Any:
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer of the checkpoint, as a part of one of vLLM's layers, which may compute several together."""
+    """A layer of the checkpoint, as a part of one of vLLM's layers, which may fuse several."""
 
     layer: Any
     index: int
@@ -64,11 +63,11 @@ class _Part:
     packed: bool
 
     def target(self, first: bool) -> Tensor:
-        """The memory of A [rank, inputs], which is `first`, or of B [outputs, rank]; with the largest rank."""
+        """Return the memory of A [rank, inputs], if `first`, or of B [outputs, rank]; with the largest rank."""
         return (self.layer.lora_a_stacked if first else self.layer.lora_b_stacked)[self.index][_SLOT, 0]
 
     def own(self, first: bool, tensor: Tensor) -> Tensor:
-        """What this rank of a tensor-parallel engine has of A or B."""
+        """Return this tensor-parallel rank's share of A or B."""
         if self.layer.tp_size == 1:
             return tensor
         slicing = self.layer.slice_lora_a if first else self.layer.slice_lora_b
@@ -78,14 +77,14 @@ class _Part:
 
 
 class AdapterSlot:
-    """The memory in which vLLM's layers read the adapter's matrices, as captured graphs do, too."""
+    """The memory in which vLLM's layers and captured graphs read the adapter's matrices."""
 
     def __init__(self, manager: Any, scaling: float):
-        """`manager`: vLLM's `LoRAModelManager`, of an engine that may sleep. `scaling`: the factor of what an adapter
-        adds to a layer's output.
+        """`manager`: vLLM's `LoRAModelManager`, of an engine that may sleep. `scaling`: the factor of an adapter's
+        output.
 
         Raises:
-            RefitError: vLLM computes a layer of the model in a way that is not known here.
+            RefitError: vLLM splits a layer of the model in an unknown way.
         """
         self._manager, self._scaling = manager, scaling
         self._mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -99,7 +98,7 @@ class AdapterSlot:
         return [part.target(first) for part in self._parts.values() for first in (True, False)]
 
     def take(self) -> None:
-        """Have vLLM know the adapter, and clear its memory, before the first refit; the engine is awake."""
+        """Register the adapter with vLLM, and clear its memory, before the first refit; the engine is awake."""
         if self._is_taken:
             return
         # vLLM keeps what an adapter is loaded from, here zeros of rank 1, which are not looked at again.
@@ -109,7 +108,7 @@ class AdapterSlot:
         self._is_taken = True
 
     def load(self, named: Sequence[Named]) -> set[str]:
-        """Put A's and B's, named as peft names them, in their places; returns which have come.
+        """Put A's and B's, named as peft names them, in their places; return those that have come.
 
         Raises:
             RefitError: vLLM has no such layer.
@@ -130,7 +129,7 @@ class AdapterSlot:
         return filled
 
     def scale(self) -> None:
-        """Apply the scaling to what has been loaded; vLLM has none when it computes."""
+        """Apply the scaling to what has been loaded; vLLM applies none when it computes."""
         if self._scaling != 1:
             foreach_mul([part.target(False) for part in self._parts.values()], self._scaling)
 
@@ -156,11 +155,11 @@ class RefitExtension:
     rank: int
 
     def refit_join(self, sources: Sequence[Source], scaling: float | None = None) -> None:
-        """Join this rank's producer, which is in `sources[rank]`. `scaling`: the factor of the adapters, where they are
-        all that refits bring.
+        """Join this rank's producer, which is in `sources[rank]`. `scaling`: the adapters' factor, if refits bring
+        adapters alone.
 
         Raises:
-            RefitError: a model whose layers compute with tensors that vLLM derives from its weights once, at the start.
+            RefitError: a model whose layers compute with tensors that vLLM derives from its weights once, at start.
         """
         # A tensor-parallel engine's ranks are processes that vLLM has started.
         log_to_stderr()
@@ -194,12 +193,12 @@ class RefitExtension:
         self._destinations = CopyReplayLoader(model.load_weights, [*model.parameters(), *model.buffers()])
 
     def refit_receive(self) -> RefitReport:
-        """Receive adapters, if they are all that refits bring, or else all weights: at the first refit through the
-        model's own loader, later straight into the model's parameters. Where vLLM computes with weights of another form
-        (packed on a CPU, quantised), each refit goes through the loader.
+        """Receive all weights, or adapters if refits bring them alone. The first refit goes through the model's own
+        loader, later ones straight into its parameters. Where vLLM computes with weights of another form (packed on a
+        CPU, quantised), each refit goes through the loader.
 
         Raises:
-            RefitError: weights of the engine that the producer did not send, or adapters that it cannot apply.
+            RefitError: weights that the producer did not send, or adapters that cannot be applied.
         """
         model = self.model_runner.get_model()
         if self._slot is not None:
@@ -209,7 +208,7 @@ class RefitExtension:
             self._slot.scale()
         elif self.device.type == "cpu" or self._quantizes:
             # vLLM keeps a layer's tensors until it has all of them.
-            loader = EngineLoader(lambda named: self._load(model, named), keep=True)
+            loader = EngineLoader(self._load_layerwise, keep=True)
             report, wanted = self._receive_layerwise(model, loader)
         else:
             loader, wanted = self._destinations, {name for name, _ in model.named_parameters()}
@@ -227,14 +226,11 @@ class RefitExtension:
         return report
 
     def share_weights(self) -> SharedWeights:
-        """Share this rank's weights, which refits of adapters leave as they are; see `one_copy.share_weights`."""
+        """Share this rank's weights, which refits of adapters leave as they are."""
         return share_weights(self.model_runner.get_model().parameters())
 
-    def set_sampling_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
     def memory(self) -> dict[str, int]:
-        """Bytes of this rank's GPU: in use by all processes, weights, KV cache; empty on a CPU."""
+        """See `Engine.memory`, for this rank's GPU."""
         if self.device.type == "cpu":
             return {}
         cache = self.model_runner.kv_cache_config.kv_cache_tensors
@@ -244,10 +240,14 @@ class RefitExtension:
             "kv_cache": sum(tensor.size for tensor in cache),
         }
 
+    def _load_layerwise(self, named: Sequence[Named]) -> set[str] | None:
+        with self._as_at_the_start():
+            return self.model_runner.get_model().load_weights(named)
+
     def _receive_layerwise(self, model: Any, loader: EngineLoader) -> tuple[RefitReport, set[str]]:
-        """Receive within vLLM's layerwise reload: when a layer is complete, vLLM packs or quantises it as it did at the
-        start and copies the result to the memory that it computes with. Returns what must have been loaded, too: vLLM
-        puts back the old values of weights that did not arrive."""
+        """Receive within vLLM's layerwise reload: it packs or quantises each complete layer as at the start, and
+        copies the result to the memory that it computes with. Also return the names that must be loaded, because
+        vLLM restores the old values of weights that did not arrive."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         # Each matrix once: the reload makes two of one that the embedding and the last layer share.
@@ -263,18 +263,13 @@ class RefitExtension:
                 pack_shared_weights(model)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-            # The policy may want the memory of the layers that were under way.
+            # The policy may want the memory of the layers that were being reloaded.
             torch.cuda.empty_cache()
         return report, wanted
 
-    def _load(self, model: Any, named: Sequence[tuple[str, Tensor]]) -> set[str] | None:
-        """Give tensors to the model's own loader."""
-        with self._as_at_the_start():
-            return model.load_weights(named)
-
     @contextmanager
     def _as_at_the_start(self) -> Iterator[None]:
-        """Let vLLM make a layer's memory on this device. What it would compile runs as written: torch 2.11 never
-        finishes tracing vLLM's kind of parameters while a default device is set."""
+        """Make vLLM allocate a layer's memory on this device and run as written what it would compile: torch 2.11
+        never finishes tracing vLLM's parameters while a default device is set."""
         with self.device, torch.compiler.set_stance("force_eager"):
             yield

@@ -1,10 +1,8 @@
-"""A vLLM engine replica. A plain class; `cluster/` runs it in an actor.
+"""A vLLM engine replica, a plain class that `cluster/` hosts in an actor.
 
-Responses under way in a vLLM engine, read from its engine core.
-
-`LLMEngine.step` keeps logprobs with ranks and a detokenizer for every token, in the thread which also has to schedule
-and launch the next step. Here a token and its logprob are appended to two lists, and nothing else is done until the
-response ends.
+Responses are read from vLLM's engine core: `LLMEngine.step` keeps logprobs with ranks and a detokenizer for every
+token, in the thread which also schedules and launches the next step. Here a token and its logprob are appended to
+two lists, and the rest is done when the response ends.
 """
 
 import ctypes
@@ -41,198 +39,27 @@ from nemo_rl_lite.refit.engine import Source, WeightsState
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.refit.ipc import SharedWeights
 
-
-class _Sample:
-    """One response under way: its tokens, their logprobs, and the versions of the weights that sampled the first of
-    them (those tokens that a refit has found)."""
-
-    def __init__(self, prompt: int, detokenizer: Any):
-        self.prompt = prompt
-        """Its number of tokens."""
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: tuple[int, ...] = ()
-        self.routed_experts: list[np.ndarray] = []
-        """Those of the prompt's tokens, then those of the tokens that each step has seen."""
-        # vLLM's own incremental detokenizer, where stop strings end the response; else None.
-        self.detokenizer = detokenizer
-
-    def add(self, tokens: list[int], logprobs: list[float], ended: bool) -> bool:
-        """Add what a step sampled: one token, or several where a draft was accepted. `ended`: the last of them is a
-        stop token. Returns whether the response has a stop string, which ends it: tokens after it are dropped."""
-        if self.detokenizer is None:
-            self.tokens += tokens
-            self.logprobs += logprobs
-            return False
-        for place, token in enumerate(tokens):
-            self.tokens.append(token)
-            self.logprobs += logprobs[place : place + 1]
-            if self.detokenizer.update([token], ended and place == len(tokens) - 1):
-                return True
-        return False
-
-    def note_version(self, version: int) -> None:
-        """The tokens that have no version yet were sampled by `version`."""
-        self.versions += (version,) * (len(self.tokens) - len(self.versions))
-
-    def completion(self, finish_reason: str, version: int) -> Completion:
-        if len(self.logprobs) != len(self.tokens):
-            raise RuntimeError(f"vLLM gave {len(self.logprobs)} logprobs for {len(self.tokens)} tokens")
-        self.note_version(version)
-        reason = "stop" if finish_reason == "stop" else "length"
-        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions, self._experts())
-
-    def _experts(self) -> np.ndarray | None:
-        if not self.routed_experts:
-            return None
-        # Tokens after a stop string are dropped, and no step has seen the last token.
-        seen = np.concatenate(self.routed_experts)[: self.prompt + len(self.tokens) - 1]
-        if not seen.any():
-            raise EngineError(
-                "vLLM chose experts inside of a kernel that does not record them: set "
-                "+generation.vllm_kwargs.moe_backend=triton, or policy.router_replay.enabled=false"
-            )
-        return seen
-
-
-class Samples:
-    """The unfinished requests of an engine core in this process, and the responses that nobody has taken yet."""
-
-    def __init__(self, engine: Any, adapter: Any = None):
-        """`engine`: vLLM's `LLMEngine`, whose core is in this process. `adapter`: vLLM's `LoRARequest` of all requests,
-        if any."""
-        self._engine, self._adapter = engine, adapter
-        self._under_way: dict[str, _Sample] = {}
-        self._finished: dict[int, Completion] = {}
-        self._decoded = Decoded()
-
-    @property
-    def unfinished(self) -> bool:
-        return bool(self._under_way)
-
-    def add(self, number: int, request: Request, version: int) -> None:
-        """`version` keeps apart what weights of different versions have computed of the same prompt."""
-        from vllm.inputs import TokensPrompt
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-        engine, name = self._engine, str(number)
-        prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(version))
-        tasks = engine.get_supported_tasks()
-        core_request = engine.input_processor.process_inputs(
-            name, prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
-        )
-        detokenizer = None
-        if request.sampling.stop_strings:
-            detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), core_request)
-        self._under_way[name] = _Sample(len(request.prompt), detokenizer)
-        engine.engine_core.add_request(core_request)
-
-    def step(self, version: int) -> None:
-        """Sample a token of each running request, or several where drafts are accepted, with the weights of
-        `version`."""
-        stopped, cached, given = [], 0, self._engine.engine_core.get_output()
-        for output in given.outputs:
-            sample = self._under_way.get(output.request_id)
-            # A step that was begun before a request ended or was aborted samples one more token for it.
-            if sample is None:
-                continue
-            if sample.tokens:
-                cached += sample.prompt + len(sample.tokens)
-            if output.routed_experts is not None:
-                sample.routed_experts.append(output.routed_experts)
-            reason = None if output.finish_reason is None else str(output.finish_reason)
-            if sample.add(output.new_token_ids, _logprobs(output.new_logprobs), reason == "stop"):
-                if reason is None:
-                    stopped.append(output.request_id)
-                reason = "stop"
-            if reason is not None:
-                del self._under_way[output.request_id]
-                self._finished[int(output.request_id)] = sample.completion(reason, version)
-        self._engine.engine_core.abort_requests(stopped)
-        # vLLM answers nothing when it begins a step ahead.
-        self._decoded += Decoded(int(bool(given.outputs)), cached, _drafts(given.scheduler_stats))
-
-    def end_step(self, version: int) -> None:
-        """Wait for the step that vLLM has begun ahead (asynchronous scheduling), and note what `version` sampled."""
-        finish_begun_steps(self._engine, lambda: self.step(version))
-        for sample in self._under_way.values():
-            sample.note_version(version)
-
-    def abort(self, numbers: Iterable[int]) -> None:
-        names = [str(number) for number in numbers]
-        self._engine.engine_core.abort_requests(names)
-        for name in names:
-            self._under_way.pop(name, None)
-
-    def take_decoded(self) -> Decoded:
-        """What the steps since the last call have done."""
-        taken, self._decoded = self._decoded, Decoded()
-        return taken
-
-    def take(self) -> dict[int, Completion]:
-        """The responses that have ended since the last call."""
-        finished, self._finished = self._finished, {}
-        return finished
-
-    def take_one(self, number: int) -> Completion | None:
-        """The response to this request if it has ended, else None."""
-        return self._finished.pop(number, None)
-
-
-def _logprobs(given: Any) -> list[float]:
-    """The sampled tokens' logprobs: `compat/vllm_scheduler.py` gives them as they are, vLLM in column 0 of an array."""
-    if given is None or isinstance(given, list):
-        return given or []
-    return given.logprobs[:, 0].tolist()
-
-
-def _drafts(statistics: Any) -> Drafts:
-    """`statistics`: those of vLLM's scheduler on one step; None where it keeps none."""
-    own = None if statistics is None else statistics.spec_decoding_stats
-    return Drafts() if own is None else Drafts(own.num_drafts, own.num_draft_tokens, own.num_accepted_tokens)
-
-
-def _parameters(request: Request) -> Any:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    sampling = request.sampling
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k or 0,
-        max_tokens=sampling.max_new_tokens,
-        seed=request.seed,
-        stop_token_ids=list(sampling.stop_token_ids),
-        stop=list(sampling.stop_strings) or None,
-        detokenize=bool(sampling.stop_strings),
-        # vLLM adds the end tokens of the model's generation_config.json, but nothing ends a probe.
-        ignore_eos=not sampling.stop_token_ids,
-        # 0: the logprob of the sampled token only.
-        logprobs=0,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        # Nobody else has this object, so vLLM need not copy it deeply.
-        skip_clone=True,
-    )
-
-
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
 
-# How vLLM sleeps: where the refit before the next generation writes all weights, it keeps none; where refits bring
-# adapters alone, it keeps weights and adapters in host memory.
+# vLLM's sleep levels: it keeps nothing if the next refit brings all weights, and weights and adapters in host memory if
+# refits bring adapters alone.
 KEEPS_NOTHING, KEEPS_WEIGHTS = 2, 1
 
 GIB = 2**30
 
-# Options of vLLM with which the sizes of its graphs follow rules of their own.
-_OWN_RULES = ("performance_mode", "speculative_config")
+# Options of vLLM that decide the sizes of its graphs.
+_DECIDE_GRAPHS = ("performance_mode", "speculative_config")
 
 # The number of the request of `sample_now`; those of `submit` begin with 0.
 _NOW = -1
 
 
 def preload() -> None:
-    """Import what takes long to import. vLLM's front end `LLM` would import its servers too."""
-    _open_device_early()
+    """Import slow packages. vLLM's front end `LLM` would import its servers too."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # With several GPUs the engine runs in processes of its own.
+    if visible and "," not in visible:
+        threading.Thread(target=_open_device, name="open-device", daemon=True).start()
     with without_tool_servers():
         from vllm.engine.arg_utils import EngineArgs  # noqa: F401
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
@@ -260,8 +87,8 @@ class VLLMEngine:
         self._sleeps = on_gpu and generation.colocated.enabled and generation.colocated.sleep is not False
         self._lora = policy.megatron_cfg.peft if engines_serve_adapters(generation, policy) else None
         if on_gpu:
-            # Where refits bring all weights, it starts with dummy ones: the first refit comes before the first prompt,
-            # and a refit that leaves out a weight is an error.
+            # The first refit comes before the first prompt, and leaving out a weight is an error: if refits bring all
+            # weights, start with dummy ones.
             load_format = "dummy" if self._lora is None else "auto"
             own: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": load_format}
         else:
@@ -347,22 +174,22 @@ class VLLMEngine:
         return taken
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the engine's fullest GPU: in use by all processes, weights, KV cache; empty on a CPU."""
+        """See `Engine.memory`."""
         return max(self._engine.collective_rpc("memory"), key=lambda held: held.get("device", 0))
 
     def sleep(self) -> None:
-        """Give the GPU's memory to the policy. Does nothing if the engine does not share its device, or on a CPU."""
+        """Free the GPU's memory for the policy. Does nothing if the engine has its own device, or on a CPU."""
         if self._sleeps and not self._engine.is_sleeping():
             if self._lora is None:
                 self._weights.discard()
             self._engine.sleep(level=KEEPS_NOTHING if self._lora is None else KEEPS_WEIGHTS)
 
     def wake_weights(self) -> None:
-        """Take memory for the weights, with nothing in it yet if refits bring all of them."""
+        """See `Engine.wake_weights`. The memory is empty if refits bring all weights."""
         self._wake("weights", "generation_weights")
 
     def wake_cache(self) -> None:
-        """Take memory for the KV cache: the engine can generate again."""
+        """See `Engine.wake_cache`."""
         self._wake("kv_cache", "kv_cache")
 
     def _wake(self, tag: str, part: str) -> None:
@@ -376,7 +203,7 @@ class VLLMEngine:
         self._engine.collective_rpc("refit_join", args=(list(sources), scaling))
 
     def share_weights(self) -> list[SharedWeights]:
-        """Each rank's weights; see `one_copy.share_weights`."""
+        """Share each rank's weights; see `ipc.share_weights`."""
         return self._engine.collective_rpc("share_weights")
 
     def receive_weights(self, version: int) -> list[RefitReport]:
@@ -395,8 +222,179 @@ class VLLMEngine:
         return reports
 
 
+class _Sample:
+    """One unfinished response: its tokens, their logprobs, and the weights' versions of those tokens that a refit
+    has seen."""
+
+    def __init__(self, prompt: int, detokenizer: Any):
+        # Tokens of the prompt.
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: tuple[int, ...] = ()
+        # Of the prompt's tokens, then of the tokens that each step has seen.
+        self.routed_experts: list[np.ndarray] = []
+        # vLLM's own incremental detokenizer, where stop strings end the response; else None.
+        self.detokenizer = detokenizer
+
+    def add(self, tokens: list[int], logprobs: list[float], ended: bool) -> bool:
+        """Add one step's tokens (several if a draft was accepted). `ended`: the last one is a stop token. Return
+        whether a stop string ends the response; tokens after it are dropped."""
+        if self.detokenizer is None:
+            self.tokens += tokens
+            self.logprobs += logprobs
+            return False
+        for place, token in enumerate(tokens):
+            self.tokens.append(token)
+            self.logprobs += logprobs[place : place + 1]
+            if self.detokenizer.update([token], ended and place == len(tokens) - 1):
+                return True
+        return False
+
+    def note_version(self, version: int) -> None:
+        """Note that `version` sampled the tokens without a version."""
+        self.versions += (version,) * (len(self.tokens) - len(self.versions))
+
+    def completion(self, finish_reason: str, version: int) -> Completion:
+        if len(self.logprobs) != len(self.tokens):
+            raise RuntimeError(f"vLLM gave {len(self.logprobs)} logprobs for {len(self.tokens)} tokens")
+        self.note_version(version)
+        reason = "stop" if finish_reason == "stop" else "length"
+        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions, self._experts())
+
+    def _experts(self) -> np.ndarray | None:
+        if not self.routed_experts:
+            return None
+        # Tokens after a stop string are dropped, and no step has seen the last token.
+        seen = np.concatenate(self.routed_experts)[: self.prompt + len(self.tokens) - 1]
+        if not seen.any():
+            raise EngineError(
+                "vLLM chose experts inside of a kernel that does not record them: set "
+                "+generation.vllm_kwargs.moe_backend=triton, or policy.router_replay.enabled=false"
+            )
+        return seen
+
+
+class Samples:
+    """The unfinished requests of an engine core in this process, and the finished responses."""
+
+    def __init__(self, engine: Any, adapter: Any = None):
+        """`engine`: vLLM's `LLMEngine`, whose core is in this process. `adapter`: vLLM's `LoRARequest` of all
+        requests, if any."""
+        self._engine, self._adapter = engine, adapter
+        self._unfinished: dict[str, _Sample] = {}
+        self._finished: dict[int, Completion] = {}
+        self._decoded = Decoded()
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    def add(self, number: int, request: Request, version: int) -> None:
+        """Add a request. `version` separates the prefix caches of different weights."""
+        from vllm.inputs import TokensPrompt
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        engine, name = self._engine, str(number)
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(version))
+        tasks = engine.get_supported_tasks()
+        core_request = engine.input_processor.process_inputs(
+            name, prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
+        )
+        detokenizer = None
+        if request.sampling.stop_strings:
+            detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), core_request)
+        self._unfinished[name] = _Sample(len(request.prompt), detokenizer)
+        engine.engine_core.add_request(core_request)
+
+    def step(self, version: int) -> None:
+        """Sample a token of each running request, or several if drafts are accepted, with weights of `version`."""
+        stopped, cached, given = [], 0, self._engine.engine_core.get_output()
+        for output in given.outputs:
+            sample = self._unfinished.get(output.request_id)
+            # A step that began before a request ended or was aborted samples one more token for it.
+            if sample is None:
+                continue
+            if sample.tokens:
+                cached += sample.prompt + len(sample.tokens)
+            if output.routed_experts is not None:
+                sample.routed_experts.append(output.routed_experts)
+            reason = None if output.finish_reason is None else str(output.finish_reason)
+            if sample.add(output.new_token_ids, _logprobs(output.new_logprobs), reason == "stop"):
+                if reason is None:
+                    stopped.append(output.request_id)
+                reason = "stop"
+            if reason is not None:
+                del self._unfinished[output.request_id]
+                self._finished[int(output.request_id)] = sample.completion(reason, version)
+        self._engine.engine_core.abort_requests(stopped)
+        statistics = None if given.scheduler_stats is None else given.scheduler_stats.spec_decoding_stats
+        drafts = Drafts()
+        if statistics is not None:
+            drafts = Drafts(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens)
+        # The first call of asynchronous scheduling returns no outputs.
+        self._decoded += Decoded(int(bool(given.outputs)), cached, drafts)
+
+    def end_step(self, version: int) -> None:
+        """Wait for the step that asynchronous scheduling has begun, and note what `version` sampled."""
+        finish_begun_steps(self._engine, lambda: self.step(version))
+        for sample in self._unfinished.values():
+            sample.note_version(version)
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        names = [str(number) for number in numbers]
+        self._engine.engine_core.abort_requests(names)
+        for name in names:
+            self._unfinished.pop(name, None)
+
+    def take_decoded(self) -> Decoded:
+        """Return what the steps since the last call have done."""
+        taken, self._decoded = self._decoded, Decoded()
+        return taken
+
+    def take(self) -> dict[int, Completion]:
+        """Return the responses that have ended since the last call."""
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def take_one(self, number: int) -> Completion | None:
+        """Return the response to this request if it has ended, else None."""
+        return self._finished.pop(number, None)
+
+
+def _logprobs(given: Any) -> list[float]:
+    """Return the sampled tokens' logprobs: a list from `compat/vllm_scheduler.py`, column 0 of vLLM's array."""
+    if given is None or isinstance(given, list):
+        return given or []
+    return given.logprobs[:, 0].tolist()
+
+
+def _parameters(request: Request) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        max_tokens=sampling.max_new_tokens,
+        seed=request.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop_strings) or None,
+        detokenize=bool(sampling.stop_strings),
+        # vLLM adds the end tokens of the model's generation_config.json, but nothing ends a probe.
+        ignore_eos=not sampling.stop_token_ids,
+        # 0: the logprob of the sampled token only.
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        # Nobody else has this object, so vLLM need not copy it deeply.
+        skip_clone=True,
+    )
+
+
 def _configured(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with vLLM's own objects where `vllm.LLM` takes dictionaries and `EngineArgs` does not."""
+    """Return the options with vLLM's own objects for dictionaries that `vllm.LLM` converts and `EngineArgs` does
+    not."""
     from vllm import config
 
     kinds = {
@@ -410,8 +408,8 @@ def _configured(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def short_of_memory(part: str, needed: int, in_use: int) -> Iterator[None]:
-    """Say what to do where a sleeping engine cannot take the `needed` bytes again, next to those `in_use` on its GPU.
-    vLLM's own error names a line of C++."""
+    """Explain how to make room when a sleeping engine cannot take the `needed` bytes again, next to those `in_use`
+    on its GPU. vLLM's own error names a line of C++."""
     try:
         yield
     except RuntimeError as error:
@@ -425,17 +423,17 @@ def short_of_memory(part: str, needed: int, in_use: int) -> Iterator[None]:
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Return the batch sizes for which an engine captures CUDA graphs; a batch is padded to the next one. vLLM's own
-    list has every eighth number up to 256. Decoding reads the weights and the cache, so padding costs little, and each
-    graph costs time at the start."""
+    list has every eighth number up to 256. Decoding reads the weights and the cache, so padding costs little, and
+    each graph costs time at start."""
     steps = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, 512, 64), *range(512, max_num_seqs, 128)]
     return [size for size in steps if size < max_num_seqs] + [max_num_seqs]
 
 
 def with_graph_sizes(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
-    """Return the options of an engine with `graph_sizes`, unless they decide themselves what is captured."""
+    """Return an engine's options with `graph_sizes`, unless they already decide which graphs are captured."""
     compilation = options.get("compilation_config") or {}
     decides = not isinstance(compilation, Mapping) or any("cudagraph_capture_size" in name for name in compilation)
-    if decides or any(name in options for name in _OWN_RULES):
+    if decides or any(name in options for name in _DECIDE_GRAPHS):
         return dict(options)
     sizes = {"cudagraph_capture_sizes": graph_sizes(max_num_seqs)}
     return {**options, "compilation_config": {**compilation, **sizes}}
@@ -443,7 +441,7 @@ def with_graph_sizes(options: Mapping[str, Any], max_num_seqs: int) -> dict[str,
 
 @contextmanager
 def timed_parts() -> Iterator[None]:
-    """Time in `SETUP` the parts of an engine's start in this process, which vLLM tells by what it logs."""
+    """Time in `SETUP` the parts of an engine's start in this process, which vLLM's log messages end."""
     parts, logger = _Parts(), logging.getLogger("vllm")
     logger.addHandler(parts)
     try:
@@ -471,17 +469,9 @@ class _Parts(logging.Handler):
         self._began = now
 
 
-def _open_device_early() -> None:
-    """Open this process's GPU in a thread, while the process imports. Does nothing where it sees none, or several: the
-    engine then runs in processes of its own."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible and "," not in visible:
-        threading.Thread(target=_open_device, name="open-device", daemon=True).start()
-
-
 def _open_device() -> None:
-    """Retain the primary context of the first GPU, which CUDA's runtime and so torch will use. An error will come again
-    where the engine uses the device."""
+    """Retain the primary context of the first GPU, which CUDA's runtime and so torch will use, while the process
+    imports. Errors come again when the engine uses the device."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

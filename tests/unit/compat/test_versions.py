@@ -15,17 +15,13 @@ OWN = {"__init__", "versions"}
 MODULES = sorted(file for file in ROOM.glob("*.py") if file.stem not in OWN)
 
 
-def declared(tree: ast.Module) -> tuple[str, str]:
-    """Return the library and the release of a module's `written_for`."""
-    names = {one.targets[0].id: one.value for one in tree.body if isinstance(one, ast.Assign) and _is_name(one)}
+def declared(tree: ast.Module) -> list[tuple[str, str]]:
+    """Return the libraries and releases of a module's calls of `written_for`."""
+    assigned = [one for one in tree.body if isinstance(one, ast.Assign)]
+    names = {one.targets[0].id: one.value for one in assigned if isinstance(one.targets[0], ast.Name)}
     calls = [one.value for one in tree.body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)]
-    (call,) = (call for call in calls if ast.unparse(call.func) == "written_for")
-    library, release = (names[one.id] if isinstance(one, ast.Name) else one for one in call.args[:2])
-    return library.value, release.value
-
-
-def _is_name(assignment: ast.Assign) -> bool:
-    return isinstance(assignment.targets[0], ast.Name)
+    given = [call.args[:2] for call in calls if ast.unparse(call.func) == "written_for"]
+    return [tuple((names[one.id] if isinstance(one, ast.Name) else one).value for one in pair) for pair in given]
 
 
 def couplings(tree: ast.Module) -> list[str]:
@@ -47,11 +43,12 @@ def test_every_version_is_the_one_that_couplings_were_written_for():
     recheck = []
     for file in MODULES:
         tree = ast.parse(file.read_text())
-        library, release = declared(tree)
-        for version in {pinned(library), versions.installed(library)} - {None}:
-            if not f"{version}.".startswith(f"{release}."):
-                listed = "".join(f"\n    {one}" for one in couplings(tree))
-                recheck.append(f"compat/{file.name} was written for {library} {release}, not {version}{listed}")
+        assert declared(tree), f"compat/{file.name} declares no release"
+        for library, release in declared(tree):
+            for version in {pinned(library), versions.installed(library)} - {None}:
+                if not f"{version}.".startswith(f"{release}."):
+                    listed = "".join(f"\n    {one}" for one in couplings(tree))
+                    recheck.append(f"compat/{file.name} was written for {library} {release}, not {version}{listed}")
     assert not recheck, "recheck, then change the release in written_for:\n" + "\n".join(recheck)
 
 

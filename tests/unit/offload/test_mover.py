@@ -6,9 +6,19 @@ import torch
 from nemo_rl_lite.errors import HostMemoryError
 from nemo_rl_lite.offload import host_memory as arena_module
 from nemo_rl_lite.offload.host_memory import HostArena
-from nemo_rl_lite.offload.mover import ALIGNMENT, Movable, Move, move_metrics
+from nemo_rl_lite.offload.mover import ALIGNMENT, FrozenWeights, HostCopy, Movable, Move, move_metrics
 
 CPU = torch.device("cpu")
+
+
+def leave(own: Movable) -> None:
+    own.leave()
+    own.settle()
+
+
+def come_back(own: Movable) -> None:
+    own.come_back()
+    own.settle()
 
 
 def movable(*tensors: torch.Tensor) -> Movable:
@@ -35,11 +45,9 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit():
     own = movable(*tensors)
     held = own.device_bytes()
     for _ in range(3):
-        own.leave()
-        own.settle()
+        leave(own)
         assert own.on_host and own.device_bytes() == 0 and own.host_bytes() == held
-        own.come_back()
-        own.settle()
+        come_back(own)
         assert not own.on_host and own.device_bytes() == held and own.host_bytes() == 0
         for tensor, value in zip(tensors, expected, strict=True):
             assert tensor.dtype == value.dtype and torch.equal(tensor, value)
@@ -50,11 +58,9 @@ def test_views_survive_and_shared_memory_moves_once():
     view, transposed = whole[10:20], whole.view(10, 10).t()
     own = movable(view, transposed, whole)
     assert own.device_bytes() == 400
-    own.leave()
-    own.settle()
+    leave(own)
     assert whole.untyped_storage().nbytes() == 0
-    own.come_back()
-    own.settle()
+    come_back(own)
     assert torch.equal(view, torch.arange(10.0, 20.0)) and transposed[3, 2] == 23
     view += 1
     assert whole[10] == 11
@@ -62,15 +68,12 @@ def test_views_survive_and_shared_memory_moves_once():
 
 def test_moves_are_idempotent_and_reported_once():
     own = movable(torch.ones(1000))
-    own.come_back()
-    own.settle()
+    come_back(own)
     assert own.take_moves() == []
     for _ in range(2):
-        own.leave()
-        own.settle()
+        leave(own)
     for _ in range(2):
-        own.come_back()
-        own.settle()
+        come_back(own)
     names, moves = zip(*own.take_moves(), strict=True)
     assert names == ("states/to_host", "states/to_device")
     assert all(move.nbytes == 4000 and move.transfer_s > 0 and move.exposed_s > 0 for move in moves)
@@ -84,11 +87,9 @@ def test_the_next_move_waits_for_the_last():
     assert own.moving and weights.untyped_storage().nbytes() == 40
     own.come_back()
     assert weights.untyped_storage().nbytes() == 40
-    own.leave()
-    own.settle()
+    leave(own)
     assert own.on_host
-    own.come_back()
-    own.settle()
+    come_back(own)
     assert torch.equal(weights, torch.ones(10))
 
 
@@ -97,19 +98,16 @@ def test_states_made_later_move_as_well_and_the_arena_grows():
     arena = HostArena("states", None)
     own = Movable("states", lambda: tensors, arena, CPU)
     own.leave()
-    own.come_back()
-    own.settle()
+    come_back(own)
     small = arena.nbytes
     assert own.device_bytes() == 4000
     tensors.append(torch.full((5000,), 2.0))
     own.recount()
     assert own.device_bytes() == 24_000
-    own.leave()
-    own.settle()
+    leave(own)
     # The size is exact except for the alignment of each tensor's place.
     assert small == 4000 and 24000 <= arena.nbytes < 24000 + ALIGNMENT
-    own.come_back()
-    own.settle()
+    come_back(own)
     assert torch.equal(tensors[1], torch.full((5000,), 2.0))
     own.leave()
     assert 24000 <= arena.nbytes < 24000 + ALIGNMENT
@@ -119,17 +117,14 @@ def test_a_release_never_loses_the_only_copy():
     weights = torch.ones(10)
     arena = HostArena("states", None)
     own = Movable("states", lambda: [weights], arena, CPU)
-    own.leave()
-    own.settle()
+    leave(own)
     with pytest.raises(RuntimeError, match="states are in host memory only"):
         own.release()
     own.come_back()
     own.release()
     assert arena.nbytes == 0 and torch.equal(weights, torch.ones(10))
-    own.leave()
-    own.settle()
-    own.come_back()
-    own.settle()
+    leave(own)
+    come_back(own)
     assert torch.equal(weights, torch.ones(10))
 
 
@@ -138,16 +133,14 @@ def test_too_little_host_memory_leaves_everything_in_place(monkeypatch):
     own = movable(weights)
     monkeypatch.setattr(arena_module, "free_host_bytes", lambda: 39)
     with pytest.raises(HostMemoryError, match="states need"):
-        own.leave()
-    own.settle()
+        leave(own)
     assert not own.on_host and torch.equal(weights, torch.ones(10))
 
 
 def test_a_device_that_is_full_leaves_everything_on_the_host(monkeypatch):
     weights, more = torch.ones(10), torch.full((20,), 2.0)
     own = movable(weights, more)
-    own.leave()
-    own.settle()
+    leave(own)
     resize = torch.UntypedStorage.resize_
 
     def without_room_for_the_second(storage, nbytes):
@@ -160,8 +153,7 @@ def test_a_device_that_is_full_leaves_everything_on_the_host(monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             own.come_back()
         assert own.on_host and own.device_bytes() == 0
-    own.come_back()
-    own.settle()
+    come_back(own)
     assert torch.equal(weights, torch.ones(10)) and torch.equal(more, torch.full((20,), 2.0))
 
 
@@ -173,3 +165,62 @@ def test_metrics_of_moves():
         "states/to_host_exposed_s": 0.25,
         "states/to_host_gb_per_s": 4.0,
     }
+
+
+def test_contents_come_back_into_the_same_memory():
+    whole, other = torch.arange(10.0), torch.arange(5)
+    view = whole[2:4]
+    copy = HostCopy(lambda: [view, other], HostArena("weights", None), torch.device("cpu"))
+    copy.take()
+    whole.zero_()
+    other.zero_()
+    copy.put()
+    copy.put()
+    assert torch.equal(whole, torch.arange(10.0)) and torch.equal(other, torch.arange(5)) and view[0] == 2
+    other += 1
+    copy.take()
+    other.zero_()
+    copy.put()
+    assert other.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_other_tensors_than_were_taken_are_an_error():
+    tensors = [torch.ones(3)]
+    copy = HostCopy(lambda: tensors, HostArena("weights", None), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="not those"):
+        copy.put()
+    copy.take()
+    tensors.append(torch.ones(3))
+    with pytest.raises(RuntimeError, match="not those"):
+        copy.put()
+
+
+def make() -> tuple[list[torch.Tensor], torch.Tensor, FrozenWeights]:
+    tensors = [torch.arange(1000.0), torch.arange(7), torch.full((3, 5), 2.0)]
+    view = tensors[0][10:20]
+    return tensors, view, FrozenWeights("weights", lambda: tensors, HostArena("tests", None), torch.device("cpu"))
+
+
+def test_contents_and_views_survive():
+    tensors, view, own = make()
+    expected = [one.clone() for one in tensors]
+    whole = own.device_bytes()
+    assert whole == sum(one.untyped_storage().nbytes() for one in tensors)
+    for _ in range(2):
+        own.leave()
+        assert own.device_bytes() == 0 and all(one.untyped_storage().nbytes() == 0 for one in tensors)
+        own.come_back()
+        assert own.device_bytes() == whole and view.tolist() == list(range(10, 20))
+        assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
+
+
+def test_they_are_copied_to_the_host_once():
+    _, _, own = make()
+    for _ in range(3):
+        own.leave()
+        own.leave()
+        own.come_back()
+        own.come_back()
+    moves = own.take_moves()
+    assert [name for name, _ in moves] == ["weights/to_host", *["weights/to_device"] * 3]
+    assert {move.nbytes for _, move in moves} == {own.device_bytes()} and own.take_moves() == []

@@ -8,7 +8,7 @@ import torch
 
 from nemo_rl_lite.offload.host_memory import HostArena
 from nemo_rl_lite.offload.mover import Movable
-from nemo_rl_lite.offload.phases import GradientBuffers, PhaseMemory, Prefetch
+from nemo_rl_lite.offload.phases import GradientBuffers, PhaseMemory, Prefetch, optimizer_tensors
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -263,3 +263,74 @@ def test_host_memory_is_released_once_everything_is_back():
         policy.memory.release()
     policy.memory.enter(Phase.TRAIN)
     policy.memory.release()
+
+
+def test_dropped_gradients_come_back_as_zeros_under_the_same_views():
+    buffer = torch.ones(100)
+    view = buffer[20:30]
+    gradients = GradientBuffers([buffer])
+    for _ in range(2):
+        gradients.drop()
+        assert gradients.device_bytes() == 0
+    for _ in range(2):
+        gradients.bring_back()
+        assert gradients.device_bytes() == 400
+    assert torch.equal(view, torch.zeros(10))
+    view += 1
+    assert buffer.sum() == 10
+    gradients.bring_back()
+    assert buffer.sum() == 10
+
+
+def test_gradients_are_never_dropped_while_they_accumulate():
+    buffer = torch.ones(4)
+    gradients = GradientBuffers([buffer])
+    with gradients.accumulating(), pytest.raises(RuntimeError, match="being accumulated"):
+        gradients.drop()
+    assert torch.equal(buffer, torch.ones(4))
+    gradients.drop()
+
+
+def test_an_accumulation_ends_also_with_an_error():
+    gradients = GradientBuffers([torch.ones(4)])
+    with pytest.raises(ZeroDivisionError), gradients.accumulating():
+        raise ZeroDivisionError
+    gradients.drop()
+
+
+def test_dropped_gradients_cannot_accumulate():
+    gradients = GradientBuffers([torch.ones(4)])
+    gradients.drop()
+    with pytest.raises(RuntimeError, match="prepare_for_training"), gradients.accumulating():
+        pass
+
+
+def stepped(*weights: torch.Tensor) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(weights)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return optimizer
+
+
+def test_states_and_master_weights_are_the_optimizers_own():
+    model, master = torch.ones(10, dtype=torch.bfloat16), torch.nn.Parameter(torch.ones(10))
+    optimizer = stepped(master)
+    held = optimizer_tensors([optimizer], [model])
+    state = optimizer.state[master]
+    assert {id(tensor) for tensor in held} == {
+        id(tensor) for tensor in (master, state["exp_avg"], state["exp_avg_sq"], state["step"])
+    }
+
+
+def test_what_shares_memory_with_the_model_is_the_models():
+    buffer = torch.zeros(10)
+    shard = torch.nn.Parameter(buffer[:5])
+    held = optimizer_tensors([stepped(shard)], [buffer])
+    assert len(held) == 3 and not any(tensor is shard for tensor in held)
+
+
+def test_an_optimizer_before_its_first_step_holds_its_weights_alone():
+    weight = torch.nn.Parameter(torch.ones(3))
+    assert [id(tensor) for tensor in optimizer_tensors([torch.optim.AdamW([weight])], [])] == [id(weight)]
+    assert optimizer_tensors([], []) == []

@@ -72,7 +72,7 @@ def completion(told: list[np.ndarray], tokens: list[int]) -> Completion:
         abort_requests=lambda names: None,
     )
     samples = Samples(SimpleNamespace(engine_core=core))
-    samples._under_way["0"] = _Sample(3, None)
+    samples._unfinished["0"] = _Sample(3, None)
     while samples.unfinished:
         samples.step(0)
     return samples.take()[0]

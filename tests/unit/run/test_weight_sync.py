@@ -26,32 +26,32 @@ def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
         assert lengths_B.tolist() == [len(PROMPT) + tokens] * len(engine_logprobs)
         return torch.full(tokens_BT.shape, -1.0)
 
-    def begin_on_each(request):
+    def start_probe(request):
         assert request.prompt == tuple(PROMPT)
         sampling = request.sampling
         assert sampling.top_p == 1 and sampling.top_k is None and sampling.max_new_tokens == tokens
         return engine_logprobs
 
-    def sampled_on_each(begun):
+    def collect_probe(begun):
         answers = (Completion((7,) * tokens, tuple(values), "length", (1,) * tokens) for values in begun)
         return dict(enumerate(answers))
 
     sync._probing = []
     sync._policy = SimpleNamespace(logprobs=logprobs)
-    sync._generation = SimpleNamespace(begin_on_each=begin_on_each, sampled_on_each=sampled_on_each)
+    sync._generation = SimpleNamespace(start_probe=start_probe, collect_probe=collect_probe)
     return sync
 
 
 def test_a_probe_that_agrees_reports_the_mean_difference_once():
     sync = sync_with([[-1.0, -1.0], [-1.0005, -0.9995], [-1.0, -1.0015]])
-    sync._begin_probe()
+    sync._start_probe()
     assert sync.check()["probe_logprob_diff"] == pytest.approx(7.5e-4, rel=1e-3)
     assert sync.check() == {}
 
 
 def test_a_probe_that_disagrees_names_the_engine():
     sync = sync_with([[-1.0, -1.0], [-1.01, -0.99]])
-    sync._begin_probe()
+    sync._start_probe()
     with pytest.raises(RefitError, match=r"generation rank 1 .* differ by 0.0100 nats on average"):
         sync.check()
 
@@ -59,7 +59,7 @@ def test_a_probe_that_disagrees_names_the_engine():
 def test_a_policy_that_computes_nan_does_not_agree():
     sync = sync_with([[-1.0, -1.0], [-1.0, -1.0]])
     sync._policy = SimpleNamespace(logprobs=lambda tokens, *_, **__: torch.full(tokens.shape, math.nan))
-    sync._begin_probe()
+    sync._start_probe()
     with pytest.raises(RefitError, match=r"generation rank 0 .* differ by nan nats"):
         sync.check()
 
@@ -87,16 +87,16 @@ def engines(monkeypatch, *logprobs: float | WorkerError) -> RemoteGeneration:
 
 
 def sampled(generation: RemoteGeneration, request: Request) -> dict[int, Completion]:
-    return generation.sampled_on_each(generation.begin_on_each(request))
+    return generation.collect_probe(generation.start_probe(request))
 
 
 def test_an_engine_that_died_gives_no_probe_and_one_that_fails_ends_the_run(monkeypatch):
     request = Request((1,), Sampling(1.0, 1.0, None, 3, (), ()), seed=1)
     # Nothing is waited for until somebody asks for the samples.
     failing = engines(monkeypatch, -1.0, FAILED)
-    begun = failing.begin_on_each(request)
+    begun = failing.start_probe(request)
     with pytest.raises(WorkerError, match="failed"):
-        failing.sampled_on_each(begun)
+        failing.collect_probe(begun)
     assert [*sampled(engines(monkeypatch, -1.0, DIED, -2.0), request)] == [0, 2]
 
 

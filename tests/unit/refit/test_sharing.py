@@ -16,8 +16,8 @@ from nemo_rl_lite.refit.group import RefitGroup, Rendezvous
 from nemo_rl_lite.refit.ipc import DirectReceiver, DirectSender, IpcExport, opened
 from nemo_rl_lite.refit.layout import make_plan, same_bytes
 from nemo_rl_lite.refit.trace import IndexTracer, trace_strided_copies
-from tests.unit.refit.transport.files import Files
-from tests.unit.refit.transport.ranks import CPU, SHORT, run
+from tests.unit.refit.files import Files
+from tests.unit.refit.ranks import CPU, SHORT, run
 
 HIDDEN, ROWS, VOCABULARY = 6, 8, 7
 # By number: rows and columns of layers split over two ranks, a padded vocabulary, and a norm that both have.

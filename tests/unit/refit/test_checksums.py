@@ -92,16 +92,16 @@ def test_the_gpu_kernel_gives_the_same_numbers():
     # Triton's interpreter runs kernels on a CPU; it must be asked for before Triton is imported.
     program = """
 import torch
-from nemo_rl_lite.refit import checksum
+from nemo_rl_lite.refit import interface
 from nemo_rl_lite.refit.checksum_kernel import sum_words
 
-checksum._WORDS = 8192
+interface._WORDS = 8192
 for words in (1, 4096, 8192, 8193, 50001):
     buffer = torch.randint(0, 256, (words * 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(words))
     buffer[:8] = 255
     for every in (1, 2, 16):
-        given = sum_words(buffer.view(torch.int64), every, checksum._WORDS, checksum._ODD)
-        assert int(given) == int(checksum._sum(buffer, every)) != 0, (words, every)
+        given = sum_words(buffer.view(torch.int64), every, interface._WORDS, interface._ODD)
+        assert int(given) == int(interface._sum(buffer, every)) != 0, (words, every)
 """
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

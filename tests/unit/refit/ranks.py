@@ -38,19 +38,19 @@ SHORT = 2.0
 def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 60.0, wanted: int | None = None) -> list:
     """Each function gets its rank's group; results, or exceptions, in rank order, of the first `wanted` ranks."""
     # Of no effect where the server runs already, with what functional tests need.
-    _FORKS.set_forkserver_preload(["tests.unit.refit.transport.ranks"])
+    _FORKS.set_forkserver_preload(["tests.unit.refit.ranks"])
     store = refit_group.host_store("127.0.0.1", _START)
     size, all_done = len(rank_functions), _FORKS.Event()
     all_started = _FORKS.Barrier(size)
     pipes = [_FORKS.Pipe(duplex=False) for _ in rank_functions]
-    meetings = [Rendezvous("127.0.0.1", store.port, rank, size) for rank in range(size)]
+    barrier_wire = [Rendezvous("127.0.0.1", store.port, rank, size) for rank in range(size)]
     processes = [
         _FORKS.Process(
             target=_rank_main,
             args=(_pickled(function), meeting, timeout_s, sending, all_started, all_done),
             daemon=True,
         )
-        for function, meeting, (_, sending) in zip(rank_functions, meetings, pipes, strict=True)
+        for function, meeting, (_, sending) in zip(rank_functions, barrier_wire, pipes, strict=True)
     ]
     try:
         for process in processes:
@@ -79,13 +79,18 @@ def _load_from_bytes(content: bytes) -> Any:
 
 
 def _rank_main(
-    function: bytes, meeting: Rendezvous, timeout_s: float, sending: Connection, all_started: Barrier, all_done: Event
+    function: bytes,
+    rendezvous: Rendezvous,
+    timeout_s: float,
+    sending: Connection,
+    all_started: Barrier,
+    all_done: Event,
 ) -> None:
     try:
         torch.set_num_threads(1)
         call = pickle.loads(function)
         all_started.wait(_START)
-        group = refit_group.join_at(meeting, CPU, _START)
+        group = refit_group.join_at(rendezvous, CPU, _START)
         result = call(replace(group, timeout=timedelta(seconds=timeout_s)))
     except Exception as error:
         result = error

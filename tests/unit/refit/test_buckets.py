@@ -13,13 +13,13 @@ from nemo_rl_lite.refit.buckets import (
     BucketSender,
     SharedBuffer,
     Stream,
+    barrier_wire,
     bucket_transport,
-    meetings,
 )
 from nemo_rl_lite.refit.group import RefitGroup
 from nemo_rl_lite.refit.interface import Loader, RefitReport, compare_checksums
 from nemo_rl_lite.refit.layout import RefitPlan, dtype_name, make_plan
-from tests.unit.refit.transport.ranks import CPU, SHORT, run
+from tests.unit.refit.ranks import CPU, SHORT, run
 
 WEIGHTS = {
     "matrix": torch.randn(33, 17),
@@ -81,7 +81,7 @@ class ThroughSharedBuffer(Broadcast):
         self._offer = self._buffers.offer()
 
     def sender(self, group: RefitGroup, export: Stream):
-        return BucketSender(self._plan, meetings(group), self._offer.open(), "full", export)
+        return BucketSender(self._plan, barrier_wire(group), self._offer.open(), "full", export)
 
     def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
         return self._offer.receiver(plan or self._plan, group, CPU, "full")
