@@ -37,13 +37,13 @@ class ChatTemplate:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the template writes calls; None where it writes none, or in a way that is not known."""
+        """How the template writes calls; None where it writes none, or in an unknown format."""
         return tool_format(self._written) if self.exists else None
 
     @property
     def options(self) -> list[str]:
-        """The names of what the template reads, besides what it is always given. Raises ValueError: there are several
-        templates, and none is the default."""
+        """The names that the template reads, besides those that it is always given. Raises ValueError: there are
+        several templates, and none is the default."""
         from nemo_rl_lite.compat.transformers import template_variables
 
         if not self.exists:
@@ -85,9 +85,8 @@ class ChatTemplate:
             raise DataError(f"the model's chat template changes the prompt when the response follows: {whole!r}")
         turn, found, _ = whole[len(before) :].rpartition(end)
         if not found or message["content"].strip() not in turn:
-            raise DataError(
-                f"the model's chat template does not write the response and then its end token {end}: {whole!r}"
-            )
+            rule = f"does not write the response and then its end token {end}"
+            raise DataError(f"the model's chat template {rule}: {whole!r}")
         if missing := [name for name in called if name not in turn]:
             fix = "name one that does with policy.tokenizer.chat_template, or leave out the rows with tool calls"
             raise DataError(f"the model's chat template does not write the call of {missing[0]}: {turn!r}; {fix}")
@@ -133,7 +132,7 @@ class ChatTemplate:
         return rest.removeprefix(call_end) if found and rest.startswith(call_end) else None
 
     def _end_of_turn(self) -> tuple[int, str]:
-        """The first special token after an assistant's turn; where there is none, the tokenizer's end token."""
+        """Return the first special token after an assistant's turn; where there is none, the tokenizer's end token."""
         from jinja2 import TemplateSyntaxError
 
         tokenizer = self._tokenizer
@@ -155,25 +154,24 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
         if not self.exists:
-            return _joined(messages, self._tokenizer.eos_token)
+            return self._joined(messages)
         try:
             return self._written(messages, tools, prompt)
         except Exception as error:  # a template may raise anything
             raise DataError(f"the model's chat template cannot write this chat: {error}") from None
+
+    def _joined(self, messages: Sequence[Message]) -> str:
+        """Join messages without a template: each on a new line, except the assistant's, which follow the message that
+        they answer and end with the end token."""
+        text = ""
+        for place, message in enumerate(messages):
+            is_turn = message["role"] == "assistant"
+            before = "" if is_turn or not place else "\n"
+            text += before + message["content"] + (self._tokenizer.eos_token if is_turn else "")
+        return text
 
     def _written(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
         """Return what the template writes. It may raise anything."""
         return self._tokenizer.apply_chat_template(
             list(messages), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False, **self._given
         )
-
-
-def _joined(messages: Sequence[Message], end: str) -> str:
-    """Join the messages for a model without a chat template: each on a new line, except the assistant's, which follow
-    the message that they answer and end with the end token."""
-    spoken = [message["role"] == "assistant" for message in messages]
-    between = ["", *("" if assistant else "\n" for assistant in spoken[1:])]
-    ends = (end if assistant else "" for assistant in spoken)
-    return "".join(
-        before + message["content"] + after for before, message, after in zip(between, messages, ends, strict=True)
-    )

@@ -1,4 +1,4 @@
-"""Chats and pairs of chats as rows of tokens; a pair's two rows are neighbours, the chosen one first."""
+"""Encode chats and pairs of chats as rows of tokens; a pair's rows are neighbours, the chosen one first."""
 
 import logging
 from collections.abc import Sequence
@@ -25,32 +25,35 @@ class Encoder:
     too_long: Literal["error", "drop", "truncate"]
 
     def rows(self, examples: Sequence[Example]) -> list[TokenRow]:
-        """The examples' conversations in their order.
+        """Return a row for each conversation, in their order.
 
         Raises:
             DataError: a chat is longer than `policy.max_total_sequence_length`, or has no place in the chat template.
         """
-        return [
-            TokenRow(*self._encode(said), reward=None if example.label is None else float(example.label))
-            for example in examples
-            for said in example.conversations
-        ]
+        rows = []
+        for example in examples:
+            reward = None if example.label is None else float(example.label)
+            for said in example.conversations:
+                tokens, trained = self.tokenizer.conversation(said)
+                if self.too_long == "error" and len(tokens) > self.max_length:
+                    raise DataError(self._too_long(said, len(tokens)))
+                rows.append(TokenRow(tokens[: self.max_length], trained[: self.max_length], reward=reward))
+        return rows
 
     def fits(self, example: Example) -> bool:
-        """Whether no conversation is too long or, where chats are truncated, a trained token is left in each."""
+        """Return whether no conversation is too long or, where chats are truncated, each keeps a trained token."""
         for said in example.conversations:
             tokens, trained = self.tokenizer.conversation(said)
-            whole = self.too_long != "truncate"
-            if len(tokens) > self.max_length and (whole or not any(trained[: self.max_length])):
+            cut = trained[: self.max_length] if self.too_long == "truncate" else ()
+            if len(tokens) > self.max_length and not any(cut):
                 return False
         return True
 
     def longer(self, examples: Sequence[Example]) -> int:
-        """The number of examples that are longer than `policy.max_total_sequence_length`.
+        """Return how many examples are longer than `policy.max_total_sequence_length`.
 
         Raises:
-            DataError: a chat is too long where that is an error, or has no place in the chat template; naming file and
-                row.
+            DataError: a chat is too long where that is an error, or has no place in the chat template.
         """
         longer: list[tuple[int, Example, Conversation]] = []
         for example in examples:
@@ -68,12 +71,6 @@ class Encoder:
                 told += f" Of the {len(longer)} rows that are too long, none was found to be longer."
             raise DataError(told)
         return len(longer)
-
-    def _encode(self, said: Conversation) -> tuple[list[int], list[bool]]:
-        tokens, trained = self.tokenizer.conversation(said)
-        if self.too_long == "error" and len(tokens) > self.max_length:
-            raise DataError(self._too_long(said, len(tokens)))
-        return tokens[: self.max_length], trained[: self.max_length]
 
     def _too_long(self, said: Conversation, count: int) -> str:
         asked = said.messages[max(said.first_trained - 1, 0)]["content"]
@@ -97,17 +94,14 @@ class TrainingExamples:
         return len(self.examples.finite()) // self.batch_size or None
 
     def rows(self, step: int) -> list[TokenRow]:
-        """The global batch of a step: the same for the same step, whatever came before."""
-        return self.encoder.rows([self.examples.problem(position) for position in self._positions(step)])
-
-    def _positions(self, step: int) -> range:
+        """Return the global batch of a step: the same for the same step, whatever came before."""
         epoch, place = divmod(step, self.steps_per_epoch) if self.steps_per_epoch else (0, step)
         first = epoch * len(self.examples.finite()) + place * self.batch_size
-        return range(first, first + self.batch_size)
+        return self.encoder.rows([self.examples.problem(first + number) for number in range(self.batch_size)])
 
 
 def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
-    """The training set of a configuration.
+    """Return the training set of a configuration.
 
     Raises:
         DataError: an example cannot be used, or there are too few for one batch.
@@ -137,8 +131,8 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
 
 
 def validation_examples(config: Config, encoder: Encoder, training: Sequence[Example] = ()) -> list[TokenRow]:
-    """The rows that are held out, of at most `algorithm.max_val_samples` examples; there may be none. A warning says
-    how many of them are among the `training` examples.
+    """Return the held-out rows of at most `algorithm.max_val_samples` examples; there may be none. A warning says how
+    many of them are among the `training` examples.
 
     Raises:
         DataError: an example cannot be used.

@@ -1,4 +1,4 @@
-"""The formats of rows that an algorithm trains on: chats, preference pairs, labelled responses, problems.
+"""The formats of rows that an algorithm trains on: problems, chats, preference pairs, labelled responses.
 
 A pair's layout follows from its columns:
 
@@ -7,11 +7,11 @@ A pair's layout follows from its columns:
 - context, completions: completions with ranks, the lowest rank being the best (NeMo-RL);
 - context, response1, response2, overall_preference: negative where the first is better (HelpSteer3).
 
-A labelled response has a prompt, a completion (each text or messages) and a label, true or false, as TRL has them.
+A labelled response has a prompt, a completion (each text or messages) and a label, true or false, as in TRL.
 This module imports nothing heavy.
 """
 
-import dataclasses
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,18 +19,18 @@ from dataclasses import dataclass, replace
 from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.schema import Config, DataConfig
 from nemo_rl_lite.config.user_code import imported
-from nemo_rl_lite.data.columns import column, is_number, shown_columns, to_problem
 from nemo_rl_lite.data.messages import CHAT_COLUMNS, Message, read_messages
 from nemo_rl_lite.data.problems import LeftOut, Problem, Prompted, chat, with_system
-from nemo_rl_lite.data.rows import Row
+from nemo_rl_lite.data.rows import Row, column, filled, is_number, shown_columns, text_of
 from nemo_rl_lite.data.tools import Tool, callable_tools, row_tools
 from nemo_rl_lite.errors import DataError
 
-# What rollouts call a sample's reward.
-REWARD_COLUMN = "reward"
-# What they call the way in which it ended, and the values of samples whose last response may lack its end token. Other
-# values, such as those of a column that a user calls so, say nothing.
-_ENDING_COLUMN, _CUT = "ending", ("length", "error")
+# Columns of saved rollouts. Samples that ended in one of these ways may lack their end token.
+_REWARD, _ENDING, _CUT = "reward", "ending", ("length", "error")
+# The usual name of a column of labelled responses.
+_COMPLETION = "completion"
+_NEITHER = LeftOut("prefer neither response")
+_WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,20 @@ class Conversation:
     def trained(self) -> list[int]:
         """Return the indices of the messages that are trained on."""
         later = range(self.first_trained, len(self.messages))
-        return [index for index in later if _is_trained_on(self.messages[index])]
+        return [index for index in later if _is_trained(self.messages[index])]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation, or the chosen and the rejected conversation of a pair. `where` names the example in errors, by
-    file and row. `unanswered`: the row's chat continued after the assistant's last message; that end is left out."""
+    """One conversation, or the chosen and the rejected conversation of a pair."""
 
     conversations: tuple[Conversation, ...]
     where: str
+    """Names the example in errors, by file and row."""
     unanswered: bool = False
+    """The row's chat continued after the assistant's last message; that end is left out."""
     label: bool | None = None
-    """Whether the response is desirable, where that is what the run trains on."""
+    """Whether a labelled response is desirable."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -66,26 +67,53 @@ class Example:
         return first.messages[: first.first_trained]
 
 
+def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
+    """Return the problem of a row; `where` names the row in errors.
+
+    Raises:
+        DataError: the row lacks a column, or one has a wrong type or does not match `data.answer_pattern`.
+    """
+    if config.prompt_template is not None:
+        prompt = filled(config.prompt_template, row, where)
+    elif config.prompt_column not in row and (chats := [name for name in CHAT_COLUMNS if name in row]):
+        rule = f"no column '{config.prompt_column}', but '{chats[0]}', as of whole chats: algorithm=sft trains on those"
+        raise DataError(f"{where}: {rule}")
+    else:
+        prompt = column(row, config.prompt_column, where)
+    answer = text_of(row, config.answer_column, where) if config.answer_column is not None else ""
+    if config.answer_pattern is not None:
+        found = re.search(config.answer_pattern, answer)
+        if not found or found[1] is None:
+            rule = f"data.answer_pattern is not in column '{config.answer_column}', which ends {answer[-60:]!r}"
+            raise DataError(f"{where}: {rule}")
+        answer = found[1].strip()
+        answer = answer.replace(",", "") if _WITH_COMMAS.fullmatch(answer) else answer
+    if answer.isspace() or (not answer and config.answer_pattern is not None):
+        raise DataError(f"{where}: the answer in column '{config.answer_column}' is nothing but blanks")
+    return Problem(chat(prompt, config.system_prompt, where), answer, row)
+
+
 def to_chat(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
-    """Return the example of a row: the messages of `data.messages_column`, or a prompt and its response, or, where
-    there is no prompt, the messages of a column of a usual name; `where` names the row in errors. A row whose reward
-    is below `data.min_reward` is left out, and so is a sample that was cut: nobody has sampled an end token after it.
+    """Return the example of a row: messages, or a prompt and its response; `where` names the row in errors. A row with
+    a reward below `data.min_reward` is left out, and so is a sample that was cut before its end token.
 
     Raises:
         DataError: the row lacks a column, one has a wrong type, or the row has nothing to train on.
     """
     if config.min_reward is not None and not _is_rewarded(row, config.min_reward, where):
         return LeftOut(f"have no reward of at least data.min_reward = {config.min_reward:g}")
-    if row.get(_ENDING_COLUMN) in _CUT:
-        return LeftOut(f"were cut before their end (column '{_ENDING_COLUMN}')")
+    if row.get(_ENDING) in _CUT:
+        return LeftOut(f"were cut before their end (column '{_ENDING}')")
     name = _messages_column(config, row)
     if name is None:
-        problem = to_problem(with_responses(config), row, where)
+        # The whole text is the response.
+        response = config.response_column or config.answer_column
+        problem = to_problem(replace(config, answer_column=response, answer_pattern=None), row, where)
         if not problem.answer.strip():
             raise DataError(f"{where}: the response is empty")
         return Example((answered(problem.messages, problem.answer),), where)
     messages = with_system(read_messages(column(row, name, where), f"{where}, column '{name}'"), config.system_prompt)
-    spoken = [index for index, message in enumerate(messages) if _is_trained_on(message)]
+    spoken = [index for index, message in enumerate(messages) if _is_trained(message)]
     if not spoken:
         weights = ": they have weight 0" if any(message["role"] == "assistant" for message in messages) else ""
         raise DataError(f"{where}: column '{name}' has no message of the assistant to train on{weights}")
@@ -97,52 +125,6 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
     if not any(one["content"].strip() or one.get("reasoning_content") or one.get("tool_calls") for one in trained):
         raise DataError(f"{where}: column '{name}' has only empty messages of the assistant to train on")
     return Example((said,), where, unanswered=messages[-1]["role"] != "assistant")
-
-
-def _is_rewarded(row: Row, least: float, where: str) -> bool:
-    """Raises DataError: the row has no column of rewards, or something else in it."""
-    reward = row.get(REWARD_COLUMN)
-    if REWARD_COLUMN not in row:
-        raise DataError(f"{where}: no column '{REWARD_COLUMN}', which data.min_reward reads")
-    if reward is not None and not isinstance(reward, int | float):
-        raise DataError(f"{where}: column '{REWARD_COLUMN}' must be a number, found {reward!r:.80}")
-    # A NaN is at least nothing.
-    return reward is not None and reward >= least
-
-
-def _is_trained_on(message: Message) -> bool:
-    return message["role"] == "assistant" and message.get("weight") != 0
-
-
-def _messages_column(config: DataConfig, row: Row) -> str | None:
-    """The column that is named, or of a usual name in a row that has no prompt."""
-    if config.messages_column is not None:
-        return config.messages_column
-    if config.prompt_template is not None or config.prompt_column in row:
-        return None
-    return next((name for name in CHAT_COLUMNS if isinstance(row.get(name), Sequence)), None)
-
-
-def chat_of(problem: Problem) -> Example:
-    """Make a chat of a task's problem, with its answer as the response. Raises DataError: the problem has no answer."""
-    where = "a problem of the task"
-    if not problem.answer:
-        raise DataError(f"{where} {problem.metadata.get('task', '')} has no answer to train on")
-    return Example((answered(problem.messages, problem.answer),), where)
-
-
-def answered(messages: Sequence[Message], response: str) -> Conversation:
-    """Return the prompt's messages followed by the response, which is trained on."""
-    return Conversation((*messages, {"role": "assistant", "content": response}), len(messages))
-
-
-def with_responses(config: DataConfig) -> DataConfig:
-    """Return the same data configuration with the whole text of `data.response_column` as the answer."""
-    name = config.response_column or config.answer_column
-    return dataclasses.replace(config, answer_column=name, answer_pattern=None)
-
-
-_NEITHER = LeftOut("prefer neither response")
 
 
 def to_pair(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
@@ -189,6 +171,35 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
     return Example(tuple(conversations), where)
 
 
+def to_labelled(config: DataConfig, row: Row, where: str) -> Example:
+    """Return the response of a row with its label; `where` names the row in errors.
+
+    Raises:
+        DataError: the row lacks a column, or one has a wrong type.
+    """
+    name = config.response_column or _COMPLETION
+    if name not in row or config.label_column not in row:
+        pair = {config.chosen_column, config.rejected_column} <= row.keys()
+        hint = "; pairs are for algorithm=dpo or orpo" if pair else ""
+        needed = f"'{config.prompt_column}', '{name}' and '{config.label_column}'"
+        raise DataError(f"{where}: no labelled response (needed: {needed}; columns: {shown_columns(row)}){hint}")
+    asked = chat(column(row, config.prompt_column, where), config.system_prompt, where)
+    response = _response(column(row, name, where), where)
+    said = _compared((*asked, *response), len(asked), where)
+    label = row[config.label_column]
+    if label not in (0, 1):
+        raise DataError(f"{where}: column '{config.label_column}' must be true or false, found {label!r}")
+    return Example((said,), where, label=bool(label))
+
+
+def chat_of(problem: Problem) -> Example:
+    """Make a chat of a task's problem, with its answer as the response. Raises DataError: the problem has no answer."""
+    where = "a problem of the task"
+    if not problem.answer:
+        raise DataError(f"{where} {problem.metadata.get('task', '')} has no answer to train on")
+    return Example((answered(problem.messages, problem.answer),), where)
+
+
 def pair_of(problem: Problem) -> Example:
     """Return the pair of a task's problem: its answer and its `mistake`. Raises DataError: the task has no mistakes."""
     if "mistake" not in problem.metadata:
@@ -197,26 +208,63 @@ def pair_of(problem: Problem) -> Example:
     return Example(tuple(answered(problem.messages, response) for response in responses), "a problem of the task")
 
 
+def labelled_of(problem: Problem) -> Example:
+    """Return a task's problem with its answer or its `mistake`, which the problem's text decides. Raises DataError: the
+    task has no mistakes."""
+    pair, desirable = pair_of(problem), zlib.crc32(str(problem.messages).encode()) % 2 == 0
+    return replace(pair, conversations=(pair.conversations[0 if desirable else 1],), label=desirable)
+
+
+def answered(messages: Sequence[Message], response: str) -> Conversation:
+    """Return the prompt's messages followed by the response, which is trained on."""
+    return Conversation((*messages, {"role": "assistant", "content": response}), len(messages))
+
+
+def _is_rewarded(row: Row, least: float, where: str) -> bool:
+    """Raises DataError: the row has no column of rewards, or something else in it."""
+    reward = row.get(_REWARD)
+    if _REWARD not in row:
+        raise DataError(f"{where}: no column '{_REWARD}', which data.min_reward reads")
+    if reward is not None and not isinstance(reward, int | float):
+        raise DataError(f"{where}: column '{_REWARD}' must be a number, found {reward!r:.80}")
+    return reward is not None and reward >= least
+
+
+def _is_trained(message: Message) -> bool:
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def _messages_column(config: DataConfig, row: Row) -> str | None:
+    """Return `data.messages_column`, or in a row without a prompt a column with a usual name of chats."""
+    if config.messages_column is not None:
+        return config.messages_column
+    if config.prompt_template is not None or config.prompt_column in row:
+        return None
+    return next((name for name in CHAT_COLUMNS if isinstance(row.get(name), Sequence)), None)
+
+
 def _continued(asked: tuple[Message, ...], two: tuple[object, object], where: str) -> list[Conversation]:
-    said = [({"role": "assistant", "content": v},) if isinstance(v, str) else read_messages(v, where) for v in two]
+    """Return two chats that answer the messages `asked`, or repeat them."""
+    said = [_response(one, where) for one in two]
     repeats = [one[0]["role"] != "assistant" for one in said]
     if all(repeats):
         pair = _whole_chats(said[0], said[1], where)
-        if not any(_share_text(asked[-1], message) for message in pair[0].messages[: pair[0].first_trained]):
+        # The prompt may be all turns as one text, and its blanks may differ.
+        texts = [" ".join(one["content"].split()) for one in (asked[-1], *pair[0].messages[: pair[0].first_trained])]
+        if not any(text in texts[0] or texts[0] in text for text in texts[1:]):
             raise DataError(f"{where}: the two chats begin with another text than the prompt")
         return pair
     if any(repeats):
         raise DataError(f"{where}: one of the two repeats the prompt, the other does not")
-    return [ending_with_the_assistant((*asked, *one), len(asked), where) for one in said]
+    return [_compared((*asked, *one), len(asked), where) for one in said]
 
 
-def _share_text(one: Message, other: Message) -> bool:
-    """Whether one of two texts is in the other, whatever their blanks: a prompt may be all turns as one text."""
-    first, second = (" ".join(message["content"].split()) for message in (one, other))
-    return first in second or second in first
+def _response(value: object, where: str) -> tuple[Message, ...]:
+    return ({"role": "assistant", "content": value},) if isinstance(value, str) else read_messages(value, where)
 
 
 def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], where: str) -> list[Conversation]:
+    """Return two chats that begin with the same messages."""
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
@@ -224,10 +272,10 @@ def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], whe
         raise DataError(f"{where}: the two chats do not begin with the same message")
     if chosen != rejected and {one[common]["role"] for one in (chosen, rejected) if one[common:]} != {"assistant"}:
         raise DataError(f"{where}: the two chats answer different prompts: they part at message {common + 1}")
-    return [ending_with_the_assistant(one, common, where) for one in (chosen, rejected)]
+    return [_compared(one, common, where) for one in (chosen, rejected)]
 
 
-def ending_with_the_assistant(messages: tuple[Message, ...], first: int, where: str) -> Conversation:
+def _compared(messages: tuple[Message, ...], first: int, where: str) -> Conversation:
     """Return the chat whose response begins at message `first`. Raises DataError: there is no response to compare."""
     if len(messages) <= first or not first or messages[-1]["role"] != "assistant":
         raise DataError(
@@ -240,6 +288,7 @@ def ending_with_the_assistant(messages: tuple[Message, ...], first: int, where: 
 
 
 def _ranked(completions: object, where: str) -> tuple[object, object]:
+    """Return the best and the worst completion."""
     ranked = completions if isinstance(completions, Sequence) and not isinstance(completions, str) else ()
     known = [one for one in ranked if isinstance(one, Mapping) and "rank" in one and "completion" in one]
     ranks = [one["rank"] for one in known if is_number(one["rank"])]
@@ -249,53 +298,21 @@ def _ranked(completions: object, where: str) -> tuple[object, object]:
     return in_order[0]["completion"], in_order[-1]["completion"]
 
 
-_USUAL_COLUMN = "completion"
-
-
-def to_labelled(config: DataConfig, row: Row, where: str) -> Example:
-    """Return the response of a row with its label; `where` names the row in errors.
-
-    Raises:
-        DataError: the row lacks a column, or one has a wrong type.
-    """
-    name = config.response_column or _USUAL_COLUMN
-    if name not in row or config.label_column not in row:
-        pair = {config.chosen_column, config.rejected_column} <= row.keys()
-        hint = "; pairs are for algorithm=dpo or orpo" if pair else ""
-        needed = f"'{config.prompt_column}', '{name}' and '{config.label_column}'"
-        raise DataError(f"{where}: no labelled response (needed: {needed}; columns: {shown_columns(row)}){hint}")
-    asked = chat(column(row, config.prompt_column, where), config.system_prompt, where)
-    value = column(row, name, where)
-    response = ({"role": "assistant", "content": value},) if isinstance(value, str) else read_messages(value, where)
-    said = ending_with_the_assistant((*asked, *response), len(asked), where)
-    label = row[config.label_column]
-    if label not in (0, 1):
-        raise DataError(f"{where}: column '{config.label_column}' must be true or false, found {label!r}")
-    return Example((said,), where, label=bool(label))
-
-
-def labelled_of(problem: Problem) -> Example:
-    """Return a task's problem with its answer, or with its `mistake`: one of the two, which the problem's text decides.
-    Raises DataError: the task has no mistakes."""
-    right, wrong = pair_of(problem).conversations
-    desirable = zlib.crc32(str(problem.messages).encode()) % 2 == 0
-    return replace(pair_of(problem), conversations=(right if desirable else wrong,), label=desirable)
-
-
 @dataclass(frozen=True)
 class RowFormat[T: Prompted]:
-    """`name` is a plural. `from_row` reads one example from a row, which its text argument names in errors, or says
-    why it is left out; `from_problem` makes one from a task's problem."""
+    """How rows and the problems of tasks become what a run trains on."""
 
     name: str
+    """A plural."""
     from_row: Callable[[DataConfig, Row, str], T | LeftOut]
+    """Reads a row, which the text names in errors, or says why it is left out."""
     from_problem: Callable[[Problem], T]
     reads_answers: bool = False
     """Whether `data.answer_pattern` finds the answers of its rows."""
 
 
 def problems(tools: Sequence[Tool] = ()) -> RowFormat[Problem]:
-    """Problems that offer `tools`, unless their rows have some of their own."""
+    """Return the format of problems that offer `tools`, unless their rows have some of their own."""
 
     def from_row(config: DataConfig, row: Row, where: str) -> Problem:
         own = callable_tools(row_tools(config, row, where), f"{where}, column '{config.tools_column}'")

@@ -6,9 +6,9 @@ from typing import Any
 
 from nemo_rl_lite.errors import DataError
 
-# A message has a role and content; an assistant's may have tool calls, and weight 0 where it is not trained on.
-# A tool's message names the call that it answers.
 Message = dict[str, Any]
+"""Role and content. An assistant's may have tool calls, and weight 0 where it is not trained on. A tool's message names
+the call that it answers."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The usual names of a column that holds whole chats.
 CHAT_COLUMNS = ("messages", "conversations")
@@ -44,7 +44,10 @@ def _message(value: object, where: str) -> Message:
         raise DataError(f"{where}: its role must be one of {', '.join(ROLES)}, found {role!r}")
     content, calls = value.get("content"), value.get("tool_calls")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(_text_part(part, where) for part in content)
+        for part in content:
+            if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                raise DataError(f"{where}: only parts of the type text are read, found {part!r:.80}")
+        content = "".join(part["text"] for part in content)
     if calls and not (isinstance(calls, Sequence) and not isinstance(calls, str) and value["role"] == "assistant"):
         raise DataError(f"{where}: tool_calls must be a list, and the assistant's")
     if content is None and calls:
@@ -69,12 +72,6 @@ def _untrained(value: Mapping[str, Any], where: str) -> dict[str, int]:
     return {"weight": 0} if weight == 0 and value["role"] == "assistant" else {}
 
 
-def _text_part(part: object, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    raise DataError(f"{where}: only parts of the type text are read, found {part!r:.80}")
-
-
 def _call(call: object, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -92,8 +89,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
 
 
 def writable(value: Any) -> Any:
-    """Return a value that was read from JSON, and can be written as such again. Python reads also NaN, and half of a
-    character that takes two.
+    """Return a value that was read from JSON, if it can be written again: Python also reads NaN and half a character.
 
     Raises:
         ValueError, RecursionError: the value has one of them, or is nested too deeply.

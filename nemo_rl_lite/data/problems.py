@@ -1,4 +1,4 @@
-"""Problems and training sets: what a policy is asked and how it is judged. This module imports nothing heavy.
+"""Problems and training sets. This module imports nothing heavy.
 
 A training set returns `problem(position)` for every position from 0 on, epoch after epoch, so a run's place in its
 data is one integer.
@@ -18,16 +18,14 @@ from nemo_rl_lite.errors import DataError
 
 @dataclass(frozen=True)
 class Problem:
-    """A chat to continue and the reference answer the reward compares with.
-
-    `metadata` holds the columns of the problem's row, or the entry of the task that generated it. `tools` are the
-    functions that the assistant may call, in OpenAI's format.
-    """
+    """A chat to continue and the reference answer that the reward compares with."""
 
     messages: tuple[Message, ...]
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The columns of the problem's row, or the entry of the task that generated it."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """The functions that the assistant may call, in OpenAI's format."""
 
 
 class LeftOut(str):
@@ -127,11 +125,8 @@ def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tup
 
 
 def is_held_out(problem: Prompted, fraction: float) -> bool:
-    """Return whether a problem, chat or pair is among the `fraction` that is kept for validation.
-
-    Only its messages without the system prompt decide, not the seed, its position or other problems. So two rows with
-    the same prompt are on the same side.
-    """
+    """Return whether a problem, chat or pair is among the `fraction` that is kept for validation. Only its messages
+    without the system prompt decide, so rows with the same prompt are on the same side, whatever the seed."""
     asked = [[message["role"], message["content"]] for message in problem.messages if message["role"] != "system"]
     digest = hashlib.sha256(json.dumps(asked).encode()).digest()
     return int.from_bytes(digest[:8]) < fraction * 2**64

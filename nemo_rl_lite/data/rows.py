@@ -1,16 +1,22 @@
-"""Read rows of files and of hub datasets, each with a text that names it in errors. Heavy imports are deferred."""
+"""Read rows of JSON and Parquet files and of hub datasets, and their columns. Heavy imports are deferred.
+
+Each row comes with a text that names it in errors, such as "train.jsonl, row 3".
+"""
 
 import glob
 import json
 import re
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from pathlib import Path
+from string import Formatter
+from typing import Any, TypeGuard
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.errors import DataError
 
-JSON = (".jsonl", ".json")
-PARQUET = ".parquet"
+Row = Mapping[str, object]
+_JSON, _PARQUET = (".jsonl", ".json"), ".parquet"
 _UNPACK = "unpack it with gunzip, and name the file that this makes"
 _RECODE = "write it as UTF-8: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 # How files of another format begin -> what they are, and what to do with them.
@@ -20,6 +26,8 @@ _BEGINNINGS = {
     b"\xfe\xff": ("is text in UTF-16", _RECODE),
     b"version https://git-lfs": ("is a pointer of Git LFS, which stands for the file", "git lfs pull"),
 }
+# Half of a rare character's escape; without the other half it is no text.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class FileError(DataError):
@@ -30,61 +38,12 @@ class FileError(DataError):
         super().__init__(f"{problem}; {fix}")
 
 
-def files_of(path: str) -> list[Path]:
-    """Return the file, or all files that a pattern such as `data/*.jsonl` matches, by name. The file need not exist.
+class MissingColumnError(DataError):
+    """A row has no column of this name."""
 
-    Raises:
-        DataError: the name is not one of a JSON or Parquet file, or no file matches the pattern.
-    """
-    if "://" in path:
-        fix = "download the file; for a dataset of the hub: data=hub data.path=ORGANISATION/NAME"
-        raise FileError(f"{path}: is an address, not a file of this machine", fix)
-    if Path(path).suffix not in (*JSON, PARQUET):
-        raise FileError(f"{path}: the name must end in {PARQUET}, or in {' or '.join(JSON)}", _other_format(path))
-    try:
-        whole = Path(path).expanduser()
-    except RuntimeError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
-    if not glob.has_magic(str(whole)) or whole.exists():
-        return [whole]
-    files = sorted(glob.glob(str(whole), recursive=True))  # noqa: PTH207 - pathlib takes no absolute patterns
-    if not files:
-        raise DataError(f"{path}: no file matches")
-    return list(map(Path, files))
-
-
-def check_beginning(file: Path, shown: str) -> None:
-    """Raise FileError where a file is a folder, a pipe or a device, or is in another format. A pipe would wait."""
-    if file.exists() and not file.is_file():
-        raise FileError(f"{shown}: cannot be read: it is no regular file", "name a file, or a pattern: 'data/*.jsonl'")
-    with file.open("rb") as opened:
-        start = opened.read(32)
-    for beginning, (problem, fix) in _BEGINNINGS.items():
-        if start.startswith(beginning):
-            raise FileError(f"{shown}: cannot be read: it {problem}", fix)
-
-
-def share_a_file(one: str, other: str) -> bool:
-    """Return whether two paths name a file in common, through links and other spellings too."""
-    first, second = ([file for file in files_of(path) if file.exists()] for path in (one, other))
-    return any(file.samefile(another) for file in first for another in second)
-
-
-def _other_format(path: str) -> str:
-    """What to do about a name of another ending."""
-    if path.endswith(".gz"):
-        return _UNPACK
-    if path.endswith(".csv"):
-        table = f"pandas.read_csv({path!r})"
-        return f"write it as JSON, in Python: {table}.to_json('rows.jsonl', orient='records', lines=True)"
-    if re.fullmatch(r"[\w-]+/[\w.-]+", path) and not Path(path).exists():
-        return f"for a dataset of the hub: data=hub data.path={path}"
-    return "name such a file, or a pattern such as 'data/*.jsonl'"
-
-
-Row = Mapping[str, object]
-# One of two halves that JSON writes a rare character with; without the other it cannot be text.
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+    def __init__(self, message: str, name: str):
+        super().__init__(message)
+        self.name = name
 
 
 def file_rows(path: str) -> Iterator[tuple[str, Row]]:
@@ -94,20 +53,17 @@ def file_rows(path: str) -> Iterator[tuple[str, Row]]:
     Raises:
         DataError: there is no such file, one is unreadable, or a row is not a JSON object.
     """
-    for file in files_of(path):
-        yield from _rows_of(file, path if file == Path(path).expanduser() else str(file))
-
-
-def _rows_of(file: Path, shown: str) -> Iterator[tuple[str, Row]]:
-    try:
-        check_beginning(file, shown)
-        for number, row in (_parquet if file.suffix == PARQUET else _json)(file):
-            where = f"{shown}, row {number}"
-            yield where, _parse(row, where) if isinstance(row, str) else _object(row, where)
-    except FileNotFoundError:
-        raise DataError(f"{shown}: no such file") from None
-    except (OSError, ValueError, RuntimeError) as error:  # pyarrow raises ValueErrors
-        raise DataError(f"{shown}: cannot be read: {error}") from None
+    for file in _files_of(path):
+        shown = path if file == Path(path).expanduser() else str(file)
+        try:
+            _check_format(file, shown)
+            for number, row in (_parquet_rows if file.suffix == _PARQUET else _json_rows)(file):
+                where = f"{shown}, row {number}"
+                yield where, _object(row, where)
+        except FileNotFoundError:
+            raise DataError(f"{shown}: no such file") from None
+        except (OSError, ValueError, RuntimeError) as error:  # pyarrow raises ValueErrors
+            raise DataError(f"{shown}: cannot be read: {error}") from None
 
 
 def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Row]]:
@@ -133,7 +89,60 @@ def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Ro
         yield f"{name}, split {split}, row {number}", dict(row)
 
 
-def _json(path: Path) -> Iterator[tuple[int, str | Row]]:
+def share_a_file(one: str, other: str) -> bool:
+    """Return whether two paths name a file in common, through links and other spellings too."""
+    first, second = ([file for file in _files_of(path) if file.exists()] for path in (one, other))
+    return any(file.samefile(another) for file in first for another in second)
+
+
+def _files_of(path: str) -> list[Path]:
+    """Return the file, which need not exist, or all files that a pattern matches, by name.
+
+    Raises:
+        DataError: the name is not one of a JSON or Parquet file, or no file matches the pattern.
+    """
+    if "://" in path:
+        fix = "download the file; for a dataset of the hub: data=hub data.path=ORGANISATION/NAME"
+        raise FileError(f"{path}: is an address, not a file of this machine", fix)
+    if Path(path).suffix not in (*_JSON, _PARQUET):
+        raise FileError(f"{path}: the name must end in {_PARQUET}, or in {' or '.join(_JSON)}", _other_format(path))
+    try:
+        whole = Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    if not glob.has_magic(str(whole)) or whole.exists():
+        return [whole]
+    files = sorted(glob.glob(str(whole), recursive=True))  # noqa: PTH207 - pathlib takes no absolute patterns
+    if not files:
+        raise DataError(f"{path}: no file matches")
+    return list(map(Path, files))
+
+
+def _other_format(path: str) -> str:
+    """Return what to do about a name with another ending."""
+    if path.endswith(".gz"):
+        return _UNPACK
+    if path.endswith(".csv"):
+        table = f"pandas.read_csv({path!r})"
+        return f"write it as JSON, in Python: {table}.to_json('rows.jsonl', orient='records', lines=True)"
+    if re.fullmatch(r"[\w-]+/[\w.-]+", path) and not Path(path).exists():
+        return f"for a dataset of the hub: data=hub data.path={path}"
+    return "name such a file, or a pattern such as 'data/*.jsonl'"
+
+
+def _check_format(file: Path, shown: str) -> None:
+    """Raise FileError where a file is a folder, a pipe or a device, or is in another format. A pipe would wait."""
+    if file.exists() and not file.is_file():
+        raise FileError(f"{shown}: cannot be read: it is no regular file", "name a file, or a pattern: 'data/*.jsonl'")
+    with file.open("rb") as opened:
+        start = opened.read(32)
+    for beginning, (problem, fix) in _BEGINNINGS.items():
+        if start.startswith(beginning):
+            raise FileError(f"{shown}: cannot be read: it {problem}", fix)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
+    """Yield the lines of a file, or the items of its list."""
     with path.open(encoding="utf-8-sig") as lines:
         first = next((line for line in lines if line.strip()), "")
         lines.seek(0)
@@ -145,34 +154,103 @@ def _json(path: Path) -> Iterator[tuple[int, str | Row]]:
                 yield number, line
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
     from pyarrow.parquet import ParquetFile
 
-    number = 0
     with ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-
-
-def _parse(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        hint = "a JSON file has one object a line, or is one list of objects"
-        rule = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
-        raise DataError(f"{where}: {rule}; {hint}") from None
-    if _SURROGATE.search(line):
-        try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = f"{error.object[error.start]!a}"
-            raise DataError(f"{where}: has {half}, which is half of a character and no text") from None
-    return _object(row, where)
+        batches = file.iter_batches(batch_size=1024)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
 
 
 def _object(row: object, where: str) -> Row:
+    """Return a row, which may be a line of JSON. Raises DataError: it is no object, or no text."""
+    if isinstance(row, str):
+        line = row
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            hint = "a JSON file has one object a line, or is one list of objects"
+            rule = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+            raise DataError(f"{where}: {rule}; {hint}") from None
+        if _SURROGATE.search(line):
+            try:
+                json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = f"{error.object[error.start]!a}"
+                raise DataError(f"{where}: has {half}, which is half of a character and no text") from None
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: a JSON object is needed, found {type(row).__name__}")
     return row
+
+
+def column(row: Row, name: str, where: str) -> object:
+    """Return the value of a column. Raises MissingColumnError: there is none. Raises DataError: it is null."""
+    value = find_column(row, name)
+    if value is None and name in row:
+        raise DataError(f"{where}: column '{name}' is null")
+    if value is None:
+        raise MissingColumnError(f"{where}: no column '{name}' (columns: {shown_columns(row)})", name)
+    return value
+
+
+def find_column(row: Row, name: str) -> Any:
+    """Return the value of a column, or of a field of a structure, `column.field`; None where there is none."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def shown_columns(row: Row) -> str:
+    """Return the names of a row's columns, each with the fields of a structure in it."""
+    return ", ".join(
+        f"{name} {{{', '.join(map(str, value))}}}" if isinstance(value, Mapping) else name
+        for name, value in row.items()
+    )
+
+
+def text_of(row: Row, name: str, where: str) -> str:
+    """Return the text or number of a column as text. Raises DataError: it is missing, or something else."""
+    value = column(row, name, where)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        fields = ", ".join(map(str, value))
+        raise DataError(f"{where}: column '{name}' must be text or a number, not a structure (its fields: {fields})")
+    if not is_number(value):
+        raise DataError(f"{where}: column '{name}' must be text or a number, found {value!r:.80}")
+    # Parquet and pandas make 7.0 of a 7 in a column that has gaps.
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return str(int(value) if whole else value)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is a finite number, and not true or false."""
+    return isfinite(value) if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
+
+
+def template_columns(template: str) -> list[str]:
+    """Return the columns that a template names, in order.
+
+    Raises:
+        ValueError: braces do not match, or a field is not just a column's name.
+    """
+    columns = []
+    for _, name, specification, conversion in Formatter().parse(template):
+        if name is None:
+            continue
+        if not name or specification or conversion or any(mark in name for mark in ".["):
+            raise ValueError(f"the field {name!r} is more, or less, than a column's name")
+        columns.append(name)
+    return columns
+
+
+def filled(template: str, row: Row, where: str) -> str:
+    """Replace each field of the template by its column. str.format would also reach into attributes.
+
+    Raises:
+        DataError: the row has no such column, or it is neither text nor a number.
+    """
+    return "".join(
+        text + ("" if name is None else text_of(row, name, where)) for text, name, _, _ in Formatter().parse(template)
+    )

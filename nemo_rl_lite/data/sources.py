@@ -2,34 +2,18 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol
 
 from nemo_rl_lite.config.schema import DataConfig
-from nemo_rl_lite.data.columns import find_column
 from nemo_rl_lite.data.formats import Example, RowFormat
-from nemo_rl_lite.data.gym import ReasoningGym
 from nemo_rl_lite.data.problems import Derived, FileSet, LeftOut, Problem, Prompted, TrainingSet, is_held_out
-from nemo_rl_lite.data.reverse_digits import ReverseDigits
-from nemo_rl_lite.data.rows import Row, file_rows, hub_rows, share_a_file
+from nemo_rl_lite.data.rows import Row, file_rows, find_column, hub_rows, share_a_file
+from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import DataError
 
 log = logging.getLogger(__name__)
 
-
-class Task(TrainingSet[Problem], Protocol):
-    """A generated training set that also generates its held-out problems."""
-
-    def validation(self, limit: int) -> list[Problem]: ...
-
-
-TASKS: dict[str, Callable[[DataConfig, int], Task]] = {
-    "reverse_digits": lambda config, seed: ReverseDigits(
-        **config.task_kwargs, seed=seed, system_prompt=config.system_prompt
-    ),
-    "reasoning_gym": ReasoningGym,
-}
 ROWS = ("file", "hub")
 
 
@@ -41,11 +25,10 @@ def training_set[T: Prompted](config: DataConfig, seed: int, kind: RowFormat[T])
     """
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
-    problems = _used(config, _training_rows(config), kind)
-    fraction = config.validation_fraction
-    kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
+    items = _used(config, _training_rows(config), kind)
+    kept = tuple(one for one in items if not is_held_out(one, config.validation_fraction))
     if not kept:
-        raise DataError(_empty(config.train_path or config.path, problems, "to train on", fraction))
+        raise DataError(_empty(config, items, "to train on"))
     return FileSet(kept, seed, config.shuffle)
 
 
@@ -58,34 +41,16 @@ def validation_set[T: Prompted](
     Raises:
         DataError: a row cannot be read; the error names file, row and cause.
     """
-    fraction = config.validation_fraction
     if config.name in TASKS:
         return list(map(kind.from_problem, TASKS[config.name](config, 0).validation(limit)))
     if validation_source(config) is not None:
-        if (
-            config.name == "file"
-            and config.train_path
-            and share_a_file(config.train_path, config.validation_path or "")
-        ):
-            log.warning("data.validation_path has a file of data.train_path: validation is on what was trained on")
-            training = ()
-        split, path = config.validation_split or "", config.validation_path or ""
-        source = hub_rows(config, split, "data.validation_split") if config.name == "hub" else file_rows(path)
-        rows = list(islice(source, limit))
-        if not rows:
-            raise DataError(f"{validation_source(config)}: no rows")
-        held_out = _used(config, rows, kind)
-        trained = {_said(one) for one in training}
-        if count := sum(_said(one) in trained for one in held_out):
-            rule = "rows for validation are trained on, too"
-            log.warning("%s: %d of the %d %s", validation_source(config), count, len(held_out), rule)
-        return held_out
-    if not fraction:
+        return _own_validation_set(config, limit, kind, training)
+    if not config.validation_fraction:
         return []
-    problems, _ = _read(config, _training_rows(config), kind)
-    held_out = [problem for problem in problems if is_held_out(problem, fraction)]
+    items, _ = _read(config, _training_rows(config), kind)
+    held_out = [one for one in items if is_held_out(one, config.validation_fraction)]
     if not held_out:
-        raise DataError(_empty(config.train_path or config.path, problems, "held out", fraction))
+        raise DataError(_empty(config, items, "held out"))
     return held_out[:limit]
 
 
@@ -102,27 +67,54 @@ def check_file(config: DataConfig, path: str, limit: int, kind: RowFormat) -> No
     _read(config, rows, kind, all_rows=len(rows) < limit)
 
 
+def _own_validation_set[T: Prompted](
+    config: DataConfig, limit: int, kind: RowFormat[T], training: Sequence[T]
+) -> list[T]:
+    """Return the items of the validation file or split."""
+    source, path = validation_source(config), config.validation_path or ""
+    if config.name == "file" and config.train_path and share_a_file(config.train_path, path):
+        log.warning("data.validation_path has a file of data.train_path: validation is on what was trained on")
+        training = ()
+    rows = hub_rows(config, source or "", "data.validation_split") if config.name == "hub" else file_rows(path)
+    first = list(islice(rows, limit))
+    if not first:
+        raise DataError(f"{source}: no rows")
+    held_out, trained = _used(config, first, kind), set(map(_texts, training))
+    if count := sum(_texts(one) in trained for one in held_out):
+        log.warning("%s: %d of the %d rows for validation are trained on, too", source, count, len(held_out))
+    return held_out
+
+
+def _texts(one: Prompted) -> tuple[str, ...]:
+    """Return what a row asks, and what it answers."""
+    answers = [one.answer] if isinstance(one, Problem) else []
+    trained = [each.messages[each.first_trained :] for each in one.conversations] if isinstance(one, Example) else []
+    return (*(message["content"] for said in (one.messages, *trained) for message in said), *answers)
+
+
 def _read[T: Prompted](
     config: DataConfig, rows: Iterable[tuple[str, Row]], kind: RowFormat[T], all_rows: bool = True
 ) -> tuple[list[T], Counter[LeftOut]]:
-    """Turn rows into items of this kind; how many are left out, and why. `all_rows`: there are no others.
+    """Turn rows into items of this kind; return also how many are left out, and why. `all_rows`: there are no others.
 
     Raises:
         DataError: a row cannot be read, or none of all rows is left.
     """
-    found, first, tools = [], "", config.tools_column
-    has_tools = False
+    kept, left_out, first, tools = list[T](), Counter[LeftOut](), "", config.tools_column
+    has_tools = tools is None
     for where, row in rows:
         first = first or where
-        found.append(kind.from_row(config, row, where))
-        has_tools = has_tools or tools is None or tools in row or find_column(row, tools) is not None
-    if found and not has_tools:
+        found = kind.from_row(config, row, where)
+        if isinstance(found, LeftOut):
+            left_out[found] += 1
+        else:
+            kept.append(found)
+        has_tools = has_tools or tools in row or find_column(row, tools or "") is not None
+    if first and not has_tools:
         raise DataError(f"{config.train_path or config.path}: no row has the column '{tools}' (data.tools_column)")
-    kept = [one for one in found if not isinstance(one, LeftOut)]
-    left_out = Counter(one for one in found if isinstance(one, LeftOut))
-    if found and not kept and all_rows:
+    if first and not kept and all_rows:
         whys = " and ".join(f"{count} {why}" for why, count in left_out.items())
-        raise DataError(f"{first} and the {len(found) - 1} after it are all left out: {whys}")
+        raise DataError(f"{first} and the {left_out.total() - 1} after it are all left out: {whys}")
     return kept, left_out
 
 
@@ -134,13 +126,6 @@ def _used[T: Prompted](config: DataConfig, rows: Iterable[tuple[str, Row]], kind
     return kept
 
 
-def _said(one: Prompted) -> tuple[str, ...]:
-    """Return what a row asks, and what it answers."""
-    answers = [one.answer] if isinstance(one, Problem) else []
-    trained = [each.messages[each.first_trained :] for each in one.conversations] if isinstance(one, Example) else []
-    return tuple(message["content"] for said in (one.messages, *trained) for message in said) + tuple(answers)
-
-
 def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
     if config.name == "hub":
         return hub_rows(config, config.train_split, "data.train_split")
@@ -149,11 +134,10 @@ def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
     return file_rows(config.train_path)
 
 
-def _empty(source: str | None, problems: Sequence[Prompted], what: str, fraction: float) -> str:
-    if not problems:
+def _empty(config: DataConfig, items: Sequence[Prompted], what: str) -> str:
+    source = config.train_path or config.path
+    if not items:
         return f"{source}: no rows"
-    different = len({str(problem.messages) for problem in problems})
+    different, fraction = len({str(one.messages) for one in items}), config.validation_fraction
     together = f"rows with equal prompts go together; different prompts: {different}"
-    return (
-        f"{source}: none of the {len(problems)} rows is {what} with data.validation_fraction = {fraction} ({together})"
-    )
+    return f"{source}: none of the {len(items)} rows is {what} with data.validation_fraction = {fraction} ({together})"

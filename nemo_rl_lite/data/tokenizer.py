@@ -1,18 +1,26 @@
-"""Turn chats into token ids and token ids into text."""
+"""Turn chats into token ids and token ids into text, and check texts against a model's tokenizer."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from nemo_rl_lite.data.chat_template import ChatTemplate
-from nemo_rl_lite.data.formats import Conversation
+from nemo_rl_lite.data.formats import Conversation, Example
 from nemo_rl_lite.data.messages import Message
-from nemo_rl_lite.data.tool_format import WrittenCall, before_calls
+from nemo_rl_lite.data.problems import Problem, TrainingSet
+from nemo_rl_lite.data.tool_format import WrittenCall
 from nemo_rl_lite.data.tools import Tool, checked_calls
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
+
+log = logging.getLogger(__name__)
+
+# Rows whose texts are checked.
+_CHECKED = 500
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -24,20 +32,16 @@ def load_tokenizer(folder: Path) -> Any:
     mistral = (folder / "tekken.json").exists()
     if mistral and not (folder / "tokenizer.json").exists():
         fix = "take a copy of the model with tokenizer.json and a chat template"
-        raise unusable(folder, "tekken.json is its only tokenizer, and has no chat template", fix)
+        raise _unusable(folder, "tekken.json is its only tokenizer, and has no chat template", fix)
     options = {"fix_mistral_regex": True} if mistral else {}
     try:
         return AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:  # a broken file raises errors of many libraries
-        raise unusable(folder, f"the tokenizer cannot be read: {type(error).__name__}: {error}") from error
+        raise _unusable(folder, f"the tokenizer cannot be read: {type(error).__name__}: {error}") from error
 
 
-def unusable(folder: Path, rule: str, fix: str = "correct the file, or copy the model's folder again") -> ConfigError:
-    """The error of a model whose tokenizer or chat template cannot be used."""
+def _unusable(folder: Path, rule: str, fix: str = "correct the file, or copy the model's folder again") -> ConfigError:
     return ConfigError([Violation("policy.model_name", str(folder), rule, fix)])
-
-
-log = logging.getLogger(__name__)
 
 
 class ChatTokenizer:
@@ -63,30 +67,29 @@ class ChatTokenizer:
         self._tokenizer = tokenizer = load_tokenizer(model_path)
         if template_file is not None:
             tokenizer.chat_template = Path(template_file).expanduser().read_text()
-        if self._tokenizer.chat_template is None:
+        if tokenizer.chat_template is None:
             log.warning("%s has no chat template: messages are joined by newlines", model_path)
-
         if tokenizer.eos_token_id is None:
-            raise unusable(model_path, "the tokenizer names no end token", "set eos_token in its tokenizer_config.json")
+            fix = "set eos_token in its tokenizer_config.json"
+            raise _unusable(model_path, "the tokenizer names no end token", fix)
         try:
-            self._template = ChatTemplate(tokenizer, template_kwargs)
+            self.template = ChatTemplate(tokenizer, template_kwargs)
+            options = self.template.options if template_kwargs else ()
         except TemplateSyntaxError as error:
-            raise unusable(model_path, f"the chat template is broken: line {error.lineno}: {error.message}") from None
-        try:
-            options = self._template.options if template_kwargs else ()
+            raise _unusable(model_path, f"the chat template is broken: line {error.lineno}: {error.message}") from None
         except ValueError as error:
-            raise unusable(model_path, str(error)) from None
+            raise _unusable(model_path, str(error)) from None
         if unread := [name for name in template_kwargs if name not in options]:
             key, value = f"policy.tokenizer.chat_template_kwargs.{unread[0]}", template_kwargs[unread[0]]
             fix = f"leave it out, or one that it reads: {', '.join(options)}" if options else "leave it out"
             raise ConfigError([Violation(key, value, "the model's chat template does not read this", fix)])
-        self.highest_token: int = max(tokenizer.get_vocab().values())
+        self.highest_token: int = max(self.vocabulary.values())
         """The highest token id; all from 0 to it may be in a prompt."""
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """The tokens that end a response: see `ChatTemplate.end_tokens`."""
-        return self._template.end_tokens
+        return self.template.end_tokens
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -99,14 +102,10 @@ class ChatTokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         return {one.content: token for token, one in added if one.special and one.content.strip()}
 
-    def leaves_out(self, role: str) -> bool:
-        """Return whether the chat template writes nothing of what this role says before the assistant's turn."""
-        return self._template.leaves_out(role)
-
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template offers tools, and writes calls in a way that is known."""
-        return self._template.tool_format is not None
+        """Whether the chat template offers tools, and writes calls in a known format."""
+        return self.template.tool_format is not None
 
     def check_tools(self) -> None:
         """Raise ConfigError where the tokenizer does not take tools."""
@@ -124,15 +123,15 @@ class ChatTokenizer:
         return checked_calls(self.written_calls(tokens)[1], tools, turn)
 
     def written_calls(self, tokens: Sequence[int]) -> tuple[str, list[WrittenCall]]:
-        """Return the calls in a response as they are written, and the text before the first."""
-        found = self._template.tool_format
+        """Return the text of a response before its first call, and the calls as they are written."""
+        found = self.template.tool_format
         if found is None:
             return "", []
         sampled = list(tokens[:-1] if tokens and tokens[-1] in self.end_tokens else tokens)
         # Markers of calls are special tokens in some models. What a model considers while it thinks is no call.
         text = self._tokenizer.decode(sampled, skip_special_tokens=False)
         thoughts, end, answer = text.rpartition("</think>")
-        return thoughts + end + before_calls(found, answer), found.find(answer)
+        return thoughts + end + found.text_before(answer), found.find(answer)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of a chat, up to the start of the assistant's turn.
@@ -140,7 +139,7 @@ class ChatTokenizer:
         Raises:
             DataError: the model's chat template cannot write the chat.
         """
-        return self._opening(self._template.prompt(messages, tools))
+        return self._start(self.template.prompt(messages, tools))
 
     def conversation(self, said: Conversation) -> tuple[list[int], list[bool]]:
         """Return the token ids of a chat up to the end of its last message, and for each whether it is trained on: what
@@ -150,17 +149,17 @@ class ChatTokenizer:
             DataError: the template does not write the chat as prompts, responses and end tokens.
         """
         tokens, trained = list[int](), list[bool]()
+        end_token, end = self.template.turn_end
         done = ""
         for index in said.trained():
-            before = self._template.prompt(said.messages[:index], said.tools)
-            turn = self._template.turn(said, index, before)
+            before = self.template.prompt(said.messages[:index], said.tools)
+            turn = self.template.turn(said, index, before)
             if not before.startswith(done):
                 raise DataError(
                     "the model's chat template writes the assistant's earlier turns otherwise when a turn follows "
                     f"(data.train_on=last trains on the last alone): {before!r}"
                 )
-            end_token, end = self._template.turn_end
-            asked = self._tokens(before[len(done) :]) if done else self._opening(before)
+            asked = self._tokens(before[len(done) :]) if done else self._start(before)
             response = [*self._tokens(turn), end_token]
             tokens += [*asked, *response]
             trained += [False] * len(asked) + [True] * len(response)
@@ -174,13 +173,13 @@ class ChatTokenizer:
         Raises:
             DataError: the model's chat template cannot write these messages after an assistant's turn.
         """
-        rest = self._template.between_turns(messages)
-        already = self._tokenizer.decode([last_token]) if self._template.exists else ""
+        rest = self.template.between_turns(messages)
+        already = self._tokenizer.decode([last_token]) if self.template.exists else ""
         return self._tokens(rest.removeprefix(already))
 
     def opening(self, text: str) -> list[int]:
-        """The tokens of a text that begins a sequence, such as a chat without a template, with the special tokens that
-        the tokenizer itself adds there. The end token that some add too would end it before the response."""
+        """Return the token ids of a text without a template that begins a sequence, with the tokenizer's own special
+        tokens. The end token that some add, too, would end it before the response."""
         tokens = list(self._tokenizer(text)["input_ids"])
         added = tokens[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(self._tokenizer.eos_token)
         return tokens[:-1] if added else tokens
@@ -193,10 +192,47 @@ class ChatTokenizer:
         """Return the text of one token, also of a special one."""
         return self._tokenizer.decode([token])
 
-    def _opening(self, text: str) -> list[int]:
-        """The tokens of the start of a chat. A template writes all special tokens; without one they are those that the
-        tokenizer itself adds there."""
-        return self._tokens(text) if self._template.exists else self.opening(text)
+    def _start(self, text: str) -> list[int]:
+        """Return the token ids of the start of a chat. A template writes all special tokens itself."""
+        return self._tokens(text) if self.template.exists else self.opening(text)
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def check_texts(tokenizer: ChatTokenizer, training: TrainingSet[Problem] | TrainingSet[Example]) -> None:
+    """Warn of special tokens that rows have as text, and of system messages that the chat template leaves out.
+
+    Raises:
+        ConfigError: the chat template leaves out what the user says.
+    """
+    if tokenizer.template.leaves_out("user"):
+        rule, fix = "has a chat template that leaves out what the user says", "correct its chat_template"
+        raise ConfigError([Violation("policy.model_name", None, rule, fix)])
+    items = list(islice(training.finite(), _CHECKED))
+    special = re.compile("|".join(map(re.escape, sorted(tokenizer.special_tokens, key=len, reverse=True))) or "(?!)")
+    if found := [part for one in items if (part := next(filter(None, map(special.search, _texts(one))), None))]:
+        rule = "have special tokens of the model as text, which the chat template writes already"
+        log.warning(
+            "%d of %d rows %s, such as %r in %r", len(found), len(items), rule, found[0][0], found[0].string[:60]
+        )
+    if tokenizer.template.leaves_out("system") and any(
+        message["role"] == "system" for one in (training.problem(0), *items) for message in one.messages
+    ):
+        log.warning("the model's chat template leaves out system messages, which the data or data.system_prompt has")
+
+
+def check_stop_strings(tokenizer: ChatTokenizer, stop_strings: Sequence[str]) -> None:
+    """Raise ConfigError where a stop string is a special token, which the text of a response never has."""
+    for text in stop_strings:
+        token = tokenizer.special_tokens.get(text)
+        if token is not None and token not in tokenizer.end_tokens:
+            key, rule = "generation.stop_strings", "is a special token, which the text of a response never has"
+            raise ConfigError([Violation(key, text, rule, f"generation.stop_token_ids=[{token}], and no such string")])
+
+
+def _texts(one: Problem | Example) -> list[str]:
+    """Return the texts of a row's messages, and its answer."""
+    if isinstance(one, Problem):
+        return [*(message["content"] for message in one.messages), one.answer]
+    return [message["content"] for each in one.conversations for message in each.messages]

@@ -1,12 +1,13 @@
-"""How a model's chat template writes tool calls. This is read off what the template renders, so that a model needs no
-entry in a list."""
+"""Find tool calls in responses. The format is read off what a model's chat template renders, so no model needs an entry
+in a list."""
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_rl_lite.data.messages import Message, writable
 
@@ -25,44 +26,45 @@ _JSON = json.JSONDecoder(strict=False)
 
 @dataclass(frozen=True)
 class WrittenCall:
-    """A call as the model wrote it. `trouble` says why it cannot be read; then it has no arguments, and maybe no name.
-    `is_text`: all arguments are texts, because the format does not say their types."""
+    """A call as the model wrote it."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trouble: str = ""
+    """Why it cannot be read; it then has no arguments, and maybe no name."""
     is_text: bool = False
-
-
-class ToolFormat(Protocol):
-    """A way to write calls."""
-
-    @property
-    def marker(self) -> str:
-        """What stands before each call; empty where a call is the whole response."""
-        ...
-
-    def find(self, text: str) -> list[WrittenCall]:
-        """Return the calls in a response, in their order."""
-        ...
+    """All arguments are texts, because the format does not say their types."""
 
 
 @dataclass(frozen=True)
-class JSONCalls:
+class ToolFormat(ABC):
+    """A format of calls. `marker` stands before each call; it is empty where a call is the whole response."""
+
+    marker: str
+
+    @abstractmethod
+    def find(self, text: str) -> list[WrittenCall]:
+        """Return the calls in a response, in their order."""
+
+    def text_before(self, text: str) -> str:
+        """Return the text of a response before its first call."""
+        return re.split(_loose(self.marker), text, maxsplit=1)[0] if self.marker else ""
+
+
+@dataclass(frozen=True)
+class JSONCalls(ToolFormat):
     """One JSON object a call, or a list of them, after a marker: Hermes, Qwen, Mistral. Without a marker the whole
     response is the call: Llama 3."""
 
-    marker: str
     name_key: str
     arguments_key: str
 
     def find(self, text: str) -> list[WrittenCall]:
-        """See `ToolFormat.find`."""
         if not self.marker:
             text = re.sub(r"^\s*(<\|\w+\|>\s*)*", "", text)
             # An answer may be an object, too.
             is_call = text.startswith("{") and all(f'"{key}"' in text for key in (self.name_key, self.arguments_key))
-            return list(self._calls(text)[0]) if is_call else []
+            return self._calls(text)[0] if is_call else []
         found, marker, place = list[WrittenCall](), re.compile(_loose(self.marker) + r"\s*"), 0
         while begin := marker.search(text, place):
             calls, length = self._calls(text[begin.end() :])
@@ -86,14 +88,12 @@ class JSONCalls:
 
 
 @dataclass(frozen=True)
-class NamedCalls:
+class NamedCalls(ToolFormat):
     """A marker, the name, and the arguments as a JSON object: newer models of Mistral and DeepSeek."""
 
-    marker: str
     middle: str
 
     def find(self, text: str) -> list[WrittenCall]:
-        """See `ToolFormat.find`."""
         return [self._call(part) for part in re.split(_loose(self.marker), text)[1:]]
 
     def _call(self, text: str) -> WrittenCall:
@@ -108,16 +108,14 @@ class NamedCalls:
 
 
 @dataclass(frozen=True)
-class TaggedCalls:
+class TaggedCalls(ToolFormat):
     """A marker, the name, and each argument between tags: Qwen3-Coder, Qwen3.5, GLM, Nemotron 3."""
 
-    marker: str
     opening: str
     middle: str
     closing: str
 
     def find(self, text: str) -> list[WrittenCall]:
-        """See `ToolFormat.find`."""
         return [self._call(part) for part in re.split(_loose(self.marker), text)[1:]]
 
     def _call(self, text: str) -> WrittenCall:
@@ -133,7 +131,7 @@ class TaggedCalls:
 
 
 def tool_format(render: Render) -> ToolFormat | None:
-    """Return how a template writes calls; None where it writes no tools into the prompt, or calls in no known way."""
+    """Return how a template writes calls; None where it writes no tools into the prompt, or an unknown format."""
     try:
         if _NAME not in render([_ASKED], [_TOOL], True):
             return None
@@ -145,16 +143,8 @@ def tool_format(render: Render) -> ToolFormat | None:
     except Exception:  # some templates write one call only
         turns.append("")
     found = _read(*turns)
-    return found if found and found.find(turns[0]) == [_expected(found)] else None
-
-
-def before_calls(found: ToolFormat, text: str) -> str:
-    """Return the text of a response before its first call."""
-    return re.split(_loose(found.marker), text, maxsplit=1)[0] if found.marker else ""
-
-
-def _expected(found: ToolFormat) -> WrittenCall:
-    return WrittenCall(_NAME, _ARGUMENTS, is_text=isinstance(found, TaggedCalls))
+    expected = WrittenCall(_NAME, _ARGUMENTS, is_text=isinstance(found, TaggedCalls))
+    return found if found and found.find(turns[0]) == [expected] else None
 
 
 def sample_call(identity: str, name: str, value: str) -> dict[str, Any]:
@@ -186,7 +176,9 @@ def _read(turn: str, bare: str, later: str) -> ToolFormat | None:
             continue
         keys = {json.dumps(one, sort_keys=True): key for key, one in value.items()}
         if (name := keys.get(json.dumps(_NAME))) and (own := keys.get(json.dumps(_ARGUMENTS, sort_keys=True))):
-            return JSONCalls(_common_end(turn[:begin], bare[: _object_before(bare)]).strip().rstrip("[ \n"), name, own)
+            # In the other text, the object that has the name in it begins here.
+            before = bare[: bare.rfind("{", 0, bare.find(_NAME))]
+            return JSONCalls(_common_end(turn[:begin], before).strip().rstrip("[ \n"), name, own)
         if value == _ARGUMENTS:
             return NamedCalls(_marker(turn, bare, later), turn[:begin].rpartition(_NAME)[2].strip())
     if any(value not in turn for value in _VALUES):
@@ -207,11 +199,6 @@ def _marker(*turns: str) -> str:
     for before in [turn.partition(_NAME)[0] for turn in turns if _NAME in turn]:
         found = _common_end(found, before) if found else before
     return found.strip()
-
-
-def _object_before(turn: str) -> int:
-    """Where the object begins that has the name in it."""
-    return turn.rfind("{", 0, turn.find(_NAME))
 
 
 def _common_end(one: str, other: str) -> str:

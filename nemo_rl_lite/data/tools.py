@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
-from nemo_rl_lite.data.columns import find_column
 from nemo_rl_lite.data.messages import without_nulls, writable
-from nemo_rl_lite.data.rows import Row
+from nemo_rl_lite.data.rows import Row, find_column
 from nemo_rl_lite.data.tool_format import WrittenCall
 from nemo_rl_lite.errors import DataError
 
@@ -37,7 +37,7 @@ def row_tools(config: DataConfig, row: Row, where: str) -> tuple[Tool, ...]:
 
 
 def callable_tools(tools: object, where: str) -> tuple[Tool, ...]:
-    """Return tools whose calls can be checked. Those of OpenAI's Responses API, which have no field `function`, get it.
+    """Return tools whose calls can be checked. Tools of OpenAI's Responses API get the field `function`.
 
     Raises:
         DataError: one has no name, or its parameters are no JSON schema; `where` begins the message.
@@ -53,16 +53,14 @@ def _callable(tool: Tool, where: str) -> Tool:
         raise DataError(f"{where}: a tool has no name: {tool!r:.80}")
     name, parameters = function["name"], function.get("parameters") or {"type": "object", "properties": {}}
     is_object = isinstance(parameters, Mapping)
-    if trouble := _trouble(json.dumps(parameters, default=str)) if is_object else "they are no object":
+    if trouble := _schema_error(json.dumps(parameters, default=str)) if is_object else "they are no object":
         raise DataError(f"{where}: the parameters of the tool {name} are no JSON schema: {trouble}")
-    return {
-        "type": "function",
-        "function": {"name": name, "description": function.get("description") or "", "parameters": parameters},
-    }
+    own = {"name": name, "description": function.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": own}
 
 
 @lru_cache(maxsize=1024)
-def _trouble(schema: str) -> str:
+def _schema_error(schema: str) -> str:
     from jsonschema import Draft202012Validator, SchemaError
 
     try:
@@ -85,30 +83,25 @@ def _checked(call: WrittenCall, functions: Mapping[str, Any], identity: str) -> 
     function, arguments, trouble = functions.get(call.name), call.arguments, call.trouble
     if not trouble and function is None:
         trouble = f"there is no tool {call.name!r}; the tools are: {', '.join(functions)}"
-    if not trouble:
-        parameters = functions[call.name]["parameters"]
-        arguments = _typed(arguments, parameters) if call.is_text else arguments
-        trouble = _misfit(arguments, parameters)
+    elif function is not None and not trouble:
+        arguments = _typed(arguments, function["parameters"]) if call.is_text else arguments
+        trouble = _misfit(arguments, function["parameters"])
     named = {"name": call.name, "arguments": arguments}
     return {"id": identity, "type": "function", "function": named} | ({"error": trouble} if trouble else {})
 
 
 def _typed(arguments: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Read as JSON the texts that do not fit their schemas as they are."""
-    found: dict[str, Any] = {}
-    schemas = parameters.get("properties") or {}
+    found, schemas = dict[str, Any](arguments), parameters.get("properties") or {}
     for name, text in arguments.items():
-        found[name] = text
         if name not in schemas or _misfit(text, schemas[name]):
-            try:
+            with suppress(ValueError, RecursionError):
                 found[name] = writable(json.loads(text))
-            except (ValueError, RecursionError):
-                continue
     return found
 
 
 def _misfit(arguments: Any, parameters: Any) -> str:
-    """Why the arguments do not fit the schema; empty where they do."""
+    """Return why the arguments do not fit the schema; empty where they do."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
     from referencing import Registry

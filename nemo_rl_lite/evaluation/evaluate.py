@@ -21,9 +21,9 @@ from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.sizes import engines
 from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.problems import FileSet, Problem
-from nemo_rl_lite.data.sources import TASKS, validation_set
-from nemo_rl_lite.data.text_checks import check_stop_strings
-from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.data.sources import validation_set
+from nemo_rl_lite.data.tasks import TASKS
+from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings
 from nemo_rl_lite.errors import CheckpointError, ConfigError, DataError, Violation, WorkerError
 from nemo_rl_lite.evaluation.task import Evaluation
 from nemo_rl_lite.generation.interface import Generation, Requests

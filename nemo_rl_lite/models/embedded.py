@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from nemo_rl_lite.data.reverse_digits import ReverseDigits
+from nemo_rl_lite.data.tasks import ReverseDigits
 from nemo_rl_lite.models.embedded_task import (
     BATCH,
     BOS,

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from nemo_rl_lite.config.schema_types import STRICT, NonNegativeInt, PositiveFloat
-from nemo_rl_lite.data.columns import filled, template_columns
 from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.data.rows import filled, template_columns
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rewards.registry import RewardError, UnavailableReward
 

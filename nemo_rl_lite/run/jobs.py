@@ -26,8 +26,7 @@ from nemo_rl_lite.config.sizes import all_gpus, has_endpoint, policy_ranks, prev
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.sources import training_set, validation_set
-from nemo_rl_lite.data.text_checks import check_stop_strings, check_texts
-from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
 from nemo_rl_lite.environments.agents import Agents, check_agent
 from nemo_rl_lite.environments.registry import check_environment, make_environments
 from nemo_rl_lite.generation.interface import Generation, Sampling

@@ -19,7 +19,7 @@ from nemo_rl_lite.config.schema_algorithm import (
     SupervisedConfig,
 )
 from nemo_rl_lite.config.sizes import as_teacher, optimizer_steps, samples_per_step, validates
-from nemo_rl_lite.data.sources import TASKS
+from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.system.machine import WANDB, wandb_login
 from nemo_rl_lite.validation.base import rule

@@ -9,11 +9,10 @@ from itertools import combinations
 from nemo_rl_lite.config.schema import Config, DataConfig
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import validates
-from nemo_rl_lite.data import gym
-from nemo_rl_lite.data.columns import MissingColumnError, template_columns
 from nemo_rl_lite.data.formats import CHATS, NEEDS_NEGATIVES, PAIRS, PROBLEMS, RowFormat, format_of
-from nemo_rl_lite.data.rows import FileError
-from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
+from nemo_rl_lite.data.rows import FileError, MissingColumnError, template_columns
+from nemo_rl_lite.data.sources import ROWS, check_file, validation_source
+from nemo_rl_lite.data.tasks import TASKS, unknown_arguments, unknown_task
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.validation.base import rule
 
@@ -143,11 +142,11 @@ def check_task(config: Config) -> Iterator[Violation]:
         return
     try:
         if data.name == "reasoning_gym":
-            hint = "data.task=chain_sum" if data.task is None else gym.nearest_task(data.task)
+            hint = "data.task=chain_sum" if data.task is None else unknown_task(data.task)
             if data.task is None or hint is not None:
                 yield Violation("data.task", data.task, "is no task of reasoning-gym", hint or "")
                 return
-            unknown = gym.unknown_arguments(data.task, data.task_kwargs)
+            unknown = unknown_arguments(data.task, data.task_kwargs)
         for name, hint in unknown.items():
             yield Violation(f"data.task_kwargs.{name}", data.task_kwargs[name], "the task has no such argument", hint)
         if not unknown:

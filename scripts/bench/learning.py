@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +90,19 @@ def compare(given: argparse.Namespace) -> None:
     if given.only:
         wanted = [(name, seed) for name, seed in wanted if f"{name}:{seed}" in given.only]
     runs = {(run["algorithm"], run["seed"]): run for run in kept}
-    jobs = {f"{name}-{seed}": (name, seed) for name, seed in wanted}
 
-    def keep(ended: Ended) -> None:
-        name, seed = jobs[ended.job.name]
-        one = {"algorithm": name, "seed": seed} | run_of(ended)
-        print(line(ended.job.name, one), flush=True)
+    def keep(ended: Training) -> None:
+        name, _, seed = ended.name.partition("-")
+        own = run_of(ended.place, ended.process.returncode == 0, ended.seconds)
+        one = {"algorithm": name, "seed": int(seed)} | own
+        print(line(ended.name, one), flush=True)
         if one["validation"]:
-            runs[name, seed] = one
+            runs[name, int(seed)] = one
             print(write(given, list(runs.values())), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        todo = [Job(job, overrides(given, name, seed)) for job, (name, seed) in jobs.items()]
-        run_together(todo, given.at_once, given.gpus, Path(folder), given.limit, keep)
+        todo = [Training(f"{name}-{seed}", overrides(given, name, seed), Path(folder)) for name, seed in wanted]
+        run_together(todo, given.at_once, given.gpus, given.limit, keep)
 
 
 def overrides(given: argparse.Namespace, algorithm: str, seed: int) -> list[str]:
@@ -112,42 +112,53 @@ def overrides(given: argparse.Namespace, algorithm: str, seed: int) -> list[str]
     return [*own, "algorithm.val_period=10", "algorithm.max_val_samples=300", *given.override]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One training: a name for its folder, and its overrides."""
+@dataclass
+class Training:
+    """A run of the command, in a folder of its name."""
 
     name: str
     overrides: Sequence[str]
-
-
-@dataclass
-class Running:
-    """A training that has begun."""
-
-    job: Job
-    process: subprocess.Popen
-    gpu: int
-    began: float
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A training that has ended, with its metrics and how long the command took, in seconds."""
-
-    job: Job
-    status: int
-    seconds: float
-    lines: list[dict[str, Any]]
     folder: Path
+    """Of all trainings."""
+    gpu: int = 0
+    began: float = 0.0
+    seconds: float = 0.0
+    process: subprocess.Popen = field(init=False)
+
+    def start(self, gpu: int, gpus: int) -> None:
+        command = [sys.executable, "-m", "nemo_rl_lite.train", *self.overrides, f"hydra.run.dir={self.place}"]
+        named = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+        own = {"CUDA_VISIBLE_DEVICES": named[gpu] if named else str(gpu)} if gpus > 1 else {}
+        with self._log.open("w") as log:
+            pipes = {"stdout": log, "stderr": subprocess.STDOUT, "env": os.environ | own}
+            self.process = subprocess.Popen(command, cwd=record.ROOT, preexec_fn=end_with_the_script, **pipes)
+        self.gpu, self.began = gpu, time.monotonic()
+
+    def end(self) -> None:
+        """Note how long it took, and show why it failed, if it did."""
+        self.seconds = time.monotonic() - self.began
+        if status := self.process.returncode:
+            end = "\n".join(self._log.read_text(errors="replace").splitlines()[-25:])
+            print(f"{self.name} ended with status {status} after {self.seconds:.0f} s:\n{end}", flush=True)
+            for log in sorted(self.place.glob("logs/*.log")):
+                last = log.read_text(errors="replace").splitlines()[-12:]
+                print(f"--- the end of {log.name}", *last, sep="\n", flush=True)
+
+    @property
+    def place(self) -> Path:
+        return self.folder / self.name
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / f"{self.name}.log"
 
 
 def run_together(
-    jobs: Sequence[Job], at_once: int, gpus: int, folder: Path, limit_s: float, report: Callable[[Ended], None]
+    trainings: Sequence[Training], at_once: int, gpus: int, limit_s: float, report: Callable[[Training], None]
 ) -> None:
-    """Run the jobs, `at_once` on each of `gpus` GPUs, and report each as it ends. After `limit_s` seconds none begins,
-    and those that run are interrupted and reported with the steps they have."""
-    folder.mkdir(parents=True, exist_ok=True)
-    waiting, running, last, until = list(jobs), list[Running](), 0.0, time.monotonic() + limit_s
+    """Run the trainings, `at_once` on each of `gpus` GPUs, and report each as it ends. After `limit_s` seconds none
+    begins, and those that run are interrupted and reported with the steps they have."""
+    waiting, running, last, until = list(trainings), list[Training](), 0.0, time.monotonic() + limit_s
     try:
         while running or (waiting and time.monotonic() < until):
             load = {gpu: sum(one.gpu == gpu for one in running) for gpu in range(max(gpus, 1))}
@@ -155,29 +166,16 @@ def run_together(
             if now >= until:
                 _interrupt(running)
             elif waiting and load[gpu] < at_once and now - last >= STAGGER_S:
-                running.append(_start(waiting.pop(0), gpu, gpus, folder))
+                running.append(waiting.pop(0))
+                running[-1].start(gpu, gpus)
                 last = now
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
-                report(_ended(one, folder))
+                one.end()
+                report(one)
             time.sleep(0.3)
     finally:
         _interrupt(running)
-
-
-def _start(job: Job, gpu: int, gpus: int, folder: Path) -> Running:
-    command = [sys.executable, "-m", "nemo_rl_lite.train", *job.overrides, f"hydra.run.dir={folder / job.name}"]
-    own = {"CUDA_VISIBLE_DEVICES": _visible(gpu)} if gpus > 1 else {}
-    with _log(folder, job).open("w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=record.ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | own,
-            preexec_fn=end_with_the_script,
-        )
-    return Running(job, process, gpu, time.monotonic())
 
 
 def end_with_the_script() -> None:
@@ -185,13 +183,7 @@ def end_with_the_script() -> None:
     ctypes.CDLL(None).prctl(_WHEN_THE_PARENT_DIES, signal.SIGTERM)
 
 
-def _visible(gpu: int) -> str:
-    """The number that CUDA gives this process's GPU `gpu`."""
-    named = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-    return named[gpu] if named else str(gpu)
-
-
-def _interrupt(running: Sequence[Running]) -> None:
+def _interrupt(running: Sequence[Training]) -> None:
     for one in running:
         one.process.send_signal(signal.SIGINT)
     for one in running:
@@ -202,33 +194,22 @@ def _interrupt(running: Sequence[Running]) -> None:
             one.process.wait()
 
 
-def _ended(one: Running, folder: Path) -> Ended:
-    place, seconds = folder / one.job.name, time.monotonic() - one.began
-    metrics = place / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    if one.process.returncode:
-        end = "\n".join(_log(folder, one.job).read_text(errors="replace").splitlines()[-25:])
-        print(f"{one.job.name} ended with status {one.process.returncode} after {seconds:.0f} s:\n{end}", flush=True)
-        for log in sorted(place.glob("logs/*.log")):
-            print(
-                f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-12:], sep="\n", flush=True
-            )
-    return Ended(one.job, one.process.returncode, seconds, lines, place)
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics, as far as there are any."""
+    metrics = folder / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
-def _log(folder: Path, job: Job) -> Path:
-    return folder / f"{job.name}.log"
-
-
-def run_of(ended: Ended) -> dict[str, Any]:
-    """The run's held-out accuracies with their intervals over problems, its training rewards, and its seconds."""
-    steps = [line for line in ended.lines if "train/reward" in line]
+def run_of(folder: Path, finished: bool, seconds: float) -> dict[str, Any]:
+    """Return a run's held-out accuracies with their intervals over problems, its training rewards, and its seconds."""
+    lines = metrics_of(folder)
+    steps = [line for line in lines if "train/reward" in line]
     times = [line["timing/train/total_step_time"] for line in steps if "timing/train/total_step_time" in line]
     return {
-        "finished": ended.status == 0,
-        "seconds": round(ended.seconds, 1),
+        "finished": finished,
+        "seconds": round(seconds, 1),
         "step_seconds": _rounded(statistics.median(times)) if times else None,
-        "validation": _validations(ended),
+        "validation": _validations(folder, lines),
         "train_reward": [[line["step"], _rounded(line["train/reward"])] for line in steps],
     }
 
@@ -274,14 +255,11 @@ def summary(name: str, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _validations(ended: Ended) -> list[dict[str, Any]]:
-    """A validation's step, accuracy, problems, and the 95 % interval over problems, by the responses on disk."""
-    files = {step_of(file): file for file in rollout_files(ended.folder) if file.stem.endswith("-validation")}
-    found = []
-    for line in ended.lines:
-        if "validation/accuracy" in line and line["step"] in files:
-            found.append(_validation(line, read_rollout(files[line["step"]])))
-    return found
+def _validations(folder: Path, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a validation's step, accuracy, problems, and 95 % interval over problems, by the responses on disk."""
+    files = {step_of(file): file for file in rollout_files(folder) if file.stem.endswith("-validation")}
+    validated = [line for line in lines if "validation/accuracy" in line and line["step"] in files]
+    return [_validation(line, read_rollout(files[line["step"]])) for line in validated]
 
 
 def _validation(line: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -317,8 +295,7 @@ def trial() -> None:
     with tried(), tempfile.TemporaryDirectory() as folder:
         for name in ALGORITHMS:
             run_in(Path(folder) / name, overrides(given, name, 1))
-    lines = [json.loads(text) for text in (tiny_run() / "metrics.jsonl").read_text().splitlines()]
-    run = run_of(Ended(Job("grpo-1", []), 0, 1.0, lines, tiny_run()))
+    run = run_of(tiny_run(), True, 1.0)
     print(line("grpo-1", run))
     print(write(given, [{"algorithm": "grpo", "seed": 1} | run]))
 

@@ -11,6 +11,14 @@ import record
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
+FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
     "head_dim": 128,
@@ -18,118 +26,46 @@ DEFAULTS: dict[str, Any] = {
     "rope_theta": 1_000_000.0,
     "tie_word_embeddings": True,
 }
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "qwen3-1.7b": {
-        "model_type": "qwen3",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "qwen3-4b": {
-        "model_type": "qwen3",
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
+UNTIED, TOP_K = {"tie_word_embeddings": False}, {"norm_topk_prob": True}
+# The values of `FIELDS`, and other fields.
+SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "qwen3-0.6b": (("qwen3", 1024, 3072, 28, 16, 8), {}),
+    "qwen3-1.7b": (("qwen3", 2048, 6144, 28, 16, 8), {}),
+    "qwen3-4b": (("qwen3", 2560, 9728, 36, 32, 8), {}),
+    "qwen3-8b": (("qwen3", 4096, 12288, 36, 32, 8), UNTIED),
     # Without the scaling of Llama 3.1's rotary embeddings, which is for longer sequences.
-    "llama3.1-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500_000.0,
-    },
-    # For trials on a CPU: 15 M parameters.
-    "llama-tiny": {
-        "model_type": "llama",
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "tie_word_embeddings": False,
-        "vocab_size": 49152,
-    },
+    "llama3.1-8b": (
+        ("llama", 4096, 14336, 32, 32, 8),
+        UNTIED | {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500_000.0},
+    ),
+    # For trials on a CPU: 15 M parameters, and 3 M.
+    "llama-tiny": (("llama", 128, 512, 4, 4, 2), UNTIED | {"head_dim": 32, "vocab_size": 49152}),
+    "qwen3-moe-tiny": (
+        ("qwen3_moe", 64, 128, 2, 4, 2),
+        TOP_K
+        | {"head_dim": 32, "vocab_size": 49152}
+        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
     # 1.5 B parameters, of which 0.5 B are active for a token.
-    "qwen3-moe-1.5b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
+    "qwen3-moe-1.5b": (
+        ("qwen3_moe", 1024, 3072, 16, 16, 4),
+        TOP_K | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768},
+    ),
     # Qwen3-30B-A3B: 0.62 B parameters a layer, of which 0.06 B are active for a token, and 0.62 B outside of layers.
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
-    # For trials on a CPU: 3 M parameters.
-    "qwen3-moe-tiny": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 49152,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-    },
+    "qwen3-30b-a3b": (
+        ("qwen3_moe", 2048, 6144, 48, 32, 4),
+        UNTIED | TOP_K | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
 }
-
-# As qwen3-moe-1.5b for a token, but each goes to all experts, so that there is no choice among them.
-SHAPES["qwen3-moe-no-choice"] = SHAPES["qwen3-moe-1.5b"] | {"num_experts": 4}
 
 
 def model_config(shape: str, **own: Any) -> PretrainedConfig:
     """Return the Hugging Face configuration of SHAPE or SHAPE:LAYERS with its `own` fields. Raises KeyError: no such
     shape."""
     name, _, layers = shape.partition(":")
-    sizes = DEFAULTS | SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
+    values, others = SHAPES[name]
+    sizes = DEFAULTS | dict(zip(FIELDS, values, strict=True)) | others
+    sizes |= {"num_hidden_layers": int(layers)} if layers else {}
     return AutoConfig.for_model(**sizes | own)
 
 

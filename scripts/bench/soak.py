@@ -346,7 +346,7 @@ def trial() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for own in ((), ASYNC):
             compose_config([f"policy.model_name={KNOWN_MODEL}", *Soak(Path(folder), 2, None, own).settings()[1:]])
-        soak = Scripted(Path(folder) / "scripted", 60, random.Random(0), (), (), 0.7, 1.0)
+        soak = Scripted(Path(folder) / "scripted", 60, random.Random(0), (), (), 0.7, 0.0)
         soak.run()
     if not soak.kills or len(soak.step_s) < 60 - len(soak.kills):
         sys.exit(f"{len(soak.kills)} kills, {len(soak.step_s)} steps")

@@ -11,10 +11,10 @@ import torch
 
 from nemo_rl_lite.config.schema import EnvironmentConfig
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
-from nemo_rl_lite.data import sources
 from nemo_rl_lite.data.formats import CHATS, PROBLEMS
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import training_set, validation_set
+from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.environments.registry import check_environment, find_environment
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, needs_of
@@ -151,7 +151,7 @@ def test_the_rows(package):
 
 
 def test_the_task(package, monkeypatch):
-    monkeypatch.setitem(sources.TASKS, "doubling", module("doubling").Doubling)
+    monkeypatch.setitem(TASKS, "doubling", module("doubling").Doubling)
     config = compose_config(["data.name=doubling", "data.task_kwargs={}"])
     training = training_set(config.data, 1, PROBLEMS)
     seen = [training.problem(place) for place in range(200)]

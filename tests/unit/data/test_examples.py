@@ -5,7 +5,7 @@ import pytest
 from nemo_rl_lite.data.examples import Encoder, TrainingExamples, training_examples, validation_examples
 from nemo_rl_lite.data.formats import chat_of
 from nemo_rl_lite.data.problems import Derived, Problem
-from nemo_rl_lite.data.reverse_digits import ReverseDigits
+from nemo_rl_lite.data.tasks import ReverseDigits
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.losses.batch import TokenRow

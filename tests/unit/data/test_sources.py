@@ -1,8 +1,11 @@
+"""Training and validation sets of files and hub datasets, and what is told about their rows."""
+
 import json
 
 import pytest
 
 from nemo_rl_lite.data.formats import PAIRS, PROBLEMS
+from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.validation.compose import compose_config
@@ -25,42 +28,98 @@ def config(*arguments):
     return compose_config(list(arguments)).data
 
 
-def split(tmp_path, ending, rows=ROWS, fraction=0.1):
+def split(tmp_path, *overrides, ending=".jsonl", rows=ROWS, fraction=0.1):
     path = write(tmp_path / f"rows{ending}", rows)
-    return config("data=file", f"data.train_path={path}", f"data.validation_fraction={fraction}")
+    return config("data=file", f"data.train_path={path}", f"data.validation_fraction={fraction}", *overrides)
+
+
+def both_paths(tmp_path, rows, *overrides, ending=".jsonl"):
+    path = write(tmp_path / f"problems{ending}", rows)
+    return config("data=file", f"data.train_path={path}", f"data.validation_path={path}", *overrides)
+
+
+def trained(data, seed=0):
+    return training_set(data, seed, PROBLEMS)
+
+
+def held_out(data, limit=1000):
+    return validation_set(data, limit, PROBLEMS)
+
+
+def questions(problems):
+    return {problem.messages[0]["content"] for problem in problems}
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
 def test_a_fraction_is_held_out_and_never_trained_on(tmp_path, ending):
-    data = split(tmp_path, ending)
-    held_out = {problem.messages[0]["content"] for problem in validation_set(data, limit=1000, kind=PROBLEMS)}
-    trained = {problem.messages[0]["content"] for problem in training_set(data, seed=0, kind=PROBLEMS).finite()}
-    assert 20 <= len(held_out) <= 60
-    assert held_out.isdisjoint(trained) and len(held_out | trained) == 400
-    assert validation_set(data, limit=5, kind=PROBLEMS) == validation_set(data, limit=1000, kind=PROBLEMS)[:5]
+    data = split(tmp_path, ending=ending)
+    kept, seen = questions(held_out(data)), questions(trained(data).finite())
+    assert 20 <= len(kept) <= 60
+    assert kept.isdisjoint(seen) and len(kept | seen) == 400
+    assert held_out(data, limit=5) == held_out(data)[:5]
 
 
 def test_rows_that_ask_the_same_are_on_the_same_side(tmp_path):
-    data = split(tmp_path, ".jsonl", [{"prompt": f"{i % 20}", "answer": i} for i in range(400)], fraction=0.3)
-    held_out = {problem.messages[0]["content"] for problem in validation_set(data, limit=1000, kind=PROBLEMS)}
-    assert held_out.isdisjoint(
-        problem.messages[0]["content"] for problem in training_set(data, seed=0, kind=PROBLEMS).finite()
-    )
+    data = split(tmp_path, rows=[{"prompt": f"{i % 20}", "answer": i} for i in range(400)], fraction=0.3)
+    assert questions(held_out(data)).isdisjoint(questions(trained(data).finite()))
 
 
 def test_what_is_held_out_depends_on_neither_seed_nor_the_other_rows(tmp_path):
-    data, other = split(tmp_path, ".jsonl"), split(tmp_path, ".json", ROWS[::-1][:200])
-    held_out = {problem.messages[0]["content"] for problem in validation_set(data, limit=1000, kind=PROBLEMS)}
-    assert {problem.messages[0]["content"] for problem in validation_set(other, limit=1000, kind=PROBLEMS)} < held_out
-    first, second = training_set(data, seed=1, kind=PROBLEMS), training_set(data, seed=2, kind=PROBLEMS)
-    assert set(map(str, first.finite())) == set(map(str, second.finite()))
+    data, other = split(tmp_path), split(tmp_path, ending=".json", rows=ROWS[::-1][:200])
+    assert questions(held_out(other)) < questions(held_out(data))
+    assert set(map(str, trained(data, 1).finite())) == set(map(str, trained(data, 2).finite()))
+
+
+def test_a_file_is_reshuffled_each_epoch_and_complete_in_each(tmp_path):
+    rows = [{"prompt": str(i), "answer": i} for i in range(10)]
+    data = trained(both_paths(tmp_path, rows))
+    epochs = [[data.problem(epoch * 10 + place).answer for place in range(10)] for epoch in range(3)]
+    assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert [data.problem(i).answer for i in range(10)] == epochs[0]
+    in_order = trained(both_paths(tmp_path, rows, "data.shuffle=false"))
+    assert [in_order.problem(i).answer for i in range(12)] == [str(i % 10) for i in range(12)]
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+
+
+def test_columns_system_prompt_and_chats(tmp_path):
+    keys = ("prompt_column=question", "answer_column=solution", "system_prompt=Brief.")
+    rows = [{"question": CHAT, "solution": "d"}]
+    (problem,) = held_out(both_paths(tmp_path, rows, *(f"data.{key}" for key in keys)))
+    assert problem.messages == ({"role": "system", "content": "Brief."}, *CHAT) and problem.answer == "d"
 
 
 def test_parquet_holds_chats_too(tmp_path):
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    path = write(tmp_path / "chats.parquet", [{"prompt": chat, "answer": "d"}])
-    data = config("data=file", f"data.train_path={path}", f"data.validation_path={path}")
-    assert training_set(data, seed=0, kind=PROBLEMS).problem(0).messages == tuple(chat)
+    data = both_paths(tmp_path, [{"prompt": CHAT, "answer": "d"}], ending=".parquet")
+    assert trained(data).problem(0).messages == tuple(CHAT)
+
+
+def test_a_bad_row_far_down_is_named(tmp_path):
+    rows = [{"prompt": "x", "answer": "y"}] * 150 + [{"prompt": 7, "answer": "y"}]
+    with pytest.raises(DataError, match=r"problems.jsonl, row 151: the prompt must be text"):
+        trained(both_paths(tmp_path, rows))
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([("bot", "2+2")], "message 1: its role must be one of .*found 'bot'"),
+        ([("user", "2+2"), ("assistant", "4")], "ends with the assistant.*algorithm=sft"),
+        ([("system", "brief"), ("user", " ")], "the prompt is empty"),
+        ([("user", [{"type": "image"}])], "only parts of the type text"),
+    ],
+)
+def test_prompts_that_ask_nothing_are_refused(messages, words):
+    prompt = [{"role": role, "content": content} for role, content in messages]
+    with pytest.raises(DataError, match=rf"^file, row 7.*{words}"):
+        chat(prompt, None, "file, row 7")
+
+
+def test_parts_of_text_are_one_text():
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}]
+    assert chat([{"role": "user", "content": parts}]) == chat("2+2")
 
 
 @pytest.fixture
@@ -76,20 +135,18 @@ def hub(tmp_path, monkeypatch):
 
 def test_splits_of_a_hub_dataset(hub):
     data = config(*hub, "data.validation_split=test", "data.shuffle=false")
-    assert training_set(data, seed=0, kind=PROBLEMS).problem(1).answer == "2"
-    assert len(validation_set(data, limit=100, kind=PROBLEMS)) == 7
+    assert trained(data).problem(1).answer == "2"
+    assert len(held_out(data)) == 7
     with pytest.raises(DataError, match=r"data.train_split = all: .* has no such split \(splits: train, test\)"):
-        training_set(config(*hub, "data.validation_split=test", "data.train_split=all"), seed=0, kind=PROBLEMS)
+        trained(config(*hub, "data.validation_split=test", "data.train_split=all"))
     with pytest.raises(DataError, match=r"split train, row 1: no column 'question' \(columns: prompt, answer\)"):
-        training_set(config(*hub, "data.validation_split=test", "data.prompt_column=question"), seed=0, kind=PROBLEMS)
+        trained(config(*hub, "data.validation_split=test", "data.prompt_column=question"))
 
 
 def test_a_fraction_of_a_hub_split_is_held_out(hub):
     data = config(*hub, "data.validation_fraction=0.2")
-    held_out = {problem.answer for problem in validation_set(data, limit=1000, kind=PROBLEMS)}
-    assert held_out and held_out.isdisjoint(
-        problem.answer for problem in training_set(data, seed=0, kind=PROBLEMS).finite()
-    )
+    kept = questions(held_out(data))
+    assert kept and kept.isdisjoint(questions(trained(data).finite()))
 
 
 def test_the_gsm8k_preset_serves_files_and_the_hub(monkeypatch):
@@ -99,30 +156,22 @@ def test_the_gsm8k_preset_serves_files_and_the_hub(monkeypatch):
     splits = {"train": [{"question": "1 + 1?", "answer": "#### 2"}], "test": [{"question": "0?", "answer": "#### 0"}]}
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: seen.append(names) or splits)
     data = config("data=gsm8k", "data.name=hub")
-    assert (
-        training_set(data, seed=0, kind=PROBLEMS).problem(0).answer == "2"
-        and validation_set(data, 5, kind=PROBLEMS)[0].answer == "0"
-    )
+    assert trained(data).problem(0).answer == "2" and held_out(data)[0].answer == "0"
     assert seen == [("openai/gsm8k", "main")] * 2
-
-
-def loaded(tmp_path, rows, *arguments, kind=PROBLEMS, fraction=0.5):
-    path = write(tmp_path / "rows.jsonl", rows)
-    data = config("data=file", f"data.train_path={path}", f"data.validation_fraction={fraction}", *arguments)
-    training_set(data, seed=0, kind=kind)
-    validation_set(data, limit=1000, kind=kind)
 
 
 def test_pairs_that_prefer_nothing_are_counted_once(tmp_path, caplog):
     rows = [{"prompt": f"{i}", "chosen": "a", "rejected": "ab"[i > 0]} for i in range(30)]
-    loaded(tmp_path, rows, "algorithm=dpo", "policy.train_global_batch_size=8", kind=PAIRS)
+    data = split(tmp_path, "algorithm=dpo", "policy.train_global_batch_size=8", rows=rows, fraction=0.5)
+    training_set(data, 0, PAIRS)
+    validation_set(data, 1000, PAIRS)
     assert caplog.messages == ["1 of 30 rows prefer neither response and were left out"]
 
 
 def test_rows_for_validation_that_are_trained_on_are_counted(tmp_path, caplog):
     rows = [{"prompt": f"{i}", "answer": f"{-i}"} for i in range(10)]
-    write(tmp_path / "train.jsonl", rows)
-    held_out = write(tmp_path / "held_out.jsonl", [*rows[:3], {"prompt": "3", "answer": "4"}])
-    data = config("data=file", f"data.train_path={tmp_path / 'train.jsonl'}", f"data.validation_path={held_out}")
-    validation_set(data, 100, PROBLEMS, training_set(data, 0, PROBLEMS).finite())
-    assert caplog.messages == [f"{held_out}: 3 of the 4 rows for validation are trained on, too"]
+    train = write(tmp_path / "train.jsonl", rows)
+    kept = write(tmp_path / "held_out.jsonl", [*rows[:3], {"prompt": "3", "answer": "4"}])
+    data = config("data=file", f"data.train_path={train}", f"data.validation_path={kept}")
+    validation_set(data, 100, PROBLEMS, trained(data).finite())
+    assert caplog.messages == [f"{kept}: 3 of the 4 rows for validation are trained on, too"]

@@ -65,14 +65,15 @@ def test_runs_share_a_gpu_and_end_at_the_limit(scripts, tmp_path, monkeypatch):
     monkeypatch.setattr(together, "STAGGER_S", 0.0)
     # Where the tests run in the background, a process that they start ignores the interrupt.
     monkeypatch.setattr(together, "GRACE_S", 1.0)
-    jobs = [together.Job("short", []), together.Job("bad", ["broken"]), together.Job("long", ["forever"])]
+    kinds = {"short": [], "bad": ["broken"], "long": ["forever"]}
+    trainings = [together.Training(name, overrides, tmp_path) for name, overrides in kinds.items()]
     began, ended = time.monotonic(), []
-    together.run_together(jobs, 2, 1, tmp_path / "runs", 3.0, ended.append)
+    together.run_together(trainings, 2, 1, 3.0, ended.append)
     # The limit is 3 s, and the long one takes 60.
     assert time.monotonic() - began < 45
-    statuses = {one.job.name: one.status for one in ended}
+    statuses = {one.name: one.process.returncode for one in ended}
     assert statuses["short"] == 0 and statuses["bad"] == 3 and statuses["long"] not in (0, 3)
-    assert all(one.lines == [{"step": 1, "train/reward": 0.5}] for one in ended)
+    assert all(together.metrics_of(one.place) == [{"step": 1, "train/reward": 0.5}] for one in ended)
 
 
 def test_a_record_is_continued_with_the_runs_that_have_not_finished(scripts, tmp_path, monkeypatch):

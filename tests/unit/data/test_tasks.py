@@ -1,7 +1,10 @@
+"""Generated tasks: held-out problems are never trained on, and problems depend on seed and position alone."""
+
 import pytest
 
 from nemo_rl_lite.data.formats import CHATS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
+from nemo_rl_lite.data.tasks import ReverseDigits
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.validation.compose import compose_config
@@ -10,7 +13,7 @@ from nemo_rl_lite.validation.compose import compose_config
 SMALL = "data.task_kwargs={min_terms:2,max_terms:2,min_digits:1,max_digits:1}"
 
 
-def config(*arguments):
+def sums(*arguments):
     return compose_config(["data=reasoning_gym", "data.task=chain_sum", *arguments]).data
 
 
@@ -18,40 +21,56 @@ def questions(problems):
     return {problem.messages[-1]["content"] for problem in problems}
 
 
+def test_reversing_digits_never_trains_on_a_held_out_problem():
+    task = ReverseDigits(num_digits=2, seed=3)
+    held_out = {problem.answer for problem in task.validation(300)}
+    assert len(held_out) == 25
+    assert held_out.isdisjoint(task.problem(position).answer for position in range(2000))
+
+
 def test_a_small_task_is_never_trained_on_what_it_is_validated_on():
-    data = config(SMALL)
+    data = sums(SMALL)
     held_out = validation_set(data, limit=1000, kind=PROBLEMS)
     training = training_set(data, seed=3, kind=PROBLEMS)
     trained = questions(training.problem(position) for position in range(3000))
     assert 8 <= len(held_out) <= 40 and len(questions(held_out)) == len(held_out)
     assert len(trained) > 100 and trained.isdisjoint(questions(held_out))
-    assert held_out == validation_set(data, limit=1000, kind=PROBLEMS) and held_out[:4] == validation_set(
-        data, limit=4, kind=PROBLEMS
-    )
+    assert held_out == validation_set(data, limit=1000, kind=PROBLEMS)
+    assert held_out[:4] == validation_set(data, limit=4, kind=PROBLEMS)
 
 
-def test_problems_depend_on_seed_and_position_alone():
-    first, again, other = (training_set(config(), seed, PROBLEMS) for seed in (1, 1, 2))
+@pytest.mark.parametrize(
+    "make", [lambda seed: ReverseDigits(4, seed), lambda seed: training_set(sums(), seed, PROBLEMS)]
+)
+def test_problems_depend_on_seed_and_position_alone(make):
+    first, again, other = (make(seed) for seed in (1, 1, 2))
     assert [first.problem(i) for i in (5, 3, 9)] == [again.problem(i) for i in (5, 3, 9)]
-    assert first.problem(5) != other.problem(5)
+    assert [first.problem(i) for i in range(20)] != [other.problem(i) for i in range(20)]
     assert not first.finite()
 
 
+def test_held_out_digits_do_not_depend_on_the_seed():
+    first, other = ReverseDigits(4, seed=1), ReverseDigits(4, seed=2)
+    assert first.validation(300) == other.validation(300)
+    assert len(first.validation(1000)) == ReverseDigits.HELD_OUT
+    assert first.problem(0).answer == first.problem(0).messages[0]["content"][::-1]
+
+
 def test_templates_and_system_prompts_apply():
-    data = config("data.prompt_template='{question} Digits only.'", "data.system_prompt=Count.")
+    data = sums("data.prompt_template='{question} Digits only.'", "data.system_prompt=Count.")
     system, user = training_set(data, seed=0, kind=PROBLEMS).problem(0).messages
     assert system["content"] == "Count." and user["content"].endswith(" Digits only.")
 
 
 def test_problems_that_do_not_fit_are_skipped():
-    short = training_set(config(), seed=0, kind=PROBLEMS).only(lambda problem: len(problem.answer) < 3)
+    short = training_set(sums(), seed=0, kind=PROBLEMS).only(lambda problem: len(problem.answer) < 3)
     assert all(len(short.problem(position).answer) < 3 for position in range(50))
     with pytest.raises(DataError, match=r"data.task = chain_sum: 1000 draws gave no problem to train on"):
         short.only(lambda problem: False).problem(0)
 
 
 def test_the_tasks_own_score_is_a_reward():
-    problem = training_set(config(), seed=0, kind=PROBLEMS).problem(0)
+    problem = training_set(sums(), seed=0, kind=PROBLEMS).problem(0)
     whole = find_reward("reasoning_gym", {"answer_tag": None})
     assert whole(f" {problem.answer}\n", problem) == 1.0
     assert 0 < whole(f"It is {problem.answer}", problem) < 1

@@ -1,10 +1,12 @@
-"""The text between two assistant turns agrees with the chat template's own rendering of the whole chat."""
+"""Turns and the texts between them agree with the chat template's own rendering; odd texts of rows are told."""
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from nemo_rl_lite.data.formats import Conversation, answered
-from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.data.formats import Conversation, answered, chat_of
+from nemo_rl_lite.data.problems import FileSet, Problem, chat
+from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
+from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.embedded import build_tokenizer
 
 CHATML = (
@@ -13,7 +15,7 @@ CHATML = (
 )
 # Like Qwen3's, this template leaves thoughts out of earlier turns, so its whole chat differs from what was sampled.
 THINKING = CHATML.replace("{{ m.content }}", "{{ m.content.split('/')[-1] }}")
-END = build_tokenizer().eos_token_id
+END, OWN = build_tokenizer().eos_token_id, build_tokenizer().chat_template
 QUESTION = [{"role": "user", "content": "12"}]
 REPLY = [{"role": "user", "content": "34"}]
 
@@ -30,7 +32,7 @@ def make(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("template", [CHATML, build_tokenizer().chat_template])
+@pytest.mark.parametrize("template", [CHATML, OWN])
 def test_prompt_turn_and_what_follows_are_the_templates_own_rendering(make, template):
     tokenizer = make(template)
     tokens, trained = tokenizer.conversation(answered(QUESTION, "7"))
@@ -97,3 +99,50 @@ def test_a_tokenizer_that_adds_an_end_token_does_not_end_the_prompt(tmp_path):
     assert own._tokenizer("12")["input_ids"][-1] == END and own.prompt(QUESTION)[-1] != END
     tokens, _ = own.conversation(answered(QUESTION, "7"))
     assert tokens == [*own.prompt(QUESTION), *own._tokens("7"), END]
+
+
+USERS_ALONE = "{% for m in messages if m.role != 'system' %}{{ m.content }}<eos>{% endfor %}"
+
+
+def rows(*texts: tuple[str, str], system: str | None = None) -> FileSet[Problem]:
+    return FileSet(tuple(Problem(chat(asked, system), answer) for asked, answer in texts), 0, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (rows(("<bos>12=", "21"), ("13", "31")), "1 of 2 rows have special tokens of the model as text"),
+        (rows(("12", "21<eos>")), "such as '<eos>' in '21<eos>'"),
+        (rows(("12 <= 3", "yes"), system="be brief"), ""),
+    ],
+)
+def test_texts_that_the_model_does_not_write(data, words, make, caplog):
+    check_texts(make(OWN), data)
+    assert words in caplog.text and bool(caplog.messages) == bool(words)
+
+
+def test_chats_are_looked_at_as_well(make, caplog):
+    chats = tuple(map(chat_of, rows(("12", "21<eos>")).finite()))
+    check_texts(make(OWN), FileSet(chats, 0, shuffle=False))
+    assert "1 of 1 rows have special tokens" in caplog.text
+
+
+def test_a_template_that_leaves_out_the_system_message(make, caplog):
+    made = make(USERS_ALONE)
+    check_texts(made, rows(("12", "21")))
+    assert not caplog.messages
+    check_texts(made, rows(("12", "21"), system="be brief"))
+    assert "chat template leaves out system messages" in caplog.text
+
+
+def test_a_template_that_leaves_out_the_user(make):
+    with pytest.raises(ConfigError, match="leaves out what the user says"):
+        check_texts(make("{% for m in messages %}{{ m.text }}{% endfor %}"), rows(("12", "21")))
+
+
+def test_a_stop_string_that_no_text_has(make):
+    made = make(OWN)
+    # An end token ends the response anyway.
+    check_stop_strings(made, ["<eos>", "</answer>"])
+    with pytest.raises(ConfigError, match=r"generation\.stop_token_ids=\[1\]"):
+        check_stop_strings(made, ["<bos>"])
