@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.abc import MetaPathFinder
 from types import CodeType, ModuleType
 from typing import Any
@@ -54,9 +55,6 @@ _RULES = tuple(
     )
 )
 
-# Bytecode of other rules is not used.
-_RULES_DIGEST = hashlib.sha256(repr([(rule.pattern, new) for rule, new in _RULES]).encode()).hexdigest()[:12]
-
 # The bridge's modules that import transformer_engine whether or not it is installed.
 _NEED_TRANSFORMER_ENGINE = ("megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora")
 
@@ -86,7 +84,13 @@ def rewrite(source: str) -> str:
 
 def _own(path: str) -> str:
     """Return the path of a rewritten module's bytecode, next to the .pyc that GPU runs share."""
-    return f"{path.removesuffix('.pyc')}.on-cpu-{_RULES_DIGEST}.pyc" if path.endswith(".pyc") else path
+    return f"{path.removesuffix('.pyc')}.on-cpu-{_digest(_RULES)}.pyc" if path.endswith(".pyc") else path
+
+
+@cache
+def _digest(rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
+    """Return a digest of the rules, so that bytecode of other rules is not used."""
+    return hashlib.sha256(repr([(rule.pattern, new) for rule, new in rules]).encode()).hexdigest()[:12]
 
 
 class _RewritingLoader(importlib.machinery.SourceFileLoader):

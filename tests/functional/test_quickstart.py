@@ -104,8 +104,8 @@ def test_every_metric_is_documented_and_logged(run):
 def test_the_console_is_clean_and_shows_samples(done, run):
     """What frameworks print is in the workers' logs."""
     folder, output, _ = run
-    told = "note: without effect, because the run is on CPUs: policy.offload_optimizer_states_for_logprob"
-    assert done.stderr.splitlines() == [told]
+    (note,) = done.stderr.splitlines()
+    assert "no effect" in note and "policy.offload_optimizer_states_for_logprob" in note
     frameworks = ("INFO", "WARNING", "raylet", "pid=", "vllm.", "megatron", "wandb:")
     assert [line for line in output.splitlines() if any(word in line for word in frameworks)] == []
     assert output.count("samples of step") == STEPS // 10 and "response" in output
