@@ -23,7 +23,6 @@ from typing import Any, Protocol
 from nemo_rl_lite.errors import CheckpointError
 
 log = logging.getLogger(__name__)
-
 RECORD, PREFIX = "checkpoint.json", "step-"
 LATEST, _REPLACED = "latest", ".replaced-"
 # The policy's part of a checkpoint's folder.

@@ -38,10 +38,13 @@ async def result(call: Call) -> list[Any]:
     for future in futures:
         # `wait` raises the error. Without this, asyncio would report it as never retrieved after a cancellation.
         future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    # At its limit the worker writes its stack to the log first.
-    _, late = await asyncio.wait(futures, timeout=None if call.limit_s is None else call.limit_s + GRACE_S)
-    for future in late:
-        future.cancel()
+    try:
+        # At its limit the worker writes its stack to the log first.
+        _, late = await asyncio.wait(futures, timeout=None if call.limit_s is None else call.limit_s + GRACE_S)
+    finally:
+        # Without this, one that fails while the loop ends would be reported, too.
+        for future in futures:
+            future.cancel()
     return wait(call, timeout_s=0 if late else None)
 
 

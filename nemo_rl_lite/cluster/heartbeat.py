@@ -19,7 +19,6 @@ from nemo_rl_lite.observability.liveness import latest_progress
 from nemo_rl_lite.observability.system import Sampler, Usage
 
 log = logging.getLogger(__name__)
-
 PERIOD_S = 2.0
 # A process without a heartbeat for longer than this hangs as a whole.
 SILENT_S = 5 * PERIOD_S

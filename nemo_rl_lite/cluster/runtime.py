@@ -31,7 +31,6 @@ from nemo_rl_lite.system.machine import OWN_RAY, RAY_ADDRESS, RAY_ADDRESS_FIX, r
 from nemo_rl_lite.system.stopping import SIGNALS, interrupt
 
 log = logging.getLogger(__name__)
-
 _POLL_S = 2.0
 
 # Ray options of one worker's actor.

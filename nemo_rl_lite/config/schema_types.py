@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
 PositiveInt = Annotated[int, Field(gt=0)]
 # The range that numpy accepts, and therefore vLLM.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

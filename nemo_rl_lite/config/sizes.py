@@ -28,7 +28,6 @@ ENOUGH_TOKENS = 16384
 SHARE_APART, SHARE_COLOCATED = 0.9, 0.5
 # The policy computes the logits of this many entries of the vocabulary at a time.
 VOCABULARY_SLICE = 8192
-
 BatchMode = Literal["fixed", "dynamic", "packed"]
 
 

@@ -13,7 +13,6 @@ from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import DataError
 
 log = logging.getLogger(__name__)
-
 ROWS = ("file", "hub")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from nemo_rl_lite.config.schema import Config
 
 NAME = "embedded:reverse-digits"
-
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 TOKENS = (PAD, BOS, EOS, UNK, *string.digits, *string.ascii_lowercase, *" =+-*/().,:;?!'\"<>[]_#%&")
 

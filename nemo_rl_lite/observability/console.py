@@ -16,7 +16,6 @@ from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog, under
 
 log = logging.getLogger(__name__)
-
 ENGINES_IDLE = "timing/rollout/engines_idle"
 """The metric that only runs have whose engines work while the policy trains."""
 # Phase shown -> the timers it sums, and its colour.

@@ -32,7 +32,6 @@ PACKAGES = (
 CONFIG_FILE, COMMAND_FILE, ENVIRONMENT_FILE = "config.json", "command.txt", "environment.json"
 STATUS_FILE, ERROR_FILE = "status.json", "error.txt"
 _LIMIT_S = 10
-
 HIDDEN = "REDACTED"
 _KINDS = (
     r"(?:api|access|secret|private)[_-]?keys?|secrets?|passwords?|passwd|passphrase|pwd|token|auth(?:orization)?|bearer"

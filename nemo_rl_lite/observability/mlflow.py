@@ -19,7 +19,6 @@ from nemo_rl_lite.observability.environment import for_trackers
 from nemo_rl_lite.observability.sink import Chart, Metrics, Sample, Sink
 
 log = logging.getLogger(__name__)
-
 RUN_ID_FILE = "mlflow-run-id.txt"
 # MLflow's limits: metrics and parameters in one request, characters of a parameter's value.
 _METRICS, _PARAMETERS, _CHARACTERS = 1000, 100, 500

@@ -10,7 +10,6 @@ from types import ModuleType
 import psutil
 
 log = logging.getLogger(__name__)
-
 SAMPLE_S = 2.0
 GIB = 2**30
 MILLIWATTS = 1000

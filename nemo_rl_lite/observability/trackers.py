@@ -17,7 +17,6 @@ from nemo_rl_lite.observability.sink import Chart, Metrics, Sample, Sink
 from nemo_rl_lite.observability.wandb import WeightsAndBiases
 
 log = logging.getLogger(__name__)
-
 METRICS_FILE = "metrics.jsonl"
 # The share of a step's tokens that are of one age.
 _AGE = re.compile(r"train/age_(\d+)/tokens_share")

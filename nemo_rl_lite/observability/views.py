@@ -30,7 +30,6 @@ class Panel:
 
 
 View = tuple[Panel, ...]
-
 _ACCURACY = Curve("validation/accuracy", "held-out accuracy", 3)
 _REWARD = Curve("train/reward", "training reward", 3)
 _TRAINING_ACCURACY = Curve("train/accuracy", "training accuracy", 3)
@@ -41,7 +40,6 @@ _LOSSES = (
     Curve("validation/val_loss", "held-out loss", 4),
     Curve("train/loss", "training loss", 4),
 )
-
 REWARD: View = (
     Panel("reward", (_ACCURACY, _REWARD), limits=(0, 1.02)),
     Panel("KL to the starting policy (nats a token)", (_KL,)),

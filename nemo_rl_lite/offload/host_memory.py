@@ -29,7 +29,6 @@ from nemo_rl_lite.errors import HostMemoryError
 from nemo_rl_lite.system.machine import free_host_bytes
 
 log = logging.getLogger(__name__)
-
 GIB = 2**30
 
 # 2.5 ms on a link of 50 GB/s: a short wait for other work. Between two pieces the link is idle, 8 % of the time.

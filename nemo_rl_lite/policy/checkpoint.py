@@ -36,7 +36,6 @@ _OPTIMIZER_FORMATS = {
     },
     "data_parallel": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
-
 _FORMAT = "resume_layouts"
 
 # The file name that torch.distributed.checkpoint uses.
@@ -44,7 +43,6 @@ INDEX_FILE = ".metadata"
 
 # torch.distributed.checkpoint reads other objects than tensors with weights_only=False; this overrides it.
 _TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 
 # Everything that an index may name, besides torch's constants.
@@ -78,7 +76,6 @@ _OF_DAMAGED_FILES = (
     pickle.PickleError,
     CheckpointException,
 )
-
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 

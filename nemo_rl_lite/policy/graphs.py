@@ -26,16 +26,12 @@ from nemo_rl_lite.policy.micro_pass import Trained, announced, forward, rows_of,
 from nemo_rl_lite.policy.model import MegatronModel
 
 log = logging.getLogger(__name__)
-
 KEY = "policy.megatron_cfg.cuda_graph_impl"
 
 # Passes of a shape before it is recorded: libraries choose and compile their kernels in the first.
 WARM_UPS = 2
-
 MOST_GRAPHS = 32
-
 _COUNTS, _INPUTS = ("counts", "mismatch_counts"), ("tokens_nS", "lengths", "starts")
-
 Arguments = dict[str, Tensor]
 
 

@@ -21,9 +21,7 @@ log = logging.getLogger(__name__)
 
 # Smaller segments of torch's cache are not worth a line of the log.
 _LARGE_BYTES = 256 << 20
-
 GIB, MIB = 2**30, 2**20
-
 Reference = Callable[[], AbstractContextManager[Any]]
 """Returns a block in which the model is the reference policy; afterwards, also after an error, it is the policy."""
 

@@ -26,7 +26,6 @@ from nemo_rl_lite.policy.worker import preload
 from nemo_rl_lite.system import numa
 
 __all__ = ["TeacherScores", "TeacherWorker", "preload"]
-
 log = logging.getLogger(__name__)
 
 

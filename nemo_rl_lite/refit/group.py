@@ -16,7 +16,6 @@ from nemo_rl_lite.compat.torch import nccl_options
 from nemo_rl_lite.errors import LostTouchError, RefitError
 
 _POLL_S = 0.0002
-
 _HASH = "the plan's hash"
 
 

@@ -36,7 +36,6 @@ from nemo_rl_lite.refit.layout import CopyList, ReceivedBucket, RefitPlan, dtype
 from nemo_rl_lite.refit.trace import Recipe, Segment, segments_of_window, source_ranks
 
 log = logging.getLogger(__name__)
-
 Key = tuple[int, int]
 """A policy rank, and the number of one of its parameters."""
 
@@ -360,7 +359,6 @@ def _slabs(tensor: Tensor) -> Sequence[Tensor]:
 _HEAD = 64
 # Checksums are of words.
 _WORD = 8
-
 _Head = tuple[torch.dtype, tuple[int, ...], bytes]
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from nemo_rl_lite.compat.torch import foreach_copy
 
 Named = tuple[str, Tensor]
-
 ALIGNMENT = 512
 ITEM_BYTES = {
     "float64": 8,

@@ -26,7 +26,6 @@ _MOST_SEGMENTS, _MOST_RUNS = 4096, 1 << 22
 _MOST_WASTE = 0.25
 # With more grains than this, segments and window have too little in common.
 _MOST_GRAINS = 1 << 24
-
 Axes = Sequence[tuple[int, int, int]]
 """The axes of a segment, outermost first: size, stride in the parameter, stride in the exported tensor."""
 

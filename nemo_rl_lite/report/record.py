@@ -49,7 +49,6 @@ _ACTIVITIES = {timer: phase for phase, (timers, _) in PHASES.items() for timer i
     "checkpointing": "checkpoint",
     "total_validation_time": "validate",
 }
-
 Interval = tuple[float, float]
 Entry = Mapping[str, float | None]
 # The levels below a folder that are searched for runs: outputs/NAME/sweep-TIME/0.

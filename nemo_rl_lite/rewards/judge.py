@@ -25,7 +25,6 @@ from nemo_rl_lite.system.pool import CallError, CallPool, LateError, StartError,
 
 # Seconds that a batch with room waits for more responses.
 _WAIT_S = 0.05
-
 Parts = dict[str, float] | RewardError
 """Rewards by the label of their term, or the error that prevented one."""
 

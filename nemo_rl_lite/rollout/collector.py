@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 _LEAST_SHARE = 1 / 8
 # Seconds between two signs of life of the launcher, while it waits for engines, environments, agents and rewards.
 _ALIVE_S = 0.5
-
 Show = Callable[[str], None]
 """Shows people how far a rollout is."""
 

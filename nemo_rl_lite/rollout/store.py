@@ -19,7 +19,6 @@ from nemo_rl_lite.observability.trackers import set_aside
 from nemo_rl_lite.rollout.episode import Episode, Rollout, Span
 
 log = logging.getLogger(__name__)
-
 ROLLOUTS = "rollouts"
 Split = Literal["train", "validation"]
 

@@ -31,7 +31,6 @@ from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.system.stopping import interrupted_status
 
 log = logging.getLogger(__name__)
-
 LOCK_FILE = ".lock"
 # A run that is done is resumed where only these keys changed.
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}

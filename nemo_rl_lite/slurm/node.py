@@ -32,7 +32,6 @@ from nemo_rl_lite.errors import LauncherError, RunStopped
 from nemo_rl_lite.system.machine import MIB, free_port
 
 log = logging.getLogger(__name__)
-
 ATTACH, STATUS = "attach.sh", "status"
 # The signals that Slurm sends before it ends a task, and that the batch script forwards.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

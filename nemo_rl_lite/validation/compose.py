@@ -38,7 +38,6 @@ _EXPECTED = {
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
 }
-
 _FILES = ("data.train_path", "data.validation_path")
 
 # What the patterns of the schema demand.

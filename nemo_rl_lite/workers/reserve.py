@@ -30,7 +30,6 @@ from nemo_rl_lite.offload.residency import Residency
 from nemo_rl_lite.system.machine import ON_CPUS
 
 log = logging.getLogger(__name__)
-
 POLICY_CLASS = "nemo_rl_lite.policy.worker.MegatronWorker"
 TEACHER_CLASS = "nemo_rl_lite.policy.teacher.TeacherWorker"
 

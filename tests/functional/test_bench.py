@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import distributed
 
 pytestmark = pytest.mark.functional
 
@@ -36,6 +37,11 @@ def out(tmp_path_factory):
         patch.setattr(sys, "argv", ["--trial"])
         patch.setattr(os, "environ", os.environ)
         yield folder
+    # A trial may train in this process.
+    if distributed.is_initialized():
+        from nemo_rl_lite.policy.model import leave_groups
+
+        leave_groups()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -44,7 +44,6 @@ EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
 # vLLM's sleep levels: it keeps nothing if the next refit brings all weights, and weights and adapters in host memory if
 # refits bring adapters alone.
 KEEPS_NOTHING, KEEPS_WEIGHTS = 2, 1
-
 GIB = 2**30
 
 # Options of vLLM that decide the sizes of its graphs.
