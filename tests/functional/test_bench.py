@@ -3,12 +3,14 @@
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from torch import distributed
+
+from tests.functional.conftest import PYTHONPATH
 
 pytestmark = pytest.mark.functional
 
@@ -26,27 +28,27 @@ class Fails:
         raise ValueError("the cause")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def out(tmp_path_factory):
-    """A folder for records, for all trials, which share one small run."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("records")
-        patch.setenv("NRL_BENCH_OUT", str(folder))
-        patch.setenv("NRL_BENCH_COMMIT", "trial")
-        patch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-        patch.setattr(sys, "argv", ["--trial"])
-        patch.setattr(os, "environ", os.environ)
-        yield folder
-    # A trial may train in this process.
-    if distributed.is_initialized():
-        from nemo_rl_lite.policy.model import leave_groups
+@pytest.fixture(autouse=True)
+def scripts_are_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
 
-        leave_groups()
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    """The folder of the records of all trials. They run in one process, which shares imports and a small run."""
+    folder = tmp_path_factory.mktemp("records")
+    environ = os.environ | {"NRL_BENCH_OUT": str(folder), "NRL_BENCH_COMMIT": "trial", "PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, "-m", "tests.functional.bench_trials", str(folder), *SCRIPTS]
+    subprocess.run(command, env=environ, cwd=ROOT, check=True, capture_output=True, timeout=900)
+    return folder
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_makes_its_record(name, out):
-    importlib.import_module(name).trial()
+    assert (out / f"{name}.error").read_text() == ""
+
+
+def test_records_have_results(out):
     for file in out.glob("*.json"):
         found = json.loads(file.read_text())
         assert found.get("results") or "series" in found, file
