@@ -19,7 +19,7 @@ FACTS: dict[str, Callable[[Config], object]] = {
     "CPUs": lambda config: not on_gpus(config),
     "data-parallel ranks": lambda config: parallel_dims(config).dense_dp > 1,
     "batches": lambda config: batch_mode(config.policy, on_gpus(config)),
-    # The row of the algorithm names a constant of `data.kinds`.
+    # The row of the algorithm names a constant of `data.formats`.
     "as data": lambda config: algorithm_of(config).data.rpartition(".")[2].lower(),
     "phases without the optimizer": lambda config: generates(config) or compares(config) or validates(config),
 }
