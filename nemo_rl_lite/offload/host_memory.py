@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,26 +36,17 @@ PIECE_BYTES = 128 << 20
 
 
 class LockError(RuntimeError):
-    """The driver did not register the memory."""
-
-
-class Registrar(Protocol):
-    """Locks memory and registers it with the device's driver."""
-
-    def lock(self, address: int, nbytes: int) -> None:
-        """Lock `nbytes` from `address` on. Raises LockError: nothing is locked."""
-        ...
-
-    def unlock(self, address: int) -> None: ...
+    """Memory that the driver did not register."""
 
 
 class CudaRegistrar:
-    """Registers memory with the CUDA driver (`cudaHostRegister`)."""
+    """Locks memory and registers it with the CUDA driver (`cudaHostRegister`)."""
 
     def __init__(self) -> None:
         self._runtime: Any = torch.cuda.cudart()
 
     def lock(self, address: int, nbytes: int) -> None:
+        """Lock `nbytes` from `address` on. Raises LockError: nothing is locked."""
         status = self._runtime.cudaHostRegister(address, nbytes, 0)
         if int(status) != 0:
             # The runtime keeps the error and would report it at the next kernel launch.
@@ -68,10 +59,10 @@ class CudaRegistrar:
 
 
 class HostArena:
-    """One buffer of host memory for `purpose`, exact in size: allocated when first reserved, kept until `release`,
+    """Buffer of host memory for `purpose`, exact in size. It is allocated when first reserved, kept until `release`,
     and allocated again only to grow. Its pages are on the NUMA node of this process's CPUs."""
 
-    def __init__(self, purpose: str, registrar: Registrar | None):
+    def __init__(self, purpose: str, registrar: CudaRegistrar | None):
         self._purpose, self._registrar = purpose, registrar
         self._buffer: Tensor | None = None
         self.locked = False
@@ -154,7 +145,7 @@ def _touched(nbytes: int) -> Tensor:
 
 
 class Copies:
-    """Copies bytes, uint8 [n], in a thread: from construction on, after the earlier work of the device's current
+    """Copies of bytes, uint8 [n], in a thread that starts at construction, after earlier work of the device's current
     stream."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None"):
@@ -172,22 +163,22 @@ class Copies:
         return not self._thread.is_alive()
 
     def wait(self, alone: bool = False) -> None:
-        """Wait until all copies are done. Raises any error that stopped them. `alone`: the device has no other work,
-        so it may have all pieces at the same time."""
+        """Wait until all copies are done. Raises any error that stopped them. `alone`: the device has no other work, so
+        its queue may hold all pieces at once."""
         self._alone = alone
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def seconds(self) -> float:
-        """Return how long the copies took; valid when they are done."""
+        """Return the duration of the copies; valid when they are done."""
         return self._seconds
 
     def _work(self) -> None:
         try:
             if self._stream is None:
                 for targets, sources in pieces(self._pairs):
-                    _copy(targets, sources)
+                    foreach_copy(targets, sources, non_blocking=True)
                 self._seconds = time.perf_counter() - self._began
             else:
                 self._feed(self._stream)
@@ -204,7 +195,9 @@ class Copies:
             done = torch.cuda.Event(blocking=True)
             begin.record()
             for targets, sources in pieces(self._pairs):
-                _copy(targets, sources)
+                # One call for many: this thread has the interpreter in each, and takes it from the one that launches
+                # kernels.
+                foreach_copy(targets, sources, non_blocking=True)
                 if not self._alone:
                     done.record()
                     done.synchronize()
@@ -214,7 +207,7 @@ class Copies:
 
 
 def pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Cut and gather the copies into pieces of `PIECE_BYTES`, each as targets and their sources; the last may be
+    """Cut and gather the copies into pieces of `PIECE_BYTES`. Yields the targets and sources of each; the last may be
     smaller."""
     targets, sources, room = list[Tensor](), list[Tensor](), PIECE_BYTES
     for target, source in pairs:
@@ -232,8 +225,3 @@ def pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor
                 targets, sources, room = [], [], PIECE_BYTES
     if targets:
         yield targets, sources
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    # One call for many: this thread has the interpreter in each, and takes it from the one that launches kernels.
-    foreach_copy(targets, sources, non_blocking=True)

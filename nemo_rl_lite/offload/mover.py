@@ -1,4 +1,4 @@
-"""Move tensors between their device and host memory in place, so that every view of them survives.
+"""Moves of tensors between their device and host memory, in place, so that every view of them survives.
 
 A move frees the memory behind a tensor by resizing its storage to zero, and allocates it again by resizing it back:
 the tensor objects that a model and its optimizer hold stay the same. Moves begin and settle; in between, their
@@ -23,7 +23,7 @@ ASSUMED_BYTES_PER_S = 20e9
 
 @dataclass(frozen=True)
 class Span:
-    """A storage of `nbytes`, whose copy begins `start` bytes into host memory."""
+    """Storage of `nbytes`, whose copy begins `start` bytes into host memory."""
 
     storage: UntypedStorage
     start: int
@@ -64,7 +64,7 @@ def host_bytes(spans: Sequence[Span]) -> int:
 
 
 class HostCopy:
-    """A snapshot of tensors' storages in host memory. The tensors are the same, and on the device, at `take` and
+    """Snapshot of tensors' storages in host memory. The tensors are the same, and on the device, at `take` and
     `put`."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], arena: HostArena, device: torch.device):
@@ -103,34 +103,27 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Move:
-    """A finished move: its bytes, the seconds of its copies, and the seconds that this process waited for them."""
+    """Finished move: its bytes, the seconds of its copies, and the seconds that this process waited for them."""
 
     nbytes: int
     transfer_s: float
     exposed_s: float
 
-    @property
-    def gb_per_s(self) -> float:
-        return self.nbytes / self.transfer_s / 1e9 if self.transfer_s else 0.0
-
 
 def move_metrics(moves: Mapping[str, Move]) -> dict[str, float]:
     """Return `<component>/<direction>_bytes`, `_s` (the transfer), `_exposed_s` (waited for) and `_gb_per_s`."""
-    return {
-        f"{name}_{unit}": value
-        for name, move in moves.items()
-        for unit, value in (
-            ("bytes", float(move.nbytes)),
-            ("s", move.transfer_s),
-            ("exposed_s", move.exposed_s),
-            ("gb_per_s", move.gb_per_s),
-        )
-    }
+    metrics: dict[str, float] = {}
+    for name, move in moves.items():
+        metrics[f"{name}_bytes"] = float(move.nbytes)
+        metrics[f"{name}_s"] = move.transfer_s
+        metrics[f"{name}_exposed_s"] = move.exposed_s
+        metrics[f"{name}_gb_per_s"] = move.nbytes / move.transfer_s / 1e9 if move.transfer_s else 0.0
+    return metrics
 
 
 @dataclass
 class _Pending:
-    """A move that has begun: its direction, its storages, the seconds that beginning took, and its copies."""
+    """Move in flight: its direction, its storages, the seconds that its start took, and its copies."""
 
     to_host: bool
     spans: list[Span]
@@ -139,7 +132,7 @@ class _Pending:
 
 
 class Movable:
-    """The tensors of one component, e.g. all optimizer states. Not thread-safe.
+    """Tensors of one component, e.g. all optimizer states. Not thread-safe.
 
     Each move to the host calls `tensors`, which may return more each time: an optimizer makes its states at the first
     step.
@@ -161,22 +154,22 @@ class Movable:
 
     @property
     def on_host(self) -> bool:
-        """True where the contents are in host memory alone."""
+        """True if the contents are in host memory alone."""
         return bool(self._parked) and self._pending is None
 
     @property
     def moving(self) -> bool:
-        """True where a move has begun and not settled."""
+        """True if a move has begun and not settled."""
         return self._pending is not None
 
     @property
     def returning(self) -> bool:
-        """True where a move to the device has begun and not settled."""
+        """True if a move to the device has begun and not settled."""
         return self._pending is not None and not self._pending.to_host
 
     @property
     def moved(self) -> bool:
-        """True where a move has begun and `settle` would not wait."""
+        """True if a move has begun and `settle` would not wait."""
         return self._pending is not None and self._pending.copies.done()
 
     def device_bytes(self) -> int:
@@ -190,15 +183,15 @@ class Movable:
         self._counted = None
 
     def host_bytes(self) -> int:
-        """Return the bytes that are in host memory, or will be when a move out settles: what coming back takes of the
-        device."""
+        """Return the bytes that are in host memory, or will be when a move out settles. Coming back takes as many on
+        the device."""
         parked = self._parked
         if self._pending is not None:
             parked = self._pending.spans if self._pending.to_host else []
         return sum(one.nbytes for one in parked)
 
     def seconds_to_return(self) -> float:
-        """Return how long coming back will take, by the last move's rate."""
+        """Return the seconds that coming back will take, at the last move's rate."""
         return self.host_bytes() / self._rate
 
     def leave(self) -> None:
@@ -240,7 +233,7 @@ class Movable:
         self.recount()
 
     def settle(self, alone: bool = False) -> None:
-        """Wait until the move that has begun, if any, is done. `alone`: the device has no other work meanwhile."""
+        """Wait until the move in flight, if any, is done. `alone`: the device has no other work meanwhile."""
         if self._pending is None:
             return
         pending, waiting = self._pending, time.perf_counter()
@@ -265,7 +258,7 @@ class Movable:
         """Free the host memory.
 
         Raises:
-            RuntimeError: the only copy of the contents is there.
+            RuntimeError: host memory has the only copy of the contents.
         """
         self.settle()
         if self._parked:

@@ -1,4 +1,4 @@
-"""Move a policy's parameters, gradients and optimizer states to their places in the residency table."""
+"""Moves of a policy's parameters, gradients and optimizer states to their places in the residency table."""
 
 import logging
 import time
@@ -35,7 +35,7 @@ class GradientBuffers:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Mark that gradients accumulate in the block and must not be dropped.
+        """Keep gradients from being dropped within the block, while they accumulate.
 
         Raises:
             RuntimeError: the buffers have no memory.
@@ -82,8 +82,8 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer], model: Iterab
 
 
 class Prefetch:
-    """Begins a transfer while the last micro-batches run. Called before each micro-batch, it calls `begin` from when
-    the remaining ones take about as long as the transfer, at the pace so far, and before the last one at the latest."""
+    """Start of a transfer beside the last micro-batches. Called before each micro-batch, it calls `begin` once the
+    remaining ones take about as long as the transfer, at the pace so far, and before the last one at the latest."""
 
     def __init__(self, transfer_s: float, begin: Callable[[], None]):
         self._transfer_s, self._begin = transfer_s, begin
@@ -109,15 +109,15 @@ class DeviceMemory(Protocol):
     total: int
 
     def free_here(self) -> int:
-        """Return what this process could allocate, torch's cache included."""
+        """Return the bytes that this process could allocate, torch's cache included."""
         ...
 
     def free_elsewhere(self) -> int:
-        """Return what another process could allocate."""
+        """Return the bytes that another process could allocate."""
         ...
 
     def trim(self) -> None:
-        """Free torch's cache for other processes. Waits for everything that runs on the device."""
+        """Free torch's cache for other processes. Waits for all work on the device."""
         ...
 
 
@@ -191,12 +191,12 @@ class PhaseMemory:
     def between_micro_batches(
         self, before: Phase, working_bytes: int | None, around: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[int, int], None] | None:
-        """Return a function to call before each micro-batch of the work before the phase `before`; None where moves do
-        not overlap.
+        """Return a function to call before each micro-batch of the work before the phase `before`; None if moves do not
+        overlap.
 
         Its arguments are the numbers of micro-batches that have not begun, and that may still run. It frees
-        components that have left. Given the `working_bytes` of the work, it brings back what the phase needs beside
-        the last micro-batches, where that fits. Both happen within `around()`.
+        components that have left. Given the `working_bytes` of the work, it brings back the phase's components beside
+        the last micro-batches, if they fit. Both happen within `around()`.
         """
         if not self._overlap:
             return None
@@ -230,7 +230,7 @@ class PhaseMemory:
             own.settle()
 
     def require(self, *components: Component) -> None:
-        """Check that the components are on the device. Raises RuntimeError: one is not."""
+        """Check that the components are on the device. Raises RuntimeError: a component is not."""
         for component in components:
             own = self._movable[component]
             if component not in self._stays and (own.on_host or own.moving):
@@ -239,12 +239,12 @@ class PhaseMemory:
                 )
 
     def expect(self, component: Component) -> None:
-        """Check that the component is on the device or on its way there. Raises RuntimeError: it is not."""
+        """Check that the component is on the device or on its way there. Raises RuntimeError otherwise."""
         if not self._movable[component].returning:
             self.require(component)
 
     def arrive(self, component: Component) -> None:
-        """Wait until the component is on the device. Raises RuntimeError: it is not on its way there."""
+        """Wait until the component is on the device. Raises RuntimeError if it is not on its way there."""
         self._movable[component].settle()
         self.require(component)
 
@@ -263,7 +263,7 @@ class PhaseMemory:
         return [move for own in self._movable.values() for move in own.take_moves()]
 
     def release(self) -> None:
-        """Free the host memory; everything must be on the device."""
+        """Free the host memory. All components must be on the device."""
         for own in self._movable.values():
             own.release()
 

@@ -1,4 +1,4 @@
-"""The residency table: which component is where in which phase, from the configuration alone.
+"""Residency table: the place of each component in each phase, from the configuration alone.
 
 It drives the moves, is printed at start, and is compared with measured memory. This module imports nothing heavy.
 """
@@ -14,7 +14,7 @@ from nemo_rl_lite.config.sizes import leaving_for_generation, records_training
 
 
 class Phase(StrEnum):
-    """The phases of a GRPO step, in their order."""
+    """Phases of a GRPO step, in order."""
 
     GENERATE = "generate"
     LOGPROB = "logprob"
@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
 
 class Component(StrEnum):
-    """A component that takes memory."""
+    """Component that takes memory."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -35,7 +35,7 @@ class Component(StrEnum):
 
 
 class Place(StrEnum):
-    """The place of a component. In a run on CPUs the device is host memory as well."""
+    """Place of a component. In a run on CPUs the device is host memory as well."""
 
     DEVICE = "device"
     HOST = "host"
@@ -58,6 +58,7 @@ class Residency:
 
     @classmethod
     def of(cls, config: Config) -> "Residency":
+        """Derive the table from the configuration."""
         shared = generates(config) and config.generation.colocated.enabled
         phases = tuple(Phase) if generates(config) else (Phase.LOGPROB, Phase.TRAIN)
         table = {phase: _policy(config, phase, shared) for phase in phases}
@@ -68,8 +69,8 @@ class Residency:
                 row[Component.TEACHER_WEIGHTS] = _leaving(Place.HOST, away)
         if shared:
             sleeps = engines_sleep(config)
-            # A sleeping engine keeps nothing, or the weights that no refit brings. Weights return in the refit, the KV
-            # cache after it.
+            # A sleeping engine releases its weights, or moves them to the host if no refit brings them. Weights return
+            # in the refit, the KV cache after it.
             to = Place.HOST if engines_serve_adapters(config.generation, config.policy) else Place.RELEASED
             for phase, row in table.items():
                 trains = phase in (Phase.LOGPROB, Phase.TRAIN)
@@ -79,7 +80,7 @@ class Residency:
 
     @property
     def engines_sleep(self) -> bool:
-        """Return whether engines on the policy's device give it their memory, and want it back."""
+        """True if engines on the policy's device release memory for it, and take it back."""
         rows = self.places.values()
         return any(row.get(part) is Place.RELEASED for row in rows for part in ENGINE_COMPONENTS)
 

@@ -1,8 +1,8 @@
-"""A policy's weights, optimizer and schedule in megatron-core's distributed checkpoints.
+"""Weights, optimizer and schedule of a policy in megatron-core's distributed checkpoints.
 
 Every rank writes its shards, in a thread, and ranks of another layout read the shards that they need. Reading runs no
-code from the files. What megatron-core's checkpoints lack for some optimizers is completed: states that do not exist
-yet, step counts, and the two parts of its CPU optimizer.
+code from the files. For some optimizers megatron-core's checkpoints lack states that do not exist yet, step counts, or
+the two parts of its CPU optimizer; these are completed.
 """
 
 import os
@@ -10,7 +10,7 @@ import pickle
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ _NAMES = {
     (_METADATA, "_MEM_FORMAT_ENCODING"),
 }
 
-# What reading a damaged file may raise.
+# Errors that reading a damaged file may raise.
 _OF_DAMAGED_FILES = (
     OSError,
     RuntimeError,
@@ -80,8 +80,8 @@ _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class PolicyState:
-    """Saves and loads the state that a policy rank resumes from. Every method but `is_written` is collective; all
-    components must be on the device. A model with adapters saves these alone; the other weights do not change."""
+    """Saved and loaded state that a policy rank resumes from. Every method but `is_written` is collective; all
+    components must be on the device. A model with adapters saves only these; the other weights do not change."""
 
     def __init__(self, model: MegatronModel, optimizer: Any, scheduler: Any, resume_layouts: str = "any"):
         """`resume_layouts`: the format of saves; `load` reads either.
@@ -104,12 +104,22 @@ class PolicyState:
         """
         if self._writing is not None:
             raise RuntimeError("finish_save comes before the next begin_save")
-        self._require_everywhere(folder)
+        there = torch.tensor(folder.is_dir(), dtype=torch.int32, device=self._model.device)
+        dist.all_reduce(there, dist.ReduceOp.MIN)
+        if not there:
+            raise CheckpointError(f"{folder} is not on a file system that every node sees (hydra.run.dir)")
         make_states(self._optimizer)
-        self._writing = _Writing(lambda: self._sharded(self._format, is_loading=False), folder, self._live_storages)
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
+        try:
+            request = async_request(self._sharded(self._format, is_loading=False), folder)
+        # megatron-core refuses a model or optimizer by an assertion, on all ranks alike.
+        except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
+            raise CheckpointError(_cause(error)) from error
+        self._writing = _Writing(request, folder, self._live_storages())
 
     def is_written(self) -> bool:
-        """Whether this rank has written its shards, or failed to."""
+        """Return whether this rank has written its shards, or failed to."""
         return self._writing is None or not self._writing.thread.is_alive()
 
     def finish_save(self) -> dict[str, str]:
@@ -122,10 +132,10 @@ class PolicyState:
         return {} if writing is None else writing.finish()
 
     def load(self, folder: Path) -> None:
-        """Resume from what a run of this layout or another has saved.
+        """Resume from the checkpoint of a run of this layout or another.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is another model's.
+            CheckpointError: there is no checkpoint, or it is that of another model.
         """
         from megatron.core import dist_checkpointing
 
@@ -145,7 +155,7 @@ class PolicyState:
             cpu_optimizer.release_copies_of_construction()
 
     def load_weights(self, folder: Path) -> None:
-        """Load the weights alone. Raises CheckpointError as `load` does."""
+        """Load only the weights. Raises CheckpointError as `load` does."""
         self._put_weights(_read(self._sharded_weights(), folder))
 
     def _put_weights(self, state: dict[str, Any]) -> None:
@@ -168,15 +178,8 @@ class PolicyState:
             optimizer = self._optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=metadata)
         return {**models, "optimizer": optimizer, "scheduler": self._scheduler.state_dict(), _FORMAT: form}
 
-    def _require_everywhere(self, folder: Path) -> None:
-        """Raise CheckpointError on all ranks if one of them does not see the folder that the launcher has made."""
-        there = torch.tensor(folder.is_dir(), dtype=torch.int32, device=self._model.device)
-        dist.all_reduce(there, dist.ReduceOp.MIN)
-        if not there:
-            raise CheckpointError(f"{folder} is not on a file system that every node sees (hydra.run.dir)")
-
     def _live_storages(self) -> set[int]:
-        """Addresses of the memory that training keeps writing to."""
+        """Return addresses of the memory that training keeps writing to."""
         tensors = self._model.state()
         for optimizer in torch_optimizers(self._optimizer):
             tensors += [parameter for _, parameter in _parameters(optimizer)]
@@ -186,25 +189,13 @@ class PolicyState:
 
 
 class _Writing:
-    """A save in progress: a copy of the state, and the thread that writes it."""
+    """Save in progress: a copy of the state, and the thread that writes it."""
 
-    def __init__(self, state: Callable[[], dict[str, Any]], folder: Path, live: Callable[[], set[int]]):
-        """Copy what `state` returns to host memory, and begin to write it to an empty folder. `live`: addresses of
-        storages that will change meanwhile.
-
-        Raises:
-            CheckpointError: megatron-core cannot save this, or not to this folder.
-        """
-        from megatron.core.dist_checkpointing.core import CheckpointingException
-
-        try:
-            request = async_request(state(), folder)
-        # megatron-core refuses a model or optimizer by an assertion, on all ranks alike.
-        except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
-            raise CheckpointError(_cause(error)) from error
+    def __init__(self, request: Any, folder: Path, changing: set[int]):
+        """Copy the state of megatron-core's `request` to host memory, and begin to write it to an empty folder.
+        `changing`: addresses of storages that will change meanwhile."""
         self._finalize, self._folder = request.finalize_fns, folder
         self._digests: dict[str, str] = {}
-        changing = live()
 
         def staged(bucket: Any) -> Any:
             """Copy a bucket to host memory. megatron-core itself does not copy tensors that are there already, although
@@ -250,7 +241,7 @@ def _read(sharded: dict[str, Any], folder: Path) -> Any:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Read a distributed checkpoint within the block, without running code from it. Raises CheckpointError."""
+    """Make errors of reading a distributed checkpoint a CheckpointError within the block, and run no code from it."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
@@ -261,7 +252,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """The error in one line; torch's message has every rank's traceback."""
+    """Return the error in one line; torch's message has every rank's traceback."""
     lines = str(error).splitlines()
     named = [line.strip() for line in lines if re.match(r"\s*\w+Error: ", line)]
     if isinstance(error, CheckpointException) and not error.failures:
@@ -271,7 +262,7 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def reading_only(folder: Path) -> Iterator[None]:
-    """Restrict what torch and megatron-core read from `folder` within the block to tensors and their index.
+    """Make torch and megatron-core read only tensors and their index from `folder` within the block.
 
     Raises:
         CheckpointError: there is no index, or it names an object that no index needs.

@@ -20,7 +20,7 @@ from nemo_rl_lite.policy.micro_batches import ModelInput, sent_together
 
 @dataclass(frozen=True)
 class ContextRanks:
-    """This rank's place among the `size` ranks that share each sequence; `group` is None where there is one."""
+    """Place of this rank among the `size` ranks that share each sequence; `group` is None for one rank."""
 
     rank: int = 0
     size: int = 1
@@ -28,30 +28,30 @@ class ContextRanks:
 
     @property
     def splits(self) -> bool:
-        """Whether a rank has only a part of each sequence."""
+        """True if a rank has only a part of each sequence."""
         return self.size > 1
 
     def own(self, values_nS: Tensor, micro: ModelInput) -> Tensor:
-        """This rank's part of values by position in a micro-batch, on the host: [n, S] -> [n, S / c]."""
+        """Return this rank's part of values by position in a micro-batch, on the host: [n, S] -> [n, S / c]."""
         return values_nS[:, own_places(micro.pieces, self.rank, self.size)] if self.splits else values_nS
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a micro-batch: n rows of S / c tokens, on the model's device."""
+    """Part of a micro-batch on one rank: n rows of S / c tokens, on the model's device."""
 
     tokens_nS: Tensor
     next_tokens_nS: Tensor
-    """The token that follows each in its sequence, which another rank may have."""
+    """Token that follows each in its sequence, which another rank may have."""
     micro: ModelInput
-    """The whole micro-batch."""
+    """Whole micro-batch."""
     context: ContextRanks = field(default_factory=ContextRanks)
     order: Tensor | None = None
-    """The index of each position of the whole row among the gathered positions of all ranks, [N]; None for one rank."""
+    """Index of each position of the whole row among the gathered positions of all ranks, [N]; None for one rank."""
 
     @classmethod
     def of(cls, micro: ModelInput, context: ContextRanks, device: torch.device) -> "Shard":
-        """This rank's part of a micro-batch on the host, which is packed if several ranks share it."""
+        """Return this rank's part of a micro-batch on the host, which is packed if several ranks share it."""
         if not context.splits:
             return cls.whole(micro.to(device))
         places = torch.cat([own_places(micro.pieces, rank, context.size) for rank in range(context.size)])
@@ -64,12 +64,12 @@ class Shard:
 
     @classmethod
     def whole(cls, micro: ModelInput) -> "Shard":
-        """All of a micro-batch."""
+        """Return all of a micro-batch."""
         return cls(micro.tokens_nS, micro.tokens_nS.roll(-1, dims=1), micro)
 
     def unpack(self, of_next_M: Tensor) -> Tensor:
-        """Values [M, ...] about the following token at each of this rank's positions -> [b, width, ...] of the whole
-        micro-batch, on every rank; see `ModelInput.unpack`. Collective.
+        """Turn values [M, ...] about the next token, at each of this rank's positions, into [b, width, ...] of the
+        whole micro-batch, on every rank; see `ModelInput.unpack`. Collective.
 
         Keeps gradients: each rank's values get the gradient of one rank's loss. All ranks compute the same loss, and
         megatron-core adds up what their parts contribute.
@@ -79,7 +79,7 @@ class Shard:
         return self.micro.unpack(_Gathered.apply(of_next_M, self.context)[self.order])
 
     def pack(self, of_token_bTk: Tensor) -> Tensor:
-        """Values [b, width, k] about each token -> [M, k] at this rank's positions; see `ModelInput.pack`."""
+        """Turn values [b, width, k] about each token into [M, k] at this rank's positions; see `ModelInput.pack`."""
         packed_Nk = self.micro.pack(of_token_bTk)
         if self.order is None:
             return packed_Nk
@@ -87,10 +87,10 @@ class Shard:
 
 
 def own_places(pieces: Sequence[int], rank: int, size: int) -> Tensor:
-    """The places in a row of the tokens of `rank`, in its order. `pieces`: tokens of the row's sequences.
+    """Return the places in a row of the tokens of `rank`, in its order. `pieces`: tokens of the row's sequences.
 
     Raises:
-        ValueError: a piece is no multiple of 2 `size`.
+        ValueError: a piece is not a multiple of 2 `size`.
     """
     if any(piece % (2 * size) for piece in pieces):
         raise ValueError(f"{size} context-parallel ranks cannot share sequences of {list(pieces)} tokens")

@@ -1,4 +1,4 @@
-"""Exports a rank's weights under Hugging Face names, by megatron-bridge: in refits, and to a folder.
+"""Export of a rank's weights under Hugging Face names, by megatron-bridge: in refits, and to a folder.
 
 The bridge names, gathers, splits and renames weights in Python, tensor by tensor. `find_export` traces it once with the
 numbers of the elements instead of their values. The result says how to do without the bridge: through tensor, pipeline
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -28,7 +28,7 @@ from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.models.folder import on_host, write_hf_folder
 from nemo_rl_lite.policy.checkpoint import PolicyState
 from nemo_rl_lite.policy.micro_batches import Layout
-from nemo_rl_lite.policy.model import MegatronModel, build_model, torch_dtype
+from nemo_rl_lite.policy.model import MegatronModel, build_model
 from nemo_rl_lite.policy.passes import forward_scores
 from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit.buckets import (
@@ -69,42 +69,32 @@ log = logging.getLogger(__name__)
 _PROBE_TOKENS = 32
 
 
-class Exported(Protocol):
-    """A kind of export. Both methods are collective."""
-
-    def tasks(self) -> list[Any]:
-        """Make the bridge's conversion tasks, the same on every rank. Each has a `param_weight`, which is None on ranks
-        without this parameter."""
-        ...
-
-    def export(self, tasks: Iterable[Any]) -> Iterable[Named]:
-        """The tensors of these tasks; the same on every rank."""
-        ...
-
-
 class Weights:
-    """All weights, with adapters merged into them."""
+    """Export of all weights, with adapters merged into them. Both methods are collective."""
 
     def __init__(self, model: MegatronModel):
         self._model = model
 
     def tasks(self) -> list[Any]:
+        """Make the bridge's conversion tasks, the same on every rank. Each has a `param_weight`, which is None on ranks
+        without this parameter."""
         return self._model.bridge.get_conversion_tasks(self._model.chunks)
 
     def export(self, tasks: Iterable[Any]) -> Iterable[Named]:
+        """Return the tensors of these tasks, the same on every rank."""
         on_cpu = self._model.device.type == "cpu"
         return self._model.bridge.export_hf_weights(
             self._model.chunks, cpu=on_cpu, show_progress=False, conversion_tasks=tasks
         )
 
 
-class Adapters:
-    """The matrices of all adapters, named as in peft: `....q_proj.lora_A.weight` [rank, inputs] and
+class Adapters(Weights):
+    """Export of the matrices of all adapters, named as in peft: `....q_proj.lora_A.weight` [rank, inputs] and
     `....lora_B.weight` [outputs, rank]. A layer that Megatron fuses has one adapter: all of its parts get the same A
     and rows of B."""
 
     def __init__(self, model: MegatronModel):
-        self._model = model
+        super().__init__(model)
         # Each is made of two tasks, for A and B.
         self._adapters: list[Any] = []
 
@@ -113,7 +103,7 @@ class Adapters:
         return [task for one in self._adapters for task in (one.linear_in_task, one.linear_out_task)]
 
     def export(self, tasks: Iterable[Any]) -> Iterable[Named]:
-        """`tasks`: in the order of `tasks()`."""
+        """Return the tensors of these tasks, which are in the order of `tasks()`."""
         pairs = zip(*[iter(tasks)] * 2, strict=True)
         adapters = [
             replace(adapter, linear_in_task=first, linear_out_task=second)
@@ -124,9 +114,9 @@ class Adapters:
 
 
 def export_weights(model: MegatronModel, tasks: Iterable[Any] | None = None) -> Iterable[Named]:
-    """All weights under their Hugging Face names, by megatron-bridge; the same on every rank, and collective.
+    """Return all weights under their Hugging Face names, the same on every rank. Collective.
 
-    `tasks`: the bridge's conversion tasks, where the caller has them.
+    `tasks`: the bridge's conversion tasks, if the caller has them.
     """
     weights = Weights(model)
     return weights.export(weights.tasks() if tasks is None else tasks)
@@ -134,19 +124,21 @@ def export_weights(model: MegatronModel, tasks: Iterable[Any] | None = None) -> 
 
 @dataclass(frozen=True)
 class FoundExport:
-    """The traced export of one rank."""
+    """Traced export of one rank."""
 
     parameters: dict[int, Tensor]
     """This rank's parameters by number."""
     recipe: dict[str, list[Segment]]
-    """The segments of parameters that make each tensor."""
+    """Segments of parameters that make each tensor."""
     unlike: str | None
-    """The first tensor that is more than moved elements, if there is one."""
+    """First tensor that is more than moved elements, if there is one."""
 
 
-def find_export(model: MegatronModel, plan: RefitPlan, exported: Exported | None = None) -> FoundExport:
-    """Trace the bridge's export on this rank; collective. `plan`: of an earlier export. `exported`: the kind, all
-    weights if None; an object whose tasks nobody else has, because their mappings cache shapes and dtypes.
+def find_export(model: MegatronModel, plan: RefitPlan, exported: Weights | None = None) -> FoundExport:
+    """Trace the bridge's export on this rank. Collective.
+
+    `plan`: of an earlier export. `exported`: the kind of export, `Weights` if None. No other export may share its
+    tasks, because their mappings cache shapes and dtypes.
 
     Allocates eight bytes for each element of the largest weight, and about 20 if several ranks have parts of it.
     """
@@ -180,8 +172,8 @@ def find_export(model: MegatronModel, plan: RefitPlan, exported: Exported | None
 
 
 def first_differing(recipe: Recipe, parameters: Parameters, exported: Iterable[Named]) -> str | None:
-    """The first tensor that the recipe makes of these parameters with other bytes than the bridge's export. The whole
-    export is iterated over, because other ranks may gather."""
+    """Return the first tensor that the recipe makes of these parameters with other bytes than the bridge's export. The
+    whole export is iterated over, because other ranks may gather."""
     differing = None
     for name, tensor in exported:
         if differing is None:
@@ -194,7 +186,7 @@ def first_differing(recipe: Recipe, parameters: Parameters, exported: Iterable[N
 
 
 def _described(weight: Tensor, known: set[int]) -> tuple[int, str | None]:
-    """The parameter's number of elements and dtype; no dtype if the export uses more than its elements."""
+    """Return a parameter's number of elements and dtype; no dtype if the export uses more than its elements."""
     # Quantised tensors have their own classes, and a tensor that is not a parameter may be replaced by another tensor.
     plain = type(weight.data) is Tensor and weight.is_contiguous() and weight.data_ptr() in known
     return weight.numel(), dtype_name(weight.dtype) if plain else None
@@ -208,7 +200,7 @@ def _fits(segment: Segment, slot: Slot, described: list[list[tuple[int, str | No
 
 @dataclass(frozen=True)
 class Producer:
-    """One rank's part in all refits, after everything that is done once.
+    """Part of one rank in all refits, after everything that is done once.
 
     `export` fills buckets: a `BucketReshard` if the export only moves elements, else megatron-bridge's export. It is
     None if consumers copy parameters, or if no rank needs this one. `transport` is None on a rank without consumers.
@@ -229,14 +221,14 @@ class Producer:
 
 @dataclass(frozen=True)
 class OpenProducer:
-    """A producer whose consumers can join. `offer` is for them."""
+    """Producer whose consumers can join. `offer` is for them."""
 
     producer: Producer
     store: dist.TCPStore
     offer: WeightSource | None
 
     def join(self) -> Sender:
-        """Meet this rank's consumers; returns when all have joined."""
+        """Wait until all of this rank's consumers have joined. Returns the sender of the weights."""
         own = self.producer
         if own.transport is None or self.offer is None:
             return NoConsumers(own.export)
@@ -249,9 +241,9 @@ def plan_refit(
 ) -> Producer:
     """Lay the exported weights into buckets, the same on every rank, and choose a transport.
 
-    A traced export is compared with megatron-bridge's first, bit by bit. `shared_device`: whether each engine rank is
-    on the device of its policy rank. `consumers`: the number of engine ranks that this rank sends to.
-    `adapters_alone`: export LoRA's matrices instead of all weights.
+    A traced export is first compared with megatron-bridge's, bit by bit. `shared_device`: each engine rank is on the
+    device of its policy rank. `consumers`: the number of engine ranks that this rank sends to. `adapters_alone`: export
+    LoRA's matrices instead of all weights.
     """
     planning, device = _Planning(model, config, adapters_alone), model.device
     found = planning.found()
@@ -274,7 +266,7 @@ def plan_refit(
 
 
 class _Planning:
-    """The steps of `plan_refit`. Every method is collective."""
+    """Steps of `plan_refit`. Every method is collective."""
 
     def __init__(self, model: MegatronModel, config: RefitConfig, adapters_alone: bool):
         self._model, self._config = model, config
@@ -287,7 +279,7 @@ class _Planning:
         self.plan = make_plan(weights, bucket_size(config, memory))
 
     def found(self) -> FoundExport | None:
-        """The traced export; None if it does more than move elements."""
+        """Return the traced export; None if it does more than move elements."""
         if self._model.lora is not None and self._kind is Weights:
             # Adapters are merged into what is exported.
             return None
@@ -295,14 +287,14 @@ class _Planning:
         return found if self.only_moves(found.unlike) else None
 
     def first_unlike_shared(self, recipe: Recipe, sharing: IpcExport) -> str | None:
-        """See `first_differing`; of the shared parameters."""
+        """Return `first_differing` of the shared parameters."""
         with sharing.together() as parameters:
             return first_differing(recipe, parameters, self._exported())
 
     def through_buckets(
         self, shared_device: bool, found: FoundExport | None, consumers: int
     ) -> tuple[Transport | None, Export | None]:
-        """This rank's transport, if it has consumers, and its export, if a rank needs it."""
+        """Return this rank's transport, if it has consumers, and its export, if a rank needs it."""
         config, device = self._config, self._model.device
         buffers: BucketBuffers | None = None
         if consumers and shared_device:
@@ -322,7 +314,7 @@ class _Planning:
         return bucket_transport(self.plan, buffers, config.verify, export), export
 
     def _first_unlike_assembled(self, assembly: BucketReshard | None, buffers: BucketBuffers | None) -> str | None:
-        """The first tensor that the assembly puts into `buffers` with other bytes than megatron-bridge's export."""
+        """Return the first tensor that the assembly makes with other bytes than megatron-bridge's export."""
         exported, report, unlike = iter(self._exported()), RefitReport(), None
         if assembly is not None:
             assembly.start()
@@ -340,7 +332,7 @@ class _Planning:
         return unlike
 
     def only_moves(self, unlike: str | None) -> bool:
-        """Whether no rank has found a tensor that is more than moved elements; `unlike`: this rank's."""
+        """Return whether no rank has found a tensor that is more than moved elements. `unlike`: this rank's."""
         name = next((one for one in all_gather(unlike) if one is not None), None)
         if name is not None and dist.get_rank() == 0:
             log.warning("megatron-bridge exports all weights at each refit: %s is more than moved elements", name)
@@ -351,7 +343,7 @@ class _Planning:
 
 
 def _groups() -> list[Any]:
-    """This rank's process groups that a refit may need."""
+    """Return this rank's process groups that a refit may need."""
     from megatron.core import parallel_state
 
     return [
@@ -363,7 +355,7 @@ def _groups() -> list[Any]:
 
 
 def export_folder(model: MegatronModel, rank: int, source: Path, target: Path) -> None:
-    """Write the model to the folder `target`, with the configuration and tokenizer of the folder `source`. Collective;
+    """Write the model to the folder `target`, with the configuration and tokenizer of the folder `source`. Collective:
     rank 0 writes."""
     weights = iter(export_weights(model))
     try:
@@ -376,11 +368,11 @@ def export_folder(model: MegatronModel, rank: int, source: Path, target: Path) -
 
 
 def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Callable[[str], None]) -> float:
-    """Write the weights of the checkpoint's policy folder `saved` to the folder `target`, without Ray. transformers
-    reads them back first, and its logprobs of a sequence are compared with megatron-core's.
+    """Write the weights of the checkpoint's policy folder `saved` to the folder `target`, without Ray.
 
-    `model_path`: the model that the run started from. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the
-    environment, for one rank. Returns the mean difference in nats.
+    transformers first reads them back, and its logprobs of a sequence are compared with megatron-core's. Returns the
+    mean difference in nats. `model_path`: the model that the run started from. RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT are set in the environment, for one rank.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the two models differ by more than `PROBE_TOLERANCE`.
@@ -407,7 +399,7 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
     tolerance, differences = PROBE_TOLERANCE[config.policy.precision], []
 
     def check(folder: Path) -> None:
-        own_1T = _logprobs_of_folder(folder, tokens_1T, torch_dtype(policy.precision), device)
+        own_1T = _logprobs_of_folder(folder, tokens_1T, getattr(torch, policy.precision), device)
         differences.append((own_1T - logprobs_1T).abs().mean().item())
         if not differences[0] <= tolerance:
             raise CheckpointError(
@@ -436,7 +428,7 @@ def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
 
 
 def _logprobs_of_folder(folder: Path, tokens_1T: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The logprobs by transformers; entry t belongs to token t, entry 0 is 0."""
+    """Return the logprobs by transformers; entry t belongs to token t, entry 0 is 0."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()

@@ -8,9 +8,9 @@ adds gradients to megatron-core's buffers. The reduction of gradients and the op
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from nemo_rl_lite.losses.interface import Loss, Normalizers
 from nemo_rl_lite.policy.context import ContextRanks, Shard
 from nemo_rl_lite.policy.logprobs import scores_of
 from nemo_rl_lite.policy.memory import clear_module_caches, gradient_buffers
-from nemo_rl_lite.policy.micro_batches import Bucket, ModelInput, packed, packed_bytes, sent_together, unpacked
-from nemo_rl_lite.policy.micro_pass import Trained, announced, forward, rows_of, trained_on, view_of
+from nemo_rl_lite.policy.micro_batches import Bucket, Layout, ModelInput, packed, packed_bytes, sent_together, unpacked
 from nemo_rl_lite.policy.model import MegatronModel
+from nemo_rl_lite.policy.passes import Trained, announced, cut_equally, forward, rows_of, trained_on, view_of
 
 log = logging.getLogger(__name__)
 KEY = "policy.megatron_cfg.cuda_graph_impl"
@@ -35,29 +35,13 @@ _COUNTS, _INPUTS = ("counts", "mismatch_counts"), ("tokens_nS", "lengths", "star
 Arguments = dict[str, Tensor]
 
 
-class Recorder(Protocol):
-    """Records what a function does on the device."""
-
-    def stream(self) -> AbstractContextManager[Any]:
-        """Return a block for recorded work, and for the same work where it is not recorded."""
-        ...
-
-    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record `function` without running it; returns a function that replays it and returns a copy of its result."""
-        ...
-
-    def forget(self) -> None:
-        """Prepare for a new start: nothing that was recorded is replayed again."""
-        ...
-
-
 class MicroBatchPass:
-    """The pass over a micro-batch as a function of tensors alone, so that it can be recorded."""
+    """Pass over a micro-batch, as a function of tensors alone, so that it can be recorded."""
 
     def __init__(
         self, model: MegatronModel, bucket: Bucket | None, temperature: float, loss: Loss, names: Sequence[Any]
     ):
-        """`names`: `_names_of` the loss's counts and of the mismatch's, or None without a mismatch.
+        """`names`: `_names_of` the counts of the loss and of the mismatch; None without a mismatch.
 
         Raises:
             ValueError: there is no bucket.
@@ -68,7 +52,7 @@ class MicroBatchPass:
         self._of_counts, self._names = names, []
 
     def __call__(self, given: Arguments) -> Tensor:
-        """Add to the gradients; returns the values of all metrics, float64, for `trained`."""
+        """Add to the gradients. Returns the values of all metrics, float64, for `trained`."""
         from megatron.core.utils import get_model_config
 
         (chunk,), inputs = self._model.chunks, (given[name] for name in _INPUTS)
@@ -87,18 +71,18 @@ class MicroBatchPass:
         return torch.stack([one.detach().reshape(()).to(scaled.device, torch.float64) for one in measured])
 
     def trained(self, values: Tensor) -> Trained:
-        """The metrics by their names."""
+        """Return the metrics by their names."""
         each = iter(values.unbind())
         return Trained(*({name: next(each) for name in names} for names in self._names))
 
 
 def _names_of(counts: Normalizers) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The keys of counts besides tokens and sequences: ages, and the loss's own."""
+    """Return the keys of counts besides tokens and sequences: ages, and the loss's own."""
     return tuple(counts.tokens_by_age), tuple(counts.own)
 
 
 def _as_tensors(name: str, counts: Normalizers) -> Arguments:
-    """Counts as arguments. The loss's own are float64, because values are compared with them."""
+    """Return counts as arguments. The loss's own are float64, because values are compared with them."""
     whole = [counts.tokens, counts.sequences, *counts.tokens_by_age.values()]
     found = {name: torch.tensor(whole, dtype=torch.float32)}
     own = {f"{name}.own": torch.tensor(list(counts.own.values()), dtype=torch.float64)}
@@ -106,7 +90,7 @@ def _as_tensors(name: str, counts: Normalizers) -> Arguments:
 
 
 def _as_counts(given: Arguments, name: str, names: Any) -> Normalizers | None:
-    """Counts that are scalars on the device."""
+    """Return counts that are scalars on the device."""
     if names is None:
         return None
     (tokens, sequences, *by_age), (ages, of_loss) = given[name].unbind(), names
@@ -125,9 +109,9 @@ class _Shape:
 
 
 class MicroBatchGraphs:
-    """The graphs of a model's training passes, by shape. The first passes of a shape run without a graph."""
+    """Graphs of a model's training passes, by shape. The first passes of a shape run without a graph."""
 
-    def __init__(self, model: MegatronModel, recorder: Recorder):
+    def __init__(self, model: MegatronModel, recorder: "CudaRecorder"):
         self._model, self._recorder = model, recorder
         self._shapes: dict[Any, _Shape] = {}
         self._tensors, self._places = [*model.state(), *gradient_buffers(model)], []
@@ -135,30 +119,36 @@ class MicroBatchGraphs:
 
     @property
     def recorded(self) -> int:
-        """The number of graphs."""
+        """Return the number of graphs."""
         return sum(shape.replay is not None for shape in self._shapes.values())
 
     def forward_backward(
         self,
-        micro_batches: Sequence[ModelInput],
         batch: Batch,
+        layout: Layout,
         temperature: float,
         loss: Loss,
         counts: Normalizers,
         mismatch_counts: Normalizers | None,
     ) -> list[Trained]:
-        """See `passes.forward_backward`; the micro-batches are in buckets."""
+        """See `passes.forward_backward`. The layout is in buckets."""
         self._drop_useless()
-        device, parts, kind = self._model.device, [], (pickle.dumps(loss), temperature)
-        both = dict(zip(_COUNTS, (counts, mismatch_counts), strict=True))
-        of_counts: Arguments = {}
-        for name, own in both.items():
-            of_counts |= {} if own is None else _as_tensors(name, own)
-        names = [None if own is None else _names_of(own) for own in both.values()]
+        self._model.train_mode(True)
+        batch = replace(batch, routed_experts=None)
+        micro_batches = cut_equally(self._model, batch.tokens, batch.lengths, layout)
+        self._model.clock.begin()
+        parts, kind = [], (pickle.dumps(loss), temperature)
+        of_counts: Arguments = _as_tensors("counts", counts)
+        names = [_names_of(counts), None]
+        if mismatch_counts is not None:
+            of_counts |= _as_tensors("mismatch_counts", mismatch_counts)
+            names[1] = _names_of(mismatch_counts)
         with self._recorder.stream():
             for micro in announced(micro_batches):
                 of_batch = {f"batch.{name}": values for name, values in rows_of(micro, batch).present().items()}
-                inputs = {name: getattr(micro, name) for name in _INPUTS} | view_of(micro, device, ContextRanks())
+                inputs = {name: getattr(micro, name) for name in _INPUTS} | view_of(
+                    micro, self._model.device, ContextRanks()
+                )
                 given = of_counts | inputs | of_batch
                 key = (micro.bucket, kind, *names, *((name, one.shape, one.dtype) for name, one in given.items()))
                 if key not in self._shapes:
@@ -180,7 +170,11 @@ class MicroBatchGraphs:
         return shape.replay()
 
     def _record(self, shape: _Shape, given: Arguments) -> None:
-        """Record the pass. Raises TrainingError: it does something that a graph cannot hold."""
+        """Record the pass.
+
+        Raises:
+            TrainingError: the pass does something that a graph cannot hold.
+        """
         whole = torch.zeros(packed_bytes(given), dtype=torch.uint8, device=self._model.device)
         own = unpacked(whole, given)
         log.info(
@@ -202,7 +196,7 @@ class MicroBatchGraphs:
             clear_module_caches(self._model)
 
     def _drop_useless(self) -> None:
-        """Drop all graphs where their tensors have moved, or where another shape found no room."""
+        """Drop all graphs if their tensors have moved, or if another shape found no room."""
         places = [one.data_ptr() for one in self._tensors]
         if places != self._places or self._is_full:
             if self.recorded:
@@ -220,12 +214,13 @@ class CudaRecorder:
     def __init__(self) -> None:
         from megatron.core.full_cuda_graph import get_shared_capture_stream
 
-        # That of the nodes that accumulate gradients: see `model.build_model`.
+        # AccumulateGrad nodes are on this stream too: see `model.build_model`.
         self._stream = get_shared_capture_stream()
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def stream(self) -> Iterator[None]:
+        """Make the recording stream current within the block, for recorded work and the same work without a graph."""
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
@@ -234,6 +229,7 @@ class CudaRecorder:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Record `function` without running it. Returns a function that replays it and copies its result."""
         graph = torch.cuda.CUDAGraph()
         # Threads of NCCL and Ray may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -246,6 +242,7 @@ class CudaRecorder:
         return replay
 
     def forget(self) -> None:
+        """Prepare for a new start: nothing that was recorded is replayed again."""
         # Graphs that still run must end before their memory is freed; a freed pool cannot be used again.
         torch.cuda.synchronize()
         self._pool = torch.cuda.graph_pool_handle()

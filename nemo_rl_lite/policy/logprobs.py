@@ -28,7 +28,7 @@ from nemo_rl_lite.policy.vocab_chunks import LMHead, VocabReductions, joined, la
 
 @dataclass(frozen=True)
 class TopLogits:
-    """Declares, as a loss does, the `topk` largest logits of each token."""
+    """Need of the `topk` largest logits of each token, declared as by a loss."""
 
     topk: int
     needs: ClassVar[frozenset[Need]] = frozenset({"topk_logits"})
@@ -42,11 +42,11 @@ def scores_of(
     teacher_ids_bTk: Tensor | None = None,
     keep: bool = False,
 ) -> Callable[..., dict[str, Tensor]]:
-    """A function for megatron-core's `output_processor`, which replaces the LM head.
+    """Return a function for megatron-core's `output_processor`, which replaces the LM head.
 
-    It returns `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, what `loss` needs
-    besides, with `teacher_ids_bTk` for `student_topk_logprobs`. `wait_for` is called with the head's weight before it
-    is used, because the forward pass of its module does not run. `keep`: keep logits for a backward pass.
+    It returns `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, the other scores
+    that `loss` needs, with `teacher_ids_bTk` for `student_topk_logprobs`. `wait_for` is called with the head's weight
+    before it is used, because its module's forward pass does not run. `keep`: keep logits for a backward pass.
     """
     from megatron.core.parallel_state import get_tensor_model_parallel_group
     from megatron.core.tensor_parallel import mappings
@@ -94,10 +94,10 @@ def check_scorable(model: Any) -> None:
 
 
 def _soft_cap(output_layer: Any) -> float | None:
-    """The soft cap of the logits (Gemma 2), or None.
+    """Return the soft cap of the logits (Gemma 2), or None.
 
     Raises:
-        TrainingError: the layer does more than multiply, which `LinearScores` would leave out.
+        TrainingError: the layer does more than multiply, which `LinearScores` would ignore.
     """
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
@@ -180,7 +180,7 @@ class LinearScores(torch.autograd.Function):
 
 
 def _ways(hidden_NH: Tensor, head: LMHead) -> Any:
-    """The module that has `Reader` and `Gradient` for these logits."""
+    """Return the module that has `Reader` and `Gradient` for these logits."""
     if not hidden_NH.is_cuda or head.soft_cap is not None or head.topk or head.others:
         return vocab_chunks
     from nemo_rl_lite.policy import vocab_chunks_kernel
@@ -195,7 +195,7 @@ def _slices(weight_vH: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _of_ranks(values: Tensor, head: LMHead) -> list[Tensor]:
-    """The values of all ranks that have a part of the vocabulary."""
+    """Gather the values of all ranks that have a part of the vocabulary."""
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(head.group))]
     dist.all_gather(gathered, values.contiguous(), head.group)
     return gathered

@@ -1,4 +1,4 @@
-"""What a policy rank keeps in memory: components that `offload/` moves, reference weights, leftovers of passes."""
+"""Memory of a policy rank: components that `offload/` moves, reference weights, caches that passes leave behind."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import PolicyConfig
-from nemo_rl_lite.offload.host_memory import CudaRegistrar, HostArena, Registrar
+from nemo_rl_lite.offload.host_memory import CudaRegistrar, HostArena
 from nemo_rl_lite.offload.mover import HostCopy, Movable
 from nemo_rl_lite.offload.phases import GradientBuffers, PhaseMemory, optimizer_tensors
 from nemo_rl_lite.offload.residency import Component, Residency
@@ -23,14 +23,12 @@ log = logging.getLogger(__name__)
 _LARGE_BYTES = 256 << 20
 GIB, MIB = 2**30, 2**20
 Reference = Callable[[], AbstractContextManager[Any]]
-"""Returns a block in which the model is the reference policy; afterwards, also after an error, it is the policy."""
+"""Context manager in which the model is the reference policy; afterwards, also after an error, it is the policy."""
 
 
 def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, residency: Residency) -> PhaseMemory:
-    """This rank's parameters, gradients and optimizer states, ready to move."""
-    device, on_gpu = model.device, model.device.type == "cuda"
-    registrar = host_registrar(config, model)
-    gradients = gradient_buffers(model)
+    """Make this rank's parameters, gradients and optimizer states movable."""
+    device, registrar, gradients = model.device, host_registrar(config, model), gradient_buffers(model)
 
     def states() -> list[Tensor]:
         return optimizer_tensors(torch_optimizers(optimizer), [*model.parameters(), *gradients])
@@ -41,12 +39,12 @@ def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, res
         Movable("optimizer_states", states, HostArena("optimizer states", registrar), device),
         GradientBuffers(gradients),
         overlap=config.overlap_offload,
-        device=GPUMemory() if on_gpu else CPUMemory(),
+        device=GPUMemory() if device.type == "cuda" else CPUMemory(),
     )
 
 
-def host_registrar(config: PolicyConfig, model: MegatronModel) -> Registrar | None:
-    """The registrar that pins host memory for copies to the model's device; None where it is off, or on a CPU."""
+def host_registrar(config: PolicyConfig, model: MegatronModel) -> CudaRegistrar | None:
+    """Return the registrar that pins host memory for copies to the model's device; None if it is off, or on a CPU."""
     return CudaRegistrar() if config.use_pinned_optimizer_offload and model.device.type == "cuda" else None
 
 
@@ -54,20 +52,20 @@ def require_weights(model: MegatronModel, phases: PhaseMemory) -> None:
     """Check that the parameters are on the device, and gather those that other ranks have updated. Collective.
 
     Raises:
-        RuntimeError: they are not on the device.
+        RuntimeError: the parameters are not on the device.
     """
     phases.require(Component.PARAMETERS)
     model.gather.complete()
 
 
 def gradient_buffers(model: MegatronModel) -> list[Tensor]:
-    """The flat tensors that hold this rank's gradients."""
+    """Return the flat tensors that hold this rank's gradients."""
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return [buffer.grad_data for buffer in buffers]
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside a megatron-core optimizer, chained or not."""
+    """Return the torch optimizers inside a megatron-core optimizer, chained or not."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in chained if part.optimizer is not None]
 
@@ -96,7 +94,7 @@ class GPUMemory:
 
 
 class CPUMemory:
-    """The host's memory, where the host is the device."""
+    """Memory of the host, where the host is the device."""
 
     def __init__(self) -> None:
         self.total = psutil.virtual_memory().total
@@ -138,7 +136,8 @@ def clear_module_caches(model: MegatronModel) -> None:
 
 
 def kept_reference(config: PolicyConfig, model: MegatronModel) -> Reference:
-    """The reference policy of a model that has the starting weights now: a copy, or the model without its adapters."""
+    """Keep the reference policy of a model that has the starting weights now: a copy, or the model without its
+    adapters."""
     if model.lora is not None:
         return partial(model.lora.disable_adapter, model.chunks)
     registrar = host_registrar(config, model)

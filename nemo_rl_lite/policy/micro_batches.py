@@ -1,7 +1,7 @@
-"""Cuts batches into micro-batches, shares them among replicas, and sends them to the device that trains.
+"""Micro-batches: cut from batches, shared among replicas, and sent to the device that trains.
 
 Three layouts: a fixed number of right-padded sequences; as many padded sequences of similar length as fit a number of
-tokens (dynamic batching); sequences joined in one row, each attending to itself alone (sequence packing). Logprobs and
+tokens (dynamic batching); sequences joined in one row, each attending only to itself (sequence packing). Logprobs and
 gradients do not depend on the layout, beyond floating-point rounding.
 """
 
@@ -17,7 +17,7 @@ from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode, mb_tokens, row_round
 
 Cost = Callable[[int], float]
-"""The work of a sequence of this many tokens, in any unit."""
+"""Work of a sequence of this many tokens, in any unit."""
 
 # A row of tokens is padded by less than this share of itself, or to the layout's multiple.
 PARTS = 16
@@ -25,7 +25,7 @@ PARTS = 16
 # Transformer Engine's attention works on tiles of about this many tokens.
 LEAST_WIDTH = 64
 
-# Rows are a multiple of this, and of a quarter of the power of 2 below. It is even, for pairs.
+# Rows are a multiple of this, and of a quarter of the next lower power of 2. It is even, for pairs.
 LEAST_ROWS = 8
 
 # Swaps end where the share with the most work is this close to the mean, or after this number of them.
@@ -40,7 +40,7 @@ _ALIGNED = 256
 
 
 def round_up(count: int, step: int) -> int:
-    """The smallest multiple of `step` that is at least `count`."""
+    """Return the smallest multiple of `step` that is at least `count`."""
     return -(-count // step) * step
 
 
@@ -50,8 +50,8 @@ def _power_of_2_below(most: int) -> int:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shape that a pack is padded to, for a CUDA graph. Missing sequences have length 0, and padding is cut into
-    pieces of at most `width` tokens."""
+    """Shape that a pack is padded to, for a CUDA graph. Missing sequences have length 0, and padding is cut into pieces
+    of at most `width` tokens."""
 
     tokens: int
     """Tokens of the row."""
@@ -64,8 +64,8 @@ class Bucket:
 
     @classmethod
     def of(cls, lengths: Sequence[int], round_to: int, most: int) -> "Bucket":
-        """The bucket of sequences of these lengths. The row is a multiple of `round_to` tokens, and at most `most`
-        tokens where they fit."""
+        """Choose the bucket of sequences of these lengths. The row is a multiple of `round_to` tokens, and at most
+        `most` tokens if they fit."""
         own = round_up(sum(lengths), round_to)
         tokens = round_up(own, round_up(max(_power_of_2_below(own) // PARTS, 1), round_to))
         tokens = min(tokens, max(own, round_up(most, round_to)))
@@ -76,7 +76,7 @@ class Bucket:
         return cls(tokens, rows, width, rows + -(-padding // width))
 
     def pieces_of(self, lengths: Sequence[int]) -> list[int]:
-        """Tokens of each piece: of the sequences, missing ones included, and of the padding."""
+        """Return the tokens of each piece: of the sequences, missing ones included, and of the padding."""
         padding = self.tokens - sum(lengths)
         whole, rest = divmod(padding, self.width)
         used = [*lengths, *[self.width] * whole, rest]
@@ -85,8 +85,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """How batches are cut. `size` is in sequences (fixed) or in tokens of the model's input (dynamic, packed); the
-    input's length is rounded up to a multiple of `round_to` tokens."""
+    """Cut of batches into micro-batches. `size` is in sequences (fixed) or in tokens of the model's input (dynamic,
+    packed). The input's length is rounded up to a multiple of `round_to` tokens."""
 
     mode: BatchMode
     size: int
@@ -94,7 +94,7 @@ class Layout:
     together: int = 1
     """Neighbours that stay in one micro-batch. A fixed `size` counts groups of neighbours."""
     in_buckets: bool = False
-    """Whether packs are padded to the shape of a `Bucket`."""
+    """Packs are padded to the shape of a `Bucket`."""
     piece: int = 1
     """Each packed sequence is padded to a multiple of this many tokens, so that context-parallel ranks can share it."""
 
@@ -102,7 +102,7 @@ class Layout:
     def configured(
         cls, config: PolicyConfig, purpose: Literal["train", "logprob"], on_gpu: bool, together: int = 1
     ) -> "Layout":
-        """The configured layout for training or for logprobs."""
+        """Return the configured layout for training or for logprobs."""
         mode, training, parallel = batch_mode(config, on_gpu), purpose == "train", config.megatron_cfg
         if mode == "fixed":
             size = config.train_micro_batch_size if training else config.logprob_batch_size
@@ -112,8 +112,8 @@ class Layout:
         return cls(mode, mb_tokens(config, mode, training), row_round(config), together, in_buckets, piece)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
-        """Indices of the sequences of each micro-batch: at least `at_least` micro-batches, if there are as many
-        sequences or groups of neighbours."""
+        """Return the indices of the sequences of each micro-batch: at least `at_least` micro-batches, if there are as
+        many sequences or groups of neighbours."""
         each = [lengths[start : start + self.together] for start in range(0, len(lengths), self.together)]
         if self.mode == "fixed":
             starts = range(0, len(each), self.size)
@@ -133,16 +133,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A micro-batch as the model reads it: b sequences in n rows of S tokens. In a bucket, the last sequences may be
+    """Micro-batch as the model reads it: b sequences in n rows of S tokens. In a bucket, the last sequences may be
     missing: they have length 0 and are in no batch."""
 
     rows: Tensor
-    """The indices of the sequences in the batch."""
+    """Indices of the sequences in the batch."""
     tokens_nS: Tensor
     lengths: Tensor
     """Tokens of each sequence, [b]."""
     starts: Tensor
-    """The index of each sequence's first token in `tokens_nS.flatten()`, [b]."""
+    """Index of each sequence's first token in `tokens_nS.flatten()`, [b]."""
     own_lengths: tuple[int, ...]
     """`lengths` on the host."""
     packed: bool
@@ -175,11 +175,11 @@ class ModelInput:
         return max(self.pieces) if self.bucket is None else self.bucket.width
 
     def boundaries(self) -> Tensor:
-        """Cumulative lengths of the `pieces`, int32 [pieces + 1], on the host."""
+        """Return cumulative lengths of the `pieces`, int32 [pieces + 1], on the host."""
         return torch.tensor([0, *accumulate(self.pieces)], dtype=torch.int32)
 
     def positions(self) -> Tensor:
-        """Each token's place in its sequence, [n, S]."""
+        """Return each token's place in its sequence, [n, S]."""
         count = torch.arange(self.tokens_nS.shape[1])
         if not self.packed:
             return count.expand_as(self.tokens_nS)
@@ -187,7 +187,7 @@ class ModelInput:
         return (count - (pieces.cumsum(0) - pieces).repeat_interleave(pieces))[None]
 
     def hidden_from(self) -> Tensor:
-        """The attention mask: bool [1, 1, S, S], true (hidden) above the diagonal and between packed sequences."""
+        """Return the attention mask, bool [1, 1, S, S]: hidden above the diagonal and between packed sequences."""
         length = self.tokens_nS.shape[1]
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         if self.packed:
@@ -196,7 +196,7 @@ class ModelInput:
         return hidden[None, None]
 
     def lay(self, of_token_bT: Tensor, outside: int) -> Tensor:
-        """Values [b, width, ...] of each token -> [n, S, ...] at its place in the input; `outside` elsewhere."""
+        """Put values [b, width, ...] of each token at its place in the input, [n, S, ...]; `outside` elsewhere."""
         place = torch.arange(self.width)
         index = (self.starts[:, None] + place)[inside := place < self.lengths[:, None]]
         laid = of_token_bT.new_full((self.tokens_nS.numel(), *of_token_bT.shape[2:]), outside)
@@ -204,7 +204,7 @@ class ModelInput:
         return laid.view(*self.tokens_nS.shape, *of_token_bT.shape[2:])
 
     def pack(self, of_token_bTk: Tensor) -> Tensor:
-        """The inverse of `unpack`: values [b, width, k] about each token -> [N, k], at the token before it."""
+        """Invert `unpack`: values [b, width, k] about each token -> [N, k], at the token before it."""
         place = torch.arange(self.width, device=of_token_bTk.device)
         inside = (place > 0) & (place < self.lengths[:, None])
         packed = of_token_bTk.new_zeros(self.tokens_nS.numel(), of_token_bTk.shape[2])
@@ -214,10 +214,10 @@ class ModelInput:
         return packed
 
     def unpack(self, of_next_N: Tensor) -> Tensor:
-        """Values [N, ...] about the following token at each of the input's N = n * S positions -> [b, width, ...],
+        """Turn values [N, ...] about the next token, at each of the input's N = n * S positions, into [b, width, ...],
         entry t for token t.
 
-        Entry 0, which nothing precedes, and entries beyond a sequence's end are 0. Keeps gradients.
+        Entry 0, which no token precedes, and entries beyond a sequence's end are 0. Keeps gradients.
         """
         place = torch.arange(self.width, device=of_next_N.device)
         index = (self.starts[:, None] + place - 1).clamp(0, len(of_next_N) - 1)
@@ -226,7 +226,7 @@ class ModelInput:
 
 
 def cut(tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, at_least: int = 1) -> list[ModelInput]:
-    """The micro-batches of right-padded sequences, in the layout's order."""
+    """Cut right-padded sequences into micro-batches, in the layout's order."""
     lengths = lengths_B.tolist()
     lay = _pack if layout.mode == "packed" else _pad
     return [lay(tokens_BT, lengths, group, layout) for group in layout.groups(lengths, at_least)]
@@ -262,7 +262,7 @@ def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layou
 def balanced_shares(
     lengths: Sequence[int], replicas: int, cost: Cost, together: int = 1, layout: Layout | None = None
 ) -> list[list[int]]:
-    """Each replica's sequences, equally many, in ascending order; `together` neighbours stay together.
+    """Return each replica's sequences, equally many, in ascending order; `together` neighbours stay together.
 
     Without a `layout`, the work of a share is the sum of its sequences' costs; with one, that of its micro-batches,
     padding included.
@@ -280,7 +280,7 @@ def balanced_shares(
 
 
 def work(lengths: Sequence[int], layout: Layout, cost: Cost, micro_batches: int = 1) -> float:
-    """The cost of sequences that are cut into at least `micro_batches`, each padded to its longest sequence."""
+    """Return the cost of sequences that are cut into at least `micro_batches`, each padded to its longest sequence."""
     if layout.mode == "packed":
         return sum(map(cost, lengths))
     groups = layout.groups(lengths, micro_batches)
@@ -292,13 +292,13 @@ def _lengths(share: Sequence[int], lengths: Sequence[int], together: int) -> lis
 
 
 def even_shares(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """The indices of each replica's items: equally many, with nearly equal sums of `costs`, in ascending order.
+    """Return the indices of each replica's items: equally many, with nearly equal sums of `costs`, in ascending order.
 
     Items are taken in blocks of `replicas`, the most expensive first, and each block's most expensive item goes to
     the replica with the smallest sum.
 
     Raises:
-        ValueError: the number of items is no multiple of `replicas`.
+        ValueError: the number of items is not a multiple of `replicas`.
     """
     if len(costs) % replicas:
         raise ValueError(f"{len(costs)} items cannot be shared evenly by {replicas} replicas")
@@ -316,7 +316,7 @@ def even_shares(costs: Sequence[float], replicas: int) -> list[list[int]]:
 def swapped(
     shares: Sequence[Sequence[int]], sizes: Sequence[float], work: Callable[[Sequence[int]], float]
 ) -> list[list[int]]:
-    """The shares after swaps that even out their `work`; each keeps its number of items.
+    """Swap items so that the `work` of the shares evens out; each keeps its number of items.
 
     Work may depend on which items share a micro-batch, as padding does. The share with the most work swaps an item with
     one of the two with the least; `sizes` say which items are similar.
@@ -342,7 +342,7 @@ def swapped(
 
 
 def _swaps(one: Sequence[int], other: Sequence[int], sizes: Sequence[float]) -> Iterator[tuple[list[int], list[int]]]:
-    """Both shares after each of at most `TRIED` swaps of two items that are near in the order of sizes but unequal."""
+    """Yield both shares after each of at most `TRIED` swaps of two items of similar but unequal size."""
     mine, theirs = (sorted(share, key=lambda index: (-sizes[index], index)) for share in (one, other))
     pairs = [
         (a, b)
@@ -360,8 +360,8 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def sent_together(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """As `sent`, with one copy to a GPU. The results share memory and must not be changed in place: autograd would take
-    that for a change of all.
+    """Copy as `sent` does, at once to a GPU. The results share memory and must not be changed in place: autograd would
+    take that for a change of all.
 
     A copy engine works in order. While optimizer states come back (`offload/host_memory.py`), each copy waits a
     millisecond or more, and so does the GPU work that needs it. A micro-batch is a dozen small tensors.
@@ -372,7 +372,7 @@ def sent_together(values: Mapping[str, Tensor], device: torch.device) -> dict[st
 
 
 def packed(values: Mapping[str, Tensor], pin: bool) -> Tensor:
-    """The bytes of tensors on the host, uint8 [n], in pinned memory or not."""
+    """Return the bytes of tensors on the host, uint8 [n], in pinned memory or not."""
     whole = torch.empty(packed_bytes(values), dtype=torch.uint8, pin_memory=pin)
     for name, place in unpacked(whole, values).items():
         place.copy_(values[name])
@@ -380,7 +380,7 @@ def packed(values: Mapping[str, Tensor], pin: bool) -> Tensor:
 
 
 def unpacked(whole: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views of `packed` bytes with the names, types and shapes of `like`."""
+    """Return views of `packed` bytes with the names, types and shapes of `like`."""
     views, start = {}, 0
     for name, one in like.items():
         views[name] = whole[start : start + one.nbytes].view(one.dtype).view(one.shape)
@@ -389,13 +389,13 @@ def unpacked(whole: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def packed_bytes(values: Mapping[str, Tensor]) -> int:
-    """The number of bytes that `packed` returns."""
+    """Return the number of bytes that `packed` returns."""
     return sum(round_up(one.nbytes, _ALIGNED) for one in values.values())
 
 
 def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
-    """Sorted by length and cut where rows x longest would exceed `limit` tokens; the largest are then halved until
-    there are `at_least`."""
+    """Sort by length and cut where rows x longest would exceed `limit` tokens; halve the largest until there are
+    `at_least`."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= limit:
@@ -410,7 +410,7 @@ def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[
 
 
 def _even_packs(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
-    """Packs of at most `limit` tokens and nearly equal sums: longest first, each to the emptiest pack."""
+    """Return packs of at most `limit` tokens and nearly equal sums: longest first, each to the emptiest pack."""
     count = max(at_least, -(-sum(lengths) // limit))
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     while True:

@@ -46,7 +46,7 @@ class Gather:
     """Gathers weights that an optimizer step leaves sharded (`overlap_param_gather`).
 
     megatron-core gathers them in the forward pass of the next training step, before the modules that use them run. Call
-    `complete` before weights are read, moved or replaced. Without overlap no method does anything.
+    `complete` before weights are read, moved or replaced. Without overlap, every method does nothing.
     """
 
     def __init__(self, chunks: list[Any]):
@@ -77,14 +77,14 @@ class Gather:
 
 
 Mark = torch.cuda.Event | float
-"""A place in a GPU's stream, or the host's time in seconds."""
+"""An event in a GPU's stream, or the host's time in seconds."""
 
 
 class PassClock:
     """Times this rank's own part of a pass: until data-parallel replicas exchange gradients, or scores are complete.
 
-    Waits for other replicas are not part of it; waits within a replica are. On a GPU the marks are events in its
-    stream, so that the host waits only when they are read. Passes are kept if replicas are `compared`.
+    Waits for other replicas are not part of it; waits within a replica are. On a GPU the host waits only when marks are
+    read. Passes are kept if replicas are `compared`.
     """
 
     def __init__(self, device: torch.device, compared: bool):
@@ -104,9 +104,16 @@ class PassClock:
             self._kept.setdefault(name, []).append(self._marks)
 
     def take(self) -> dict[str, list[float]]:
-        """The seconds of the passes that were kept since the last call, by name."""
+        """Return the seconds of the passes that were kept since the last call, by name."""
+
+        def seconds(begin: Mark, end: Mark) -> float:
+            if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+                end.synchronize()
+                return begin.elapsed_time(end) / 1e3
+            return end - begin  # pyrefly: ignore  # both are the host's
+
         kept, self._kept = self._kept, {}
-        return {name: [_seconds(*marks) for marks in passes] for name, passes in kept.items()}
+        return {name: [seconds(*marks) for marks in passes] for name, passes in kept.items()}
 
     def _mark(self) -> Mark:
         if self._device.type != "cuda":
@@ -116,16 +123,9 @@ class PassClock:
         return event
 
 
-def _seconds(begin: Mark, end: Mark) -> float:
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-    return end - begin  # pyrefly: ignore  # both are the host's
-
-
 @dataclass(frozen=True)
 class ParallelPlace:
-    """A rank's place in the parallel layout."""
+    """Place of a rank in the parallel layout."""
 
     data_rank: int
     data_size: int
@@ -137,13 +137,13 @@ class ParallelPlace:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's results stand for its data-parallel replica."""
+        """True if this rank's results stand for its data-parallel replica."""
         return self.has_logits and self.tensor_rank == 0 and self.context_rank == 0
 
 
 @dataclass
 class MegatronModel:
-    """The bridge, this rank's model chunks, and the layout."""
+    """Model chunks of this rank, with the bridge and the layout."""
 
     bridge: Any
     chunks: list[Any]
@@ -151,15 +151,15 @@ class MegatronModel:
     device: torch.device
     half_precision: bool
     keep_logits: bool = False
-    """Whether logits are kept for the backward pass."""
+    """Keep logits for the backward pass."""
     lora: Any = None
-    """megatron-bridge's description of LoRA's adapters, where there are any."""
+    """megatron-bridge's description of LoRA's adapters; None without any."""
     trains: bool = True
-    """Whether chunks are wrapped, for their gradients (megatron-core's DistributedDataParallel)."""
+    """Chunks are wrapped for their gradients, in megatron-core's DistributedDataParallel."""
     context: ContextRanks = field(default_factory=ContextRanks)
     replay: RouterReplay | None = None
     in_engine: SharedFrozenParams = field(default_factory=SharedFrozenParams)
-    """The frozen weights that are in the memory of the engine on this device."""
+    """Frozen weights in the memory of the engine on this device."""
 
     @cached_property
     def gather(self) -> Gather:
@@ -170,7 +170,7 @@ class MegatronModel:
         return PassClock(self.device, compared=self.place.data_size > 1)
 
     def finish_gradients(self, *arguments: Any, **options: Any) -> None:
-        """megatron-core's `finalize_model_grads`, which ends this rank's own part of a training pass."""
+        """End this rank's own part of a training pass, and call megatron-core's `finalize_model_grads`."""
         from megatron.core.distributed import finalize_model_grads
 
         self.clock.end()
@@ -184,11 +184,11 @@ class MegatronModel:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     def own_parameters(self) -> list[Tensor]:
-        """The parameters without those in an engine's memory."""
+        """Return the parameters that are not in an engine's memory."""
         return [parameter for parameter in self.parameters() if parameter not in self.in_engine]
 
     def state(self) -> list[Tensor]:
-        """Parameters, and buffers such as the biases that balance experts."""
+        """Return parameters, and buffers such as the biases that balance experts."""
         return self.parameters() + [buffer for chunk in self.bare_chunks for buffer in chunk.buffers()]
 
     def train_mode(self, training: bool) -> None:
@@ -199,11 +199,14 @@ class MegatronModel:
 def build_model(
     config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float, seed: int, trains: bool = True
 ) -> MegatronModel:
-    """Start torch.distributed and model parallelism, build the model, load its weights.
+    """Start torch.distributed and model parallelism, build the model and load its weights.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. On the first GPU that this process sees,
-    with Transformer Engine's layers, or on the CPU. Logits, loss and export agree with the Hugging Face model for any
-    tensor, pipeline and data parallel size. A model that does not train has no gradients.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. The model is on the CPU, or on the first
+    GPU that this process sees, with Transformer Engine's layers. Logits, loss and export agree with the Hugging Face
+    model for any tensor, pipeline and data parallel size. A model that does not train has no gradients.
+
+    Raises:
+        TrainingError: this model cannot be trained with these options.
     """
     parallel, device = config.megatron_cfg, torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -245,7 +248,7 @@ def build_model(
     )
     transformer_engine.leave_random_state(chunks)
     if in_graphs:
-        _check_recordable(chunks)
+        _check_dropout(chunks)
     moe.keep_biases_in_float32(chunks)
     if lora is None:
         bridge.load_hf_weights(chunks)
@@ -273,16 +276,12 @@ def build_model(
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """Return whether a parameter of this name is an adapter's."""
     return ".adapter." in name
 
 
-def torch_dtype(precision: str) -> torch.dtype:
-    return getattr(torch, precision)
-
-
 def context_ranks() -> ContextRanks:
-    """This rank's place among those that share each sequence."""
+    """Return this rank's place among those that share each sequence."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -290,14 +289,14 @@ def context_ranks() -> ContextRanks:
 
 
 def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:
-    """The options of megatron-core's DistributedDataParallel. `replicas`: ranks that average their gradients."""
+    """Return the options of megatron-core's DistributedDataParallel. `replicas`: ranks that average their gradients."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     options = parallel.distributed_data_parallel_config
     return DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
-        # Also of a single replica, because some checkpoints have its buckets, for any number of replicas.
+        # Also for a single replica: some checkpoints have its buckets, for any number of replicas.
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather and replicas > 1,
         bucket_size=options.bucket_size,
@@ -321,8 +320,8 @@ def leave_groups() -> None:
 
 
 def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:
-    """Set what the configuration says on megatron-bridge's provider, before it is finalized."""
-    parallel, dtype = config.megatron_cfg, torch_dtype(config.precision)
+    """Copy the configuration to megatron-bridge's provider, before it is finalized."""
+    parallel, dtype = config.megatron_cfg, getattr(torch, config.precision)
     provider.tensor_model_parallel_size = parallel.tensor_model_parallel_size
     provider.pipeline_model_parallel_size = parallel.pipeline_model_parallel_size
     provider.num_layers_in_first_pipeline_stage = parallel.num_layers_in_first_pipeline_stage
@@ -358,7 +357,7 @@ def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
 
     Whether shared experts compute during the all-to-all is left to the bridge, which knows the model. The all-to-all of
     routed experts is not overlapped. megatron-core's `overlap_moe_expert_parallel_comm` holds activations of two
-    micro-batches and replaces the `forward` of `micro_pass` by a schedule plan.
+    micro-batches and replaces `passes.forward` by a schedule plan.
     `overlap_dispatch_backward_with_experts_wgrad` is for its FSDP: it computes gradients of experts after the hooks
     that add them to the gradient buffers of its DistributedDataParallel.
     """
@@ -374,8 +373,8 @@ def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
         provider.moe_router_fusion = options.moe_router_fusion
 
 
-def _check_recordable(chunks: Sequence[Any]) -> None:
-    """Raise TrainingError where a model has dropout: a graph does not take its random numbers from a step's seed."""
+def _check_dropout(chunks: Sequence[Any]) -> None:
+    """Raise TrainingError for a model with dropout: a graph does not take its random numbers from a step's seed."""
     for chunk in chunks:
         shares = (chunk.config.hidden_dropout, chunk.config.attention_dropout)
         if any(shares):

@@ -1,4 +1,4 @@
-"""The routers of a mixture-of-experts model: what they compute in, what may change them, and their replay.
+"""Routers of a mixture-of-experts model: their precision, what may change them, and their replay.
 
 Router replay: the policy computes with the experts that the engine chose for each token. Engine and policy round
 differently. Where two experts are nearly as good, their routers choose different ones, and the token's logprobs differ
@@ -30,12 +30,12 @@ from nemo_rl_lite.policy.micro_batches import ModelInput, sent
 
 @dataclass(eq=False)
 class ReplayedRouter:
-    """The experts that a layer's router takes instead of its own choice."""
+    """Experts that a layer's router takes instead of its own choice."""
 
     layer: int
-    """The layer's index in the whole model."""
+    """Index of the layer in the whole model."""
     recomputes: bool
-    """Whether a training pass computes the layer without gradients first, and again with them in the backward pass."""
+    """A training pass computes the layer without gradients first, and again with them in the backward pass."""
     _now: Tensor | None = None
     _again: deque[Tensor | None] = field(default_factory=deque)
 
@@ -66,13 +66,13 @@ class ReplayedRouter:
 
 @dataclass(frozen=True)
 class RouterReplay:
-    """The routers of this rank's layers."""
+    """Replayed routers of this rank's layers."""
 
     routers: Sequence[ReplayedRouter]
     context: ContextRanks
     sequence_rank: int
     sequence_size: int
-    """The tensor-parallel ranks that split each sequence."""
+    """Tensor-parallel ranks that split each sequence."""
     device: torch.device
 
     def begin(self, micro: ModelInput, experts_BTLk: Tensor | None, trains: bool) -> None:
@@ -82,7 +82,7 @@ class RouterReplay:
             router.begin(own, trains)
 
     def _own(self, micro: ModelInput, experts_BTLk: Tensor) -> Sequence[Tensor]:
-        """For each router, the experts [M, k] at the positions that it sees, position by position."""
+        """Return, for each router, the experts [M, k] at the positions that it sees, position by position."""
         layers = torch.tensor([router.layer for router in self.routers], dtype=torch.long)
         experts_bTLk = experts_BTLk[micro.rows, : micro.width][:, :, layers]
         laid_nSLk = self.context.own(micro.lay(experts_bTLk, NO_EXPERT), micro)
@@ -116,7 +116,7 @@ def keep_biases_in_float32(chunks: list[Any]) -> None:
 
 
 def expert_biases(chunks: list[Any]) -> list[Tensor]:
-    """The biases that balance experts, [experts] for each layer. They are buffers, which megatron-core's
+    """Return the biases that balance experts, [experts] for each layer. They are buffers, which megatron-core's
     `finalize_model_grads` changes at a rate above 0."""
     biases = (getattr(router, "expert_bias", None) for router in _routers(chunks))
     return [bias for bias in biases if bias is not None]

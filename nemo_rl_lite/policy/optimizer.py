@@ -10,7 +10,6 @@ import gc
 import math
 import os
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,14 +19,14 @@ from nemo_rl_lite.compat.megatron import forget_classes
 from nemo_rl_lite.compat.torch import free_host_cache
 from nemo_rl_lite.config.schema import OptimizerConfig, PolicyConfig
 from nemo_rl_lite.policy.memory import gradient_buffers, torch_optimizers
-from nemo_rl_lite.policy.model import MegatronModel, torch_dtype
+from nemo_rl_lite.policy.model import MegatronModel
 
 
 def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, Any]:
     """Build the optimizer over the model's chunks and its scheduler, which counts optimizer steps.
 
-    The gradient's norm is computed and reported also where `max_grad_norm` is null. Float32 master weights are copies
-    of the model's weights as they are now, so those are loaded before.
+    The gradient's norm is also reported if `max_grad_norm` is null. Float32 master weights are copies
+    of the weights as they are now, so load the weights first.
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -46,7 +45,7 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
             sgd_momentum=settings.sgd_momentum,
             clip_grad=math.inf if config.max_grad_norm is None else config.max_grad_norm,
             bf16=config.precision == "bfloat16",
-            params_dtype=torch_dtype(config.precision),
+            params_dtype=getattr(torch, config.precision),
             use_distributed_optimizer=settings.use_distributed_optimizer,
             overlap_param_gather=model.gather.overlaps,
             **megatron_options(settings),
@@ -78,19 +77,13 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         model_config = get_model_config(chunk)
         model_config.finalize_model_grads_func = model.finish_gradients
         model_config.grad_scale_func = optimizer.scale_loss
-        _connect_schedules(model.chunks, model_config)
+        if model.chunks[0].ddp_config.overlap_grad_reduce:
+            # As megatron-core's own training loop does: its schedules reduce gradients with the last micro-batch only,
+            # and those of later pipeline stages after all of their backward passes.
+            no_sync, start = zip(*((one.no_sync, one.start_grad_sync) for one in model.chunks), strict=True)
+            model_config.no_sync_func = list(no_sync) if len(no_sync) > 1 else no_sync[0]
+            model_config.grad_sync_func = list(start) if len(start) > 1 else start[0]
     return optimizer, scheduler
-
-
-def _connect_schedules(chunks: list[Any], model_config: Any) -> None:
-    """Connect megatron-core's schedules: they reduce gradients with the last micro-batch only, and those of later
-    pipeline stages after all of their backward passes, as its own training loop does."""
-    if not chunks[0].ddp_config.overlap_grad_reduce:
-        return
-    one = len(chunks) == 1
-    no_sync, start = [chunk.no_sync for chunk in chunks], [chunk.start_grad_sync for chunk in chunks]
-    model_config.no_sync_func = no_sync[0] if one else no_sync
-    model_config.grad_sync_func = start[0] if one else start
 
 
 def disconnect(model: MegatronModel) -> None:
@@ -105,7 +98,7 @@ def disconnect(model: MegatronModel) -> None:
 
 
 def gradients_are_finite(model: MegatronModel) -> bool:
-    """Whether the gradients of all ranks are finite; the same answer on every rank."""
+    """Return whether the gradients of all ranks are finite; the same answer on every rank."""
     finite = torch.ones((), device=model.device)
     for gradients in gradient_buffers(model):
         # One infinity or NaN makes the sum infinite or NaN.
@@ -115,7 +108,7 @@ def gradients_are_finite(model: MegatronModel) -> bool:
 
 
 def megatron_options(settings: OptimizerConfig) -> dict[str, Any]:
-    """Return the additional fields for megatron-core's OptimizerConfig; none where the CPU optimizer is off."""
+    """Return the fields of megatron-core's OptimizerConfig for its CPU optimizer; none if it is off."""
     if not settings.optimizer_cpu_offload:
         return {}
     return {
@@ -149,14 +142,9 @@ def release_copies_of_construction() -> None:
 
 
 def step_threads() -> int:
-    """Return the number of CPU threads for this rank's optimizer step: the rank's CPUs (of its NUMA node, where it is
+    """Return the number of CPU threads for this rank's optimizer step: the rank's CPUs (of its NUMA node, if it is
     bound to one), divided among the ranks that share them. Collective."""
     own = (socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, own)
-    return fair_share(own, places)
-
-
-def fair_share(own: tuple[str, Sequence[int]], places: Sequence[tuple[str, Sequence[int]]]) -> int:
-    """Return the CPUs of `own` (host name and CPUs) divided by the number of equal `places`, at least 1."""
     return max(1, len(own[1]) // places.count(own))

@@ -1,7 +1,10 @@
-"""Forward and backward passes over micro-batches, through megatron-core's schedules (pipelined or not)."""
+"""Forward and backward passes over micro-batches, through megatron-core's schedules (pipelined or not).
+
+`graphs.py` runs the same micro-batches as CUDA graphs.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,17 +12,53 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.losses.batch import Batch
-from nemo_rl_lite.losses.interface import Loss, Normalizers
+from nemo_rl_lite.losses.grpo import mismatch_metrics
+from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of
+from nemo_rl_lite.observability.liveness import note_progress
+from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.policy import activation_offload
-from nemo_rl_lite.policy.context import Shard
-from nemo_rl_lite.policy.graphs import MicroBatchGraphs
+from nemo_rl_lite.policy.context import ContextRanks, Shard
 from nemo_rl_lite.policy.logprobs import TopLogits, scores_of
 from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut, sent_together
-from nemo_rl_lite.policy.micro_pass import Before, Pace, Trained, announced, forward, rows_of, trained_on, view_of
 from nemo_rl_lite.policy.model import MegatronModel
 
-Last = tuple[Callable[..., dict[str, Tensor]], Callable[..., Any]]
-"""The last stage's functions for a micro-batch: `scores_of` it, and the function of these scores."""
+Before = Callable[[int, int], None] | None
+"""Called before each micro-batch, with the numbers of micro-batches that have not begun and that may still run."""
+
+LastStage = tuple[Callable[..., dict[str, Tensor]], Callable[..., Any]]
+"""Functions of the last stage for a micro-batch: `scores_of` it, and the function of these scores."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Metrics of a training pass: of its loss and, if it compares with the engines, its `mismatch_metrics`. Each is a
+    share of the global batch's."""
+
+    metrics: Metrics
+    mismatch: Metrics
+
+
+class Pace:
+    """Keeps the host at most one micro-batch ahead of the device, so that it knows the device's progress. The last
+    pipeline stage calls it; on other stages megatron-core waits for the device at each send."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._last: torch.cuda.Event | None = None
+
+    def keep(self) -> None:
+        """Wait until the micro-batch before the one just launched has run."""
+        if not self._on_gpu:
+            return
+        launched = torch.cuda.Event(blocking=True)
+        launched.record()
+        if self._last is not None:
+            self._last.synchronize()
+        self._last = launched
+
+    def running(self) -> int:
+        """Return the number of launched micro-batches that may still run."""
+        return int(self._last is not None and not self._last.query())
 
 
 def forward_scores(
@@ -32,18 +71,18 @@ def forward_scores(
     loss: Loss | TopLogits | None = None,
     experts_BTLk: Tensor | None = None,
 ) -> dict[str, Tensor] | None:
-    """`logprobs` [B, T] of the tokens under the model at `temperature` and, under the names of `Batch`'s fields, what
-    `loss` needs besides, all on the CPU. None on ranks without logits.
+    """Return `logprobs` [B, T] of the tokens under the model at `temperature` and, under the names of `Batch`'s fields,
+    the other scores that `loss` needs, all on the CPU. None on ranks without logits.
 
     Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0. `before`: see
     `Before`. `experts_BTLk`: see `Batch.routed_experts`.
     """
     model.train_mode(False)
-    micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
+    micro_batches = cut_equally(model, tokens_BT, lengths_B, layout)
     model.clock.begin()
     pace = Pace(model.device)
 
-    def score(shard: Shard) -> Last:
+    def score(shard: Shard) -> LastStage:
         def on_host(scores: dict[str, Tensor], non_loss_data: bool) -> dict[str, Tensor]:
             copies = {name: values.to("cpu", non_blocking=True) for name, values in scores.items()}
             if before is not None:
@@ -53,7 +92,7 @@ def forward_scores(
         return scores_of(shard, temperature, loss, model.gather.wait_for), on_host
 
     with torch.no_grad(), activation_offload.suspended(model.chunks):
-        parts = _run(model, micro_batches, score, experts_BTLk, forward_only=True, before=before, pace=pace)
+        parts = _run(model, announced(micro_batches, before, pace), micro_batches, score, experts_BTLk, trains=False)
     model.clock.end()
     if not model.place.has_logits:
         return None
@@ -78,27 +117,24 @@ def forward_backward(
     loss: Loss,
     counts: Normalizers,
     mismatch_counts: Normalizers | None = None,
-    graphs: MicroBatchGraphs | None = None,
 ) -> list[Trained]:
-    """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks; returns measurements.
+    """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks. Returns the metrics of
+    each micro-batch.
 
     With `mismatch_counts`, the policy has not moved since it sampled: its previous logprobs are those of this pass, so
     that importance ratios are exactly 1 (`force_on_policy_ratio` of NeMo-RL), and the engines' are compared with them.
 
     megatron-core divides by the number of micro-batches and averages over data-parallel ranks. Here losses are
     shares of the global loss, so both are multiplied back. It also averages over context-parallel ranks, each of which
-    has the gradient of its own positions, and multiplies that back itself. `graphs` run the micro-batches where there
-    are any.
+    has the gradient of its own positions, and multiplies that back itself.
     """
     model.train_mode(True)
     experts_BTLk, batch = batch.routed_experts, replace(batch, routed_experts=None)
-    micro_batches = _agreed_cut(model, batch.tokens, batch.lengths, layout)
+    micro_batches = cut_equally(model, batch.tokens, batch.lengths, layout)
     model.clock.begin()
-    if graphs is not None:
-        return graphs.forward_backward(micro_batches, batch, temperature, loss, counts, mismatch_counts)
     scale = len(micro_batches) * model.place.data_size
 
-    def train(shard: Shard) -> Last:
+    def train(shard: Shard) -> LastStage:
         own = rows_of(shard.micro, batch)
         own = replace(own, **sent_together(own.present(), model.device))
 
@@ -110,10 +146,10 @@ def forward_backward(
         return scores_of(shard, temperature, loss, wait_for, ids, model.keep_logits), scaled_loss
 
     with activation_offload.training_pass(model.chunks, len(micro_batches)):
-        return _run(model, micro_batches, train, experts_BTLk, forward_only=False)
+        return _run(model, announced(micro_batches), micro_batches, train, experts_BTLk, trains=True)
 
 
-def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
+def cut_equally(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
     """Cut into the same number of micro-batches on every replica, because each has expert-parallel collectives."""
     micro_batches = cut(tokens_BT, lengths_B, layout)
     if model.place.data_size > 1 and layout.mode != "fixed":
@@ -127,21 +163,34 @@ def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layo
     return micro_batches
 
 
+def announced(
+    micro_batches: Sequence[ModelInput], before: Before = None, pace: Pace | None = None
+) -> Iterator[ModelInput]:
+    """Yield the micro-batches, and report each to the heartbeat, the profiler and `before`."""
+    for index, micro in enumerate(micro_batches):
+        note_progress(micro_batch=index + 1)
+        if before is not None:
+            before(len(micro_batches) - index, pace.running() if pace else 0)
+        # The span lasts until the schedule asks for the next micro-batch; with pipelining it covers other work too.
+        with span(f"micro-batch {index + 1}"):
+            yield micro
+
+
 def _run(
     model: MegatronModel,
+    feed: Iterator[ModelInput],
     micro_batches: Sequence[ModelInput],
-    last: Callable[[Shard], Last],
+    last: Callable[[Shard], LastStage],
     experts_BTLk: Tensor | None,
-    forward_only: bool,
-    before: Before = None,
-    pace: Pace | None = None,
+    trains: bool,
 ) -> list[Any]:
+    """Run megatron-core's schedule on the micro-batches of `feed`."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def step(own: Iterator[ModelInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         host = next(own)
         if model.replay is not None:
-            model.replay.begin(host, experts_BTLk, trains=not forward_only)
+            model.replay.begin(host, experts_BTLk, trains)
         shard = Shard.of(host, model.context, model.device)
         seen = sent_together(view_of(host, model.device, model.context), model.device)
         scores, on_scores = last(shard)
@@ -150,11 +199,71 @@ def _run(
     first = micro_batches[0].tokens_nS
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=announced(micro_batches, before, pace),
+        data_iterator=feed,
         model=model.chunks,
         num_microbatches=len(micro_batches),
         seq_length=first.shape[1],
         micro_batch_size=first.shape[0],
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
+        forward_only=not trains,
+        collect_non_loss_data=not trains,
     )
+
+
+def rows_of(micro: ModelInput, batch: Batch) -> Batch:
+    """Return the micro-batch's rows of a batch, cut to its longest; in a bucket, padded to its rows and width."""
+    own = batch.rows(micro.rows, micro.width)
+    return own if micro.bucket is None else own.padded_to(micro.bucket.rows, micro.bucket.width)
+
+
+def trained_on(
+    scores: dict[str, Tensor], own: Batch, loss: Loss, counts: Normalizers, mismatch_counts: Normalizers | None
+) -> tuple[Tensor, Trained]:
+    """Return the loss of a micro-batch, with gradient, from its `scores_of`, and its metrics."""
+    logprobs_BT = scores.pop("logprobs")
+    whole, mismatch = replace(own, **scores), {}
+    if mismatch_counts is not None:
+        whole = replace(whole, previous_logprobs=logprobs_BT.detach())
+        mismatch = mismatch_metrics(whole, mismatch_counts)
+    value, metrics = loss_of(loss, logprobs_BT, whole, counts)
+    return value, Trained(metrics, mismatch)
+
+
+def view_of(micro: ModelInput, device: torch.device, context: ContextRanks) -> dict[str, Tensor]:
+    """Return host tensors of each token's place and visible tokens: `positions`, and a mask on a CPU, or sequence
+    boundaries of packs for Transformer Engine, which is causal by itself. Mask and boundaries are those of the whole
+    row, also where this rank has a part of it."""
+    seen = {"positions": context.own(micro.positions(), micro)}
+    if device.type == "cpu":
+        return seen | {"attention_mask": micro.hidden_from()}
+    return seen | ({"boundaries": micro.boundaries()} if micro.packed else {})
+
+
+def forward(
+    model: MegatronModel,
+    chunk: Any,
+    tokens_nS: Tensor,
+    seen: dict[str, Tensor],
+    longest: int,
+    scores: Callable[..., dict[str, Tensor]],
+) -> Any:
+    """Return the output of a stage. `seen`: `view_of` the micro-batch, whose longest sequence has `longest` tokens."""
+    # megatron-core would make a stage's output float32.
+    options: dict[str, Any] = {"fp32_output": False} if model.half_precision else {}
+    if "boundaries" in seen:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        padded = seen["boundaries"] if model.context.splits else None
+        options["packed_seq_params"] = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=seen["boundaries"],
+            cu_seqlens_kv=seen["boundaries"],
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            # Required where ranks share sequences. A sequence's own padding is part of it here, which saves a
+            # comparison on the GPU in each layer.
+            cu_seqlens_q_padded=padded,  # pyrefly: ignore
+            cu_seqlens_kv_padded=padded,  # pyrefly: ignore
+            pad_between_seqs=False,
+        )
+    mask = seen.get("attention_mask")
+    return chunk(tokens_nS, seen["positions"], attention_mask=mask, output_processor=scores, **options)

@@ -1,4 +1,4 @@
-"""A teacher on one rank: a model that scores the policy's samples and does not train.
+"""Teacher on one rank: a model that scores the policy's samples and does not train.
 
 A plain class; `cluster/` hosts it in its own actor, because a process has one parallel layout.
 """
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """A teacher's scores of the N tokens of some rows, joined end to end; see `TokenRow`."""
+    """Scores of a teacher for the N tokens of some rows, joined end to end; see `TokenRow`."""
 
     logprobs: np.ndarray
     """[N]."""
@@ -42,8 +42,8 @@ class TeacherScores:
 
 
 class TeacherWorker:
-    """The teacher on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. Its weights
-    are on the device for the logprob phase, and elsewhere where the residency table has them.
+    """Teacher on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. Its weights are
+    on the device in the logprob phase; the residency table says where they are in the others.
 
     Every method is collective: all ranks call it. Results are None on ranks that do not report.
     """
@@ -60,7 +60,7 @@ class TeacherWorker:
         on_gpu: bool,
         residency: Residency,
     ):
-        """`policy`: see `config.teacher.as_teacher`. `topk`: how many of the largest logits `score` returns."""
+        """`policy`: see `config.teacher.as_teacher`. `topk`: the number of largest logits that `score` returns."""
         if on_gpu and cluster.numa_binding:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
@@ -80,7 +80,7 @@ class TeacherWorker:
         return self._model.place
 
     def prepare_for_logprob(self) -> None:
-        """Enter the logprob phase: the weights are on the device."""
+        """Enter the logprob phase: bring the weights to the device."""
         self._weights.come_back()
 
     def leave(self) -> None:
@@ -90,8 +90,8 @@ class TeacherWorker:
         self._device.trim()
 
     def score(self, rows: Sequence[TokenRow]) -> TeacherScores | None:
-        """The teacher's logprobs of this replica's rows at the sampling temperature and, with `topk`, its largest
-        logits for each token."""
+        """Return the teacher's logprobs of this replica's rows at the sampling temperature and, with `topk`, the
+        largest logits of each token."""
         batch = Batch.padded(rows)
         asked = None if self._topk is None else TopLogits(self._topk)
         with self._memory.phase("logprob"):
@@ -111,9 +111,9 @@ class TeacherWorker:
         leave_groups()
 
     def take_memory(self) -> Peaks:
-        """Peak memory of the phases since the last call; empty on a CPU."""
+        """Return peak memory of the phases since the last call; empty on a CPU."""
         return self._memory.take()
 
     def take_moves(self) -> list[tuple[str, Move]]:
-        """Moves between device and host since the last call."""
+        """Return moves between device and host since the last call."""
         return self._weights.take_moves()

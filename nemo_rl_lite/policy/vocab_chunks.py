@@ -1,4 +1,4 @@
-"""Reductions over slices of logits, and their gradient, in torch: on CPUs, and for what `vocab_chunks_kernel` lacks.
+"""Reductions over slices of logits, and their gradient, in torch: on CPUs, and for cases without a Triton kernel.
 
 Shapes: N positions, v entries of the vocabulary on this tensor-parallel rank, s of them in a slice, k of the largest,
 or of others that are asked for.
@@ -14,24 +14,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LMHead:
-    """The logits, and what is computed from them."""
+    """LM head: the form of its logits, and the scores to compute from them."""
 
     temperature: float
     soft_cap: float | None
     """Logits are `soft_cap * tanh(logits / soft_cap)`, before the temperature (Gemma 2)."""
     entropy: bool
     topk: int
-    """The number of largest logits; 0 for none."""
+    """Number of largest logits; 0 for none."""
     group: dist.ProcessGroup
-    """The ranks that have a part of the vocabulary each."""
+    """Ranks that have a part of the vocabulary each."""
     keep: bool = False
-    """Whether the logits [N, v] are kept for the backward pass instead of computed again."""
+    """Keep the logits [N, v] for the backward pass instead of computing them again."""
     others: bool = False
-    """Whether logprobs of other tokens than the next ones are computed."""
+    """Compute logprobs of other tokens than the next ones."""
 
     @property
     def plain(self) -> bool:
-        """Whether a row of the logits' gradient is a multiple of (1 for the next token) - p."""
+        """True if a row of the logits' gradient is a multiple of (1 for the next token) - p."""
         return self.soft_cap is None and not (self.entropy or self.topk or self.others)
 
 
@@ -40,16 +40,16 @@ class VocabReductions:
     """Reductions over the full vocabulary that the backward of one slice needs."""
 
     log_total_N: Tensor
-    """The log of the sum of exp(logits)."""
+    """Log of the sum of exp(logits)."""
     logprob_N: Tensor
     entropy_N: Tensor
     ids_Nk: Tensor | None
-    """The tokens of the largest logits, and the others; both are counted as the next tokens are."""
+    """Tokens of the largest logits; counted from this rank's first entry, as `others_Nk` and the next tokens are."""
     others_Nk: Tensor | None = None
 
 
 class Reader:
-    """Reads the slices of a vocabulary one after the other. `own_N` are the next tokens, and `others_Nk` the others of
+    """Reader of a vocabulary's slices, one after the other. `own_N` are the next tokens, and `others_Nk` the others of
     `head.others`. Both are counted from this rank's first entry, so that tokens of other ranks are outside."""
 
     def __init__(self, own_N: Tensor, head: LMHead, others_Nk: Tensor | None = None):
@@ -74,22 +74,22 @@ class Reader:
         self._parts.append(torch.stack([first_N - logprobs_Ns[:, 0], chosen_N, entropy_N]))
 
     def totals(self) -> Tensor:
-        """[3, N]: the log of the sum of exp(logits), the next token's logit (0 on other ranks), the entropy (undefined
-        without `head.entropy`)."""
+        """Return [3, N]: the log of the sum of exp(logits), the next token's logit (0 on other ranks), the entropy
+        (undefined without `head.entropy`)."""
         return joined(torch.stack(self._parts))
 
     def largest(self) -> tuple[Tensor, Tensor]:
-        """The largest logits [N, k] and their tokens; all, where there are fewer than k."""
+        """Return the largest logits [N, k] and their tokens; all, if there are fewer than k."""
         values, ids = (torch.cat(parts, dim=1) for parts in zip(*self._tops, strict=True))
         return largest(values, ids, self._head.topk)
 
     def others(self) -> Tensor:
-        """The logits [N, k] of the other tokens; 0 for tokens of other ranks."""
+        """Return the logits [N, k] of the other tokens; 0 for tokens of other ranks."""
         return torch.stack(self._chosen).sum(dim=0)
 
 
 class Gradient:
-    """The gradient of slices of logits. `gradients`: of logprobs, entropies, largest logits and logprobs of the other
+    """Gradient of slices of logits. `gradients`: of logprobs, entropies, largest logits and logprobs of the other
     tokens, divided by the temperature."""
 
     def __init__(self, own_N: Tensor, head: LMHead, totals: VocabReductions, gradients: Sequence[Tensor | None]):
@@ -99,7 +99,7 @@ class Gradient:
         self.factor_N1 = -of_logprob_N[:, None] if head.plain else None  # pyrefly: ignore
 
     def of(self, logits_Ns: Tensor, start: int) -> Tensor:
-        """The gradient [N, s] of the slice that starts at `start`, to be multiplied by `factor_N1` if there is one."""
+        """Return the gradient [N, s] of the slice that starts at `start`. Multiply it by `factor_N1`, if any."""
         dtype, logits_Ns = logits_Ns.dtype, _warped(logits_Ns, self._head)
         if not self._head.plain:
             return self._general(logits_Ns, start).to(dtype)
@@ -110,8 +110,8 @@ class Gradient:
         return found_Ns.scatter_(1, index_N1, torch.where(inside_N1, less_N1, found_Ns.gather(1, index_N1)))
 
     def _general(self, logits_Ns: Tensor, start: int) -> Tensor:
-        """With p the probabilities and E the entropy, the gradient of any token's logprob is (1 for the token) - p,
-        that of the entropy -p (log p + E), that of a large logit 1."""
+        """Return the gradient of all scores. With p the probabilities and E the entropy, that of any token's logprob is
+        (1 for the token) - p, that of the entropy -p (log p + E), that of a large logit 1."""
         totals, cap = self._totals, self._head.soft_cap
         of_logprob_N, of_entropy_N, of_top_Nk, of_others_Nk = self._gradients
         of_logprob_N1 = of_logprob_N[:, None]  # pyrefly: ignore
@@ -132,7 +132,7 @@ class Gradient:
 
 
 def joined(parts_k3N: Tensor) -> Tensor:
-    """The `totals` of a vocabulary from those of its k parts."""
+    """Combine the `totals` of a vocabulary's k parts."""
     log_totals_kN, chosen_kN, entropies_kN = parts_k3N.unbind(1)
     log_total_N = log_totals_kN.logsumexp(dim=0)
     log_shares_kN = log_totals_kN - log_total_N
@@ -141,25 +141,25 @@ def joined(parts_k3N: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """At most `count` largest values of each row, in descending order, and their ids."""
+    """Return at most `count` largest values of each row, in descending order, and their ids."""
     top, places = values.topk(min(count, values.shape[1]), dim=1)
     return top, ids.gather(1, places)
 
 
 def _warped(logits_Ns: Tensor, head: LMHead) -> Tensor:
-    """Logits under soft cap and temperature: a float32 copy where they change."""
+    """Apply soft cap and temperature to logits: a float32 copy if they change."""
     if head.soft_cap is not None:
         logits_Ns = (logits_Ns.float() / head.soft_cap).tanh_().mul_(head.soft_cap)
     return logits_Ns.float() / head.temperature if head.temperature != 1 else logits_Ns
 
 
 def _chosen(logits_Ns: Tensor, ids_Nk: Tensor, start: int) -> Tensor:
-    """The slice's logits of some tokens, float32 [N, k]; 0 for tokens outside it."""
+    """Return the slice's logits of some tokens, float32 [N, k]; 0 for tokens outside it."""
     index_Nk, inside_Nk = _places(ids_Nk, start, logits_Ns.shape[1])
     return torch.where(inside_Nk, logits_Ns.gather(1, index_Nk).float(), 0.0)
 
 
 def _places(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Places of entries of the vocabulary in a slice, 0 for entries outside, and whether they are inside."""
+    """Return the places of entries of the vocabulary in a slice, 0 outside it, and whether they are inside."""
     inside = (ids >= start) & (ids < start + width)
     return torch.where(inside, ids - start, 0), inside

@@ -1,4 +1,4 @@
-"""Triton kernels of `vocab_chunks`: reductions over a slice of logits, and its gradient, in one pass each.
+"""Triton kernels for `vocab_chunks`: reductions over a slice of logits, and its gradient, in one pass each.
 
 Import this only where there is a GPU, because Triton compiles for one. Shapes: N positions, s entries of the slice. A
 slice is a contiguous [N, s] tensor in bfloat16 or float32; all sums are float32.
@@ -78,7 +78,7 @@ def _differentiate(
 
 
 class Reader:
-    """`vocab_chunks.Reader` without soft cap, largest logits and other tokens."""
+    """Kernel version of `vocab_chunks.Reader`, without soft cap, largest logits and other tokens."""
 
     def __init__(self, own_N: Tensor, head: LMHead, others_Nk: None = None):
         self._own_N, self._scale, self._entropy = own_N.contiguous(), 1 / head.temperature, head.entropy
@@ -103,7 +103,7 @@ class Reader:
 
 
 class Gradient:
-    """`vocab_chunks.Gradient` for the same cases. It overwrites the logits that it is given."""
+    """Kernel version of `vocab_chunks.Gradient`, for the same cases. It overwrites its logits."""
 
     factor_N1 = None
 

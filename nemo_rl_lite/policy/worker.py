@@ -1,10 +1,11 @@
-"""The policy on one rank: its passes, optimizer steps, refits and saves. A plain class; `cluster/` hosts it."""
+"""Policy on one rank: passes, optimizer steps, refits and saves. A plain class; `cluster/` hosts it."""
 
 import logging
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def preload() -> None:
 
 
 class MegatronWorker:
-    """The policy on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment.
+    """Policy on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment.
 
     Every method is collective: all ranks call it. Results are None on ranks that do not report
     (`ParallelPlace.reports`) and hold no torch tensors: megatron-core changes how those are pickled, so that
@@ -94,7 +95,7 @@ class MegatronWorker:
         return self._model.place
 
     def prepare_for_logprob(self) -> None:
-        """Enter the logprob phase; every `prepare_for_...` may come after any other, and again."""
+        """Enter the logprob phase. Every `prepare_for_...` may come after any other, and again."""
         self._leave_training(Phase.LOGPROB, working_bytes=self._memory.working_bytes("logprob"))
 
     def prepare_for_training(self) -> None:
@@ -117,15 +118,17 @@ class MegatronWorker:
         self._phases.release()
 
     def take_moves(self) -> list[tuple[str, Move]]:
-        """Moves between device and host since the last call, by "<component>/to_host" or "/to_device"."""
+        """Return moves between device and host since the last call, by "<component>/to_host" or "/to_device"."""
         return self._phases.take_moves()
 
     def take_passes(self) -> dict[str, list[float]]:
-        """Seconds of this rank's own part of each pass since the last call, by phase; empty without other replicas."""
+        """Return the seconds of this rank's own part of each pass since the last call, by phase; empty without other
+        replicas."""
         return self._model.clock.take()
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> np.ndarray | None:
-        """Logprobs [B, T] of a few sequences at the sampling temperature; entry t belongs to token t, entry 0 is 0."""
+        """Return logprobs [B, T] of a few sequences at the sampling temperature; entry t belongs to token t, entry 0 is
+        0."""
         scored = self._scores(tokens_BT, lengths_B, phase)
         return scored["logprobs"].numpy() if scored is not None and self._model.place.reports else None
 
@@ -137,8 +140,10 @@ class MegatronWorker:
         self, which: Sequence[str], counts: Normalizers, name: str = "train", first: int = 0
     ) -> dict[str, float] | None:
         """Add `previous` or `reference` logprobs to a held batch, or both; previous ones from the row `first` on.
+
         Returns this replica's share of the `mismatch_metrics` of a global batch with these counts, if engines sampled
-        its rows and they now have previous logprobs."""
+        its rows and they now have previous logprobs.
+        """
         batch, measured = self._held[name], {}
         if "previous" in which:
             later, previous_BT = batch.rows(slice(first, None)), torch.zeros(batch.tokens.shape)
@@ -158,7 +163,8 @@ class MegatronWorker:
         return floats([measured])[0] if self._model.place.reports else None
 
     def evaluate(self, rows: int, loss: Loss, counts: Normalizers, name: str = "train") -> dict[str, float] | None:
-        """The loss and its metrics of the first `rows` rows of a held batch, without a gradient; None without rows."""
+        """Return the loss and its metrics of the first `rows` rows of a held batch, without a gradient; None without
+        rows."""
         batch = self._held[name]
         scored = self._scores(batch.tokens, batch.lengths, then_train=self._reference is None, loss=loss)
         if scored is None or not rows or not self._model.place.reports:
@@ -176,11 +182,11 @@ class MegatronWorker:
         name: str = "train",
         mismatch_counts: Normalizers | None = None,
     ) -> tuple[dict[str, float], dict[str, float]] | None:
-        """One optimizer step on `rows` of a held batch, this rank's share of a global batch.
+        """Take one optimizer step on `rows` of a held batch, this rank's share of a global batch.
 
         Returns this replica's share of the metrics of the step, and of the mismatch (`mismatch_counts`: see
-        `forward_backward`). `grad_norm`, `lr`, `wd` and `skipped_steps` are the same on every replica. Where a gradient
-        is not finite, weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is NaN.
+        `forward_backward`). `grad_norm`, `lr`, `wd` and `skipped_steps` are the same on every replica. If a gradient is
+        not finite, weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is NaN.
         """
         self._phases.require(Component.PARAMETERS)
         self._phases.expect(Component.OPTIMIZER_STATES)
@@ -192,9 +198,8 @@ class MegatronWorker:
             self._optimizer.zero_grad()
             biases = expert_biases(self._model.chunks)
             before = [bias.clone() for bias in biases]
-            parts = forward_backward(
-                self._model, batch, self._train_layout, self._temperature, loss, counts, mismatch_counts, self._graphs
-            )
+            run = partial(forward_backward, self._model) if self._graphs is None else self._graphs.forward_backward
+            parts = run(batch, self._train_layout, self._temperature, loss, counts, mismatch_counts)
             self._model.clock.keep("train")
             self._phases.arrive(Component.OPTIMIZER_STATES)
             self._model.gather.fall_behind()
@@ -217,7 +222,7 @@ class MegatronWorker:
         return shares | norm | own, mismatch
 
     def take_memory(self) -> Peaks:
-        """Peak memory of the phases since the last call; empty on a CPU."""
+        """Return peak memory of the phases since the last call; empty on a CPU."""
         return self._memory.take()
 
     def plan_refit(
@@ -229,8 +234,8 @@ class MegatronWorker:
         return None if self._rank else self._producer.plan
 
     def use_shared_weights(self, weights: SharedWeights | None) -> SharedBytes | None:
-        """Keep frozen weights in the memory of the engine on this rank's device, if there is one, and free this rank's
-        own copies; see `SharedFrozenParams`."""
+        """Use the frozen weights of the engine on this rank's device, if there is one, and free this rank's copies; see
+        `SharedFrozenParams`."""
         if weights is None:
             return None
         require_weights(self._model, self._phases)
@@ -243,7 +248,7 @@ class MegatronWorker:
         return frozen
 
     def open_refit(self, host: str) -> tuple[int, WeightSource | None]:
-        """Open this rank's rendezvous; returns its port, and the offer for consumers."""
+        """Open this rank's rendezvous. Returns its port, and the offer for consumers."""
         self._open_producer = self._producer.open(host)
         return self._open_producer.store.port, self._open_producer.offer
 

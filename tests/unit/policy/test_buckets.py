@@ -8,7 +8,7 @@ import torch
 from nemo_rl_lite.config.sizes import batch_mode
 from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.policy.micro_batches import PARTS, Bucket, Layout, cut
-from nemo_rl_lite.policy.micro_pass import rows_of
+from nemo_rl_lite.policy.passes import rows_of
 from nemo_rl_lite.validation.compose import compose_config
 
 
