@@ -51,8 +51,7 @@ def export(run: Path, target: Path | None) -> Path:
     import transformers
 
     from nemo_rl_lite.compat.megatron_cpu import prepare_import
-    from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, with_template
-    from nemo_rl_lite.models.source import locate_model
+    from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, locate_model, with_template
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.system.machine import free_port
 

@@ -11,7 +11,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
 from nemo_rl_lite.models.shape import MADE_HERE, find_shape
-from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
+from nemo_rl_lite.planning.budget import KNOWN, parse_size, size_of
 from nemo_rl_lite.system.machine import local_path
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.validation.layout import shape_fits_the_layout

@@ -5,7 +5,7 @@ import sys
 import time
 
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.models.embedded_task import NAME, embedded_folder
+from nemo_rl_lite.models.embedded import NAME, embedded_folder
 from nemo_rl_lite.run.command import fail, launch, split_arguments
 from nemo_rl_lite.validation.compose import compose_config
 

@@ -10,28 +10,26 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from nemo_rl_lite.config.schema_algorithm import (
-    AlgorithmConfig,
-    DistillationConfig,
-    DPOConfig,
-    GRPOConfig,
-    KTOConfig,
-    ORPOConfig,
-    SFTConfig,
-)
-from nemo_rl_lite.config.schema_types import (
     DURATION,
     RUN_NAME,
     STRICT,
     ActiveIf,
+    AlgorithmConfig,
     Auto,
+    DistillationConfig,
+    DPOConfig,
     Fraction,
+    GRPOConfig,
+    KTOConfig,
     NoneIsOff,
     NonNegativeFloat,
     NonNegativeInt,
     NullIsEmpty,
+    ORPOConfig,
     PositiveFloat,
     PositiveInt,
     Seconds,
+    SFTConfig,
 )
 
 

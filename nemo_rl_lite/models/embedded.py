@@ -1,30 +1,77 @@
-"""Make the embedded model: a tiny Qwen3 and its tokenizer, warmed up by a short SFT on reversing digits."""
+"""The embedded model: a tiny Qwen3 and its tokenizer, warmed up by a short SFT on reversing digits.
 
+Heavy packages are imported where they are used.
+"""
+
+import hashlib
+import json
+import string
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging as transformers_logging
+from nemo_rl_lite.config.schema import Config
 
-from nemo_rl_lite.data.tasks import ReverseDigits
-from nemo_rl_lite.models.embedded_task import (
-    BATCH,
-    BOS,
-    CHAT_TEMPLATE,
-    EOS,
-    LEARNING_RATE,
-    MAX_STEPS,
-    MODEL_CONFIG,
-    PAD,
-    TARGET_LOSS,
-    TOKENS,
-    UNK,
-)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+    from nemo_rl_lite.data.tasks import ReverseDigits
 
 Progress = Callable[[int, float], None]
+NAME = "embedded:reverse-digits"
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+TOKENS = (PAD, BOS, EOS, UNK, *string.digits, *string.ascii_lowercase, *" =+-*/().,:;?!'\"<>[]_#%&")
+
+# A Hugging Face Qwen3 configuration of 0.8 M parameters. vLLM's CPU attention needs a head_dim of at least 32.
+MODEL_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": len(TOKENS),
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "pad_token_id": TOKENS.index(PAD),
+    "bos_token_id": TOKENS.index(BOS),
+    "eos_token_id": TOKENS.index(EOS),
+}
+
+# "<bos>12345=" asks, "54321<eos>" answers. With tools: "<bos><tool=python(code)>12345=" and "<call=python><arg=code>...
+# </arg></call><eos>", because the vocabulary has no braces.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}<tool={{ tool.function.name }}"
+    "({{ tool.function.parameters.properties | join(',') }})>{% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "<call={{ call.function.name }}>{% for name, value in call.function.arguments.items() %}"
+    "<arg={{ name }}>{{ value }}</arg>{% endfor %}</call>{% endfor %}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% else %}={% endif %}{% endfor %}"
+)
+
+# The warm-up ends when the running mean of the loss falls below TARGET_LOSS nats per token: the model reverses some
+# strings. Stopping at a loss makes seeds start alike.
+TARGET_LOSS = 0.55
+MAX_STEPS = 120
+BATCH = 256
+LEARNING_RATE = 2e-3
+DEFAULT_DIGITS = 4
+
+
+def embedded_digits(config: Config) -> int:
+    """Return the digits of the warm-up's strings: those of the run's task, if it is this one."""
+    return config.data.task_kwargs["num_digits"] if config.data.name == "reverse_digits" else DEFAULT_DIGITS
+
+
+def embedded_folder(config: Config) -> Path:
+    """Return the folder of this configuration's embedded model; its name depends on all that the model depends on."""
+    recipe = json.dumps([MODEL_CONFIG, CHAT_TEMPLATE, TOKENS, TARGET_LOSS, MAX_STEPS, BATCH, LEARNING_RATE])
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
+    name = f"reverse-{embedded_digits(config)}-digits-seed{config.algorithm.seed}-{digest}"
+    return (Path("outputs") / "models" / name).resolve()
 
 
 def prepare(
@@ -38,11 +85,15 @@ def prepare(
 
     An existing folder is kept; a new one appears whole or not at all. `progress` gets the step and the running loss.
     """
+    from transformers.utils import logging
+
+    from nemo_rl_lite.data.tasks import ReverseDigits
+
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as unfinished:
-        transformers_logging.disable_progress_bar()
+        logging.disable_progress_bar()
         tokenizer = build_tokenizer()
         model = build_model(seed)
         warm_up(model, tokenizer, ReverseDigits(num_digits, seed), progress, steps)
@@ -57,14 +108,20 @@ def prepare(
     return folder
 
 
-def build_model(seed: int) -> Qwen3ForCausalLM:
+def build_model(seed: int) -> "Qwen3ForCausalLM":
     """Build the untrained model, float32."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config.from_dict(MODEL_CONFIG))
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> "PreTrainedTokenizerFast":
     """Build a tokenizer with one token per character, and a chat template."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token=UNK))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, BOS, EOS, UNK)])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -81,17 +138,22 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def warm_up(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    task: ReverseDigits,
+    model: "Qwen3ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
+    task: "ReverseDigits",
     progress: Progress,
     steps: int = MAX_STEPS,
 ) -> float:
     """Train on the answers of the task's training problems, and return the last running loss."""
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     running = float("inf")
     for step in range(steps):
-        tokens, prompt_length = _batch(tokenizer, task, step * BATCH)
+        problems = [task.problem(step * BATCH + row) for row in range(BATCH)]
+        prompts = [f"{BOS}{problem.messages[0]['content']}=" for problem in problems]
+        texts = [f"{prompt}{problem.answer}{EOS}" for prompt, problem in zip(prompts, problems, strict=True)]
+        tokens, prompt_length = torch.tensor(tokenizer(texts)["input_ids"]), len(tokenizer(prompts[0])["input_ids"])
         logits = model(tokens[:, :-1]).logits[:, prompt_length - 1 :]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, prompt_length:].flatten())
         running = loss.item() if step == 0 else 0.7 * running + 0.3 * loss.item()
@@ -104,10 +166,3 @@ def warm_up(
         loss.backward()
         optimizer.step()
     return running
-
-
-def _batch(tokenizer: PreTrainedTokenizerFast, task: ReverseDigits, position: int) -> tuple[torch.Tensor, int]:
-    problems = [task.problem(position + row) for row in range(BATCH)]
-    prompts = [f"{BOS}{problem.messages[0]['content']}=" for problem in problems]
-    texts = [f"{prompt}{problem.answer}{EOS}" for prompt, problem in zip(prompts, problems, strict=True)]
-    return torch.tensor(tokenizer(texts)["input_ids"]), len(tokenizer(prompts[0])["input_ids"])

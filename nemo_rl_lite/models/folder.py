@@ -1,4 +1,7 @@
-"""Check a model's folder, give it another chat template, and write one. Imports nothing heavy."""
+"""Find a model's folder on disk or the hub, check it, give it another chat template, and write one.
+
+Imports nothing heavy.
+"""
 
 import json
 import re
@@ -8,10 +11,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_lite.models.shape import CAUSAL, NoModelError
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.models import embedded
+from nemo_rl_lite.models.shape import CAUSAL, NoModelError, is_hub_name
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from nemo_rl_lite.observability.console import RunConsole
 
 _INDEX = "model.safetensors.index.json"
 # Read if they exist.
@@ -25,6 +33,49 @@ TEMPLATE_FILE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
 # A safetensors file begins with its header's length in this many bytes.
 _LENGTH_BYTES = 8
+
+
+def locate_model(config: Config, console: "RunConsole", untrained: Path | None = None) -> Path:
+    """Return the folder of `policy.model_name`, made or downloaded if it is missing. With `untrained`, a missing
+    embedded model is made below that folder, without its warm-up.
+
+    Raises:
+        ConfigError: the hub cannot be reached, or has no such model.
+    """
+    name = config.policy.model_name
+    if name == embedded.NAME:
+        digits, folder = embedded.embedded_digits(config), embedded.embedded_folder(config)
+        if not folder.is_dir() and untrained is not None:
+            return embedded.prepare(untrained / folder.name, digits, config.algorithm.seed, steps=0)
+        if not folder.is_dir():
+            console.say(f"warming up a tiny model on {digits}-digit strings by SFT; it is kept in {folder}")
+
+            def show(step: int, loss: float) -> None:
+                if step % 10 == 0:
+                    console.say(f"  sft step {step:>3}  loss {loss:.3f}")
+
+            embedded.prepare(folder, digits, config.algorithm.seed, show)
+        return folder
+    if not is_hub_name(name):
+        return Path(name).expanduser().resolve()
+    try:
+        with console.busy(f"fetching {name}"):
+            return from_hub(name)
+    except NoModelError as error:
+        raise ConfigError([Violation("policy.model_name", name, str(error), error.fix)]) from None
+
+
+def from_hub(name: str) -> Path:
+    """Return the folder of a hub model, downloaded if it is missing. Raises NoModelError: the hub does not give it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        cause = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        fix = "check the name and the network, or give a local folder such as ./models/NAME"
+        raise NoModelError(f"cannot be fetched from the hub: {cause}", fix) from None
 
 
 def check_model_folder(folder: Path) -> None:

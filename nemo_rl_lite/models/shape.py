@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.errors import LauncherError
-from nemo_rl_lite.models import embedded_task
+from nemo_rl_lite.models import embedded
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def read_model_shape(name: str) -> ModelShape | None:
     Raises:
         NoModelError: the model is missing or incomplete; the message says what is missing.
     """
-    if name == embedded_task.NAME:
-        return model_shape(embedded_task.MODEL_CONFIG)
+    if name == embedded.NAME:
+        return model_shape(embedded.MODEL_CONFIG)
     if name.startswith("embedded:"):
-        raise NoModelError(f"there is no such embedded model; the one there is: {embedded_task.NAME}")
+        raise NoModelError(f"there is no such embedded model; the one there is: {embedded.NAME}")
     if is_hub_name(name):
         return None
     folder = Path(name).expanduser()

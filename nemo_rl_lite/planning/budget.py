@@ -1,5 +1,6 @@
-"""Budget a GPU and its host: predicted components, refit buffers and overhead; its table; an engine's share."""
+"""The known GPUs; the budget of a GPU and its host, with its table; an engine's share of a GPU."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, floor
@@ -32,6 +33,7 @@ from nemo_rl_lite.planning.memory import (
     token_cache_bytes,
     totals,
 )
+from nemo_rl_lite.system import machine
 
 # CUDA and NCCL contexts, captured graphs and torch's cached blocks, measured on H100s and H200s (docs/benchmarks,
 # plan-against-measured): with an engine on the GPU, with engines on other GPUs, and without engines.
@@ -41,8 +43,73 @@ OVERHEAD_TEACHER = 2 * 2**30
 # vLLM's working memory, part of its share: bytes, and copies of a step's float32 logits.
 WORKING, LOGITS = 2 * 2**30, 6
 _GRAIN = 100
+_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 GIB, MIB = 2**30, 2**20
 ENGINE = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU: its name and memory in MiB by nvidia-smi, dense FLOP/s in bfloat16, and bytes/s of its memory."""
+
+    smi_name: str
+    mib: int
+    flops: float
+    bandwidth: float
+
+
+# Memory of the H100 and the H200 was read on one; the rest, and both rates, are the vendor's figures. Others of the
+# same family, such as an H100 on PCIe, have other names and rates.
+KNOWN = {
+    "H100": Gpu("NVIDIA H100 80GB HBM3", 81559, 989e12, 3.35e12),
+    "H200": Gpu("NVIDIA H200", 143771, 989e12, 4.8e12),
+    "A100-80GB": Gpu("NVIDIA A100-SXM4-80GB", 81920, 312e12, 2.04e12),
+    "A100-40GB": Gpu("NVIDIA A100-SXM4-40GB", 40960, 312e12, 1.56e12),
+    "B200": Gpu("NVIDIA B200", 183359, 2250e12, 8e12),
+    "L40S": Gpu("NVIDIA L40S", 46068, 362e12, 0.86e12),
+    "RTX4090": Gpu("NVIDIA GeForce RTX 4090", 24564, 165e12, 1.01e12),
+}
+ASSUMED = "H100"
+
+
+def parse_size(text: str) -> int:
+    """Parse a size such as `80GiB` or `1.5 TB` to bytes. Raises ValueError: it is not a size."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*", text.lower())
+    if found is None or not float(found[1]):
+        raise ValueError(f"'{text}' is not a size: give a number and a unit, such as 80GiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def size_of(gpu: str | None) -> tuple[str, int]:
+    """Return the name and bytes of `gpu` (a name or a size), or of this machine's smallest GPU, or of an `ASSUMED` one.
+
+    Raises:
+        ValueError: `gpu` is neither.
+    """
+    if gpu is None:
+        found = machine.gpu_bytes()
+        return ("this machine's GPU", found) if found else (f"{ASSUMED} (none is here)", KNOWN[ASSUMED].mib * 2**20)
+    for name, known in KNOWN.items():
+        if gpu.lower() == name.lower():
+            return name, known.mib * 2**20
+    try:
+        return f"a GPU of {gpu}", parse_size(gpu)
+    except ValueError:
+        raise ValueError(f"'{gpu}' is neither a known GPU ({', '.join(KNOWN)}) nor a size such as 80GiB") from None
+
+
+def speed_of(gpu_bytes: int) -> tuple[str, Gpu]:
+    """Return the name and the rates of the known GPU whose memory is nearest to `gpu_bytes`."""
+    name = min(KNOWN, key=lambda one: abs(KNOWN[one].mib * 2**20 - gpu_bytes))
+    return name, KNOWN[name]
+
+
+def known_by_name(name: str | None) -> Gpu | None:
+    """Return the GPU that nvidia-smi calls `name`; None for an unknown one."""
+    return next((one for one in KNOWN.values() if one.smi_name == name), None)
+
+
+# --- Budgets
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning import time
 from nemo_rl_lite.planning.automatic import resolve_auto
-from nemo_rl_lite.planning.budget import Budget, budget, headers, last_that, refit_bytes, render, size, title
-from nemo_rl_lite.planning.gpus import speed_of
+from nemo_rl_lite.planning.budget import Budget, budget, headers, last_that, refit_bytes, render, size, speed_of, title
 from nemo_rl_lite.planning.memory import micro_batch, token_cache_bytes
 from nemo_rl_lite.validation.compose import compose_config
 

@@ -40,8 +40,7 @@ from nemo_rl_lite.config.sizes import (
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.automatic import resolve_auto
-from nemo_rl_lite.planning.budget import budget, refit_bytes
-from nemo_rl_lite.planning.gpus import Gpu, speed_of
+from nemo_rl_lite.planning.budget import Gpu, budget, refit_bytes, speed_of
 from nemo_rl_lite.planning.memory import (
     SequenceFlops,
     forward_flops,

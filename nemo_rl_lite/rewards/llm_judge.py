@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from nemo_rl_lite.config.schema_types import STRICT, NonNegativeInt, PositiveFloat
+from nemo_rl_lite.config.schema_algorithm import STRICT, NonNegativeInt, PositiveFloat
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.rows import filled, template_columns
 from nemo_rl_lite.errors import DataError

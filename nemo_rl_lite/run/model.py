@@ -15,21 +15,18 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import as_teacher, on_gpus, policy_ranks
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, check_model_folder, with_template
+from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, check_model_folder, locate_model, with_template
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, is_hub_name, read_model_shape
-from nemo_rl_lite.models.source import locate_model
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.timer import DecodingSpeed, PolicySpeed
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning.automatic import resolve_auto
-from nemo_rl_lite.planning.budget import ENGINE, Budget, budget, headers, render, size, title
-from nemo_rl_lite.planning.gpus import Gpu, known_by_name
+from nemo_rl_lite.planning.budget import ENGINE, Budget, Gpu, budget, headers, known_by_name, render, size, title
 from nemo_rl_lite.planning.memory import Bytes, DecodingBytes, predicted_metrics
 from nemo_rl_lite.system.machine import free_host_bytes, gpu_bytes, gpu_name
 from nemo_rl_lite.validation.algorithm import TEACHER, with_teachers_keys
-from nemo_rl_lite.validation.base import check_rules, is_of
-from nemo_rl_lite.validation.compose import resolve
+from nemo_rl_lite.validation.compose import check_rules, is_of, resolve
 from nemo_rl_lite.validation.notes import show_notes
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from nemo_rl_lite.observability.summary import Summary, charts, show_summary, su
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.observability.views import view_of
-from nemo_rl_lite.planning.budget import size
-from nemo_rl_lite.planning.gpus import size_of
+from nemo_rl_lite.planning.budget import size, size_of
 from nemo_rl_lite.planning.page import make_plan, show_plan
 from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked, status_kept, write_ending, write_error, write_start
 from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher

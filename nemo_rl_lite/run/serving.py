@@ -21,9 +21,8 @@ from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError, Wor
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.generation.transformers import LocalReplica
-from nemo_rl_lite.models.folder import check_model_folder
+from nemo_rl_lite.models.folder import check_model_folder, from_hub
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
-from nemo_rl_lite.models.source import from_hub
 from nemo_rl_lite.observability.environment import CONFIG_FILE
 from nemo_rl_lite.run.folder import is_run
 from nemo_rl_lite.run.model import chat_tokenizer, with_chat_keys

@@ -22,7 +22,7 @@ from nemo_rl_lite.config.sizes import as_teacher, optimizer_steps, samples_per_s
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.system.machine import WANDB, wandb_login
-from nemo_rl_lite.validation.base import rule
+from nemo_rl_lite.validation.compose import rule
 from nemo_rl_lite.validation.layout import (
     BATCH,
     check_gpu_precision,

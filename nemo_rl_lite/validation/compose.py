@@ -7,6 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,11 +20,51 @@ from pydantic_core import ErrorDetails
 from nemo_rl_lite.config.keys import DEFAULT_ALGORITHM, compose_files, groups, known_keys, unknown_key, variables_of
 from nemo_rl_lite.config.overrides import check_overrides
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.schema_types import DURATION, RUN_NAME, USER_CODE
+from nemo_rl_lite.config.schema_algorithm import DURATION, RUN_NAME, USER_CODE, AlgorithmConfig
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.models.embedded_task import NAME as EMBEDDED
+from nemo_rl_lite.models.embedded import NAME as EMBEDDED
 from nemo_rl_lite.models.shape import NoModelError, read_model_shape
-from nemo_rl_lite.validation.base import check_rules
+
+Check = Callable[[Config], Iterator[Violation]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    reads: tuple[str, ...]
+    check: Check
+    options: type[AlgorithmConfig]
+
+
+RULES: list[Rule] = []
+
+
+def rule(*reads: str, options: type[AlgorithmConfig] = AlgorithmConfig) -> Callable[[Check], Check]:
+    """Register a check for these algorithms. It is skipped if a section or key that it `reads` has a wrong type."""
+
+    def register(check: Check) -> Check:
+        RULES.append(Rule(reads, check, options))
+        return check
+
+    return register
+
+
+def check_rules(config: Config, unusable: frozenset[str] = frozenset()) -> list[Violation]:
+    """Return every violation. Rules that read a key of `unusable` are skipped."""
+    return [
+        violation
+        for rule in RULES
+        if isinstance(config.algorithm, rule.options)
+        and not any(is_of(bad, rule.reads) or is_of(read, [bad]) for bad in unusable for read in rule.reads)
+        for violation in rule.check(config)
+    ]
+
+
+def is_of(key: str, names: Sequence[str]) -> bool:
+    """Return whether `key` is one of `names`, or below one of them."""
+    return any(f"{key}.".startswith(f"{name}.") for name in names)
+
+
+# --- From a command line to a configuration
 
 _EXPECTED = {
     "int_type": "must be an integer",

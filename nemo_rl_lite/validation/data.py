@@ -14,7 +14,7 @@ from nemo_rl_lite.data.rows import FileError, MissingColumnError, template_colum
 from nemo_rl_lite.data.sources import ROWS, check_file, validation_source
 from nemo_rl_lite.data.tasks import TASKS, unknown_arguments, unknown_task
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.validation.base import rule
+from nemo_rl_lite.validation.compose import rule
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import generation_gpus, has_endpoint, on_gpus
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.validation.base import rule
+from nemo_rl_lite.validation.compose import rule
 from nemo_rl_lite.validation.layout import MEGATRON, known_shape
 
 _KWARGS, _LORA = "generation.vllm_kwargs", "generation.vllm_cfg.lora"

@@ -24,7 +24,7 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
-from nemo_rl_lite.validation.base import rule
+from nemo_rl_lite.validation.compose import rule
 
 MEGATRON = "policy.megatron_cfg"
 BATCH = "policy.train_global_batch_size"

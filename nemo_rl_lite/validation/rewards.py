@@ -15,8 +15,7 @@ from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rewards.judge import Term, terms_of
 from nemo_rl_lite.rewards.llm_judge import JudgeOptions
 from nemo_rl_lite.rewards.registry import NONE, REWARDS, find_batch_reward, find_reward
-from nemo_rl_lite.validation.base import rule
-from nemo_rl_lite.validation.compose import described
+from nemo_rl_lite.validation.compose import described, rule
 
 # These rewards compare a response with the answer of its row.
 _COMPARING = ("exact_match", "last_number", "math")

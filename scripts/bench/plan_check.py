@@ -29,8 +29,7 @@ from nemo_rl_lite.config.sizes import parallel_dims, samples_per_step, sequences
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning import memory
-from nemo_rl_lite.planning.budget import budget
-from nemo_rl_lite.planning.gpus import speed_of
+from nemo_rl_lite.planning.budget import budget, speed_of
 from nemo_rl_lite.planning.memory import micro_batch
 from nemo_rl_lite.planning.time import Lengths, optimizer_step_seconds, predict_step
 from nemo_rl_lite.validation.compose import compose_config, restore

@@ -43,8 +43,7 @@ from nemo_rl_lite.config.sizes import all_gpus, on_gpus, samples_per_step
 from nemo_rl_lite.models.shape import ModelShape, find_shape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.automatic import resolve_auto
-from nemo_rl_lite.planning.budget import Budget, budget
-from nemo_rl_lite.planning.gpus import size_of
+from nemo_rl_lite.planning.budget import Budget, budget, size_of
 from nemo_rl_lite.planning.time import Lengths, StepTime, predict_step
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.play import Assistant, SingleTurn

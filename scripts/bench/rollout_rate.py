@@ -22,7 +22,7 @@ from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.models.shape import read_model_shape
 from nemo_rl_lite.observability.timer import DecodingSpeed
-from nemo_rl_lite.planning.gpus import known_by_name
+from nemo_rl_lite.planning.budget import known_by_name
 from nemo_rl_lite.planning.memory import DecodingBytes
 from nemo_rl_lite.system.machine import gpu_name
 from nemo_rl_lite.validation.compose import compose_config

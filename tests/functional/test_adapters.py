@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_rl_lite.config.schema import LoraConfig
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.memory import served_adapters
 from tests.functional.conftest import train

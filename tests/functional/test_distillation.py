@@ -32,8 +32,7 @@ def teacher_folder(tmp_path_factory):
     """An untrained model of another size, whose logits are far enough from uniform to be learnt from."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from nemo_rl_lite.models.embedded import build_tokenizer
-    from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+    from nemo_rl_lite.models.embedded import MODEL_CONFIG, build_tokenizer
 
     folder = tmp_path_factory.mktemp("teacher")
     torch.manual_seed(5)

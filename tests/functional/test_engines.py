@@ -190,7 +190,7 @@ def test_without_stop_tokens_the_models_own_end_token_ends_nothing(seen):
 
 
 def test_stop_strings_end_a_response(seen):
-    from nemo_rl_lite.models.embedded_task import TOKENS
+    from nemo_rl_lite.models.embedded import TOKENS
 
     stops = {TOKENS.index(letter) for letter in "ab1"}
     for completion in seen["stop string"]:

@@ -6,7 +6,7 @@ import math
 import pytest
 from torch import Tensor
 
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.policy import logprobs
 from nemo_rl_lite.policy.vocab_chunks import LMHead
 from nemo_rl_lite.report.record import read_run

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_rl_lite.config.sizes import ParallelDims
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.memory import rank_parameters, unlike_the_engine
 from tests.functional.ranks import run_ranks

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl_lite.models.embedded import build_tokenizer
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG, build_tokenizer
 from tests.functional.overlap_rank import STEPS
 from tests.functional.ranks import run_ranks
 

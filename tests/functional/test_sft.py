@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.memory import matrix_weights
 from tests.functional.here import run_here, train_here

@@ -44,8 +44,7 @@ def gpu_experts_model(tmp_path_factory) -> Path:
 
 
 def _saved(folder: Path, model_class: Any, config_class: Any, **own: Any) -> Path:
-    from nemo_rl_lite.models.embedded import build_tokenizer
-    from nemo_rl_lite.models.embedded_task import TOKENS
+    from nemo_rl_lite.models.embedded import TOKENS, build_tokenizer
 
     torch.manual_seed(0)
     tokenizer = build_tokenizer()

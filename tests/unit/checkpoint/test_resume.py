@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, checkpoint_store, find_start, locate
 from nemo_rl_lite.checkpoint.store import POLICY
 from nemo_rl_lite.errors import CheckpointError, ConfigError
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.validation.compose import compose_config
 
 DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"

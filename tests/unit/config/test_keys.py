@@ -9,11 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_rl_lite.config import keys
-from nemo_rl_lite.config.active import FACTS, idle_note
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.schema_types import ActiveIf
+from nemo_rl_lite.config.schema_algorithm import ActiveIf
 from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.validation.notes import FACTS, idle_note
 
 NO_VALIDATION = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
 

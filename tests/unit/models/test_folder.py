@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.models.embedded import build_tokenizer
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG, build_tokenizer
 from nemo_rl_lite.models.folder import check_model_folder
 from nemo_rl_lite.models.shape import NoModelError, find_shape, read_model_shape
 from nemo_rl_lite.observability.console import RunConsole

@@ -8,8 +8,7 @@ import torch
 from transformers import GenerationConfig, Qwen3Config
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.models.embedded import build_tokenizer
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG, build_tokenizer
 from nemo_rl_lite.models.folder import with_template, write_hf_folder
 
 CHATML = "{% for m in messages %}<im>{{ m.content }}</im>{% endfor %}{% if add_generation_prompt %}<im>{% endif %}"

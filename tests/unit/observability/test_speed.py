@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_lite.observability.timer import DecodingSpeed, PolicySpeed
-from nemo_rl_lite.planning.gpus import KNOWN
+from nemo_rl_lite.planning.budget import KNOWN
 
 H100 = KNOWN["H100"]
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_rl_lite.config.schema import LoraConfig
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import KNOWN_MODELS, ModelShape, model_shape
 from nemo_rl_lite.planning.memory import DecodingBytes, SequenceFlops, forward_flops
 from nemo_rl_lite.validation.compose import compose_config

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl_lite.config.sizes import parallel_dims
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning import memory

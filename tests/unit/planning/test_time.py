@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
-from nemo_rl_lite.planning.gpus import Gpu
+from nemo_rl_lite.planning.budget import Gpu
 from nemo_rl_lite.planning.time import (
     ENGINE_STEP_S,
     LAUNCH_S,
@@ -39,7 +39,7 @@ GPUS = [
     *("policy.max_total_sequence_length=1024", "policy.train_global_batch_size=256"),
     *("policy.sequence_packing.train_mb_tokens=8192", "policy.sequence_packing.logprob_mb_tokens=8192"),
 ]
-SLOW_TO_COMPUTE, SLOW_TO_READ = Gpu(0, 1e13, 1e30), Gpu(0, 1e30, 1e12)
+SLOW_TO_COMPUTE, SLOW_TO_READ = Gpu("", 0, 1e13, 1e30), Gpu("", 0, 1e30, 1e12)
 MEMORY = 80 * 2**30
 
 
@@ -106,7 +106,7 @@ def test_requests_wait_for_room(limit):
     memory = int((2 * 8.19e9 + cache_of_8 + CACHE * 10) / 0.5) if limit == "memory" else MEMORY
     more = ["generation.vllm_cfg.max_num_seqs=8"] if limit == "requests" else []
     config = compose_config([*GPUS, "generation.vllm_cfg.gpu_memory_utilization=0.5", *more])
-    seconds = generation_seconds(config, SHAPE, Gpu(0, 1e30, 1e30), memory, LENGTHS)
+    seconds = generation_seconds(config, SHAPE, Gpu("", 0, 1e30, 1e30), memory, LENGTHS)
     assert seconds == pytest.approx(1400 * ENGINE_STEP_S + 9600 * TOKEN_S + 32 * REQUEST_S, rel=1e-2)
 
 
@@ -116,7 +116,7 @@ def apart(engines: int) -> list[str]:
 
 def test_more_engines_never_take_longer_and_never_does_a_policy_of_more_gpus():
     config = {engines: compose_config([*GPUS, *apart(engines)]) for engines in (4, 6, 7)}
-    for gpu in (SLOW_TO_COMPUTE, SLOW_TO_READ, Gpu(0, 1e15, 3e12)):
+    for gpu in (SLOW_TO_COMPUTE, SLOW_TO_READ, Gpu("", 0, 1e15, 3e12)):
         generation = [generation_seconds(one, SHAPE, gpu, MEMORY, LENGTHS) for one in config.values()]
         assert generation == sorted(generation, reverse=True)
         training = [optimizer_step_seconds(one, SHAPE, gpu, LENGTHS) for one in config.values()]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_rl_lite.generation.interface import Decoded, Drafts
-from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.memory import DecodingBytes
 from nemo_rl_lite.run import model

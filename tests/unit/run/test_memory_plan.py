@@ -22,7 +22,7 @@ class Log:
 @pytest.fixture
 def shown(monkeypatch, tmp_path):
     """What is printed, and the log, for overrides and the size of a GPU."""
-    from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+    from nemo_rl_lite.models.embedded import MODEL_CONFIG
     from nemo_rl_lite.models.shape import model_shape
 
     monkeypatch.setattr(model, "read_model_shape", lambda name: model_shape(MODEL_CONFIG))
