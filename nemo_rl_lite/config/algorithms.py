@@ -34,7 +34,7 @@ class Algorithm:
     loss: str
     """Makes its loss from its options; `algorithm.loss` can replace it."""
     view: str
-    """The curves to judge a run by: an `observability.views.View`."""
+    """The curves to judge a run by: an `observability.summary.View`."""
     sequences_together: int = 1
     """Neighbouring sequences that the loss compares, so that they must be in one micro-batch."""
     compares: Callable[[Any], bool] = lambda options: False
@@ -49,7 +49,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         data="nemo_rl_lite.data.formats.PROBLEMS",
         job="nemo_rl_lite.run.jobs.GRPOJob",
         loss="nemo_rl_lite.losses.grpo.grpo_loss",
-        view="nemo_rl_lite.observability.views.REWARD",
+        view="nemo_rl_lite.observability.summary.REWARD",
         compares=lambda options: options.loss_fn.reference_policy_kl_penalty > 0,
     ),
     "sft": Algorithm(
@@ -57,14 +57,14 @@ ALGORITHMS: dict[str, Algorithm] = {
         data="nemo_rl_lite.data.formats.CHATS",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
         loss="nemo_rl_lite.losses.supervised.sft_loss",
-        view="nemo_rl_lite.observability.views.LOSS",
+        view="nemo_rl_lite.observability.summary.LOSS",
     ),
     "dpo": Algorithm(
         options=DPOConfig,
         data="nemo_rl_lite.data.formats.PAIRS",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
         loss="nemo_rl_lite.losses.supervised.DPOLoss",
-        view="nemo_rl_lite.observability.views.PREFERENCE",
+        view="nemo_rl_lite.observability.summary.PREFERENCE",
         sequences_together=2,
         compares=lambda options: True,
     ),
@@ -73,7 +73,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         data="nemo_rl_lite.data.formats.PAIRS",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
         loss="nemo_rl_lite.losses.supervised.ORPOLoss",
-        view="nemo_rl_lite.observability.views.PREFERENCE",
+        view="nemo_rl_lite.observability.summary.PREFERENCE",
         sequences_together=2,
     ),
     "kto": Algorithm(
@@ -81,7 +81,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         data="nemo_rl_lite.data.formats.UNPAIRED",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
         loss="nemo_rl_lite.losses.supervised.kto_loss",
-        view="nemo_rl_lite.observability.views.UNPAIRED",
+        view="nemo_rl_lite.observability.summary.UNPAIRED",
         compares=lambda options: True,
     ),
     "distillation": Algorithm(
@@ -89,7 +89,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         data="nemo_rl_lite.data.formats.PROBLEMS",
         job="nemo_rl_lite.run.jobs.GRPOJob",
         loss="nemo_rl_lite.losses.distillation.distillation_loss",
-        view="nemo_rl_lite.observability.views.TEACHER",
+        view="nemo_rl_lite.observability.summary.TEACHER",
         compares=lambda options: options.topk_logits_k is None and options.loss_fn.reference_policy_kl_penalty > 0,
         has_teacher=True,
     ),

@@ -1,4 +1,4 @@
-"""Prints a run on the terminal: a line about its start, one for each step, samples at times, tables at the end."""
+"""A run on the terminal: a line about its start, one per step, samples at times, tables at the end."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl_lite.observability.sink import Sample
+from nemo_rl_lite.observability.sinks import Sample
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog, under
 
@@ -45,7 +45,7 @@ _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 class RunConsole:
-    """Prints progress on stdout, as plain lines without a terminal, and writes the lines to the run's log."""
+    """Console that prints progress, as plain lines without a terminal, and writes the lines to the run's log."""
 
     def __init__(self, console: Console | None = None):
         if console is None:
@@ -152,26 +152,26 @@ def _step_line(
 
 
 def phases_in(timers: Iterable[str]) -> dict[str, tuple[tuple[str, ...], str]]:
-    """The entries of PHASES with any of these timers."""
+    """Return the entries of PHASES with any of these timers."""
     present = set(timers)
     return {phase: (names, colour) for phase, (names, colour) in PHASES.items() if not present.isdisjoint(names)}
 
 
 def bar(share: float) -> str:
-    """A bar of BAR_CELLS characters, filled to `share` of 1 in eighths of a character."""
+    """Return a bar of BAR_CELLS characters, filled to `share` of 1 in eighths of a character."""
     eighths = round(max(0.0, min(1.0, share)) * BAR_CELLS * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(BAR_CELLS, "·")
 
 
 class Pace:
-    """Measures how long steps take, including the time between them, and predicts the remaining time."""
+    """Clock of steps, including the time between them, that predicts the remaining time."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
 
     def left(self, step: int, steps: int, seconds: float) -> float:
-        """Seconds until the last step is done, called when `step`, which took `seconds`, is done."""
+        """Return the seconds until the last step is done. Call it when `step`, which took `seconds`, is done."""
         now = time.monotonic()
         if self._ended and self._ended[-1][0] != step - 1:
             # The run was resumed from an earlier checkpoint.
@@ -184,7 +184,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `7 min`, `3 h 05 min`."""
+    """Return `42 s`, `7 min` or `3 h 05 min`."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -192,7 +192,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The last TREND_VALUES values in eight heights, from the lowest to the highest; NaN is a blank."""
+    """Return the last TREND_VALUES values in eight heights, from the lowest to the highest; NaN is a blank."""
     shown = values[-TREND_VALUES:]
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:

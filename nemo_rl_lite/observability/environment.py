@@ -1,4 +1,4 @@
-"""Describes a run for its folder and for trackers: configuration without secrets, versions, hardware, commit."""
+"""Description of a run for its folder and trackers: configuration without secrets, versions, hardware, commit."""
 
 import dataclasses
 import json
@@ -48,40 +48,39 @@ _IN_TEXT = re.compile(rf"(?<![\w-])(['\"]?{_NAMES}['\"]?\s*[:=]\s*)('[^']*'|\"[^
 
 def describe_environment() -> dict[str, Any]:
     """Describe this machine and the commit of the working directory. Facts that cannot be found are left out."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     hardware: dict[str, Any] = {
-        "cpu": _cpu_model(),
+        "cpu": next(models, platform.processor()),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
     if gpus := _answer("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"):
         hardware["gpus"] = gpus.splitlines()
-    return {
+    described = {
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "hardware": hardware,
         "versions": {"nemo_rl_lite": nemo_rl_lite.__version__} | versions(PACKAGES),
-        **_commit(),
     }
+    if commit := _answer("git", "rev-parse", "HEAD"):
+        changes = _answer("git", "status", "--porcelain", "--untracked-files=no")
+        described |= {"commit": commit, "uncommitted_changes": bool(changes)}
+    return described
 
 
 def for_trackers(folder: Path, whole_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's configuration without secrets, and its environment under the key `launched_on`."""
+    """Return the run's configuration without secrets, and its environment under the key `launched_on`."""
     file = folder / ENVIRONMENT_FILE
     environment = {"launched_on": json.loads(file.read_text())} if file.exists() else {}
     return redact(whole_config) | environment
 
 
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor())
-
-
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of Python and of the installed packages among these."""
+    """Return the versions of Python and of the installed packages among these."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -91,17 +90,8 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _commit() -> dict[str, Any]:
-    """The commit of the working directory's checkout, if any, and whether tracked files differ from it."""
-    commit = _answer("git", "rev-parse", "HEAD")
-    if not commit:
-        return {}
-    changed = _answer("git", "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "uncommitted_changes": bool(changed)}
-
-
 def _answer(*command: str) -> str:
-    """The output of a command; empty where it does not exist or fails."""
+    """Return the output of a command; empty if it does not exist or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -110,7 +100,7 @@ def _answer(*command: str) -> str:
 
 
 def described(config: Any) -> dict[str, Any]:
-    """A configuration (a dataclass) without its secrets, as it is written to files."""
+    """Return a configuration (a dataclass) without its secrets, as it is written to files."""
     return redact(dataclasses.asdict(config))
 
 
@@ -136,9 +126,8 @@ def redact_command(command: str) -> str:
         words = shlex.split(command)
     except ValueError:
         return ""
-    return shlex.join(_word(word) for word in words)
-
-
-def _word(word: str) -> str:
-    path, is_override, value = word.partition("=")
-    return f"{path}={redact(value, path.rpartition('.')[2])}" if is_override else str(redact(word))
+    parts = (word.partition("=") for word in words)
+    return shlex.join(
+        f"{path}{equals}{redact(value, path.rpartition('.')[2])}" if equals else redact(path)
+        for path, equals, value in parts
+    )

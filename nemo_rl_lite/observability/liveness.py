@@ -31,7 +31,7 @@ _STANDARD_ERROR = 2
 
 @dataclass
 class Limit:
-    """Something that may take `limit_s` seconds without a sign of progress."""
+    """Work that may take `limit_s` seconds without a sign of progress."""
 
     what: str
     limit_s: float
@@ -82,7 +82,7 @@ def _set_last_resort() -> None:
 
 
 def exceeded() -> Limit | None:
-    """The innermost limit, if it is exceeded."""
+    """Return the innermost limit, if it is exceeded."""
     return _limits[-1] if _limits and _limits[-1].seconds_left() < 0 else None
 
 

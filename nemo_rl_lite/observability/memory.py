@@ -1,4 +1,4 @@
-"""Measures device memory by phase and component, of this process and of the whole device."""
+"""Measurements of device memory by phase and component, of this process and of the whole device."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ Peaks = dict[str, float]
 
 
 class MemoryMeter:
-    """Collects measurements of named phases until `take`. `components` returns the device bytes of each component of
+    """Measurements of named phases since the last `take`. `components` returns the device bytes of each component of
     the policy now.
 
     - `measured/<phase>/<component>`: bytes that it took throughout the phase
@@ -64,7 +64,7 @@ class MemoryMeter:
             self._keep(f"measured/{phase}/{component}", nbytes)
 
     def working_bytes(self, phase: str) -> int | None:
-        """The peak of the phase without the components; None before it was measured."""
+        """Return the peak of the phase without the components; None before it was measured."""
         return self._working.get(phase)
 
     def take(self) -> Peaks:
@@ -99,6 +99,6 @@ def with_rest(phase: str, memory: Mapping[str, float]) -> dict[str, float]:
 
 
 def device_bytes() -> int:
-    """Bytes of the current GPU that all processes use."""
+    """Return the bytes of the current GPU that all processes use."""
     free, total = torch.cuda.mem_get_info()
     return total - free

@@ -1,4 +1,4 @@
-"""Records traces of single steps of this process, with ranges named after the run's phases."""
+"""Traces of single steps of this process, with ranges named after the run's phases."""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +32,8 @@ class _Recording:
             self._profiler.start()
         elif self._has_device:
             torch.cuda.synchronize()
-            _cuda().cudaProfilerStart()
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaProfilerStart()
 
     def end(self, file: Path | None) -> None:
         import torch
@@ -45,13 +46,8 @@ class _Recording:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 self._profiler.export_chrome_trace(str(file))
         elif self._has_device:
-            _cuda().cudaProfilerStop()
-
-
-def _cuda() -> Any:
-    import torch
-
-    return torch.cuda.cudart()
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaProfilerStop()
 
 
 _recording: _Recording | None = None

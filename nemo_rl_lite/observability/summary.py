@@ -1,4 +1,4 @@
-"""Summarizes a run that is done: a table on the terminal, and summary.json."""
+"""The summary of a run that is done (a table on the terminal, and summary.json), and the metrics that it shows."""
 
 import json
 from collections.abc import Mapping
@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
 
+from nemo_rl_lite.config.algorithms import ALGORITHMS
+from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.console import ENGINES_IDLE, PHASES, RunConsole, phases_in
-from nemo_rl_lite.observability.sink import Chart
+from nemo_rl_lite.observability.sinks import Chart
 from nemo_rl_lite.observability.trackers import MetricsLog
-from nemo_rl_lite.observability.views import Curve, View
 
 SUMMARY_FILE = "summary.json"
 PREDICTED, MEASURED = "memory/predicted/", "memory/measured/"
@@ -23,6 +24,57 @@ _LIMITS = {
     "logprob": ("bf16 peak", "performance/policy_and_reference_logprobs_fp_utilization"),
     "train": ("bf16 peak", "performance/train_fp_utilization"),
 }
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric, its label, and its decimals in the table."""
+
+    metric: str
+    label: str
+    decimals: int
+
+    @property
+    def held_out(self) -> bool:
+        """Return whether only validations measure it: before the first step (as step 0) and between steps."""
+        return self.metric.startswith("validation/")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that share a vertical axis, and the limits of that axis where they are known."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    limits: tuple[float, float] | None = None
+
+
+View = tuple[Panel, ...]
+_ACCURACY = Curve("validation/accuracy", "held-out accuracy", 3)
+_REWARD = Curve("train/reward", "training reward", 3)
+_TRAINING_ACCURACY = Curve("train/accuracy", "training accuracy", 3)
+_KL = Curve("train/kl_penalty", "KL to the start", 4)
+_MARGIN = Curve("train/rewards_margin_mean", "reward margin", 3)
+_GRADIENT_NORM = Curve("train/grad_norm", "gradient norm", 3)
+_LOSSES = (
+    Curve("validation/val_loss", "held-out loss", 4),
+    Curve("train/loss", "training loss", 4),
+)
+REWARD: View = (
+    Panel("reward", (_ACCURACY, _REWARD), limits=(0, 1.02)),
+    Panel("KL to the starting policy (nats a token)", (_KL,)),
+)
+PREFERENCE: View = (
+    Panel("preference accuracy", (_ACCURACY, _TRAINING_ACCURACY), limits=(0, 1.02)),
+    Panel("loss", _LOSSES),
+    Panel("reward margin", (_MARGIN,)),
+)
+UNPAIRED: View = (Panel("loss", _LOSSES), Panel("reward margin", (_MARGIN,)))
+TEACHER: View = (
+    Panel("KL to the teacher (nats a token)", (Curve("train/teacher_kl", "KL to the teacher", 4),)),
+    Panel("reward", (_ACCURACY, _REWARD), limits=(0, 1.02)),
+)
+LOSS: View = (Panel("loss (nats a response token)", _LOSSES), Panel("gradient norm", (_GRADIENT_NORM,)))
 
 
 @dataclass(frozen=True)
@@ -58,6 +110,11 @@ class Summary:
     Empty where the limits are not known."""
 
 
+def view_of(algorithm: str) -> View:
+    """Return the view of an algorithm."""
+    return imported(ALGORITHMS[algorithm].view)
+
+
 def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int]) -> Summary:
     """Summarize the metrics. Raises LauncherError: no step was taken."""
     steps, totals = metrics.series("timing/train/total_step_time")
@@ -67,6 +124,8 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
     timers = {name.removeprefix("timing/train/") for entry in metrics.history for name in entry}
     accuracy_before, accuracy_after = _held_out(metrics, "validation/accuracy")
     val_loss_before, val_loss_after = _held_out(metrics, "validation/val_loss")
+    names = ("timing/train/generation", ENGINES_IDLE, "train/trajectory_age_mean")
+    waited = [metrics.series(name)[1] for name in names]
 
     def typical(names: tuple[str, ...]) -> float:
         columns = [metrics.series(f"timing/train/{name}")[1] for name in names if name in timers]
@@ -82,7 +141,7 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
         seconds_a_step=median(totals),
         seconds_by_phase={phase: typical(names) for phase, (names, _) in phases_in(timers).items()},
         peak_memory_bytes=dict(peak_memory),
-        waits=_waits(metrics),
+        waits=Waits(*map(median, waited)) if all(waited) else None,
         limit_shares={
             phase: median(values) for phase, (_, name) in _LIMITS.items() if (values := metrics.series(name)[1])
         },
@@ -112,7 +171,7 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
 
 
 def tracked(summary: Summary) -> dict[str, float]:
-    """The summary's numbers by name, for trackers."""
+    """Return the summary's numbers by name, for trackers."""
     numbers = {name: value for name, value in asdict(summary).items() if isinstance(value, (int, float))}
     phases = {f"seconds_by_phase/{phase}": seconds for phase, seconds in summary.seconds_by_phase.items()}
     waits = {f"waits/{name}": value for name, value in asdict(summary.waits).items()} if summary.waits else {}
@@ -122,7 +181,7 @@ def tracked(summary: Summary) -> dict[str, float]:
 
 
 def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
-    """Charts of the seconds and of the device memory of each phase."""
+    """Return charts of the seconds and of the device memory of each phase."""
     seconds = list(summary.seconds_by_phase.items())
     predicted, measured = stacks(metrics, PREDICTED), stacks(metrics, MEASURED)
     residency = [
@@ -138,7 +197,7 @@ def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
 
 
 def stacks(metrics: MetricsLog, prefix: str) -> dict[str, dict[str, float]]:
-    """Bytes by phase and component of the metrics `<prefix><phase>/<component>`: means over the last steps."""
+    """Return bytes by phase and component of the metrics `<prefix><phase>/<component>`: means over the last steps."""
     names = dict.fromkeys(name for entry in metrics.history for name in entry if name.startswith(prefix))
     found: dict[str, dict[str, float]] = {}
     for name in names:
@@ -148,14 +207,8 @@ def stacks(metrics: MetricsLog, prefix: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def _waits(metrics: MetricsLog) -> Waits | None:
-    names = ("timing/train/generation", ENGINES_IDLE, "train/trajectory_age_mean")
-    columns = [metrics.series(name)[1] for name in names]
-    return Waits(*map(median, columns)) if all(columns) else None
-
-
 def _row(curve: Curve, metrics: MetricsLog) -> tuple[str, str, str] | None:
-    """Label and values of a metric at the start and at the end; None if either is missing."""
+    """Return label and values of a metric at the start and at the end; None if either is missing."""
     if curve.held_out:
         before, after = _held_out(metrics, curve.metric)
     else:
@@ -167,7 +220,7 @@ def _row(curve: Curve, metrics: MetricsLog) -> tuple[str, str, str] | None:
 
 
 def _held_out(metrics: MetricsLog, name: str) -> tuple[float | None, float | None]:
-    """A validation metric before the first and after the last step."""
+    """Return a validation metric before the first and after the last step."""
     values = dict(zip(*metrics.series(name), strict=True))
     steps, _ = metrics.series("timing/train/total_step_time")
     return values.get(0), values.get(steps[-1])

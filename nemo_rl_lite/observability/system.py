@@ -1,4 +1,4 @@
-"""Samples the use of this machine and of this process' GPUs in a thread."""
+"""The use of this machine and of this process' GPUs, sampled in a thread."""
 
 import logging
 import threading
@@ -27,17 +27,17 @@ class Usage:
         return Usage(self.samples + 1, {name: self.sums.get(name, 0.0) + value for name, value in sample.items()})
 
     def means_since(self, before: "Usage") -> dict[str, float]:
-        """Means of the samples after `before`, or of all if `before` is of an earlier process; empty without any."""
+        """Return means of the samples after `before`, or of all if `before` is of an earlier process; empty without
+        any."""
         if before.samples > self.samples:
             before = Usage()
         count = self.samples - before.samples
-        return (
-            {name: (total - before.sums.get(name, 0.0)) / count for name, total in self.sums.items()} if count else {}
-        )
+        sums = self.sums if count else {}
+        return {name: (total - before.sums.get(name, 0.0)) / count for name, total in sums.items()}
 
 
 class System:
-    """Reads the machine and, where there are any, `gpus` (as CUDA_VISIBLE_DEVICES names them)."""
+    """Readings of the machine and, if there are any, of `gpus` (as CUDA_VISIBLE_DEVICES names them)."""
 
     def __init__(self, gpus: Sequence[str]):
         # The first call starts the measurement that the next call returns.
@@ -47,8 +47,8 @@ class System:
             self._find(gpus)
 
     def sample(self) -> dict[str, float]:
-        """`cpu_util` (percent of all cores), `mem_gb` and `mem_total_gb` of the machine (2**30 bytes); of a GPU, by its
-        number on the machine, `gpu.0.util` (percent of the time), `gpu.0.mem_gb`, `.power_w` and `.temp_c`."""
+        """Return `cpu_util` (percent of all cores), `mem_gb` and `mem_total_gb` of the machine (2**30 bytes); of a GPU,
+        by its number on the machine, `gpu.0.util` (percent of the time), `gpu.0.mem_gb`, `.power_w` and `.temp_c`."""
         memory = psutil.virtual_memory()
         sample = {
             "cpu_util": psutil.cpu_percent(),
@@ -78,7 +78,7 @@ class System:
 
 
 def _read(nvml: ModuleType, gpu: object) -> dict[str, float]:
-    """The readings that this GPU supports."""
+    """Return the readings that this GPU supports."""
     readings = {
         "util": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
         "mem_gb": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,
@@ -95,7 +95,7 @@ def _read(nvml: ModuleType, gpu: object) -> dict[str, float]:
 
 
 class Sampler:
-    """Samples every SAMPLE_S seconds into `usage`."""
+    """Thread that adds a sample to `usage` every SAMPLE_S seconds."""
 
     def __init__(self, gpus: Sequence[str]):
         self.usage = Usage()

@@ -1,4 +1,4 @@
-"""Measures seconds of named phases, and turns work into rates and shares of a GPU's limits."""
+"""Seconds of named phases, and rates of work and shares of a GPU's limits."""
 
 import os
 import time
@@ -14,7 +14,7 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True)
 class PolicySpeed:
-    """Turns FLOPs of the whole policy into rates."""
+    """Rates from the FLOPs of the whole policy."""
 
     ranks: int
     """GPUs of the policy, or its ranks on CPUs."""
@@ -22,11 +22,11 @@ class PolicySpeed:
     """Dense bfloat16 FLOP/s of one GPU; None on CPUs and for an unknown GPU."""
 
     def training(self, flops: float, seconds: float) -> dict[str, float]:
-        """The rate of training in TFLOP/s, and its share of the peak if that is known."""
+        """Return the rate of training in TFLOP/s, and its share of the peak if that is known."""
         return self._named("train_flops_per_gpu", "train_fp_utilization", flops, seconds)
 
     def logprobs(self, flops: float, seconds: float) -> dict[str, float]:
-        """The same of logprob passes."""
+        """Return the same of logprob passes."""
         rate, share = "policy_and_reference_logprobs_flops_per_gpu", "policy_and_reference_logprobs_fp_utilization"
         return self._named(rate, share, flops, seconds)
 
@@ -37,7 +37,7 @@ class PolicySpeed:
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    """Turns the steps of engines into rates."""
+    """Rates from the steps of engines."""
 
     step_bytes: float
     """Bytes that a GPU of an engine reads in each step, whatever it decodes."""
@@ -47,8 +47,8 @@ class DecodingSpeed:
     """Bytes/s of its memory; None on CPUs and for an unknown GPU."""
 
     def metrics(self, steps: int, cached: int, seconds: float) -> dict[str, float]:
-        """`generation_read_gb_per_sec_per_gpu` and, if the bandwidth is known, `generation_bandwidth_share`. Steps,
-        `cached` tokens read and seconds are sums over the engines. Empty if nothing was decoded."""
+        """Return `generation_read_gb_per_sec_per_gpu` and, if the bandwidth is known, `generation_bandwidth_share`.
+        Steps, `cached` tokens read and seconds are sums over the engines. Empty if nothing was decoded."""
         if not steps or not seconds:
             return {}
         rate = (steps * self.step_bytes + cached * self.token_bytes) / seconds
@@ -70,7 +70,7 @@ class Phase:
 
 
 class Timer:
-    """Adds up seconds by name within a step: `with timer("generation"): ...`, then `take()`."""
+    """Sums of seconds by name within a step: `with timer("generation"): ...`, then `take()`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -108,8 +108,8 @@ SETUP = Timer()
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process was started, which Linux notes in hundredths of a second after the machine's start.
-    The Unix time of that is known to the second only."""
+    """Return the seconds since this process was started. Linux notes the start in hundredths of a second after the
+    machine's start; the Unix time of that is known to the second only."""
     # The name of the program, in parentheses, may have spaces.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

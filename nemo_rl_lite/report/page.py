@@ -10,8 +10,7 @@ from typing import Any
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.observability.console import PHASES
-from nemo_rl_lite.observability.summary import LAST_STEPS
-from nemo_rl_lite.observability.views import view_of
+from nemo_rl_lite.observability.summary import LAST_STEPS, view_of
 from nemo_rl_lite.report.record import ReportError, RunRecord, defaults_of, read_run, runs_of
 
 PAGE = "report.html"

@@ -26,7 +26,7 @@ from nemo_rl_lite.observability.environment import (
     redact,
     redact_command,
 )
-from nemo_rl_lite.observability.sink import spread, text_of
+from nemo_rl_lite.observability.sinks import spread, text_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
 from nemo_rl_lite.rollout.store import Times, read_rollout, read_spans, read_times, rollout_files, step_of
 from nemo_rl_lite.validation.compose import default_values

@@ -15,7 +15,7 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, TokenRow, TokenRows
-from nemo_rl_lite.observability.sink import Sample, spread, text_of
+from nemo_rl_lite.observability.sinks import Sample, spread, text_of
 
 Ending = Literal["stop", "length", "turns", "error"]
 """Ended by policy, environment or agent; cut for lack of room; no turn left; environment or agent failed."""

@@ -1,4 +1,4 @@
-"""The package's size, what one wrong key executes, and what of other libraries is used privately: house.py [PACKAGE]
+"""Measure a package's size, the files that one wrong key executes, and the private names of libraries that it uses.
 
 Lines: all lines of the package's Python files; code lines leave out blank ones, comments and docstrings. Tests: all
 lines of Python files of tests/.
@@ -16,6 +16,7 @@ Names with two underscores on both sides (`__version__`) are public. An attribut
 not seen, because its type is not in the syntax.
 """
 
+import argparse
 import ast
 import io
 import os
@@ -59,8 +60,13 @@ print(*sorted(files), sep="\\n")
 
 
 def main(arguments: list[str]) -> None:
-    package = Path(arguments[0]).resolve() if arguments else PACKAGE
+    """Print the numbers and write the record. Exit status 2: the folder has no Python files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", type=Path, nargs="?", default=PACKAGE, help="folder of the package (default: ours)")
+    package = parser.parse_args(arguments).package.resolve()
     files, tests = sorted(package.rglob("*.py")), sorted(TESTS.rglob("*.py"))
+    if not files:
+        parser.error(f"{package} has no Python files")
     texts = {file: file.read_text() for file in files}
     outside = [file for file in files if file.relative_to(package).parts[0] != "compat"]
     private = [found for file in outside for found in private_accesses(file, texts[file])]

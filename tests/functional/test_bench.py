@@ -70,6 +70,14 @@ def test_an_engines_error_does_not_wait_for_the_policy(monkeypatch):
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["no-such-folder"]])
+def test_house_writes_no_record_without_a_package(arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("NRL_BENCH_OUT", str(tmp_path))
+    with pytest.raises(SystemExit):
+        importlib.import_module("house").main(arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_house_finds_private_accesses_and_patches_of_libraries(tmp_path):
     house, file = importlib.import_module("house"), tmp_path / "module.py"
     text = (

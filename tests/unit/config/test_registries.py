@@ -12,7 +12,7 @@ from nemo_rl_lite.config.keys import groups
 from nemo_rl_lite.config.schema import Config, GenerationConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.formats import RowFormat
-from nemo_rl_lite.observability.views import Panel
+from nemo_rl_lite.observability.summary import Panel
 from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.pages import ROOT
 

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from nemo_rl_lite.observability import console as module
 from nemo_rl_lite.observability.console import Pace, RunConsole, start_line
-from nemo_rl_lite.observability.sink import Sample
+from nemo_rl_lite.observability.sinks import Sample
 
 SECONDS = {"total_step_time": 2.0, "generation": 1.0, "policy_training": 0.5}
 

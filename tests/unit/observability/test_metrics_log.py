@@ -5,8 +5,9 @@ import resource
 
 import pytest
 
+from nemo_rl_lite.observability.sinks import JsonLines
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.observability.trackers import METRICS_FILE, JsonLines, MetricsLog, rewind
+from nemo_rl_lite.observability.trackers import METRICS_FILE, MetricsLog, rewind
 from nemo_rl_lite.validation.compose import compose_config
 
 

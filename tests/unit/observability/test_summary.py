@@ -15,9 +15,9 @@ from nemo_rl_lite.observability.summary import (
     stacks,
     summarize,
     tracked,
+    view_of,
 )
 from nemo_rl_lite.observability.trackers import MetricsLog
-from nemo_rl_lite.observability.views import view_of
 
 GRPO_SECONDS = {"generation": 1.0, "policy_training": 0.5, "total_step_time": 2.0}
 

@@ -14,9 +14,18 @@ from typing import Any
 import pytest
 
 from nemo_rl_lite.config.schema import MLflowConfig, WandbConfig
-from nemo_rl_lite.observability.sink import Chart, Sample, Sink
-from nemo_rl_lite.observability.trackers import TensorBoard
-from nemo_rl_lite.observability.wandb import RUN_ID_FILE, SECTIONS, WeightsAndBiases
+from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.observability import sinks
+from nemo_rl_lite.observability.sinks import (
+    SECTIONS,
+    WANDB_ID_FILE,
+    Chart,
+    MLflow,
+    Sample,
+    Sink,
+    TensorBoard,
+    WeightsAndBiases,
+)
 from nemo_rl_lite.run.folder import write_start
 from tests.metric_names import documented
 
@@ -114,7 +123,7 @@ def test_wandb_shows_a_run_that_was_ended_as_failed_and_one_that_is_done_as_fini
 
 
 def test_wandb_goes_on_with_the_same_run(wandb_folder, wandb_records, capfd):
-    kept = (wandb_folder / RUN_ID_FILE).read_text().strip()
+    kept = (wandb_folder / WANDB_ID_FILE).read_text().strip()
     ids = [one.run.run_id for part in wandb_records for one in part if one.WhichOneof("record_type") == "run"]
     assert ids == [kept, kept]
 
@@ -152,8 +161,6 @@ def test_mlflow_has_one_run_that_goes_on(tmp_path):
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
     from mlflow import MlflowClient
 
-    from nemo_rl_lite.observability.mlflow import MLflow
-
     store, folder = tmp_path / "mlruns", tmp_path / "run"
     folder.mkdir()
     config = MLflowConfig(tracking_uri=str(store), experiment="an experiment", name="a-run")
@@ -179,8 +186,6 @@ def test_mlflow_has_one_run_that_goes_on(tmp_path):
 
 def test_mlflow_that_cannot_start_names_the_key(tmp_path):
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
-    from nemo_rl_lite.errors import LauncherError
-    from nemo_rl_lite.observability.mlflow import MLflow
 
     config = MLflowConfig(tracking_uri="gopher://nowhere", experiment="x", name=None)
     with pytest.raises(LauncherError, match=r"logger.mlflow.tracking_uri"):
@@ -190,15 +195,11 @@ def test_mlflow_that_cannot_start_names_the_key(tmp_path):
 @pytest.fixture
 def mlflow_sink(tmp_path) -> Any:
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
-    from nemo_rl_lite.observability.mlflow import MLflow
-
     return MLflow(MLflowConfig(tracking_uri=str(tmp_path / "mlruns"), experiment="x", name=None), tmp_path, CONFIG)
 
 
 def test_neither_training_nor_the_end_of_a_run_waits_for_an_mlflow_that_hangs(mlflow_sink, monkeypatch, caplog):
-    from nemo_rl_lite.observability import mlflow
-
-    monkeypatch.setattr(mlflow, "END_WAIT_S", 0.5)
+    monkeypatch.setattr(sinks, "END_WAIT_S", 0.5)
     answers, calls, threads = threading.Event(), [], set(threading.enumerate())
     monkeypatch.setattr(mlflow_sink._client, "log_batch", lambda *_, **__: (calls.append("metrics"), answers.wait(60)))
     monkeypatch.setattr(mlflow_sink._client, "set_terminated", lambda *_: calls.append("status"))
@@ -241,10 +242,10 @@ def test_the_end_of_a_process_does_not_wait_for_an_mlflow_that_hangs(tmp_path):
         "import threading\n"
         "from pathlib import Path\n"
         "from nemo_rl_lite.config.schema import MLflowConfig\n"
-        "from nemo_rl_lite.observability import mlflow\n"
-        "mlflow.END_WAIT_S = 0.5\n"
+        "from nemo_rl_lite.observability import sinks\n"
+        "sinks.END_WAIT_S = 0.5\n"
         "config = MLflowConfig(tracking_uri='mlruns', experiment='x', name=None)\n"
-        "sink = mlflow.MLflow(config, Path(), {})\n"
+        "sink = sinks.MLflow(config, Path(), {})\n"
         "sink._client._tracking_client.store.log_batch = lambda *_, **__: threading.Event().wait()\n"
         "sink.log(1, {'train/reward': 1.0})\n"
         "sink.close()\n"

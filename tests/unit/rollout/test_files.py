@@ -6,7 +6,7 @@ import time
 import pyarrow.dataset
 import pytest
 
-from nemo_rl_lite.observability.sink import spread
+from nemo_rl_lite.observability.sinks import spread
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.rollout.episode import Span
 from nemo_rl_lite.rollout.store import RolloutFiles, Times, read_rollout, read_spans, read_times, rollout_files
