@@ -110,21 +110,12 @@ class Assignment:
         self.alive = set(range(replicas))
         self.held = [ReplicaLoad() for _ in range(replicas)]
         self._waiting: list[PendingRequest] = []
-        self._idle = Stopwatch()
-
-    @property
-    def idle_s(self) -> float:
-        """Return the seconds so far in which no replica had a request."""
-        return self._idle.seconds
-
-    @property
-    def busy_s(self) -> float:
-        """Return the seconds so far in which a replica had requests and was not paused, summed over replicas."""
-        return sum(held.busy.seconds for held in self.held)
+        self.idle = Stopwatch()
+        """Runs while no replica has a request."""
 
     def time(self, is_paused: bool) -> None:
         """Note which replicas have requests from now on."""
-        self._idle.runs(not any(self.held[replica].load for replica in self.alive))
+        self.idle.runs(not any(self.held[replica].load for replica in self.alive))
         for replica, held in enumerate(self.held):
             held.busy.runs(not is_paused and replica in self.alive and held.load > 0)
 
@@ -295,12 +286,12 @@ class RequestQueue:
     @property
     def idle_s(self) -> float:
         """Return the seconds so far in which no engine had a request."""
-        return self._assignment.idle_s
+        return self._assignment.idle.seconds
 
     @property
     def busy_s(self) -> float:
         """Return the seconds so far in which an engine had requests and was not paused, summed over engines."""
-        return self._assignment.busy_s
+        return sum(held.busy.seconds for held in self._assignment.held)
 
     def describe(self) -> str:
         """Describe who waits for whom, for a person who wonders why nothing happens."""

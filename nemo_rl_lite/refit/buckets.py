@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -30,11 +30,9 @@ from nemo_rl_lite.refit.interface import (
     RefitReport,
     Transport,
     Verify,
-    WeightSource,
     synchronize,
 )
 from nemo_rl_lite.refit.layout import (
-    Bucket,
     CopyList,
     Named,
     ReceivedBucket,
@@ -44,7 +42,7 @@ from nemo_rl_lite.refit.layout import (
     new_buffers,
     view,
 )
-from nemo_rl_lite.refit.trace import ExchangePlan, Recipe, plan_exchange, source_ranks
+from nemo_rl_lite.refit.trace import Recipe, plan_exchange, source_ranks
 
 
 def assemble(
@@ -125,8 +123,13 @@ class BucketReshard:
             targets = [self._in_arena(begin, source) for source, (_, begin) in zip(sources, exchange.own, strict=True)]
             self._own[index] = CopyList(targets, sources)
         self._own[index].run()
-        if exchange.whole is None:
-            self._pending = self._start_exchange(exchange)
+        if exchange.gathered:
+            begin, size = exchange.sections[self._rank]
+            together, own = self._arena[: size * len(self._ranks)], self._arena[begin : begin + size]
+            self._pending = [dist.all_gather_into_tensor(together, own, group=self._group, async_op=True)]
+        elif exchange.whole is None:
+            sections = exchange.sections.items()
+            self._pending = [self._broadcast(self._arena[at : at + size], source) for source, (at, size) in sections]
         report.add("pack", clock)
 
     def fill(self, index: int, buffer: Tensor | None, report: RefitReport) -> None:
@@ -180,17 +183,6 @@ class BucketReshard:
         memory = self._arena[begin : begin + math.prod(like.shape) * like.element_size()]
         return memory.view(like.dtype).view(like.shape)
 
-    def _start_exchange(self, exchange: ExchangePlan) -> list[Any]:
-        """Start to exchange the sections."""
-        if not exchange.gathered:
-            return [
-                self._broadcast(self._arena[begin : begin + size], source)
-                for source, (begin, size) in exchange.sections.items()
-            ]
-        begin, size = exchange.sections[self._rank]
-        together, own = self._arena[: size * len(self._ranks)], self._arena[begin : begin + size]
-        return [dist.all_gather_into_tensor(together, own, group=self._group, async_op=True)]
-
     def _broadcast(self, memory: Tensor, source: int) -> Any:
         return dist.broadcast(memory, src=source, group=self._group, async_op=True)
 
@@ -201,60 +193,51 @@ class BucketReshard:
 
 
 @dataclass(frozen=True)
-class Wire:
-    """Passes buckets from producer to consumers: `start` starts to hand one over, `end` ends a refit, given the last
-    buffer.
+class BucketChannel:
+    """Passes the plan's buckets from producer to consumers, in order.
 
-    Both sides start the buckets in order, with `ahead` of them in flight, and finish each before they use its buffer
-    again. The consumer starts one when its buffer may be filled.
+    Buckets use `memory` (of `new_buffers`) round-robin. Each side finishes a bucket before it uses its buffer again; a
+    consumer starts one when its buffer may be filled. If `is_shared`, both sides have the same memory, and all ranks
+    meet once per bucket. Then the bucket is complete, and the one before it has been loaded.
     """
 
+    plan: RefitPlan
     group: RefitGroup
-    ahead: int
-    start: Callable[[Tensor, Bucket], PendingTransfer]
-    end: Callable[[Tensor], None]
-
-
-class BucketBuffers(Protocol):
-    """The producer's buffers, kept between connections. `memory`: of `new_buffers`."""
-
     memory: Tensor
+    is_shared: bool
 
-    def offer(self) -> WeightSource: ...
+    @property
+    def ahead(self) -> int:
+        """Return the number of buckets in flight."""
+        return 1 if self.is_shared else len(self.memory)
 
-    def wire(self, group: RefitGroup) -> Wire: ...
+    def buffer(self, index: int) -> Tensor:
+        """Return the memory of bucket `index`, uint8 [bucket.nbytes]."""
+        return buffer_of(self.plan, self.memory, index)
 
+    def start(self, index: int) -> PendingTransfer:
+        """Start to hand over bucket `index`."""
+        buffer, bucket = self.buffer(index), self.plan.buckets[index]
+        if not self.is_shared:
+            return self.group.start(buffer, f"{bucket.describe()}, {bucket.nbytes} bytes")
+        synchronize(buffer)
+        return self.group.start_barrier(bucket.describe())
 
-def bucket_transport(plan: RefitPlan, buffers: BucketBuffers, verify: Verify, export: Export) -> Transport:
-    """Return the transport of what is exported into the buffers."""
-
-    def sender(group: RefitGroup) -> BucketSender:
-        return BucketSender(plan, buffers.wire(group), buffers.memory, verify, export)
-
-    return Transport(buffers.offer, sender)
-
-
-class _Side:
-    def __init__(self, plan: RefitPlan, wire: Wire, buffers: Tensor, verify: Verify):
-        """`buffers` (of `new_buffers`) are used by the buckets round-robin."""
-        self._plan, self._wire, self._buffers, self._verify = plan, wire, buffers, verify
-
-    def _buffer(self, index: int) -> Tensor:
-        return buffer_of(self._plan, self._buffers, index)
-
-    def _start(self, index: int) -> PendingTransfer:
-        return self._wire.start(self._buffer(index), self._plan.buckets[index])
+    def end(self) -> None:
+        """End the refit."""
+        if self.is_shared:
+            synchronize(self.memory)
+            self.group.barrier("the end of the refit")
 
 
-class BucketSender(_Side):
+class BucketSender:
     """A `Sender` that fills buffers from an `Export` and hands them over one by one.
 
     Besides the export's stages it reports `pack` (checksums) and `transfer` (waiting for consumers).
     """
 
-    def __init__(self, plan: RefitPlan, wire: Wire, buffers: Tensor, verify: Verify, export: Export):
-        super().__init__(plan, wire, buffers, verify)
-        self._export = export
+    def __init__(self, channel: BucketChannel, verify: Verify, export: Export):
+        self._channel, self._verify, self._export = channel, verify, export
 
     def send(self) -> RefitReport:
         """See `Sender.send`."""
@@ -263,49 +246,54 @@ class BucketSender(_Side):
             return self._send()
         except RefitError:
             # Other ranks are still in the collectives of this refit.
-            self._export.finish(self._buffer)
+            self._export.finish(self._channel.buffer)
             raise
 
     def _send(self) -> RefitReport:
         report, checksums, transfers = RefitReport(), Checksums(self._verify), list[PendingTransfer]()
-        self._wire.group.announce(self._plan.digest)
-        for index in range(len(self._plan.buckets)):
+        channel = self._channel
+        channel.group.announce(channel.plan.digest)
+        for index in range(len(channel.plan.buckets)):
             self._export.begin(index, report)
             clock = time.perf_counter()
-            if index >= self._wire.ahead:
-                transfers[index - self._wire.ahead].finish()
+            if index >= channel.ahead:
+                transfers[index - channel.ahead].finish()
             report.add("transfer", clock)
-            self._export.fill(index, self._buffer(index), report)
+            self._export.fill(index, channel.buffer(index), report)
             clock = time.perf_counter()
-            checksums.add(self._buffer(index))
-            transfers.append(self._start(index))
+            checksums.add(channel.buffer(index))
+            transfers.append(channel.start(index))
             report.add("pack", clock)
         clock = time.perf_counter()
         for transfer in transfers:
             transfer.finish()
-        self._wire.end(self._buffer(len(self._plan.buckets) - 1))
+        channel.end()
         report.add("transfer", clock)
         report.checksums = checksums.values()
         return report
 
 
-class BucketReceiver(_Side):
+class BucketReceiver:
     """A `Receiver` that gives bucket after bucket to the loader."""
+
+    def __init__(self, channel: BucketChannel, verify: Verify):
+        self._channel, self._verify = channel, verify
 
     def receive(self, loader: Loader) -> RefitReport:
         """See `Receiver.receive`."""
-        report, checksums, buckets = RefitReport(), Checksums(self._verify), self._plan.buckets
-        self._wire.group.expect(self._plan.digest)
-        transfers = [self._start(index) for index in range(min(self._wire.ahead, len(buckets)))]
+        report, checksums, channel = RefitReport(), Checksums(self._verify), self._channel
+        buckets = channel.plan.buckets
+        channel.group.expect(channel.plan.digest)
+        transfers = [channel.start(index) for index in range(min(channel.ahead, len(buckets)))]
         for index, bucket in enumerate(buckets):
             clock = time.perf_counter()
             transfers[index].finish()
             report.add("transfer", clock)
-            checksums.add(self._buffer(index))
-            loader.fill(ReceivedBucket(index, bucket, self._buffer(index)))
+            checksums.add(channel.buffer(index))
+            loader.fill(ReceivedBucket(index, bucket, channel.buffer(index)))
             if len(transfers) < len(buckets):
-                transfers.append(self._start(len(transfers)))
-        self._wire.end(self._buffer(len(self._plan.buckets) - 1))
+                transfers.append(channel.start(len(transfers)))
+        channel.end()
         report.checksums = checksums.values()
         return report
 
@@ -358,19 +346,16 @@ class Stream:
 
 
 class BroadcastBuffers:
-    """Either side's buffers, for `count` buckets at a time."""
+    """The producer's buffers for `count` buckets at a time."""
+
+    is_shared = False
 
     def __init__(self, plan: RefitPlan, count: int, device: torch.device):
         self.memory = new_buffers(plan, count, device)
 
     def offer(self) -> "BroadcastOffer":
+        """Return the source of one connection."""
         return BroadcastOffer(len(self.memory))
-
-    def wire(self, group: RefitGroup) -> Wire:
-        def start(buffer: Tensor, bucket: Bucket) -> PendingTransfer:
-            return group.start(buffer, f"{bucket.describe()}, {bucket.nbytes} bytes")
-
-        return Wire(group, len(self.memory), start, end=lambda buffer: None)
 
 
 @dataclass(frozen=True)
@@ -383,23 +368,8 @@ class BroadcastOffer:
         return device
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:
-        buffers = BroadcastBuffers(plan, self.count, device)
-        return BucketReceiver(plan, buffers.wire(group), buffers.memory, verify)
-
-
-def barrier_wire(group: RefitGroup) -> Wire:
-    """Return a wire on which all ranks meet once per bucket. Then the bucket is complete, and the one before it has
-    been loaded, so that its half may be filled next."""
-
-    def start(buffer: Tensor, bucket: Bucket) -> PendingTransfer:
-        synchronize(buffer)
-        return group.start_barrier(bucket.describe())
-
-    def end(buffer: Tensor) -> None:
-        synchronize(buffer)
-        group.barrier("the end of the refit")
-
-    return Wire(group, 1, start, end)
+        memory = new_buffers(plan, self.count, device)
+        return BucketReceiver(BucketChannel(plan, group, memory, is_shared=False), verify)
 
 
 @dataclass(frozen=True)
@@ -426,12 +396,14 @@ class SharedOffer:
         return torch.device("cpu")
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:
-        return BucketReceiver(plan, barrier_wire(group), self.open(), verify)
+        return BucketReceiver(BucketChannel(plan, group, self.open(), is_shared=True), verify)
 
 
 class SharedBuffer:
     """The producer's buffer for the plan's largest bucket, twice if the plan has several: while consumers load one
     half, the producer fills the other."""
+
+    is_shared = True
 
     def __init__(self, plan: RefitPlan, device: torch.device):
         """Raises RefitError: the machine does not have the memory."""
@@ -452,10 +424,20 @@ class SharedBuffer:
         self._file = f"/proc/{os.getpid()}/fd/{file}"
         self.memory = SharedOffer(None, self._file, halves, half_bytes).open()
 
-    def wire(self, group: RefitGroup) -> Wire:
-        return barrier_wire(group)
-
     def offer(self) -> SharedOffer:
         """Return the source of one connection, each of which needs its own CUDA handle."""
         cuda = share_cuda_tensor(self.memory) if self._file is None else None
         return SharedOffer(cuda, self._file, *self.memory.shape)
+
+
+BucketBuffers = BroadcastBuffers | SharedBuffer
+"""The producer's buffers, kept between connections."""
+
+
+def bucket_transport(plan: RefitPlan, buffers: BucketBuffers, verify: Verify, export: Export) -> Transport:
+    """Return the transport of what is exported into the buffers."""
+
+    def sender(group: RefitGroup) -> BucketSender:
+        return BucketSender(BucketChannel(plan, group, buffers.memory, buffers.is_shared), verify, export)
+
+    return Transport(buffers.offer, sender)

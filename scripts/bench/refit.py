@@ -195,8 +195,8 @@ def _of(module: ModuleType, *names: str) -> Any:
 
 def side_of(side: Any) -> tuple[Any, Any]:
     """The group of a sender or a receiver, and its buffers, if it has any."""
-    wire = getattr(side, "_wire", None)
-    return (side._group, None) if wire is None else (wire.group, side._buffers)
+    channel = getattr(side, "_channel", None)
+    return (side._group, None) if channel is None else (channel.group, channel.memory)
 
 
 def synchronize() -> None:

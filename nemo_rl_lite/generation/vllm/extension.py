@@ -203,23 +203,20 @@ class RefitExtension:
         model = self.model_runner.get_model()
         if self._slot is not None:
             self._slot.take()
-            loader, wanted = self._destinations, self._slot.wanted
-            report = self._receiver.receive(loader)
+            wanted = self._slot.wanted
+            report, loaded = self._receiver.receive(self._destinations), self._destinations.filled
             self._slot.scale()
         elif self.device.type == "cpu" or self._quantizes:
-            # vLLM keeps a layer's tensors until it has all of them.
-            loader = EngineLoader(self._load_layerwise, keep=True)
-            report, wanted = self._receive_layerwise(model, loader)
+            report, wanted, loaded = self._receive_layerwise(model)
         else:
-            loader, wanted = self._destinations, {name for name, _ in model.named_parameters()}
-            report = self._receiver.receive(loader)
+            wanted = {name for name, _ in model.named_parameters()}
+            report, loaded = self._receiver.receive(self._destinations), self._destinations.filled
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
             if self._is_first_refit:
                 # The policy or the cache may want the memory that the first refit took for trials.
                 torch.cuda.empty_cache()
                 self._is_first_refit = False
-        loaded = loader.filled
         stale = sorted(wanted - loaded) if loaded is not None else []
         if stale:
             raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
@@ -240,14 +237,10 @@ class RefitExtension:
             "kv_cache": sum(tensor.size for tensor in cache),
         }
 
-    def _load_layerwise(self, named: Sequence[Named]) -> set[str] | None:
-        with self._as_at_the_start():
-            return self.model_runner.get_model().load_weights(named)
-
-    def _receive_layerwise(self, model: Any, loader: EngineLoader) -> tuple[RefitReport, set[str]]:
+    def _receive_layerwise(self, model: Any) -> tuple[RefitReport, set[str], set[str] | None]:
         """Receive within vLLM's layerwise reload: it packs or quantises each complete layer as at the start, and
         copies the result to the memory that it computes with. Also return the names that must be loaded, because
-        vLLM restores the old values of weights that did not arrive."""
+        vLLM restores the old values of weights that did not arrive, and the loaded names."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         # Each matrix once: the reload makes two of one that the embedding and the last layer share.
@@ -256,6 +249,13 @@ class RefitExtension:
             initialize_layerwise_reload(model)
         # Without what vLLM derives, such as scales.
         wanted = {name for name, _ in model.named_parameters() if name in own}
+
+        def load(named: Sequence[Named]) -> set[str] | None:
+            with self._as_at_the_start():
+                return model.load_weights(named)
+
+        # vLLM keeps a layer's tensors until it has all of them.
+        loader = EngineLoader(load, keep=True)
         report = self._receiver.receive(loader)
         with self._as_at_the_start():
             finalize_layerwise_reload(model, self.model_runner.model_config)
@@ -265,7 +265,7 @@ class RefitExtension:
             torch.cuda.current_stream().synchronize()
             # The policy may want the memory of the layers that were being reloaded.
             torch.cuda.empty_cache()
-        return report, wanted
+        return report, wanted, loader.filled
 
     @contextmanager
     def _as_at_the_start(self) -> Iterator[None]:

@@ -11,8 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,6 @@ EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
 # refits bring adapters alone.
 KEEPS_NOTHING, KEEPS_WEIGHTS = 2, 1
 GIB = 2**30
-
-# Options of vLLM that decide the sizes of its graphs.
-_DECIDE_GRAPHS = ("performance_mode", "speculative_config")
 
 # The number of the request of `sample_now`; those of `submit` begin with 0.
 _NOW = -1
@@ -128,44 +124,63 @@ class VLLMEngine:
             enable_return_routed_experts=policy.router_replay.enabled,
             **own,
         )
-        with timed_parts():
+        with StartTimer():
             # Stepped in this thread: an engine core in a process of its own is slower.
             self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if policy.router_replay.enabled and not on_gpu:
             self._engine.apply_model(record_cpu_experts)
         self._version = 0
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
-        adapter = None if self._lora is None else extension.adapter_request()
-        self._samples, self._decoded = Samples(self._engine, adapter), Decoded()
+        self._adapter = None if self._lora is None else extension.adapter_request()
+        self._unfinished: dict[str, UnfinishedResponse] = {}
+        self._finished: dict[int, Completion] = {}
+        self._decoded = Decoded()
         # Every later garbage collection would walk through hundreds of thousands of long-lived objects.
         gc.freeze()
 
     def submit(self, requests: Mapping[int, Request]) -> None:
         """See `Engine.submit`. Raises RefitError: the engine's weights are not those of one policy."""
+        from vllm.inputs import TokensPrompt
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
         self._weights.require()
+        engine, tasks = self._engine, self._engine.get_supported_tasks()
         for number, request in requests.items():
-            self._samples.add(number, request, self._version)
+            # The salt separates the prefix caches of different weights.
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(self._version))
+            core_request = engine.input_processor.process_inputs(
+                str(number), prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
+            )
+            detokenizer = None
+            if request.sampling.stop_strings:
+                detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), core_request)
+            self._unfinished[str(number)] = UnfinishedResponse(len(request.prompt), detokenizer)
+            engine.engine_core.add_request(core_request)
 
     def poll(self, seconds: float) -> dict[int, Completion]:
         """See `Engine.poll`."""
         ends = time.perf_counter() + seconds
-        while self._samples.unfinished and time.perf_counter() < ends:
-            self._samples.step(self._version)
-        self._decoded += self._samples.take_decoded()
-        return self._samples.take()
+        while self._unfinished and time.perf_counter() < ends:
+            self._step()
+        finished, self._finished = self._finished, {}
+        return finished
 
     def abort(self, numbers: Sequence[int]) -> None:
         """See `Engine.abort`."""
-        self._samples.abort(numbers)
+        names = [str(number) for number in numbers]
+        self._engine.engine_core.abort_requests(names)
+        for name in names:
+            self._unfinished.pop(name, None)
 
     def sample_now(self, request: Request) -> Completion:
         """See `Engine.sample_now`. The other requests continue meanwhile."""
+        decoded = self._decoded
         self.submit({_NOW: request})
-        while (completion := self._samples.take_one(_NOW)) is None:
-            self._samples.step(self._version)
-        # Nothing here is work for the requests that were submitted, or little.
-        self._samples.take_decoded()
-        return completion
+        while _NOW not in self._finished:
+            self._step()
+        # Little or nothing here is work for the requests that were submitted.
+        self._decoded = decoded
+        return self._finished.pop(_NOW)
 
     def take_decoded(self) -> Decoded:
         """See `Engine.take_decoded`."""
@@ -192,10 +207,20 @@ class VLLMEngine:
         self._wake("kv_cache", "kv_cache")
 
     def _wake(self, tag: str, part: str) -> None:
-        if self._sleeps and self._engine.is_sleeping():
-            held = self.memory()
-            with short_of_memory(tag.replace("_", " "), held[part], held["device"]):
-                self._engine.wake_up(tags=[tag])
+        if not self._sleeps or not self._engine.is_sleeping():
+            return
+        held = self.memory()
+        try:
+            self._engine.wake_up(tags=[tag])
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            # vLLM's own error names a line of C++.
+            raise RuntimeError(
+                f"no room for the {held[part] / GIB:.1f} GiB of the engine's {tag.replace('_', ' ')}: "
+                f"{held['device'] / GIB:.1f} GiB of its fullest GPU were in use; set a smaller "
+                "generation.vllm_cfg.gpu_memory_utilization, or offload=pinned if it is not set"
+            ) from error
 
     def join_refit(self, sources: Sequence[Source]) -> None:
         scaling = None if self._lora is None else self._lora.alpha / self._lora.dim
@@ -207,23 +232,53 @@ class VLLMEngine:
 
     def receive_weights(self, version: int) -> list[RefitReport]:
         started = time.perf_counter()
-        if self._samples.unfinished:
-            self._samples.end_step(self._version)
+        if self._unfinished:
+            # Asynchronous scheduling may have begun a step.
+            finish_begun_steps(self._engine, self._step)
+            for response in self._unfinished.values():
+                response.note_version(self._version)
         self._version = version
         with self._weights.replacing():
             reports: list[RefitReport] = self._engine.collective_rpc("refit_receive")
             # Without this, vLLM keeps the caches of unfinished requests, which it cannot reset.
             was_reset = self._engine.reset_prefix_cache(reset_running_requests=self._recomputes)
-            if not was_reset and not self._samples.unfinished:
+            if not was_reset and not self._unfinished:
                 raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
         for report in reports:
             report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
         return reports
 
+    def _step(self) -> None:
+        """Sample a token of each running request, or several if drafts are accepted."""
+        stopped, cached, given = [], 0, self._engine.engine_core.get_output()
+        for output in given.outputs:
+            response = self._unfinished.get(output.request_id)
+            # A step that began before a request ended or was aborted samples one more token for it.
+            if response is None:
+                continue
+            if response.tokens:
+                cached += response.prompt + len(response.tokens)
+            if output.routed_experts is not None:
+                response.routed_experts.append(output.routed_experts)
+            reason = None if output.finish_reason is None else str(output.finish_reason)
+            if response.add(output.new_token_ids, _logprobs(output.new_logprobs), reason == "stop"):
+                if reason is None:
+                    stopped.append(output.request_id)
+                reason = "stop"
+            if reason is not None:
+                del self._unfinished[output.request_id]
+                self._finished[int(output.request_id)] = response.completion(reason, self._version)
+        self._engine.engine_core.abort_requests(stopped)
+        statistics = None if given.scheduler_stats is None else given.scheduler_stats.spec_decoding_stats
+        drafts = Drafts()
+        if statistics is not None:
+            drafts = Drafts(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens)
+        # The first call of asynchronous scheduling returns no outputs.
+        self._decoded += Decoded(int(bool(given.outputs)), cached, drafts)
 
-class _Sample:
-    """One unfinished response: its tokens, their logprobs, and the weights' versions of those tokens that a refit
-    has seen."""
+
+class UnfinishedResponse:
+    """One response's tokens so far, their logprobs, and the weights' versions of the tokens before the last refit."""
 
     def __init__(self, prompt: int, detokenizer: Any):
         # Tokens of the prompt.
@@ -258,107 +313,17 @@ class _Sample:
         if len(self.logprobs) != len(self.tokens):
             raise RuntimeError(f"vLLM gave {len(self.logprobs)} logprobs for {len(self.tokens)} tokens")
         self.note_version(version)
+        experts = None
+        if self.routed_experts:
+            # Tokens after a stop string are dropped, and no step has seen the last token.
+            experts = np.concatenate(self.routed_experts)[: self.prompt + len(self.tokens) - 1]
+            if not experts.any():
+                raise EngineError(
+                    "vLLM chose experts inside of a kernel that does not record them: set "
+                    "+generation.vllm_kwargs.moe_backend=triton, or policy.router_replay.enabled=false"
+                )
         reason = "stop" if finish_reason == "stop" else "length"
-        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions, self._experts())
-
-    def _experts(self) -> np.ndarray | None:
-        if not self.routed_experts:
-            return None
-        # Tokens after a stop string are dropped, and no step has seen the last token.
-        seen = np.concatenate(self.routed_experts)[: self.prompt + len(self.tokens) - 1]
-        if not seen.any():
-            raise EngineError(
-                "vLLM chose experts inside of a kernel that does not record them: set "
-                "+generation.vllm_kwargs.moe_backend=triton, or policy.router_replay.enabled=false"
-            )
-        return seen
-
-
-class Samples:
-    """The unfinished requests of an engine core in this process, and the finished responses."""
-
-    def __init__(self, engine: Any, adapter: Any = None):
-        """`engine`: vLLM's `LLMEngine`, whose core is in this process. `adapter`: vLLM's `LoRARequest` of all
-        requests, if any."""
-        self._engine, self._adapter = engine, adapter
-        self._unfinished: dict[str, _Sample] = {}
-        self._finished: dict[int, Completion] = {}
-        self._decoded = Decoded()
-
-    @property
-    def unfinished(self) -> bool:
-        return bool(self._unfinished)
-
-    def add(self, number: int, request: Request, version: int) -> None:
-        """Add a request. `version` separates the prefix caches of different weights."""
-        from vllm.inputs import TokensPrompt
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-        engine, name = self._engine, str(number)
-        prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(version))
-        tasks = engine.get_supported_tasks()
-        core_request = engine.input_processor.process_inputs(
-            name, prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
-        )
-        detokenizer = None
-        if request.sampling.stop_strings:
-            detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), core_request)
-        self._unfinished[name] = _Sample(len(request.prompt), detokenizer)
-        engine.engine_core.add_request(core_request)
-
-    def step(self, version: int) -> None:
-        """Sample a token of each running request, or several if drafts are accepted, with weights of `version`."""
-        stopped, cached, given = [], 0, self._engine.engine_core.get_output()
-        for output in given.outputs:
-            sample = self._unfinished.get(output.request_id)
-            # A step that began before a request ended or was aborted samples one more token for it.
-            if sample is None:
-                continue
-            if sample.tokens:
-                cached += sample.prompt + len(sample.tokens)
-            if output.routed_experts is not None:
-                sample.routed_experts.append(output.routed_experts)
-            reason = None if output.finish_reason is None else str(output.finish_reason)
-            if sample.add(output.new_token_ids, _logprobs(output.new_logprobs), reason == "stop"):
-                if reason is None:
-                    stopped.append(output.request_id)
-                reason = "stop"
-            if reason is not None:
-                del self._unfinished[output.request_id]
-                self._finished[int(output.request_id)] = sample.completion(reason, version)
-        self._engine.engine_core.abort_requests(stopped)
-        statistics = None if given.scheduler_stats is None else given.scheduler_stats.spec_decoding_stats
-        drafts = Drafts()
-        if statistics is not None:
-            drafts = Drafts(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens)
-        # The first call of asynchronous scheduling returns no outputs.
-        self._decoded += Decoded(int(bool(given.outputs)), cached, drafts)
-
-    def end_step(self, version: int) -> None:
-        """Wait for the step that asynchronous scheduling has begun, and note what `version` sampled."""
-        finish_begun_steps(self._engine, lambda: self.step(version))
-        for sample in self._unfinished.values():
-            sample.note_version(version)
-
-    def abort(self, numbers: Iterable[int]) -> None:
-        names = [str(number) for number in numbers]
-        self._engine.engine_core.abort_requests(names)
-        for name in names:
-            self._unfinished.pop(name, None)
-
-    def take_decoded(self) -> Decoded:
-        """Return what the steps since the last call have done."""
-        taken, self._decoded = self._decoded, Decoded()
-        return taken
-
-    def take(self) -> dict[int, Completion]:
-        """Return the responses that have ended since the last call."""
-        finished, self._finished = self._finished, {}
-        return finished
-
-    def take_one(self, number: int) -> Completion | None:
-        """Return the response to this request if it has ended, else None."""
-        return self._finished.pop(number, None)
+        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions, experts)
 
 
 def _logprobs(given: Any) -> list[float]:
@@ -405,64 +370,40 @@ def _configured(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **made}
 
 
-@contextmanager
-def short_of_memory(part: str, needed: int, in_use: int) -> Iterator[None]:
-    """Explain how to make room when a sleeping engine cannot take the `needed` bytes again, next to those `in_use`
-    on its GPU. vLLM's own error names a line of C++."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "out of memory" not in str(error):
-            raise
-        raise RuntimeError(
-            f"no room for the {needed / GIB:.1f} GiB of the engine's {part}: {in_use / GIB:.1f} GiB of its fullest GPU "
-            "were in use; set a smaller generation.vllm_cfg.gpu_memory_utilization, or offload=pinned if it is not set"
-        ) from error
-
-
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes for which an engine captures CUDA graphs; a batch is padded to the next one. vLLM's own
-    list has every eighth number up to 256. Decoding reads the weights and the cache, so padding costs little, and
-    each graph costs time at start."""
-    steps = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, 512, 64), *range(512, max_num_seqs, 128)]
-    return [size for size in steps if size < max_num_seqs] + [max_num_seqs]
-
-
 def with_graph_sizes(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
-    """Return an engine's options with `graph_sizes`, unless they already decide which graphs are captured."""
+    """Return an engine's options with the batch sizes for which it captures CUDA graphs, unless they already decide
+    that.
+
+    A batch is padded to the next size. vLLM's own list has every eighth number up to 256. Decoding reads the weights
+    and the cache, so padding costs little, and each graph costs time at start.
+    """
     compilation = options.get("compilation_config") or {}
     decides = not isinstance(compilation, Mapping) or any("cudagraph_capture_size" in name for name in compilation)
-    if decides or any(name in options for name in _DECIDE_GRAPHS):
+    if decides or "performance_mode" in options or "speculative_config" in options:
         return dict(options)
-    sizes = {"cudagraph_capture_sizes": graph_sizes(max_num_seqs)}
-    return {**options, "compilation_config": {**compilation, **sizes}}
+    steps = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, 512, 64), *range(512, max_num_seqs, 128)]
+    sizes = [size for size in steps if size < max_num_seqs] + [max_num_seqs]
+    return {**options, "compilation_config": {**compilation, "cudagraph_capture_sizes": sizes}}
 
 
-@contextmanager
-def timed_parts() -> Iterator[None]:
-    """Time in `SETUP` the parts of an engine's start in this process, which vLLM's log messages end."""
-    parts, logger = _Parts(), logging.getLogger("vllm")
-    logger.addHandler(parts)
-    try:
-        yield
-    finally:
-        logger.removeHandler(parts)
-        parts.end("warm_up")
+class StartTimer(logging.Handler):
+    """Times in `SETUP` the parts of an engine's start in this process, in a `with` block. vLLM's log messages in
+    `PARTS` end them."""
 
-
-class _Parts(logging.Handler):
-    """Ends a part of the start at each of the messages of `PARTS`."""
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __enter__(self) -> None:
         self._began = time.perf_counter()
+        logging.getLogger("vllm").addHandler(self)
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("vllm").removeHandler(self)
+        self._end("warm_up")
 
     def emit(self, record: logging.LogRecord) -> None:
         part = next((part for text, part in PARTS.items() if str(record.msg).startswith(text)), None)
         if part is not None:
-            self.end(part)
+            self._end(part)
 
-    def end(self, part: str) -> None:
+    def _end(self, part: str) -> None:
         now = time.perf_counter()
         SETUP.add(part, now - self._began)
         self._began = now

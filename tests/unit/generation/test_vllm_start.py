@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from nemo_rl_lite.generation.vllm.worker import graph_sizes, timed_parts, with_graph_sizes
+from nemo_rl_lite.generation.vllm.worker import StartTimer, with_graph_sizes
 from nemo_rl_lite.observability.timer import SETUP
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 64, 100, 256, 300, 512, 600, 1024])
 def test_graphs_reach_the_most_sequences_and_pad_little(most):
-    sizes = graph_sizes(most)
+    sizes = with_graph_sizes({}, most)["compilation_config"]["cudagraph_capture_sizes"]
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] == most
@@ -40,7 +40,7 @@ def test_the_parts_of_a_start_end_where_vllm_says_so():
     logger = logging.getLogger("vllm.v1.worker")
     level, logger.level = logger.level, logging.INFO
     try:
-        with timed_parts():
+        with StartTimer():
             logger.info("Model loading took %s GiB memory and %.6f seconds", "0.1", 1.0)
             logger.info("something else")
             logger.info("Graph capturing finished in %.0f secs, took %.2f GiB", 2.0, 0.1)

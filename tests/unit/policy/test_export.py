@@ -11,7 +11,7 @@ import torch.distributed as dist
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.policy import export as producer_module
 from nemo_rl_lite.policy.export import Producer, export_weights, plan_refit
-from nemo_rl_lite.refit.buckets import BroadcastBuffers, BucketSender
+from nemo_rl_lite.refit.buckets import BucketSender
 from nemo_rl_lite.refit.layout import same_bytes, view
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -52,23 +52,23 @@ class Bridge:
         yield from self._convert(norm)
 
 
-class Wire:
-    """To nobody."""
+class Group:
+    """A `RefitGroup` of the producer alone."""
 
-    def __init__(self):
-        self.group = SimpleNamespace(announce=lambda digest: None)
-        self.ahead, self.fails_at = 1, None
+    def __init__(self, plan):
+        self._plan, self.fails_at = plan, None
         self.buckets, self.weights = 0, {}
 
-    def start(self, buffer, bucket):
+    def announce(self, digest):
+        pass
+
+    def start(self, buffer, what):
         if self.buckets == self.fails_at:
             raise RefitError("a consumer is gone")
+        bucket = self._plan.buckets[self.buckets]
         self.buckets += 1
         self.weights |= {slot.name: view(buffer.clone(), slot) for slot in bucket.slots}
         return SimpleNamespace(finish=lambda: None)
-
-    def end(self, buffer):
-        pass
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Connected:
     bridge: Bridge
     model: SimpleNamespace
     producer: Producer
-    wire: Wire
+    group: Group
     sender: BucketSender
 
     @property
@@ -86,12 +86,12 @@ class Connected:
         return type(self.producer.export).__name__
 
     def send(self, fails_at=None):
-        self.wire.buckets, self.wire.weights, self.wire.fails_at = 0, {}, fails_at
+        self.group.buckets, self.group.weights, self.group.fails_at = 0, {}, fails_at
         return self.sender.send()
 
     def check(self):
         """That what was sent is what the bridge exports now."""
-        sent, exported = self.wire.weights, dict(export_weights(self.model))
+        sent, exported = self.group.weights, dict(export_weights(self.model))
         assert sent.keys() == exported.keys()
         assert all(same_bytes(sent[name], tensor) for name, tensor in exported.items())
 
@@ -109,14 +109,14 @@ def model_of(bridge: Bridge, is_whole: bool = True) -> SimpleNamespace:
 
 
 def made(convert, bucket_bytes=300, is_whole=True) -> Connected:
-    bridge, wire = Bridge(convert), Wire()
+    bridge = Bridge(convert)
     model = model_of(bridge, is_whole)
     config = compose_config([f"refit.bucket_bytes={bucket_bytes}"]).refit
     producer = plan_refit(model, config, shared_device=False, consumers=1)
+    group = Group(producer.plan)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(producer_module.refit_group, "join", lambda *arguments: None)
-        patch.setattr(BroadcastBuffers, "wire", lambda self, group: wire)
-        return Connected(bridge, model, producer, wire, producer.open("127.0.0.1").join())
+        patch.setattr(producer_module.refit_group, "join", lambda *arguments: group)
+        return Connected(bridge, model, producer, group, producer.open("127.0.0.1").join())
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])

@@ -43,14 +43,14 @@ def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 60
     size, all_done = len(rank_functions), _FORKS.Event()
     all_started = _FORKS.Barrier(size)
     pipes = [_FORKS.Pipe(duplex=False) for _ in rank_functions]
-    barrier_wire = [Rendezvous("127.0.0.1", store.port, rank, size) for rank in range(size)]
+    places = [Rendezvous("127.0.0.1", store.port, rank, size) for rank in range(size)]
     processes = [
         _FORKS.Process(
             target=_rank_main,
             args=(_pickled(function), meeting, timeout_s, sending, all_started, all_done),
             daemon=True,
         )
-        for function, meeting, (_, sending) in zip(rank_functions, barrier_wire, pipes, strict=True)
+        for function, meeting, (_, sending) in zip(rank_functions, places, pipes, strict=True)
     ]
     try:
         for process in processes:

@@ -10,10 +10,10 @@ from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.buckets import (
     BroadcastBuffers,
     BroadcastOffer,
+    BucketChannel,
     BucketSender,
     SharedBuffer,
     Stream,
-    barrier_wire,
     bucket_transport,
 )
 from nemo_rl_lite.refit.group import RefitGroup
@@ -81,7 +81,7 @@ class ThroughSharedBuffer(Broadcast):
         self._offer = self._buffers.offer()
 
     def sender(self, group: RefitGroup, export: Stream):
-        return BucketSender(self._plan, barrier_wire(group), self._offer.open(), "full", export)
+        return BucketSender(BucketChannel(self._plan, group, self._offer.open(), is_shared=True), "full", export)
 
     def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
         return self._offer.receiver(plan or self._plan, group, CPU, "full")

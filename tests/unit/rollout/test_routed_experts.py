@@ -1,7 +1,5 @@
 """The experts that engines chose, from a vLLM step to a padded batch."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ import torch
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.generation.vllm.worker import Samples, _Sample
+from nemo_rl_lite.generation.vllm.worker import UnfinishedResponse
 from nemo_rl_lite.losses.batch import NO_EXPERT, Batch, TokenRows
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 
@@ -57,25 +55,11 @@ def test_where_engines_do_not_tell_rows_have_no_such_field():
 
 def completion(told: list[np.ndarray], tokens: list[int]) -> Completion:
     """The response to a prompt of three tokens, when each step of vLLM gives a token, and tells some experts."""
-    given = [
-        SimpleNamespace(
-            request_id="0",
-            new_token_ids=[token],
-            new_logprobs=[-1.0],
-            finish_reason="length" if token == tokens[-1] else None,
-            routed_experts=own,
-        )
-        for token, own in zip(tokens, told, strict=True)
-    ]
-    core = SimpleNamespace(
-        get_output=lambda: SimpleNamespace(outputs=[given.pop(0)], scheduler_stats=None),
-        abort_requests=lambda names: None,
-    )
-    samples = Samples(SimpleNamespace(engine_core=core))
-    samples._unfinished["0"] = _Sample(3, None)
-    while samples.unfinished:
-        samples.step(0)
-    return samples.take()[0]
+    response = UnfinishedResponse(3, None)
+    for token, own in zip(tokens, told, strict=True):
+        response.routed_experts.append(own)
+        response.add([token], [-1.0], ended=False)
+    return response.completion("length", 0)
 
 
 def test_the_experts_of_prompt_and_steps_are_joined():
