@@ -117,7 +117,7 @@ def midway(name: str, recomputes: bool) -> list[Completion]:
     asked = requests(replace(sampling, temperature=1.0, stop_token_ids=(), max_new_tokens=16))
     engine.submit(asked)
     for _ in range(5):
-        engine._samples.step(engine._version)
+        engine._step()
     refit(name, 3)
     # What is sampled for somebody else changes nothing.
     alone = engine.sample_now(replace(asked[0], seed=5))
