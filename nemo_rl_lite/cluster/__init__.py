@@ -1,4 +1,4 @@
-"""Before anything here imports Ray: a call to Ray after the end of a run must not start Ray again."""
+"""Settings for Ray, made before it is imported: a call to Ray after a run's end must not start it again."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The only Ray actor: it hosts an instance of any plain class, named by its dotted path, and calls its methods."""
+"""Ray actor that hosts an instance of any plain class, named by its dotted path, and calls its methods."""
 
 import importlib
 import os
@@ -54,11 +54,11 @@ class WorkerActor:
         self._worker: Any = None
 
     def free_port(self) -> tuple[str, int]:
-        """The address of this process' node, and a free port there."""
+        """Return the address of this process' node, and a free port there."""
         return ray.util.get_node_ip_address(), free_port()
 
     def gpus(self) -> list[str]:
-        """The GPUs that Ray has given this process, in the form of CUDA_VISIBLE_DEVICES."""
+        """Return the GPUs that Ray has given this process, in the form of CUDA_VISIBLE_DEVICES."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def load(self, class_path: str, environment: dict[str, str]) -> None:
@@ -96,7 +96,7 @@ class WorkerActor:
         profiling.end(Path(file))
 
     def peak_memory(self) -> int:
-        """This process' highest resident memory so far, in bytes."""
+        """Return this process' highest resident memory so far, in bytes."""
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

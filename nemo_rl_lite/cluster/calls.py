@@ -1,4 +1,4 @@
-"""Waits for concurrent calls of workers, and fails soon after one fails."""
+"""Wait for concurrent calls of workers, and fail soon after one fails."""
 
 import asyncio
 import re

@@ -27,7 +27,7 @@ _FRAMES = 24
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The state of a worker's process at one time. Times are seconds since the epoch."""
+    """State of a worker's process at one time. Times are seconds since the epoch."""
 
     worker: str
     phase: str
@@ -42,16 +42,16 @@ class Heartbeat:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it is in a collective operation."""
+        """Return whether it is in a collective operation."""
         return any("torch/distributed/" in frame for frame in self.stack[-4:])
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """The current optimizer step and micro-batch."""
+        """Return the current optimizer step and micro-batch."""
         return tuple(self.counts.get(name, 0) for name in ("optimizer_step", "micro_batch"))
 
     def is_silent(self, now: float) -> bool:
-        """Whether all threads of the process hang."""
+        """Return whether all threads of the process hang."""
         return now - self.at > SILENT_S
 
     def describe(self, now: float) -> str:
@@ -83,7 +83,10 @@ class HeartbeatThread:
 
     def _write_all(self) -> None:
         while True:
-            counts, stack, usage = latest_progress(), _main_stack(), self._system.usage
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            frames = traceback.extract_stack(frame)[-_FRAMES:] if frame else []
+            stack = tuple(f"{one.filename}:{one.lineno} {one.name}" for one in frames)
+            counts, usage = latest_progress(), self._system.usage
             heartbeat = Heartbeat(self._worker, self._phase, self._since, time.time(), counts, stack, self._node, usage)
             try:
                 kv_put(_key(self._worker), json.dumps(asdict(heartbeat)).encode(), overwrite=True)
@@ -93,7 +96,7 @@ class HeartbeatThread:
 
 
 def last_heartbeats(workers: Sequence[str]) -> list[Heartbeat]:
-    """The last heartbeat of each worker that has written one."""
+    """Return the last heartbeat of each worker that has written one."""
     found = []
     for worker in workers:
         if (value := kv_get(_key(worker))) is not None:
@@ -113,8 +116,8 @@ class SystemUsage:
         self._nodes: list[str] = []
 
     def take(self) -> dict[str, float]:
-        """Means since the last call, or the previous means without a new sample: `node.0.cpu_util`,
-        `node.0.gpu.3.mem_gb` and so on (see `System.sample`)."""
+        """Return means since the last call, or the previous means without a new sample: `node.0.cpu_util`,
+        `node.0.gpu.3.mem_gb` and so on (see `observability/system.py`)."""
         values: dict[str, list[float]] = {}
         for one in last_heartbeats(self._workers):
             if one.node not in self._nodes:
@@ -141,8 +144,11 @@ def hang(workers: Sequence[str], phase: str, cause: str) -> WorkerError:
 
 
 def stragglers(heartbeats: Sequence[Heartbeat], now: float) -> list[str]:
-    """The workers that the others seem to wait for: silent ones, or else those with the least progress; among equals,
-    those outside torch's collectives. On GPUs ranks mostly wait where they read a result, so all equals are named."""
+    """Return the workers that the others seem to wait for: silent ones, or else those with the least progress.
+
+    Among equals, those outside torch's collectives are named. On GPUs ranks mostly wait where they read a result, so
+    all equals are named there.
+    """
     silent = [one for one in heartbeats if one.is_silent(now)]
     # Engines count nothing, so their progress cannot be compared.
     comparable = all(one.counts for one in heartbeats)
@@ -150,12 +156,6 @@ def stragglers(heartbeats: Sequence[Heartbeat], now: float) -> list[str]:
     behind = [one for one in heartbeats if one.progress == least] if comparable else list(heartbeats)
     busy = [one for one in behind if not one.waits_for_others]
     return [one.worker for one in silent or busy or behind]
-
-
-def _main_stack() -> tuple[str, ...]:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = traceback.extract_stack(frame)[-_FRAMES:] if frame else []
-    return tuple(f"{one.filename}:{one.lineno} {one.name}" for one in frames)
 
 
 def _key(worker: str) -> bytes:

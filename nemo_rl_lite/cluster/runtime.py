@@ -1,4 +1,4 @@
-"""Starts Ray with the run, places its workers, and stops Ray however the run ends.
+"""Start Ray with the run, place its workers, and stop Ray however the run ends.
 
 Each GPU is one Ray bundle, which the policy and an engine may share.
 """
@@ -75,10 +75,15 @@ def place(config: Config, engines: int, teacher: bool = False) -> Placement:
     shared = config.generation.colocated.enabled and engines > 0
     # Ray counts GPUs in steps of 0.0001.
     share = int(10_000 / (1 + shared + teacher)) / 10_000
-    slots = [_slot(group, bundle, share) for bundle in bundles]
+
+    def slots(bundles: list[int], share: float) -> list[Slot]:
+        on_bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=one) for one in bundles]
+        return [{"num_gpus": share, "scheduling_strategy": one} for one in on_bundles]
+
+    policy = slots(bundles[:ranks], share)
     count = generation_gpus(config) if engines else 0
-    others = slots[:count] if shared else [_slot(group, bundle, 1.0) for bundle in bundles[ranks : ranks + count]]
-    return Placement(slots[:ranks], slots[:ranks] if teacher else [], others)
+    others = slots(bundles[:count], share) if shared else slots(bundles[ranks : ranks + count], 1.0)
+    return Placement(policy, policy if teacher else [], others)
 
 
 def _on_cpus(ranks: int, nodes: int, limit_s: float) -> list[Slot]:
@@ -127,11 +132,6 @@ def check_nodes(nodes: list[str], gpus_per_node: int) -> None:
         spread = " + ".join(str(count) for count in counts.values())
         cause = f"cluster.gpus_per_node = {gpus_per_node}, but the free GPUs lie {spread} on the nodes"
         raise WorkerError("placement", "start", cause)
-
-
-def _slot(group: PlacementGroup, bundle: int, share: float) -> Slot:
-    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-    return {"num_gpus": share, "scheduling_strategy": strategy}
 
 
 @contextmanager
@@ -201,5 +201,5 @@ def _init() -> None:
 
 
 def available_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

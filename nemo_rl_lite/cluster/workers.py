@@ -41,12 +41,12 @@ class WorkerGroup:
 
     @property
     def hosts(self) -> list[Any]:
-        """The worker of each place: the process in its first slot."""
+        """Return the worker of each place: the process in its first slot."""
         return [place[0] for place in self.places]
 
     @property
     def processes(self) -> list[str]:
-        """The names of all processes, as in their heartbeats."""
+        """Return the names of all processes, as in their heartbeats."""
         return [
             _name(self.name, rank, index)
             for rank, place in zip(self._ranks, self.places, strict=True)
@@ -99,7 +99,7 @@ class WorkerGroup:
         return self._as_call("start", [host.start.remote(own) for host, own in pairs])
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
-        """Each worker's GPUs, with those reserved for it, in the form of CUDA_VISIBLE_DEVICES."""
+        """Return each worker's GPUs, with those reserved for it, in the form of CUDA_VISIBLE_DEVICES."""
         processes = [(index, process) for index, place in enumerate(self.places) for process in place]
         names = tuple(f"{self.name} rank {self._ranks[index]}" for index, _ in processes)
         asked = Call(names, "start", tuple(process.gpus.remote() for _, process in processes))
@@ -130,11 +130,11 @@ class WorkerGroup:
         return Call((worker,) * len(references), phase, tuple(references), limit_s)
 
     def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
-        """Each worker's address and a free port there."""
+        """Return each worker's address and a free port there."""
         return wait(self._as_call("start", [host.free_port.remote() for host in self.hosts]), timeout_s=timeout_s)
 
     def peak_memory(self) -> list[int]:
-        """Highest resident memory of each worker's process so far, in bytes."""
+        """Return the highest resident memory of each worker's process so far, in bytes."""
         return wait(self._as_call("memory", [host.peak_memory.remote() for host in self.hosts]))
 
     def begin_profile(self, tool: profiling.Tool) -> Call:

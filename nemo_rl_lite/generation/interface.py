@@ -1,4 +1,4 @@
-"""The interface of generation engines: requests and completions, one engine, and all of them together."""
+"""Interface of generation engines: requests and completions, one engine, and all engines together."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -43,8 +43,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample: what it continues (token ids), how, and its own seed, so that neither other requests
-    nor the choice of an engine changes what is sampled, except for rounding."""
+    """One response to sample, which continues `prompt` (token ids).
+
+    With its own seed it does not depend on other requests or on the choice of an engine, except for rounding.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -55,8 +57,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response: its tokens (end token included) with a logprob each, why it ended, and for each token
-    the version of the weights, which is the step that made them."""
+    """One sampled response: its tokens (end token included), with a logprob and a version of the weights each.
+
+    A version is the step that made the weights.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -163,13 +167,13 @@ class Requests(Protocol):
         cached."""
         ...
 
-    def together(self) -> AbstractContextManager[None]:
-        """Begin the requests that are added in the block together, at its end."""
+    def submit_as_batch(self) -> AbstractContextManager[None]:
+        """Start the requests of the block together, at its end."""
         ...
 
 
 class Generation(Protocol):
-    """All replicas, as the loop sees them."""
+    """Interface of all replicas for the loop."""
 
     def serving(self) -> AbstractAsyncContextManager[Requests]:
         """Let the engines take requests in the block, and abort unfinished ones at its end."""

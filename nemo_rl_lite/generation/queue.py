@@ -201,9 +201,9 @@ class RequestQueue:
         on_loss: Callable[[int, WorkerError], None],
         restore: Callable[[], None],
     ):
-        """When a replica's process dies, the queue calls `on_loss`, which may raise, and gives its unfinished
-        requests to the others. When none is left, it calls `restore`, which may bring them back with their weights
-        (see `replaced`); until then requests wait."""
+        """`on_loss` is called when a replica's process dies, and may raise. Its unfinished requests go to the others.
+        `restore` is called when none is left, and may bring them back with their weights (see `replaced`). Until
+        then requests wait."""
         self._replicas, self._on_loss, self._restore = replicas, on_loss, restore
         self._numbers = itertools.count()
         self._assignment = Assignment(len(replicas), capacity)
@@ -255,8 +255,8 @@ class RequestQueue:
             raise
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """See `Requests.together`."""
+    def submit_as_batch(self) -> Iterator[None]:
+        """See `Requests.submit_as_batch`."""
         self._held_back += 1
         try:
             yield

@@ -254,7 +254,7 @@ class RolloutCollector:
         try:
             while missing := max(wanted.missing(groups), task.begun - len(groups)):
                 # The engines form the same batches every time.
-                with requests.together():
+                with requests.submit_as_batch():
                     for number in range(len(groups), len(groups) + missing):
                         group = self._begin(number, task, requests, environments, rewards)
                         group.played.add_done_callback(ended.put_nowait)

@@ -162,8 +162,8 @@ class _PrioritizedRequests:
     async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
         return await self.requests.sample(replace(request, step=self.step), near)
 
-    def together(self) -> AbstractContextManager[None]:
-        return self.requests.together()
+    def submit_as_batch(self) -> AbstractContextManager[None]:
+        return self.requests.submit_as_batch()
 
 
 @dataclass

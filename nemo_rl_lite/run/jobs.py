@@ -197,7 +197,7 @@ class GRPOJob:
             rollouts=rollouts,
             scored=_scored(config),
             decoding_speed=decoding_speed(config, described_shape(self._model_path), workers.generation.take_decoded),
-            check=workers.weights.check,
+            check=workers.weights.verify_with_probe,
             keep=self._rollout_log(metrics, start),
             held_out=len(self._validation),
             steps=steps,

@@ -50,7 +50,7 @@ class RemoteReplica:
 
 
 class RemoteGeneration:
-    """All engines of a started group together."""
+    """Client of all engines of a started group."""
 
     def __init__(self, group: WorkerGroup, shares_device: bool):
         self.group, self._shares_device = group, shares_device

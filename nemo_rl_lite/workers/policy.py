@@ -1,4 +1,4 @@
-"""The policy and the teacher in Ray actors: split batches over data-parallel replicas and combine the results."""
+"""Clients of the policy and the teacher in Ray actors, which split batches over replicas and combine the results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

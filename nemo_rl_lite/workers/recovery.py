@@ -30,9 +30,11 @@ class RecoveringGeneration:
         policy_waits: bool,
         say: Callable[[str], None],
     ):
-        """`start` starts engines in empty processes. `capacity`: requests that an engine may hold. `policy_waits`:
-        whether the policy is idle while engines generate, and can give weights to new engines at any time;
-        otherwise, when the last engine has died, requests wait for the next refit."""
+        """`start` starts engines in empty processes. `capacity`: requests that an engine may hold.
+
+        `policy_waits`: the policy is idle while engines generate, and can give new engines weights at any time.
+        Otherwise, when the last engine has died, requests wait for the next refit.
+        """
         self._generation, self._weights, self._start = generation, weights, start
         self._left, self._say = max_restarts, say
         self.queue = RequestQueue(
@@ -56,8 +58,8 @@ class RecoveringGeneration:
         return memory
 
     def take_decoded(self) -> tuple[Decoded, float]:
-        """Return what the living engines have decoded between the last `finish_generation` and the one before the
-        last call, and the seconds in which they had requests, summed over the engines."""
+        """Return what the living engines have decoded, and the seconds in which they had requests, summed over them.
+        Both are of the rollouts that have ended (`finish_generation`) since the last call."""
         seconds, self._taken_s = self._finished_s - self._taken_s, self._finished_s
         return self._generation.take_decoded(), seconds
 

@@ -120,7 +120,9 @@ def policy_group(config: Config, slots: Sequence[Slot], run_folder: Path, name: 
 
 def generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
     """Start an empty process for every engine; logs go to the run folder."""
-    environment = generation_environment(config)
+    environment = engine_of(config).environment(config.generation, on_gpus(config))
+    environment |= _segments(config) if on_gpus(config) else ON_CPUS
+    environment |= {"OMP_NUM_THREADS": str(worker_threads(config, engines(config)))}
     log.info("environment of the generation engines: %s", environment)
     return WorkerGroup(
         "generation",
@@ -190,23 +192,18 @@ def teacher_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-# megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
-CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
-_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Hardware work queues of a process. With one queue, a copy that waits for an earlier copy also delays later kernels.
-# megatron-core's tensor and context parallelism need that order to overlap communication with computation.
-ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-
-
 def policy_environment(config: Config) -> dict[str, str]:
     """Return the environment of a megatron-core process for the policy's layout in `config`."""
     dims = parallel_dims(config)
     if not on_gpus(config):
-        environment = CPU_POLICY_ENVIRONMENT | ON_CPUS
+        # megatron-core compiles a few fused functions, which delays a CPU's first batch by seconds and gains nothing.
+        environment = {"TORCH_COMPILE_DISABLE": "1"} | ON_CPUS
     else:
-        environment = ONE_QUEUE if dims.tp * dims.cp > 1 else MANY_QUEUES
-        environment = environment | _segments(config)
-    environment = environment | {"OMP_NUM_THREADS": str(worker_threads(config, policy_ranks(config)))}
+        # Hardware work queues. With one, a copy that waits for an earlier copy also delays later kernels.
+        # megatron-core's tensor and context parallelism need that order to overlap communication with computation.
+        queues = 1 if dims.tp * dims.cp > 1 else 32
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)} | _segments(config)
+    environment |= {"OMP_NUM_THREADS": str(worker_threads(config, policy_ranks(config)))}
     if config.policy.megatron_cfg.fine_grained_activation_offloading:
         # This module imports torch, for which the launcher's other runs need not wait here.
         from nemo_rl_lite.policy import activation_offload
@@ -215,18 +212,13 @@ def policy_environment(config: Config) -> dict[str, str]:
     return environment
 
 
-def generation_environment(config: Config) -> dict[str, str]:
-    """Return the environment of a process of a generation engine."""
-    environment = engine_of(config).environment(config.generation, on_gpus(config))
-    environment |= _segments(config) if on_gpus(config) else ON_CPUS
-    return environment | {"OMP_NUM_THREADS": str(worker_threads(config, engines(config)))}
-
-
 def worker_threads(config: Config, workers: int) -> int:
-    """Return the CPU threads of each of `workers` workers. On GPUs it is one: little work is left, and waking
-    threads takes longer (the CPU optimizer takes more by itself). On CPUs, workers share the cores of their
-    machines. One with more than two leaves one to other processes, because all its threads wait for one that has to
-    share its core."""
+    """Return the CPU threads of each of `workers` workers.
+
+    On GPUs it is one: little work is left, and waking threads takes longer (the CPU optimizer takes more by itself).
+    On CPUs, workers share the cores of their machines. A worker with more than two leaves one to other processes,
+    because all its threads wait for one that has to share its core.
+    """
     if on_gpus(config):
         return config.cluster.threads_per_worker or 1
     cores = available_cores() // -(-workers // config.cluster.num_nodes)
@@ -234,8 +226,10 @@ def worker_threads(config: Config, workers: int) -> int:
 
 
 def _segments(config: Config) -> dict[str, str]:
-    """Set torch's allocator: expandable segments fragment less with batches of changing sizes, but their memory can
-    neither be shared with another process nor be put to sleep by vLLM."""
-    if not generates(config):
-        return dict.fromkeys(_SEGMENTS, "expandable_segments:True")
-    return dict.fromkeys(_SEGMENTS, "expandable_segments:False") if config.generation.colocated.enabled else {}
+    """Return the setting of torch's allocator. Expandable segments fragment less with batches of changing sizes.
+    Their memory can neither be shared with another process nor be put to sleep by vLLM."""
+    if generates(config) and not config.generation.colocated.enabled:
+        return {}
+    return dict.fromkeys(
+        ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), f"expandable_segments:{not generates(config)}"
+    )

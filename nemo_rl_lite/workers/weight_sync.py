@@ -23,8 +23,8 @@ PROBE_TOKENS = 16
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """The probe after a refit: the token ids that it continues (a prompt of the run, because bfloat16 is far less
-    exact on nonsense), how it samples, and the tolerated mean difference of logprobs, in nats."""
+    """Settings of the probe after a refit. `prompt`: token ids of a prompt of the run, because bfloat16 is far less
+    exact on nonsense. `tolerance`: of the mean difference of logprobs, in nats."""
 
     prompt: list[int]
     tokens: int
@@ -33,16 +33,10 @@ class ProbeSettings:
 
     @classmethod
     def of(cls, config: Config, prompt: Sequence[int]) -> "ProbeSettings":
-        return cls(
-            prompt=list(prompt),
-            tokens=min(PROBE_TOKENS, config.generation.max_new_tokens),
-            temperature=config.generation.temperature,
-            tolerance=(
-                PROBE_TOLERANCE_QUANTIZED
-                if engines_quantize(config.generation)
-                else PROBE_TOLERANCE[config.policy.precision]
-            ),
-        )
+        generation, tolerance = config.generation, PROBE_TOLERANCE[config.policy.precision]
+        if engines_quantize(generation):
+            tolerance = PROBE_TOLERANCE_QUANTIZED
+        return cls(list(prompt), min(PROBE_TOKENS, generation.max_new_tokens), generation.temperature, tolerance)
 
 
 class WeightSync:
@@ -115,8 +109,11 @@ class WeightSync:
         for consumer, (producer, report) in enumerate(zip(self._producers, received, strict=True)):
             engine, rank = divmod(consumer, self._ranks_per_engine)
             compare_checksums(self._plan, _present(sent[producer]), report, f"rank {rank} of generation rank {engine}")
-        metrics = _slowest("iterate", sent) | _slowest("pack", sent) | _slowest("transfer", sent)
-        metrics |= _slowest("load", received) | {
+        metrics = {
+            f"{stage}_s": max(report.seconds.get(stage, 0.0) for report in reports if report is not None)
+            for stage, reports in (("iterate", sent), ("pack", sent), ("transfer", sent), ("load", received))
+        }
+        metrics |= {
             "bytes": float(self._plan.nbytes),
             "buckets": float(len(self._plan.buckets)),
             "seconds": seconds,
@@ -127,9 +124,9 @@ class WeightSync:
             self._start_probe()
         return metrics
 
-    def check(self) -> dict[str, float]:
-        """Score, in the policy's logprob phase, what every engine sampled after the last refit: logprobs must agree.
-        Return metrics, none if nothing was sampled.
+    def verify_with_probe(self) -> dict[str, float]:
+        """Score what every engine sampled after the last refit, in the policy's logprob phase; logprobs must agree.
+        Return metrics, or nothing without a sample.
 
         Raises:
             EngineError, WorkerError: see `RemoteGeneration.collect_probe`.
@@ -157,7 +154,7 @@ class WeightSync:
 
     def _start_probe(self) -> None:
         """Make every engine sample a short sequence with its new weights, before its next requests. The policy's
-        weights may be on the host by now, so `check` scores it later."""
+        weights may be on the host by now, so `verify_with_probe` scores it later."""
         probe = self._probe
         sampling = Sampling(probe.temperature, 1.0, None, probe.tokens, stop_token_ids=(), stop_strings=())
         self._probing = self._generation.start_probe(Request(tuple(probe.prompt), sampling, seed=1))
@@ -172,7 +169,3 @@ def _present[Result](given: Result | None) -> Result:
     if given is None:
         raise RuntimeError("a policy rank with consumers gave nothing for them")
     return given
-
-
-def _slowest(stage: str, reports: list[RefitReport | None] | list[RefitReport]) -> dict[str, float]:
-    return {f"{stage}_s": max(report.seconds.get(stage, 0.0) for report in reports if report is not None)}

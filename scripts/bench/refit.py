@@ -31,7 +31,6 @@ from nemo_rl_lite.refit.engine import EngineLoader, Source
 from nemo_rl_lite.refit.group import Rendezvous
 from nemo_rl_lite.system.machine import free_port
 from nemo_rl_lite.validation.compose import compose_config
-from nemo_rl_lite.workers.reserve import MANY_QUEUES
 
 ON_GPU = torch.cuda.device_count() > 0
 REPETITIONS, WARM_UP = 5, 2
@@ -237,7 +236,10 @@ class Pair:
         for index, side in enumerate(SIDES):
             ours, theirs = context.Pipe()
             device = {"CUDA_VISIBLE_DEVICES": str(0 if shared else index)} if ON_GPU else {}
-            environment = device | MANY_QUEUES | {"TORCH_COMPILE_DISABLE": "0" if ON_GPU else "1"}
+            environment = device | {
+                "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+                "TORCH_COMPILE_DISABLE": "0" if ON_GPU else "1",
+            }
             process = context.Process(target=serve, args=(side, environment, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)

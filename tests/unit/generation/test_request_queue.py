@@ -231,7 +231,7 @@ def test_requests_begin_together_and_others_work_meanwhile():
         async with queue(engine).serving() as requests:
             earlier = asyncio.create_task(requests.sample(request(20)))
             await asyncio.sleep(0.005)
-            with requests.together():
+            with requests.submit_as_batch():
                 asked = [asyncio.create_task(requests.sample(request(3))) for _ in range(3)]
                 before = engine.exchanges
                 await asyncio.sleep(0.005)

@@ -51,7 +51,7 @@ class Script:
         yield self
 
     @contextmanager
-    def together(self):
+    def submit_as_batch(self):
         self.is_held_back = True
         yield
         self.is_held_back = False

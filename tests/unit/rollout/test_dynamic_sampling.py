@@ -26,7 +26,7 @@ class Engine:
     async def serving(self):
         yield self
 
-    def together(self):
+    def submit_as_batch(self):
         return nullcontext()
 
     async def sample(self, request, near=None):

@@ -45,23 +45,20 @@ def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
 def test_a_probe_that_agrees_reports_the_mean_difference_once():
     sync = sync_with([[-1.0, -1.0], [-1.0005, -0.9995], [-1.0, -1.0015]])
     sync._start_probe()
-    assert sync.check()["probe_logprob_diff"] == pytest.approx(7.5e-4, rel=1e-3)
-    assert sync.check() == {}
+    assert sync.verify_with_probe()["probe_logprob_diff"] == pytest.approx(7.5e-4, rel=1e-3)
+    assert sync.verify_with_probe() == {}
 
 
 def test_a_probe_that_disagrees_names_the_engine():
     sync = sync_with([[-1.0, -1.0], [-1.01, -0.99]])
     sync._start_probe()
     with pytest.raises(RefitError, match=r"generation rank 1 .* differ by 0.0100 nats on average"):
-        sync.check()
-
-
-def test_a_policy_that_computes_nan_does_not_agree():
-    sync = sync_with([[-1.0, -1.0], [-1.0, -1.0]])
+        sync.verify_with_probe()
+    # Nor does a policy agree that computes NaN.
     sync._policy = SimpleNamespace(logprobs=lambda tokens, *_, **__: torch.full(tokens.shape, math.nan))
     sync._start_probe()
     with pytest.raises(RefitError, match=r"generation rank 0 .* differ by nan nats"):
-        sync.check()
+        sync.verify_with_probe()
 
 
 DIED, FAILED = WorkerError("generation rank 1", "generate", "died", lost=True), WorkerError("", "generate", "failed")
@@ -120,12 +117,8 @@ def test_an_engine_that_computes_no_numbers_is_named_with_its_step(monkeypatch, 
 def test_the_probe_is_no_longer_than_a_response():
     config = compose_config(["generation.max_new_tokens=6"])
     assert ProbeSettings.of(config, PROMPT) == ProbeSettings(PROMPT, 6, config.generation.temperature, 1e-3)
-    assert (
-        ProbeSettings.of(
-            compose_config(["policy.max_total_sequence_length=64", "generation.max_new_tokens=40"]), PROMPT
-        ).tokens
-        == PROBE_TOKENS
-    )
+    longer = compose_config(["policy.max_total_sequence_length=64", "generation.max_new_tokens=40"])
+    assert ProbeSettings.of(longer, PROMPT).tokens == PROBE_TOKENS
 
 
 def test_consumers_get_their_weights_on_their_own_device_or_from_rank_0():
