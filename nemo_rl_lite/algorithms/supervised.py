@@ -20,7 +20,7 @@ class Supervised:
     config: SupervisedConfig
     loss: Loss
     with_reference: bool
-    """Whether the loss compares with the policy that the run started from."""
+    """True if the loss compares with the policy that the run started from."""
     shown: tuple[str, ...]
     """Metrics that are printed besides the loss, where the loss has them."""
     policy: Policy
@@ -85,7 +85,7 @@ class Supervised:
         return values
 
     def _compared(self, batch: BatchRef) -> Loss:
-        """The loss of a batch; one that compares with mismatched responses gets their present KL to the reference."""
+        """Return the loss of a batch; KTO's gets the current KL of mismatched responses to the reference."""
         with_mismatched_kl = getattr(self.loss, "with_mismatched_kl", None)
         if with_mismatched_kl is None:
             return self.loss
@@ -102,7 +102,7 @@ class Supervised:
         return {name: metrics[name] for name in (*more, *self.shown) if name in metrics}
 
     def _has_stopped_improving(self) -> bool:
-        """Whether the last `early_stop_patience` validations were no better than the best before them."""
+        """Return True if the last `early_stop_patience` validations were no better than the best before them."""
         patience, metric = self.config.early_stop_patience, self.config.val_metric
         steps, values = self.report.metrics.series(f"validation/{metric}")
         if patience is None or len(values) <= patience:

@@ -1,4 +1,4 @@
-"""What a model's chat template writes around the messages of a chat, as text."""
+"""Text that a model's chat template writes around the messages of a chat."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class ChatTemplate:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the template writes calls; None where it writes none, or in an unknown format."""
+        """Format of tool calls; None if the template writes none, or in an unknown format."""
         return tool_format(self._written) if self.exists else None
 
     @property
@@ -116,8 +116,8 @@ class ChatTemplate:
         return rest
 
     def _after_calls(self, messages: Sequence[Message]) -> str | None:
-        """As `between_turns` after a turn with calls that `messages` answer: many templates write a tool's answer only
-        after a call. None where there are no such messages, or the template does not write that many calls."""
+        """Do as `between_turns` after a turn with the calls that `messages` answer, which many templates require. None
+        if there are no such messages, or the template does not write that many calls."""
         answers = [message for message in messages if "tool_call_id" in message]
         if self.tool_format is None or not answers:
             return None

@@ -58,7 +58,7 @@ class Example:
     unanswered: bool = False
     """The row's chat continued after the assistant's last message; that end is left out."""
     label: bool | None = None
-    """Whether a labelled response is desirable."""
+    """True if a labelled response is desirable."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -300,15 +300,15 @@ def _ranked(completions: object, where: str) -> tuple[object, object]:
 
 @dataclass(frozen=True)
 class RowFormat[T: Prompted]:
-    """How rows and the problems of tasks become what a run trains on."""
+    """Conversion of rows, and of the problems of tasks, to training items."""
 
     name: str
-    """A plural."""
+    """Plural noun."""
     from_row: Callable[[DataConfig, Row, str], T | LeftOut]
     """Reads a row, which the text names in errors, or says why it is left out."""
     from_problem: Callable[[Problem], T]
     reads_answers: bool = False
-    """Whether `data.answer_pattern` finds the answers of its rows."""
+    """True if `data.answer_pattern` finds the answers of its rows."""
 
 
 def problems(tools: Sequence[Tool] = ()) -> RowFormat[Problem]:

@@ -29,7 +29,7 @@ class Problem:
 
 
 class LeftOut(str):
-    """Why a row is not trained on, as it is said of several rows: they "have no reward", say."""
+    """Reason that a row is not trained on, as a predicate of several rows: "have no reward"."""
 
 
 class Prompted(Protocol):

@@ -104,7 +104,7 @@ class ChatTokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template offers tools, and writes calls in a known format."""
+        """True if the chat template offers tools, and writes calls in a known format."""
         return self.template.tool_format is not None
 
     def check_tools(self) -> None:

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from nemo_rl_lite.data.messages import Message, writable
@@ -31,7 +31,7 @@ class WrittenCall:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trouble: str = ""
-    """Why it cannot be read; it then has no arguments, and maybe no name."""
+    """Reason that it cannot be read; it then has no arguments, and maybe no name."""
     is_text: bool = False
     """All arguments are texts, because the format does not say their types."""
 
@@ -183,9 +183,8 @@ def _read(turn: str, bare: str, later: str) -> ToolFormat | None:
             return NamedCalls(_marker(turn, bare, later), turn[:begin].rpartition(_NAME)[2].strip())
     if any(value not in turn for value in _VALUES):
         return None
-    to_key, to_value, to_next = (
-        _between(turn, *ends) for ends in ((_NAME, _KEYS[0]), (_KEYS[0], _VALUES[0]), (_VALUES[0], _KEYS[1]))
-    )
+    places = (_NAME, _KEYS[0], _VALUES[0], _KEYS[1])
+    to_key, to_value, to_next = (turn.partition(one)[2].partition(other)[0] for one, other in pairwise(places))
     opening = _common_end(to_key, to_next)
     opening = opening[max(opening.rfind("<"), 0) :].strip()
     closing = to_next.rpartition(opening)[0].strip() if opening else ""
@@ -207,10 +206,6 @@ def _common_end(one: str, other: str) -> str:
 
 def _common_start(one: str, other: str) -> str:
     return "".join(letter for letter, _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
-
-
-def _between(text: str, begin: str, end: str) -> str:
-    return text.partition(begin)[2].partition(end)[0]
 
 
 def _with_arguments(name: str, arguments: Any) -> WrittenCall:

@@ -32,7 +32,7 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import watched
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
-from nemo_rl_lite.rollout.collector import Group, GroupSelection, RolloutTask
+from nemo_rl_lite.rollout.collector import Group, RolloutTask
 from nemo_rl_lite.rollout.episode import RESAMPLES, Episode, Rollout, interval, ks, pass_at_k, passes
 from nemo_rl_lite.rollout.sampler import fitting_prompts
 from nemo_rl_lite.rollout.store import RolloutFiles, SavedRollout, load_rollouts, save_rollouts
@@ -323,8 +323,8 @@ def _sampled(
     console: RunConsole,
 ) -> Rollout:
     config, samples, count = evaluation.config, evaluation.options.samples, engines(evaluation.config)
-    wanted = GroupSelection(asked.__getitem__, len(asked), samples)
-    task = RolloutTask(wanted, evaluation.sampling(tokenizer.end_tokens), config.algorithm.seed, journal.done)
+    sampling, seed = evaluation.sampling(tokenizer.end_tokens), config.algorithm.seed
+    task = RolloutTask(asked.__getitem__, len(asked), samples, sampling, seed, done=journal.done)
     with ExitStack() as stack:
         with console.busy(f"starting {evaluation.served}" + (f", {count} engines" if count > 1 else "")):
             started = stack.enter_context(running_engines(evaluation.served, folder, console.say))

@@ -13,16 +13,16 @@ Scale = bool | Literal["batch", "advantages"]
 
 
 def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Scale) -> Tensor:
-    """Advantages of `P` prompts with `G` samples each, shape [P, G], in units of reward or of standard deviations.
+    """Return advantages [P, G] of P prompts with G samples each, in units of reward or of standard deviations.
 
-    The baseline is the mean reward of the prompt's other samples (`leave_one_out`; RLOO, Ahmadian et al. 2024), of all
-    its samples (GRPO, Shao et al. 2024) or of all samples of all prompts (`batch`; REINFORCE++, Hu et al. 2025,
-    arXiv:2501.03262). Normalisation divides by an unbiased standard deviation: that over the prompt's `G` rewards, that
-    over all rewards (`batch`; Lite PPO, Liu et al. 2025, arXiv:2508.08221), or that over all advantages, whose mean is
-    0 (`advantages`; REINFORCE++). Where all rewards of a baseline are equal, advantages are exactly 0, as is a single
-    sample's.
+    - `leave_one_out`: the baseline is the mean reward of the prompt's other samples (True; RLOO, Ahmadian et al. 2024),
+      of all its samples (False; GRPO, Shao et al. 2024), or of all samples of all prompts (`batch`; REINFORCE++, Hu et
+      al. 2025, arXiv:2501.03262).
+    - `normalize`: divide by an unbiased standard deviation, of the prompt's rewards (True), of all rewards (`batch`;
+      Lite PPO, Liu et al. 2025, arXiv:2508.08221), or of all advantages (`advantages`; REINFORCE++).
 
-    NaN stands for a reward that failed: the sample enters no baseline and no deviation, and its advantage is 0.
+    Advantages are exactly 0 if all rewards of a baseline are equal. NaN marks a failed reward: it enters no baseline
+    and no deviation, and its advantage is 0.
     """
     if rewards_PG.dim() != 2:
         raise ValueError(f"rewards must be [prompts, samples], got {list(rewards_PG.shape)}")
@@ -35,24 +35,24 @@ def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Sca
         baseline, equal_P = known_PG.sum() / judged_PG.sum().clamp(min=1), _all_equal(rewards_PG.view(1, -1))
     elif leave_one_out:
         baseline = (total_P1 - known_PG) / others_P1
-    # Select exactly 0: normalisation would blow up the rounding error of the mean.
-    teaches_PG = judged_PG & ~equal_P[:, None]
-    advantages_PG = torch.where(teaches_PG, known_PG - baseline, 0.0)
+    # Exactly 0: normalisation would amplify the rounding error of the mean.
+    useful_PG = judged_PG & ~equal_P[:, None]
+    advantages_PG = torch.where(useful_PG, known_PG - baseline, 0.0)
     if isinstance(normalize, str):
         of_all_PG = {"batch": rewards_PG, "advantages": advantages_PG}[normalize]
         advantages_PG = advantages_PG / (_std(of_all_PG[judged_PG]) + _STD_EPSILON)
     elif normalize:
         squares_PG = torch.where(judged_PG, (known_PG - mean_P1).square(), 0.0)
         advantages_PG = advantages_PG / ((squares_PG.sum(dim=1, keepdim=True) / others_P1).sqrt() + _STD_EPSILON)
-    return torch.where(teaches_PG, advantages_PG, 0.0)
+    return torch.where(useful_PG, advantages_PG, 0.0)
 
 
 def separate_advantages(parts_NPG: Tensor, weights_N: Sequence[float], leave_one_out: Baseline) -> Tensor:
-    """Advantages [P, G] of rewards that are weighted sums of `N` parts: each part's own advantages in units of its
-    prompt's standard deviation, added up by the weights, and divided by the standard deviation of all these sums (GDPO,
-    Liu et al. 2026, arXiv:2601.05242). So a part that varies little is not drowned by one that varies much.
+    """Return advantages [P, G] of rewards that are weighted sums of N parts (GDPO, Liu et al. 2026, arXiv:2601.05242).
 
-    NaN stands for an unknown part, whose advantage is 0, or in the last part for a reward that failed.
+    Each part is normalised within its prompt. Their weighted sum is divided by the standard deviation of all sums, so a
+    part that varies little still counts. NaN marks an unknown part, whose advantage is 0, and in the last part a failed
+    reward.
     """
     parts = zip(weights_N, parts_NPG, strict=True)
     sums_PG = torch.stack(
@@ -63,12 +63,12 @@ def separate_advantages(parts_NPG: Tensor, weights_N: Sequence[float], leave_one
 
 
 def clip_advantages(advantages: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Advantages between `low` and `high`; None is no limit."""
+    """Clip advantages to `low` and `high`; None is no limit."""
     return advantages.clamp(-math.inf if low is None else low, math.inf if high is None else high)
 
 
 def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, float]:
-    """Metrics of a rollout's advantages and rewards [P, G], NaN where they failed: the share of prompts that teach."""
+    """Return metrics of a rollout's advantages and rewards [P, G]; NaN marks a failed reward."""
     mean_P, all_equal_P = rewards_PG.nanmean(dim=1), _all_equal(rewards_PG)
     return {
         "advantages/mean": advantages_PG.mean().item(),
@@ -81,23 +81,23 @@ def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, flo
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """Whether at least two rewards of a prompt's samples differ; NaN where they failed."""
+    """Return True if at least two rewards of a prompt differ; NaN marks a failed one."""
     return not _all_equal(torch.tensor([rewards], dtype=torch.float64)).item()
 
 
 def overlong_penalty(tokens: int, most: int, buffer: int, penalty: float) -> float:
-    """Punishment (<= 0) in units of reward: nothing up to `most - buffer` tokens, then linearly more, and `penalty` at
-    `most` (soft overlong punishment, DAPO, Yu et al. 2025)."""
+    """Return a penalty (<= 0): 0 up to `most - buffer` tokens, then linear to `-penalty` at `most` (soft overlong
+    punishment, DAPO, Yu et al. 2025)."""
     return -penalty * min(max(tokens - (most - buffer), 0) / buffer, 1.0)
 
 
 def _std(values: Tensor) -> Tensor:
-    """Unbiased standard deviation; 0 of a single value."""
+    """Return the unbiased standard deviation; 0 for a single value."""
     return values.var(correction=min(1, len(values) - 1)).sqrt()
 
 
 def _all_equal(rewards_PG: Tensor) -> Tensor:
-    """Whether all known rewards of a prompt are the same; none, and one, are."""
+    """Return, for each prompt, True if all known rewards are equal; also with one or none."""
     largest = rewards_PG.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(dim=1)
     smallest = rewards_PG.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amin(dim=1)
     return largest <= smallest

@@ -1,4 +1,4 @@
-"""What is trained on: rows of tokens as the driver holds and sends them, and padded batches as a loss sees them.
+"""Training data: rows of tokens as the driver sends them, and padded batches as a loss sees them.
 
 Shapes: B sequences, T tokens, k of the vocabulary.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Fields of `TokenRow` and `TokenRows` with an entry for each token.
+# Fields of `TokenRow` and `TokenRows` with one entry per token.
 OF_TOKENS = {
     "tokens": np.int32,
     "mask": np.bool_,
@@ -22,44 +22,43 @@ OF_TOKENS = {
     "teacher_topk_ids": np.int32,
     "routed_experts": np.int16,
 }
-# What they become in a `Batch`.
+# Their types in a `Batch`.
 _PADDED = OF_TOKENS | {"tokens": np.int64, "mask": np.float32, "ages": np.int64, "teacher_topk_ids": np.int64}
-# Stands for an expert that no engine has told.
+# Marks an expert that no engine reported.
 NO_EXPERT = -1
-# Fields of `TokenRows` with an entry for each row, and the field of `TokenRow` that it comes from.
+# Fields of `TokenRows` with one entry per row -> the field of `TokenRow`.
 _OF_ROWS = {"advantages": "advantage", "rewards": "reward"}
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One sequence without padding; lists and arrays have an entry for each token."""
+    """Sequence without padding; lists and arrays have one entry per token."""
 
     tokens: Sequence[int] | np.ndarray
     mask: Sequence[bool] | np.ndarray
-    """Whether the loss is on the token."""
+    """True for tokens that the loss is on."""
     generation_logprobs: Sequence[float] | np.ndarray | None = None
-    """The engine's logprobs in nats; 0 for tokens that it did not sample."""
+    """Logprobs of the engine in nats; 0 for tokens that it did not sample."""
     advantage: float | None = None
     ages: Sequence[int] | np.ndarray | None = None
-    """Staleness in steps: from the weights that sampled the token to those that its step begins with; 0 for tokens that
-    no engine sampled."""
+    """Staleness in steps: the version that its step begins with, minus the one that sampled it. 0 if not sampled."""
     reward: float | None = None
-    """For KTO 1 where the response is desirable, and 0 where it is not."""
+    """Reward of the response; for KTO 1 if it is desirable, else 0."""
     teacher_logprobs: Sequence[float] | np.ndarray | None = None
-    """In nats; 0 for the first token."""
+    """Logprobs of the teacher in nats; 0 for the first token."""
     teacher_topk_logits: Sequence[Sequence[float]] | np.ndarray | None = None
-    """The teacher's k largest logits in the place of each token; 0 for the first."""
+    """Largest k logits of the teacher for each token; 0 for the first."""
     teacher_topk_ids: Sequence[Sequence[int]] | np.ndarray | None = None
     routed_experts: np.ndarray | None = None
-    """[tokens, layers, k]: the experts that the engine chose, or `NO_EXPERT`; anything in a layer without experts."""
+    """Experts that the engine chose, [tokens, layers, k], or `NO_EXPERT`; undefined in layers without experts."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRows(Sequence[TokenRow]):
-    """Rows joined end to end, N tokens together: one array for each field, so that they are sent, counted and padded as
-    a whole. Single rows are views. A field that the rows do not have is None.
+    """Rows joined end to end, N tokens together: one array per field, None for a field that the rows lack.
 
-    `lengths`, `advantages` and `rewards` are [B]; the others [N], [N, k] or, for the experts, [N, layers, k].
+    `lengths`, `advantages` and `rewards` are [B]; the others [N], [N, k] or, for the experts, [N, layers, k]. Single
+    rows are views.
     """
 
     lengths: np.ndarray
@@ -93,7 +92,7 @@ class TokenRows(Sequence[TokenRow]):
 
     @property
     def ends(self) -> np.ndarray:
-        """Where each row ends in the arrays of tokens, [B]."""
+        """End of each row in the arrays of tokens, [B]."""
         return self.lengths.cumsum()
 
     def __len__(self) -> int:
@@ -115,7 +114,7 @@ class TokenRows(Sequence[TokenRow]):
         return TokenRow(**found, **{name: values[own] for name, values in self.present(OF_TOKENS)})
 
     def select(self, index: Sequence[int]) -> "TokenRows":
-        """The rows at `index`, in its order; neighbours are a view."""
+        """Return the rows at `index`, in its order; neighbours are a view."""
         rows = np.asarray(index, np.int64)
         starts, lengths = (self.ends - self.lengths)[rows], self.lengths[rows]
         places: Any = np.arange(lengths.sum()) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
@@ -126,57 +125,57 @@ class TokenRows(Sequence[TokenRow]):
         return replace(self, lengths=lengths, **own)
 
     def present(self, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
-        """Of these fields, the ones that the rows have, with their names."""
+        """Return names and values of those of these fields that the rows have."""
         return ((name, getattr(self, name)) for name in names if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B sequences, right-padded to T tokens; a field that the run does not have is None.
+    """Sequences, right-padded to T tokens; a field that the run does not have is None.
 
-    Values outside the mask may be anything. A row of length 0 is not a sequence and counts nowhere. `topk_logits`,
-    `topk_ids`, `entropy` and `student_topk_logprobs` are the trained policy's, with gradient, where the loss names them
-    in `needs`. Logits and logprobs, in nats, are at the sampling temperature.
+    Values outside the mask are undefined. A row of length 0 is not a sequence and is not counted. Logits and logprobs
+    (in nats) are at the sampling temperature. Four fields are the trained policy's, with gradient, and present only if
+    the loss names them in `needs`: `topk_logits`, `topk_ids`, `entropy` and `student_topk_logprobs`.
     """
 
     tokens: Tensor
-    """[B, T], int64; 0 where a row is padded."""
+    """Token ids [B, T], int64; 0 in the padding."""
     lengths: Tensor
-    """[B], int64."""
+    """Lengths [B], int64."""
     mask: Tensor
-    """[B, T], float32: 1 on tokens that have a loss, else 0."""
+    """Loss mask [B, T], float32: 1 on tokens that have a loss, else 0."""
     generation_logprobs: Tensor | None = None
-    """[B, T]: logprobs under the engine that sampled the tokens."""
+    """Logprobs [B, T] under the engine that sampled the tokens."""
     advantages: Tensor | None = None
     """[B]."""
     ages: Tensor | None = None
     """[B, T], int64: see `TokenRow`."""
     previous_logprobs: Tensor | None = None
-    """[B, T]: logprobs under the policy before the first optimizer step on these rows."""
+    """Logprobs [B, T] under the policy before the first optimizer step on these rows."""
     reference_logprobs: Tensor | None = None
-    """[B, T]: logprobs under the weights that the run started from."""
+    """Logprobs [B, T] under the weights that the run started from."""
     entropy: Tensor | None = None
-    """[B, T]: entropy in nats of the distribution that token t is drawn from; entry 0 is 0."""
+    """Entropy [B, T] in nats of the distribution that token t is drawn from; entry 0 is 0."""
     topk_logits: Tensor | None = None
-    """[B, T, k]: the largest logits for token t, in descending order; entry 0 is 0."""
+    """Largest logits [B, T, k] for token t, in descending order; entry 0 is 0."""
     topk_ids: Tensor | None = None
-    """[B, T, k], int64: the tokens of `topk_logits`."""
+    """Tokens of `topk_logits`, [B, T, k], int64."""
     rewards: Tensor | None = None
     """[B]: see `TokenRow`."""
     teacher_logprobs: Tensor | None = None
     """[B, T]."""
     teacher_topk_logits: Tensor | None = None
-    """[B, T, k]: the teacher's largest logits for token t, in descending order."""
+    """Largest logits [B, T, k] of the teacher for token t, in descending order."""
     teacher_topk_ids: Tensor | None = None
-    """[B, T, k], int64: the tokens of `teacher_topk_logits`."""
+    """Tokens of `teacher_topk_logits`, [B, T, k], int64."""
     routed_experts: Tensor | None = None
     """[B, T, layers, k], int16, on the host: see `TokenRow`."""
     student_topk_logprobs: Tensor | None = None
-    """[B, T, k]: the trained policy's logprobs of `teacher_topk_ids` in the place of token t; entry 0 is 0."""
+    """Logprobs [B, T, k] of the trained policy for `teacher_topk_ids` in place of token t; entry 0 is 0."""
 
     @classmethod
     def padded(cls, rows: Sequence[TokenRow]) -> "Batch":
-        """The rows as tensors, padded to the longest of them."""
+        """Return the rows as tensors, padded to the longest."""
         joined = TokenRows.of(rows)
         inside_BT = np.arange(joined.lengths.max()) < joined.lengths[:, None]
 
@@ -190,11 +189,11 @@ class Batch:
         return cls(lengths=torch.tensor(joined.lengths), **own)
 
     def rows(self, index: Tensor | slice, width: int | None = None) -> "Batch":
-        """The rows at `index`, cut to `width` tokens."""
+        """Return the rows at `index`, cut to `width` tokens."""
         return self._each(lambda values: values[index, :width] if values.dim() > 1 else values[index])
 
     def padded_to(self, rows: int, width: int) -> "Batch":
-        """Add rows of length 0, and tokens, of zeros."""
+        """Pad with zeros to `rows` rows, of length 0, and `width` tokens."""
 
         def padded(values: Tensor) -> Tensor:
             columns = (0, width - values.shape[1]) if values.dim() > 1 else ()
@@ -203,13 +202,13 @@ class Batch:
         return self._each(padded)
 
     def require(self, *names: str) -> tuple[Tensor, ...]:
-        """The fields of these names. Raises ValueError: one of them is None."""
+        """Return the fields of these names. Raises ValueError: one of them is None."""
         if missing := [name for name in names if getattr(self, name) is None]:
             raise ValueError(f"the loss reads {', '.join(missing)}, which this run's batches do not have")
         return tuple(getattr(self, name) for name in names)
 
     def present(self) -> dict[str, Tensor]:
-        """The fields that the run has, by name."""
+        """Return the fields that the run has, by name."""
         both = ((one.name, getattr(self, one.name)) for one in fields(self))
         return {name: values for name, values in both if values is not None}
 

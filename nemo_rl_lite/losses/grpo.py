@@ -3,14 +3,13 @@
 A policy term is what a sampled token adds to the loss, by the name in `loss_fn.policy_loss`. Its ratio is that of the
 trained policy's probability to the previous policy's, [B, T], or one a sequence, [B, 1].
 
-A correction weights tokens whose probability in the engine differs from the policy's: the engine rounds otherwise, or
-older weights sampled the token. Its ratio is previous policy / engine, where the previous policy is the one at the
-start of the step (decoupled PPO, Hilton et al. 2021; AReaL, Fu et al. 2025). Tokens and sequences that are left out
-have weight 0, and still count in what the loss is divided by, as in NeMo-RL and TRL.
+A correction weights tokens whose probability in the engine differs from the policy's, because of rounding or staleness.
+Its ratio is previous policy / engine, with the policy at the start of the step (decoupled PPO, Hilton et al. 2021;
+AReaL, Fu et al. 2025). Masked tokens and sequences have weight 0 but count in the denominator, as in NeMo-RL and TRL.
 
-The covariance of a token is (A - mean A)(log pi - mean log pi); the entropy falls most by tokens with large ones (Cui
-et al. 2025, arXiv:2505.22617). Means and thresholds are those of the whole optimizer step, from the engine's logprobs,
-so that a token's choice does not depend on micro-batches and replicas. In verl, quantiles are of a micro-batch.
+The covariance of a token is (A - mean A)(log pi - mean log pi); tokens with large ones reduce the entropy most (Cui et
+al. 2025, arXiv:2505.22617). Means and thresholds are of the whole optimizer step, from the engine's logprobs, so they
+do not depend on micro-batches and replicas. In verl, quantiles are of a micro-batch.
 """
 
 import math
@@ -98,8 +97,8 @@ def clip(config: LossConfig, sampled: Sampled) -> PolicyTerm:
 
 
 def clip_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
-    """The term of `clip`, or 0 for `clip_cov_ratio` of all tokens: some that the clip leaves alone, chosen at random
-    from those with a covariance within `clip_cov_lb` and `clip_cov_ub` (Clip-Cov, Cui et al. 2025, arXiv:2505.22617).
+    """Return the terms of `clip`, with 0 for `clip_cov_ratio` of all tokens (Clip-Cov, Cui et al. 2025,
+    arXiv:2505.22617). These are drawn from unclipped tokens with a covariance within `clip_cov_lb` and `clip_cov_ub`.
     """
     term = clip(config, sampled)
     covariances_BT = covariances(sampled.step, sampled.logprobs_BT, sampled.advantages)
@@ -151,9 +150,9 @@ POLICY_TERMS: Mapping[str, Callable[[LossConfig, Sampled], PolicyTerm]] = {
 
 
 def _importance_ratio(config: LossConfig, logprobs_BT: Tensor, previous_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The ratio of each token, [B, T], or the geometric mean of a sequence's, [B, 1] (GSPO, Zheng et al. 2025,
-    arXiv:2507.18071). With `token` each token has the sequence's ratio and the gradient of its own logprob,
-    sg(s) pi / sg(pi), [B, T] (GSPO-token, the same). Logprobs are 0 outside the mask."""
+    """Return the ratio of each token, [B, T], or the geometric mean of a sequence, [B, 1] (GSPO, Zheng et al. 2025,
+    arXiv:2507.18071). With `token` (GSPO-token, the same), tokens have the sequence's ratio and their own gradient,
+    sg(s) pi / sg(pi), [B, T]. Logprobs are 0 outside the mask."""
     log_ratio_BT, level = logprobs_BT - previous_BT, config.sequence_level_importance_ratios
     if not level:
         return log_ratio_BT.exp()
@@ -192,13 +191,13 @@ class Correction:
 
 
 def corrects(config: LossConfig) -> bool:
-    """Whether any weight can differ from 1."""
+    """Return True if any weight can differ from 1."""
     rejects = (config.sequence_rejection_ratio, config.sequence_rejection_ratio_min, config.token_veto_ratio)
     return config.use_importance_sampling_correction or any(limit is not None for limit in rejects)
 
 
 def correction(config: LossConfig, log_ratio_BT: Tensor, mask_BT: Tensor) -> Correction:
-    """The weights of tokens with these log ratios, which are 0 outside the mask.
+    """Return the weights of tokens with these log ratios, which are 0 outside the mask.
 
     Sources: truncated importance sampling (`tis`, Yao et al. 2025), masked tokens (`icepop`, Ring-1T, Ling Team 2025),
     one weight or one mask for a sequence, its geometric mean, and the veto by a token (Liu, Li et al. 2025, "When speed
@@ -351,8 +350,8 @@ class GRPOLoss:
         return advantages_B[:, None]
 
     def _mean(self, values_BT: Tensor, mask_BT: Tensor, counts: Normalizers) -> Tensor:
-        """The mean over tokens, the sum over them for each sequence by one constant length (Dr. GRPO, Liu et al. 2025,
-        arXiv:2503.20783), or the mean over sequences of their token means."""
+        """Return the mean over tokens, the mean over sequences of their token means, or that of their sums divided by a
+        constant length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
         if self.config.token_level_loss == "constant":
             return masked_sum(values_BT, mask_BT) / (counts.sequences * self.config.constant_length)
         if self.config.token_level_loss:
@@ -384,13 +383,11 @@ def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> 
 
 
 def less_kl_to_go(advantages: Tensor, kl_BT: Tensor, mask_BT: Tensor, penalty: float) -> Tensor:
-    """The advantages with a KL penalty in the reward, [B, T]: A_t - penalty (k_t + k_t+1 + ... + k_T), over the tokens
-    that have a loss. `advantages` broadcasts to [B, T]; `kl_BT` is in nats, of the policy at the start of the step,
-    without gradient.
+    """Return advantages with a KL penalty in the reward, [B, T]: A_t - penalty (k_t + k_t+1 + ... + k_T).
 
-    A token answers for the KL of the later ones, because it changes how likely they are. With k1 and on-policy
-    samples, the policy gradient of these advantages is that of the reward less `penalty` times the KL(policy ||
-    reference) of whole responses (k1 as a reward: Liu et al. 2025, arXiv:2510.01555).
+    The sum is over the tokens that have a loss. `advantages` broadcasts to [B, T]; `kl_BT` is in nats, of the policy at
+    the start of the step, without gradient. With k1 and on-policy samples, the policy gradient is that of the reward
+    less `penalty` times the KL(policy || reference) of whole responses (Liu et al. 2025, arXiv:2510.01555).
 
     Source: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), eq. 8, here with a baseline and before any normalisation of
     the KL, so that `penalty` weights it as in the loss. verl's `use_kl_in_reward` with `reinforce_plus_plus` has this

@@ -58,7 +58,7 @@ class Term:
 
 
 def terms_of(config: RewardConfig) -> list[Term]:
-    """The configured reward, with weight 1, and then the terms that are added to it."""
+    """Return the configured reward, with weight 1, and then the terms that are added to it."""
     found = [Term(own_name(config.name), config.name, config.kwargs, 1.0, "reward", config.batch_size)]
     for label, one in config.terms.items():
         found.append(Term(label, one.name, one.kwargs, one.weight, f"reward.terms.{label}", one.batch_size))

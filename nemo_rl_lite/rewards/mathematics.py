@@ -56,7 +56,7 @@ def _last_expression(response: str) -> str:
 
 
 def _closed(text: str) -> str:
-    """The text from `\\boxed{` to its closing brace; all of it without one."""
+    """Return the text from `\\boxed{` to its closing brace; all of it without one."""
     depth = 1
     for place in range(len(_BOXED), len(text)):
         escaped = text[place - 1] == "\\"

@@ -89,7 +89,7 @@ def _text(value: Any, test: Any, column: str) -> str:
 
 
 def _calling(code: str, column: str, entry_point: Any) -> str:
-    """The code, with a call of its function `check` if nothing calls anything."""
+    """Return the code, with a call of its function `check` if nothing calls anything."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -108,7 +108,7 @@ def _calling(code: str, column: str, entry_point: Any) -> str:
 
 
 def _checks_something(statements: list[ast.stmt]) -> bool:
-    """Whether the statements, as they run, assert, raise or call something."""
+    """Return True if the statements, as they run, assert, raise or call something."""
     for statement in statements:
         if isinstance(statement, ast.Assert | ast.Raise):
             return True

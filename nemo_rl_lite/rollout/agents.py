@@ -116,7 +116,7 @@ class _AgentSession:
         self._episode.spans.append(Span("environment", time.perf_counter()))
 
     def _new(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages that the episode lacks. Raises RefusedError: the request does not continue the episode."""
+        """Return the new messages. Raises RefusedError: the request does not continue the episode."""
         known = [*self._episode.prompt, *self._episode.said]
         for number, (before, now) in enumerate(zip(known, messages, strict=False), start=1):
             if _compared(before) != _compared(now):
@@ -129,7 +129,7 @@ class _AgentSession:
         return new
 
     def _sampling(self, asked: ChatRequest) -> Sampling:
-        """The episode's sampling. Raises RefusedError: the request asks for another."""
+        """Return the episode's sampling. Raises RefusedError: the request asks for another."""
         own, training = self._assistant.sampling, self._training
         for name in ("temperature", "top_p", "top_k"):
             value = getattr(asked, name)
@@ -148,8 +148,7 @@ class _AgentSession:
 
 
 def _compared(message: Message) -> Message:
-    """The part of a message that must not change. Blanks around the assistant's text may: frameworks trim texts, and
-    the tokens are kept."""
+    """Return the part of a message that must not change. Frameworks may trim the assistant's text."""
     if message["role"] == "assistant":
         return {"role": "assistant", "content": message["content"].strip()}
     return message

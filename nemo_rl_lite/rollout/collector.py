@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from nemo_rl_lite.data.problems import Problem
@@ -90,36 +90,47 @@ class Group:
 
     @property
     def is_useful(self) -> bool:
-        """Whether it is done and its rewards differ."""
+        """True if it is done and its rewards differ."""
         if self._useful is None and self.is_done:
             self._useful = differ([math.nan if one.reward is None else one.reward for one in self.episodes])
         return bool(self._useful)
 
 
-@dataclass(frozen=True)
-class GroupSelection:
-    """Chooses the prompts of a rollout: `count` of them, with `samples` episodes each.
+@dataclass(eq=False)
+class RolloutTask:
+    """A rollout while it is sampled: `count` prompts with `samples` episodes each.
 
-    With `useful`, prompts whose rewards are all the same are replaced by the next ones of `problem`. `oversample` times
-    `count`, less the useful ones so far, run at a time; by default as many as it probably takes, where `share` is the
-    share of useful prompts that is expected before any has ended. The first `count` useful ones in the order of
-    `problem` are kept: neither the lengths of responses nor time choose. At most `most` are sampled; then prompts that
-    are not useful fill the rollout.
+    With `useful`, prompts whose rewards are all the same are replaced by the next ones of `problem`. The first `count`
+    useful ones in the order of `problem` are kept: neither the lengths of responses nor time choose. At most `most` are
+    sampled; then prompts that are not useful fill the rollout.
     """
 
     problem: Callable[[int], Problem]
+    """Prompt of this number."""
     count: int
     samples: int
+    sampling: Sampling
+    seed: int
+    """Gives a response its seed, with the numbers of its prompt, its sample and its turn."""
     useful: bool = False
     oversample: float | None = None
+    """Prompts that run at a time: this times `count`, less the useful ones so far. None: as many as it probably takes."""
     share: float = 1.0
+    """Expected share of useful prompts before any has ended."""
     most: int = sys.maxsize
+    done: Mapping[int, list[Episode]] = field(default_factory=dict)
+    """Episodes that an earlier run has judged, by the number of their prompt."""
+    begun: int = 0
+    """Number of prompts that an earlier run had begun."""
+    groups: list[Group] = field(default_factory=list, init=False)
+    began: float = field(default_factory=time.perf_counter, init=False)
 
-    def missing(self, groups: Sequence[Group]) -> int:
+    def missing(self) -> int:
         """Count the prompts to begin now."""
+        groups = self.groups
         if not self.useful:
             return self.count - len(groups)
-        if self._kept(groups) is not None:
+        if self.kept() is not None:
             return 0
         useful, ended = sum(group.is_useful for group in groups), sum(group.is_done for group in groups)
         if self.oversample is not None:
@@ -130,13 +141,9 @@ class GroupSelection:
             at_a_time = math.ceil((self.count - useful) / max(share, _LEAST_SHARE))
         return max(min(at_a_time - (len(groups) - ended), self.most - len(groups)), 0)
 
-    def is_settled(self, groups: Sequence[Group]) -> bool:
-        """Whether the groups that are done decide which are kept."""
-        return self._kept(groups) is not None
-
-    def rollout(self, groups: Sequence[Group], reward_errors: int, environment_errors: int) -> Rollout:
+    def rollout(self, reward_errors: int, environment_errors: int) -> Rollout:
         """Join the groups that are kept. The failures are those of all groups."""
-        kept = self._kept(groups) or []
+        groups, kept = self.groups, self.kept() or []
         last = max(groups.index(group) for group in kept)
         dropped = [group for group in groups if group not in kept]
         return Rollout(
@@ -146,11 +153,12 @@ class GroupSelection:
             environment_errors,
             tuple(group.is_useful for group in groups[: last + 1]),
             dropped=tuple(episode for group in dropped for episode in group.episodes),
+            took_s=time.perf_counter() - self.began,
         )
 
-    def _kept(self, groups: Sequence[Group]) -> list[Group] | None:
-        """The groups to keep, in the order of the data; None while that is open."""
-        kept, others = list[Group](), list[Group]()
+    def kept(self) -> list[Group] | None:
+        """Return the groups to keep, in the order of the data; None while the groups that are done do not decide."""
+        groups, kept, others = self.groups, list[Group](), list[Group]()
         for group in groups:
             if not group.is_done:
                 return None
@@ -162,28 +170,12 @@ class GroupSelection:
         filled = [*kept, *others[: self.count - len(kept)]]
         return [group for group in groups if group in filled]
 
-
-@dataclass(eq=False)
-class RolloutTask:
-    """A rollout while it is sampled."""
-
-    wanted: GroupSelection
-    sampling: Sampling
-    seed: int
-    """Gives a response its seed, with the numbers of its prompt, its sample and its turn."""
-    done: Mapping[int, list[Episode]] = field(default_factory=dict)
-    """Episodes that an earlier run has judged, by the number of their prompt."""
-    begun: int = 0
-    """Number of prompts that an earlier run had begun."""
-    groups: list[Group] = field(default_factory=list, init=False)
-    began: float = field(default_factory=time.perf_counter, init=False)
-
     def progress(self) -> str:
         """Say how many prompts are done, how fast tokens came in finished responses, and what episodes wait for."""
         groups, seconds = list(self.groups), time.perf_counter() - self.began
         episodes = [episode for group in groups for episode in group.episodes]
         done = sum(group.is_done for group in groups)
-        said = [f"{done} of {max(self.wanted.count, len(groups))} prompts"]
+        said = [f"{done} of {max(self.count, len(groups))} prompts"]
         if tokens := sum(episode.generated for episode in episodes):
             said.append(f"{tokens / seconds:,.0f} tokens/s")
         waiting = [episode for episode in episodes if episode.waits_for]
@@ -195,7 +187,7 @@ class RolloutTask:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether an episode waits for an environment, an agent or a reward."""
+        """True if an episode waits for an environment, an agent or a reward."""
         episodes = (episode for group in list(self.groups) for episode in group.episodes)
         return any(episode.waits_for in ("environment", "reward") for episode in episodes)
 
@@ -248,11 +240,11 @@ class RolloutCollector:
     async def gather(self, task: RolloutTask, requests: Requests) -> Rollout:
         """Sample and judge the wanted episodes, while the engines serve. Raises what `collect` raises."""
         rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
-        section, wanted, groups = self._play.section, task.wanted, task.groups
+        section, groups = self._play.section, task.groups
         ended: asyncio.Queue[asyncio.Future] = asyncio.Queue()
         environments = _Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
         try:
-            while missing := max(wanted.missing(groups), task.begun - len(groups)):
+            while missing := max(task.missing(), task.begun - len(groups)):
                 # The engines form the same batches every time.
                 with requests.submit_as_batch():
                     for number in range(len(groups), len(groups) + missing):
@@ -260,7 +252,7 @@ class RolloutCollector:
                         group.played.add_done_callback(ended.put_nowait)
                         groups.append(group)
                     await asyncio.sleep(0)
-                while not wanted.missing(groups) and not wanted.is_settled(groups):
+                while not task.missing() and task.kept() is None:
                     (await ended.get()).result()
                     while not ended.empty():
                         ended.get_nowait().result()
@@ -274,22 +266,20 @@ class RolloutCollector:
         environments.check(environment_errors, len(sampled))
         # Timeouts that scored 0 count as failures too.
         rewards.check(sum(one.reward is None or rewards.has(one) for one in played), len(played))
-        rollout = wanted.rollout(groups, reward_errors, environment_errors)
-        rollout.took_s = time.perf_counter() - task.began
-        return rollout
+        return task.rollout(reward_errors, environment_errors)
 
     def _begin(
         self, number: int, task: RolloutTask, requests: Requests, environments: _Failures, rewards: _Failures
     ) -> Group:
         """Begin the samples of prompt `number`, or take an earlier run's."""
-        problem, sampling = task.wanted.problem(number), task.sampling
+        problem, sampling = task.problem(number), task.sampling
         if number in task.done:
             played = asyncio.get_running_loop().create_future()
             played.set_result(None)
             return Group(task.done[number], played)
         prompt = self._tokenizer.prompt(problem.messages, problem.tools)
         check_length(problem, len(prompt), sampling.max_new_tokens, self._max_length)
-        episodes = [Episode(problem, list(prompt), len(prompt)) for _ in range(task.wanted.samples)]
+        episodes = [Episode(problem, list(prompt), len(prompt)) for _ in range(task.samples)]
 
         async def run(sample: int, episode: Episode) -> None:
             seeds = (task.seed, number, sample)

@@ -57,7 +57,7 @@ class Episode:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """The terms of a reward that is a weighted sum, by name, before their weights."""
     is_left_out: bool = False
-    """Whether it is kept out of the loss although it has a reward."""
+    """True if it is kept out of the loss although it has a reward."""
     own_prompt: tuple[Message, ...] | None = None
     """The prompt's messages, if they are not the problem's."""
 
@@ -115,8 +115,8 @@ class Episode:
         return self.reward is not None and not self.is_left_out
 
     def row(self, advantage: float, version: int, experts: tuple[int, ...] | None = None) -> TokenRow:
-        """The episode to train on by a policy of this version. The loss is on the sampled tokens, or on none if the
-        episode is left out or has no reward. `experts`: (layers, k) of the experts that the engines report."""
+        """Return the row to train on with a policy of this version. The loss is on the sampled tokens, if the episode
+        is trained on. `experts`: (layers, k) of the experts that the engines report."""
         length = len(self.tokens)
         mask, logprobs, ages = (np.zeros(length, OF_TOKENS[name]) for name in ("mask", "generation_logprobs", "ages"))
         for start, completion in self.turns:
@@ -149,10 +149,9 @@ class Rollout:
     reward_errors: int
     environment_errors: int = 0
     taught: tuple[bool, ...] = ()
-    """Whether the rewards of each prompt differ, in the order of the data, up to the last prompt that is kept. The next
-    rollout begins after it."""
+    """True for each prompt whose rewards differ, in data order, up to the last kept one. The next rollout follows it."""
     rested: int = 0
-    """Number of prompts that were passed over because they taught nothing earlier."""
+    """Number of prompts that were skipped by their cooldown."""
     took_s: float = 0.0
     """Seconds from its first request to its last reward."""
     engines_idle_s: float | None = None
@@ -168,9 +167,8 @@ class Rollout:
         return torch.tensor(rewards, dtype=torch.float64)
 
     def parts_NB(self, weights: Mapping[str, float]) -> Tensor:
-        """The episodes' rewards part by part, float64, [parts + 1, B]: the parts that `weights` names, before their
-        weights; in the last row the rest, such as a punishment for length. NaN where a part is missing or, in the last
-        row, where the reward failed."""
+        """Return the rewards by part, float64, [parts + 1, B]: the parts that `weights` names, unweighted, and the
+        rest, such as a length penalty. NaN marks a missing part and, in the last row, a failed reward."""
         rows = [[episode.reward_parts.get(name, math.nan) for episode in self.episodes] for name in weights]
         rest = [
             math.nan
@@ -192,7 +190,7 @@ class Rollout:
         return sum(episode.generated for episode in self.episodes)
 
     def rows(self, advantages: Sequence[float], version: int) -> TokenRows:
-        """The episodes to train on by a policy of this version, with an advantage each."""
+        """Return the episodes to train on by a policy of this version, with an advantage each."""
         each = zip(self.episodes, advantages, strict=True)
         turns = (turn for one in self.episodes for _, turn in one.turns)
         experts = next((turn.routed_experts.shape[1:] for turn in turns if turn.routed_experts is not None), None)
@@ -265,13 +263,13 @@ _ROUNDING = 1e-6
 
 
 def passes(rewards: np.ndarray, least: float = 1.0) -> np.ndarray:
-    """Whether each reward is at least `least`; NaN, of a reward that failed, is not."""
+    """Return True if each reward is at least `least`; NaN, of a reward that failed, is not."""
     return rewards >= least - _ROUNDING
 
 
 def pass_at_k(passed_P: np.ndarray, samples: int, k: int) -> np.ndarray:
-    """Estimate for each problem, without bias, the probability that at least one of `k` responses passes, from the
-    number of its `samples` responses that passed: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021). float64 [P].
+    """Estimate for each problem, without bias, the probability that at least one of `k` responses passes:
+    1 - C(n - c, k) / C(n, k), where c of n `samples` passed (Chen et al. 2021). float64 [P].
 
     Raises:
         ValueError: `k` is not between 1 and `samples`.
@@ -283,12 +281,12 @@ def pass_at_k(passed_P: np.ndarray, samples: int, k: int) -> np.ndarray:
 
 
 def ks(samples: int) -> list[int]:
-    """1, 2, 4, ... and `samples` itself."""
+    """Return 1, 2, 4, ... and `samples` itself."""
     return sorted({samples, *(2**power for power in range(samples.bit_length()))})
 
 
 def interval(sums_P: Sequence[float] | np.ndarray, counts_P: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of sum(sums) / sum(counts): percentiles of a bootstrap over problems, with a fixed seed.
+    """Return the 95 % interval of sum(sums) / sum(counts): percentiles of a bootstrap over problems, with a fixed seed.
     Resamples without any count are left out."""
     table_P2 = np.stack([np.asarray(sums_P, np.float64), np.asarray(counts_P, np.float64)], axis=1)
     source, found = np.random.default_rng(_SEED), []

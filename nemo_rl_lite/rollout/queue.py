@@ -90,7 +90,7 @@ class Staleness:
     """Most steps between the weights that sample a token and those with which the step that trains on it begins
     (NeMo-RL's `max_trajectory_age_steps`)."""
     in_flight: bool
-    """Whether responses continue with new weights. Otherwise rollouts are sampled one at a time, each by the weights of
+    """True if responses continue with new weights. Otherwise rollouts are sampled one at a time, each by the weights of
     one version."""
 
 

@@ -17,7 +17,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError, EngineError
 from nemo_rl_lite.generation.interface import Completion, Request, Requests, Sampling
 from nemo_rl_lite.losses.advantages import overlong_penalty
-from nemo_rl_lite.rollout.collector import GroupSelection, RolloutCollector, RolloutTask, Show, check_length
+from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask, Show, check_length
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class PromptCooldown:
                 self._rests[name] = (min(until + shift, latest), min(rest, most))
 
     def rests(self, problem: Problem, position: int) -> bool:
-        """Whether the prompt at this position of the data rests."""
+        """Return True if the prompt at this position of the data rests."""
         until, _ = self._rests.get(_name(problem), (0, 0)) if self._rests else (0, 0)
         return bool(until) and position // self._epoch_length < until
 
@@ -204,23 +204,26 @@ class Sampler:
                 draft.draws.append(self.order.draw())
             return self.order.problem(draft.draws[number][-1])
 
-        wanted = GroupSelection(
+        return RolloutTask(
             problem,
             options.num_prompts_per_step,
             options.num_generations_per_prompt,
-            options.use_dynamic_sampling,
-            None if options.oversample == "auto" else options.oversample,
-            self._useful_share,
-            int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
+            self.sampling,
+            self._seed(draft.step),
+            useful=options.use_dynamic_sampling,
+            oversample=None if options.oversample == "auto" else options.oversample,
+            share=self._useful_share,
+            most=int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
+            done=done or {},
+            begun=len(draft.draws),
         )
-        return RolloutTask(wanted, self.sampling, self._seed(draft.step), done or {}, len(draft.draws))
 
     def held_out_task(self, step: int) -> RolloutTask:
         """Return the validation to sample after a step."""
         temperature = self.config.val_temperature
         sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
-        wanted = GroupSelection(self.validation.__getitem__, len(self.validation), self.config.val_samples_per_problem)
-        return RolloutTask(wanted, sampling, self._seed(step))
+        count, samples = len(self.validation), self.config.val_samples_per_problem
+        return RolloutTask(self.validation.__getitem__, count, samples, sampling, self._seed(step))
 
     def finish(self, draft: PendingRollout, rollout: Rollout) -> Rollout:
         """Note which prompts of a complete rollout taught, and shape its rewards."""

@@ -16,7 +16,7 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
-from nemo_rl_lite.rollout.episode import Episode, Rollout, Span
+from nemo_rl_lite.rollout.episode import Episode, Rollout
 
 log = logging.getLogger(__name__)
 ROLLOUTS = "rollouts"
@@ -140,12 +140,16 @@ def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
             "prompt_tokens": episode.prompt_length,
             "tokens": episode.generated,
             "ending": episode.ending,
-            "spans": [_span(one, one.begin - began) for one in episode.spans],
+            "spans": [
+                {
+                    "what": one.what,
+                    "begin": one.begin - began,
+                    "end": one.begin - began + one.seconds,
+                    "place": one.place,
+                }
+                for one in episode.spans
+            ],
         }
-
-
-def _span(span: Span, begin: float) -> dict[str, Any]:
-    return {"what": span.what, "begin": begin, "end": begin + span.seconds, "place": span.place}
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check
 from nemo_rl_lite.environments.agents import Agents, check_agent
 from nemo_rl_lite.environments.registry import check_environment, make_environments
 from nemo_rl_lite.generation.interface import Generation, Sampling
-from nemo_rl_lite.losses.registry import make_loss
+from nemo_rl_lite.losses.interface import make_loss
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.environment import described

@@ -199,7 +199,7 @@ def check_own_loss(config: Config) -> Iterator[Violation]:
     if config.algorithm.loss is None:
         return
     # It imports torch, which takes seconds.
-    from nemo_rl_lite.losses.registry import make_loss
+    from nemo_rl_lite.losses.interface import make_loss
 
     try:
         loss = make_loss(config.algorithm)

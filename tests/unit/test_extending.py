@@ -17,8 +17,7 @@ from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.environments.registry import check_environment, find_environment
 from nemo_rl_lite.losses.grpo import GRPOLoss
-from nemo_rl_lite.losses.interface import Loss, combine_metrics, needs_of
-from nemo_rl_lite.losses.registry import make_loss
+from nemo_rl_lite.losses.interface import Loss, combine_metrics, make_loss, needs_of
 from nemo_rl_lite.rewards.judge import RewardResult, make_judge
 from nemo_rl_lite.rewards.registry import find_batch_reward, find_reward
 from nemo_rl_lite.validation.compose import compose_config

@@ -12,7 +12,7 @@ from nemo_rl_lite.environments.registry import InThisProcess
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.agents import AgentPlay
-from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.play import Turns
 from nemo_rl_lite.serving.server import Endpoint, ServedGeneration
 from tests.unit.pages import DOCS, blocks
@@ -60,9 +60,7 @@ def collect(engines, agent, share=0.0, max_length=200, samples=1):
     """Play some episodes of one prompt."""
     with Endpoint(LOCAL, Letters(), "own", max_length).running() as endpoint:
         play = AgentPlay(Agents(agent, "127.0.0.1"), endpoint, SAMPLING)
-        return collector(ServedGeneration(engines, endpoint, None), play, share, max_length).collect(
-            RolloutTask(wanted(samples), SAMPLING, 5)
-        )
+        return collector(ServedGeneration(engines, endpoint, None), play, share, max_length).collect(task(samples))
 
 
 def collector(generation, play, share=0.0, max_length=200):
@@ -70,15 +68,15 @@ def collector(generation, play, share=0.0, max_length=200):
     return RolloutCollector(generation, Letters(), judge, max_length, ErrorShares(0.0, share), play)
 
 
-def wanted(samples):
-    return GroupSelection([Problem(chat(ASKED), "43")].__getitem__, 1, samples)
+def task(samples):
+    return RolloutTask([Problem(chat(ASKED), "43")].__getitem__, 1, samples, SAMPLING, 5)
 
 
 @pytest.mark.parametrize("agent", [config("player", how="two turns"), config("plain")], ids=["async", "plain"])
 def test_an_agents_episode_is_that_of_an_environment_with_the_same_conversation(agent):
     through_environment, through_agent = Book(), Book()
     turns = Turns(InThisProcess("calculator", {"role": "user"}), 4)
-    expected = collector(through_environment, turns).collect(RolloutTask(wanted(2), SAMPLING, 5))
+    expected = collector(through_environment, turns).collect(task(2))
     found = collect(through_agent, agent, samples=2)
     assert plain(found.rows([0.5, -0.5], 0)) == plain(expected.rows([0.5, -0.5], 0))
     assert sum(found.rows([1.0, 1.0], 0)[0].mask) == 20

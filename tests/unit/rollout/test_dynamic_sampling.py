@@ -8,7 +8,7 @@ from dataclasses import replace
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.rollout.script import Letters, judged_by
@@ -93,8 +93,9 @@ class Ended:
 
 
 def missing_with(ended=0, useful=0, under_way=0, **own):
-    groups = [Ended(True, place < useful) for place in range(ended)] + [Ended(False, False)] * under_way
-    return GroupSelection(Data(["m"]).problem, count=10, samples=SAMPLES, useful=True, **own).missing(groups)
+    task = RolloutTask(Data(["m"]).problem, 10, SAMPLES, SAMPLING, 0, useful=True, **own)
+    task.groups = [Ended(True, place < useful) for place in range(ended)] + [Ended(False, False)] * under_way
+    return task.missing()
 
 
 def test_as_many_are_under_way_as_the_missing_ones_probably_take():

@@ -8,7 +8,7 @@ from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.judge import RewardResult
 from nemo_rl_lite.rewards.registry import LateReward, checked_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 from tests.unit.rollout.script import Letters, Script, judged_by
 
@@ -21,11 +21,11 @@ def collector(judge, max_length=32, max_error_share=0.0) -> RolloutCollector:
 
 
 def collect(judge, max_error_share=0.0) -> Rollout:
-    return collector(judge, max_error_share=max_error_share).collect(RolloutTask(wanted("a", "xyz"), SAMPLING, 1))
+    return collector(judge, max_error_share=max_error_share).collect(task("a", "xyz"))
 
 
-def wanted(*texts: str) -> GroupSelection:
-    return GroupSelection(problems(*texts).__getitem__, len(texts), 2)
+def task(*texts: str) -> RolloutTask:
+    return RolloutTask(problems(*texts).__getitem__, len(texts), 2, SAMPLING, 1)
 
 
 def judged(reward):
@@ -107,7 +107,7 @@ def test_a_response_that_is_wrong_because_judging_it_takes_too_long_is_trained_o
 def test_a_prompt_without_room_is_an_error_that_names_both_limits():
     short = collector(judged(lambda *_: 0.0), max_length=6)
     with pytest.raises(DataError, match=r"6 tokens and generation.max_new_tokens = 4 .*max_total_sequence_length = 6"):
-        short.collect(RolloutTask(wanted("abcde"), SAMPLING, 1))
+        short.collect(task("abcde"))
 
 
 def episode(reward: float | None, **parts: float) -> Episode:

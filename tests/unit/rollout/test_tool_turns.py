@@ -17,7 +17,7 @@ from nemo_rl_lite.environments.tools import Functions, Python
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.models.embedded import build_tokenizer
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.play import Turns
 from nemo_rl_lite.rollout.store import RolloutFiles, rollout_files
 from tests.unit.rollout.script import Script, judged_by
@@ -70,7 +70,7 @@ def collect(tokenizer, environment, *turns):
         Turns(InThisProcess(path[name], kwargs), 5),
     )
     sampling = Sampling(1.0, 1.0, None, 100, tokenizer.end_tokens, ())
-    return collector.collect(RolloutTask(GroupSelection([problem].__getitem__, 1, 1), sampling, 1)), script
+    return collector.collect(RolloutTask([problem].__getitem__, 1, 1, sampling, 1)), script
 
 
 def test_the_embedded_model_is_offered_python_and_uses_it(tmp_path):

@@ -11,7 +11,7 @@ from nemo_rl_lite.environments.registry import InThisProcess
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.play import Turns
 from tests.unit.rollout.script import END, Letters, Script, judged_by
 
@@ -24,9 +24,7 @@ def collect(script, environment, max_turns=4, max_length=200, reward="exact_matc
     judge = judged_by(find_reward(reward, {}))
     turns = Turns(InThisProcess(*environment), max_turns)
     collector = RolloutCollector(script, Letters(), judge, max_length, ErrorShares(0.0, max_error_share), turns)
-    return collector.collect(
-        RolloutTask(GroupSelection([Problem(chat("6*7+1?"), "43")].__getitem__, 1, 2), SAMPLING, 5)
-    )
+    return collector.collect(RolloutTask([Problem(chat("6*7+1?"), "43")].__getitem__, 1, 2, SAMPLING, 5))
 
 
 def endings(rollout):
