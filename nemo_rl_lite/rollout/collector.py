@@ -114,7 +114,7 @@ class RolloutTask:
     """Gives a response its seed, with the numbers of its prompt, its sample and its turn."""
     useful: bool = False
     oversample: float | None = None
-    """Prompts that run at a time: this times `count`, less the useful ones so far. None: as many as it probably takes."""
+    """Prompts that run at a time: this times `count`, less the useful so far. None: as many as it probably takes."""
     share: float = 1.0
     """Expected share of useful prompts before any has ended."""
     most: int = sys.maxsize

@@ -149,7 +149,7 @@ class Rollout:
     reward_errors: int
     environment_errors: int = 0
     taught: tuple[bool, ...] = ()
-    """True for each prompt whose rewards differ, in data order, up to the last kept one. The next rollout follows it."""
+    """True for each prompt whose rewards differ, in data order, up to the last kept. The next rollout follows it."""
     rested: int = 0
     """Number of prompts that were skipped by their cooldown."""
     took_s: float = 0.0

@@ -14,6 +14,7 @@ from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.rollout.script import Letters, judged_by
 
 SAMPLES = 4
+SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=())
 
 
 class Engine:
