@@ -102,7 +102,17 @@ class RefitConfig:
 Precision = Literal["float32", "bfloat16"]
 
 # Modules whose inputs can wait in host memory for the backward pass.
-OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
+OffloadModule = Literal[
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "mlp",
+    "expert_fc1",
+    "moe_act",
+    "fused_group_mlp",
+]
 # Linear layers that can have an adapter.
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 # Components that can leave the GPU while the engines generate.

@@ -120,8 +120,12 @@ def _policy(config: Config, phase: Phase, shared: bool) -> dict[Component, Place
     graphs = records_training(config)
     return {
         Component.PARAMETERS: _leaving(Place.HOST, phase is Phase.GENERATE and Component.PARAMETERS in leaves),
-        # Gradients hold nothing between an optimizer step and the next training phase, which allocates them again.
-        Component.GRADIENTS: _leaving(Place.RELEASED, phase is not Phase.TRAIN and Component.GRADIENTS in leaves),
+        # Gradients hold nothing between an optimizer step and the next training phase, which allocates them again. The
+        # logprob phase never keeps them, except for the addresses of a recorded training pass.
+        Component.GRADIENTS: _leaving(
+            Place.RELEASED,
+            phase is not Phase.TRAIN and (Component.GRADIENTS in leaves or (phase is Phase.LOGPROB and not graphs)),
+        ),
         Component.OPTIMIZER_STATES: _leaving(Place.HOST, on_cpu or (phase is not Phase.TRAIN and states_leave)),
         Component.ACTIVATIONS: _leaving(Place.RELEASED, phase not in (Phase.LOGPROB, Phase.TRAIN) and not graphs),
     }

@@ -59,6 +59,10 @@ GRADIENT_BYTES = 4
 _ONE_RANK = ParallelDims(tp=1, pp=1, cp=1, ep=1, world=1)
 
 
+# Modules of `offload_modules` that consist of others.
+_FUSED = {"fused_group_mlp": ("expert_fc1", "moe_act")}
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """`tokens` of the model's input, in rows of `row` tokens."""
@@ -152,7 +156,8 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
     waiting = 0.0
     if parallel.fine_grained_activation_offloading and not parallel.activation_checkpointing:
         # The inputs of the last layer stay on the device: the backward pass needs them first.
-        chosen = parallel.activation_offload_fraction * sum(layer[module] for module in parallel.offload_modules or ())
+        parts = [part for module in parallel.offload_modules or () for part in _FUSED.get(module, (module,))]
+        chosen = parallel.activation_offload_fraction * sum(layer[part] for part in parts)
         waiting = (layers * in_flight - 1) * chosen
     # After the head, the gradient of a layer takes about as many bytes as the layer's activations. A recomputed layer
     # has both at once; then the gradients of its MLP count most.

@@ -21,6 +21,7 @@ from nemo_rl_lite.config.schema import MegatronConfig
 _ENVIRONMENT = {"NVTE_CPU_OFFLOAD_V1": "1"}
 # megatron-core does not have this one of the `offload_modules`.
 MLP = "mlp"
+FUSED_EXPERTS = "fused_group_mlp"
 
 
 def environment(config: MegatronConfig) -> dict[str, str]:
@@ -43,6 +44,8 @@ def set_fields(provider: Any, config: MegatronConfig) -> None:
     # megatron-core does not know `mlp` and needs at least one name; attn_norm saves nothing under Transformer Engine.
     provider.offload_modules = [name for name in config.offload_modules or [] if name != MLP] or ["attn_norm"]
     provider.activation_offload_fraction = config.activation_offload_fraction
+    if FUSED_EXPERTS in provider.offload_modules:
+        provider.use_transformer_engine_op_fuser = True
 
 
 def add_mlps(chunks: Sequence[Any], config: MegatronConfig) -> None:

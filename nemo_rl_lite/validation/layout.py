@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nemo_rl_lite.compat.versions import installed
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config
@@ -344,7 +345,7 @@ def check_cpu_optimizer(config: Config) -> Iterator[Violation]:
         )
     if settings.optimizer != "adam":
         key = f"{_OPTIMIZER}.optimizer"
-        rule_text = "optimizer_cpu_offload works on sharded states, and megatron-core shards those of adam only"
+        rule_text = "megatron-core keeps the float32 master weights of optimizers other than adam on the GPU"
         yield Violation(key, settings.optimizer, rule_text, f"{key}=adam, or {_CPU}=false")
     elif not settings.use_distributed_optimizer:
         rule_text = "optimizer_cpu_offload works on sharded states; otherwise master weights would stay on the GPU"
@@ -375,12 +376,26 @@ def check_activation_offload(config: Config) -> Iterator[Violation]:
     if "attn_proj" in modules and "core_attn" not in modules:
         rule_text = "attn_proj needs core_attn: its input is core_attn's output, which core_attn's backward pass needs"
         yield Violation(_MODULES, modules, rule_text, f"'{_MODULES}=[{','.join(['core_attn', *modules])}]'")
+    if "fused_group_mlp" in modules:
+        yield from _fused_experts(modules)
     if model := known_shape(config.policy.model_name):
         yield from _offloaded_modules(config, modules, model)
 
 
+def _fused_experts(modules: Sequence[str]) -> Iterator[Violation]:
+    own = installed("transformer-engine")
+    if both := [name for name in modules if name in ("expert_fc1", "moe_act")]:
+        rest = [name for name in modules if name not in both]
+        rule_text = f"fused_group_mlp is the whole MLP of the experts, {' and '.join(both)} included"
+        yield Violation(_MODULES, modules, rule_text, f"'{_MODULES}=[{','.join(rest)}]'")
+    elif own and tuple(map(int, own.split(".")[:2])) < (2, 14):
+        others = [*(name for name in modules if name != "fused_group_mlp"), "expert_fc1", "moe_act"]
+        rule_text = f"fused_group_mlp needs Transformer Engine 2.14 or newer, and {own} is installed"
+        yield Violation(_MODULES, modules, rule_text, f"'{_MODULES}=[{','.join(others)}]'")
+
+
 def _offloaded_modules(config: Config, modules: Sequence[str], model: ModelShape) -> Iterator[Violation]:
-    missing = () if model.experts else ("expert_fc1", "moe_act")
+    missing = () if model.experts else ("expert_fc1", "moe_act", "fused_group_mlp")
     missing += () if model.dense_layers else ("mlp",)
     absent = [name for name in modules if name in missing]
     # Transformer Engine computes these norms within the linear layer behind them; megatron-core skips them silently.

@@ -63,12 +63,12 @@ class Policy:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], [(400, 400, 800)] * 4),
-        (["offload=logprob"], [(400, 400, 800), (400, 400, 800), (400, 400, 0), (400, 400, 800)]),
+        ([], [(400, 400, 800), (400, 400, 800), (400, 0, 800), (400, 400, 800)]),
+        (["offload=logprob"], [(400, 400, 800), (400, 400, 800), (400, 0, 0), (400, 400, 800)]),
         (["offload=colocated"], [(400, 0, 0), (0, 0, 0), (400, 0, 0), (400, 400, 800)]),
         (
             ["policy.offload_for_generation=[optimizer_states]"],
-            [(400, 400, 0), (400, 400, 0), (400, 400, 0), (400, 400, 800)],
+            [(400, 400, 0), (400, 400, 0), (400, 0, 0), (400, 400, 800)],
         ),
         (["policy.offload_for_generation=[gradients]"], [(400, 0, 800)] * 3 + [(400, 400, 800)]),
     ],
@@ -145,7 +145,7 @@ def test_where_a_return_finds_the_device_full_what_is_leaving_goes_first(monkeyp
 
     monkeypatch.setattr(Movable, "come_back", on_a_full_device)
     policy.memory.enter(Phase.LOGPROB, working_bytes=0)
-    assert policy.held() == (400, 400, 0)
+    assert policy.held() == (400, 0, 0)
     monkeypatch.setattr(Movable, "come_back", come_back)
     policy.memory.enter(Phase.TRAIN)
     assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
@@ -167,10 +167,10 @@ def test_states_come_back_before_the_last_micro_batch():
 def test_states_leave_beside_the_first_micro_batches_and_come_back_beside_the_last():
     policy = Policy("offload=logprob", "policy.overlap_offload=true")
     policy.enter_with_copies_done(Phase.LOGPROB)
-    assert policy.held() == (400, 400, 800)
+    assert policy.held() == (400, 0, 800)
     between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000, around=nullcontext)
     between(3, 0)
-    assert policy.held() == (400, 400, 0)
+    assert policy.held() == (400, 0, 0)
     between(1, 0)
     policy.memory.enter(Phase.TRAIN)
     assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
@@ -221,7 +221,7 @@ def test_what_has_one_place_throughout_never_moves():
     )
     for phase in STEP:
         policy.memory.enter(phase)
-        assert policy.held() == (400, 400, 800)
+        assert policy.held() == (400, 0 if phase is Phase.LOGPROB else 400, 800)
         policy.memory.require(Component.OPTIMIZER_STATES)
     assert policy.memory.take_moves() == []
 

@@ -23,11 +23,11 @@ def row(table: Residency, component: Component) -> tuple[Place, ...]:
 @pytest.mark.parametrize(
     ("overrides", "parameters", "gradients", "optimizer_states"),
     [
-        (["offload=none"], (D, D, D, D), (D, D, D, D), (D, D, D, D)),
-        (["offload=logprob"], (D, D, D, D), (D, D, D, D), (D, H, D, D)),
+        (["offload=none"], (D, D, D, D), (D, R, D, D), (D, D, D, D)),
+        (["offload=logprob"], (D, D, D, D), (D, R, D, D), (D, H, D, D)),
         (["offload=colocated"], (H, D, D, D), (R, R, D, R), (H, H, D, H)),
         (["offload=pinned"], (H, D, D, D), (R, R, D, R), (H, H, D, H)),
-        (["offload=cpu_optimizer"], (D, D, D, D), (D, D, D, D), (H, H, H, H)),
+        (["offload=cpu_optimizer"], (D, D, D, D), (D, R, D, D), (H, H, H, H)),
         (["offload=max_memory"], (H, D, D, D), (R, R, D, R), (H, H, H, H)),
         (["policy.offload_for_generation=[gradients]"], (D, D, D, D), (R, R, D, R), (D, D, D, D)),
     ],
@@ -42,7 +42,8 @@ def test_what_the_policy_holds_where(overrides, parameters, gradients, optimizer
 
 def test_a_recorded_training_pass_keeps_its_memory():
     graphs = "policy.megatron_cfg.cuda_graph_impl=full_iteration"
-    assert row(residency(*GPU, graphs), Component.ACTIVATIONS) == (D, D, D, D)
+    recorded = residency(*GPU, graphs)
+    assert row(recorded, Component.ACTIVATIONS) == row(recorded, Component.GRADIENTS) == (D, D, D, D)
     assert row(residency(graphs), Component.ACTIVATIONS) == (R, D, D, R)
 
 
@@ -65,7 +66,7 @@ def test_engines_on_gpus_of_their_own_are_not_in_the_table_and_nothing_leaves_fo
     table = residency(*GPU, *engines, "offload=logprob")
     assert not table.engines_share_device
     assert table.components == tuple(Component)[:4]
-    assert row(table, Component.OPTIMIZER_STATES) == (D, H, D, D)
+    assert row(table, Component.GRADIENTS) == (D, R, D, D) and row(table, Component.OPTIMIZER_STATES) == (D, H, D, D)
     with pytest.raises(ValueError, match="kv_cache are not on the policy's device"):
         table.place(Phase.TRAIN, Component.KV_CACHE)
 
@@ -75,7 +76,7 @@ def test_sft_has_two_phases_and_no_engines():
     assert table.phases == (Phase.LOGPROB, Phase.TRAIN) and table.components == tuple(Component)[:4]
     assert table.policy_places(Phase.LOGPROB) == {
         Component.PARAMETERS: D,
-        Component.GRADIENTS: D,
+        Component.GRADIENTS: R,
         Component.OPTIMIZER_STATES: H,
     }
     with pytest.raises(ValueError, match="no phase generate; it has logprob, train"):

@@ -1,5 +1,6 @@
 """megatron-core's manager runs on a CPU: it tracks tensors as on a GPU, and offloads nothing."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from nemo_rl_lite.compat.megatron_cpu import prepare_import
 from nemo_rl_lite.policy import activation_offload
 from nemo_rl_lite.validation.compose import compose_config
 
+CORE = ["policy.megatron_cfg.offload_modules=[core_attn]"]
 MODULES = ("core_attn", "mlp_norm")
 LAYERS = 2
 
@@ -81,6 +83,17 @@ def model(monkeypatch):
     model = Model(offload.FineGrainedActivationOffloadingInterface)
     model.manager, model.waited = offload.PipelineOffloadManager.get_instance, waited
     return model
+
+
+def test_experts_offload_as_a_whole_where_transformer_engine_fuses_them(monkeypatch):
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    provider = SimpleNamespace()
+    chosen = settings("policy.megatron_cfg.fine_grained_activation_offloading=true", *CORE)
+    activation_offload.set_fields(provider, replace(chosen, offload_modules=["fused_group_mlp"]))
+    assert provider.use_transformer_engine_op_fuser and provider.offload_modules == ["fused_group_mlp"]
+    others = SimpleNamespace()
+    activation_offload.set_fields(others, chosen)
+    assert not hasattr(others, "use_transformer_engine_op_fuser")
 
 
 def train(model, micro_batches: int) -> None:

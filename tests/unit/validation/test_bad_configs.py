@@ -9,6 +9,7 @@ import pytest
 from nemo_rl_lite import train
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.system.machine import check_single_launcher
+from nemo_rl_lite.validation import layout
 from nemo_rl_lite.validation.compose import compose_config
 
 MODEL = {
@@ -104,6 +105,7 @@ CASES = {
     "offload=activations": ACTIVATIONS,
     f"{GPU} {ACTIVATIONS}=true {MODULES}=[core_attn,moe_act]": MODULES,
     f"{GPU} policy.model_name=MOE {ACTIVATIONS}=true {MODULES}=[attn_norm]": MODULES,
+    f"{GPU} policy.model_name=MOE {ACTIVATIONS}=true {MODULES}=[fused_group_mlp,moe_act]": f"{MODULES}=[fused_group_mlp]",
     f"{GPU} policy.model_name=MOE cluster.gpus_per_node=3 {PP}=3 policy.train_global_batch_size=96 "
     f"{ACTIVATIONS}=true {MODULES}=[core_attn,qkv_linear]": f"{MODULES}=[core_attn]",
     f"{GPU} {PEFT}.enabled=true {ACTIVATIONS}=true {MODULES}=[core_attn]": ACTIVATIONS,
@@ -250,6 +252,21 @@ def test_a_bad_command(arguments, places):
 )
 def test_what_follows_from_a_problem_is_no_second_one(arguments, key):
     assert [one.key for one in problems(arguments.split()).violations] == [key]
+
+
+@pytest.mark.parametrize("own", ["2.12.0", "2.14.0", None])
+def test_fused_experts_need_a_newer_transformer_engine(own, places, monkeypatch):
+    monkeypatch.setattr(layout, "installed", lambda library: own)
+    arguments = [
+        *GPU.split(),
+        f"policy.model_name={places['MOE']}",
+        f"{ACTIVATIONS}=true",
+        f"{MODULES}=[fused_group_mlp]",
+    ]
+    if own == "2.12.0":
+        assert f"{MODULES}=[expert_fc1,moe_act]" in str(problems(arguments))
+    else:
+        assert compose_config(arguments).policy.megatron_cfg.offload_modules == ["fused_group_mlp"]
 
 
 def test_everything_is_reported_at_once():
