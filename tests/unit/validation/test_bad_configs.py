@@ -105,7 +105,7 @@ CASES = {
     "offload=activations": ACTIVATIONS,
     f"{GPU} {ACTIVATIONS}=true {MODULES}=[core_attn,moe_act]": MODULES,
     f"{GPU} policy.model_name=MOE {ACTIVATIONS}=true {MODULES}=[attn_norm]": MODULES,
-    f"{GPU} policy.model_name=MOE {ACTIVATIONS}=true {MODULES}=[fused_group_mlp,moe_act]": f"{MODULES}=[fused_group_mlp]",
+    f"{GPU} policy.model_name=MOE {ACTIVATIONS}=true {MODULES}=[fused_group_mlp,moe_act]": "=[fused_group_mlp]",
     f"{GPU} policy.model_name=MOE cluster.gpus_per_node=3 {PP}=3 policy.train_global_batch_size=96 "
     f"{ACTIVATIONS}=true {MODULES}=[core_attn,qkv_linear]": f"{MODULES}=[core_attn]",
     f"{GPU} {PEFT}.enabled=true {ACTIVATIONS}=true {MODULES}=[core_attn]": ACTIVATIONS,
