@@ -85,6 +85,8 @@ class ChatTokenizer:
             raise ConfigError([Violation(key, value, "the model's chat template does not read this", fix)])
         self.highest_token: int = max(self.vocabulary.values())
         """The highest token id; all from 0 to it may be in a prompt."""
+        self.longest_token: int = max(map(len, self.vocabulary))
+        """Most characters of a token, so that n tokens are at most n times as many characters."""
 
     @property
     def end_tokens(self) -> tuple[int, ...]:

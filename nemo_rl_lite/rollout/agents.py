@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from nemo_rl_lite.data.messages import Message
@@ -14,8 +15,8 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode, Span
 from nemo_rl_lite.rollout.play import Assistant, Section
-from nemo_rl_lite.serving.protocol import Answer, ApiRequest, ChatRequest, RefusedError
-from nemo_rl_lite.serving.public import FULL, limited
+from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, ChatRequest, RefusedError, tokenized
+from nemo_rl_lite.serving.public import limited
 from nemo_rl_lite.serving.server import Endpoint
 from nemo_rl_lite.system.pool import CallError, as_call_error
 
@@ -81,12 +82,13 @@ class _AgentSession:
         async with self._one_by_one:
             sampling = self._sampling(asked)
             if not episode.turns:
-                (opening,) = asked.prompts(assistant.tokenizer)
+                (opening,) = await self._tokenized(asked, lambda: asked.prompts(assistant.tokenizer))
                 episode.begin(opening, asked.chat())
             else:
                 new = self._new(asked.chat())
                 try:
-                    tokens = tuple(assistant.tokenizer.between_turns(new, episode.tokens[-1]))
+                    work = partial(assistant.tokenizer.between_turns, new, episode.tokens[-1])
+                    tokens = tuple(await self._tokenized(asked, work))
                 except DataError as error:
                     raise RefusedError(400, str(error), "messages") from None
             prompt = (*episode.tokens, *tokens)
@@ -106,6 +108,14 @@ class _AgentSession:
                 self._waits()
             self.is_full, (_, completion) = False, episode.turns[-1]
             return Answer((prompt,), (completion,))
+
+    async def _tokenized[T](self, asked: ChatRequest, work: Callable[[], T]) -> T:
+        """See `tokenized`. A conversation that is too long has begun, and ends."""
+        try:
+            return await tokenized(asked, work, self._assistant.tokenizer, self._assistant.max_length)
+        except RefusedError as refused:
+            self.is_full = refused.code == FULL and bool(self._episode.turns)
+            raise
 
     def waited(self) -> None:
         """Note that the episode waits for the agent no longer."""

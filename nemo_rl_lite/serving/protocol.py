@@ -1,10 +1,11 @@
 """Requests and answers of OpenAI's completions and chat completions, without HTTP and without engines."""
 
+import asyncio
 import json
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Protocol
@@ -44,6 +45,10 @@ _NEUTRAL: dict[str, Any] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
 }
+# OpenAI's word for a chat that leaves no room for a response.
+FULL = "context_length_exceeded"
+# Characters of a text that the event loop tokenizes in a few milliseconds.
+_LONG = 20_000
 # The length of a call's id; Mistral's templates take no other.
 _ID_LETTERS = 9
 
@@ -94,6 +99,10 @@ class ApiRequest(BaseModel):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens
+
+    @abstractmethod
+    def characters(self) -> int:
+        """Count the characters of the longest prompt."""
 
     @abstractmethod
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
@@ -192,6 +201,9 @@ class ChatRequest(ApiRequest):
             raise RefusedError(400, str(error), "tools") from None
         return () if self.tool_choice == "none" else tools
 
+    def characters(self) -> int:
+        return sum(_characters(message.get("content")) for message in self.messages)
+
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
         """See `ApiRequest.prompts`: there is one. Raises RefusedError also if the tokenizer does not take the tools."""
         tools = self.offered()
@@ -260,6 +272,10 @@ class CompletionRequest(ApiRequest):
     prompt: Any
     logprobs: int | None = Field(default=None, ge=0)
 
+    def characters(self) -> int:
+        prompts = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        return max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
+
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
         """See `ApiRequest.prompts`. Raises RefusedError also for more `logprobs` than the engines keep."""
         if self.logprobs and (self.logprobs > 1 or self.temperature != 0):
@@ -294,6 +310,28 @@ class CompletionRequest(ApiRequest):
             "top_logprobs": [{piece: logprob} for piece, logprob in pairs] if self.logprobs else None,
             "text_offset": list(accumulate(map(len, pieces[:-1]), initial=0)),
         }
+
+
+async def tokenized[T](asked: ApiRequest, work: Callable[[], T], tokenizer: ChatTokenizer, max_length: int) -> T:
+    """Return `work()`, which tokenizes a request; beside the event loop where its text is long.
+
+    Raises:
+        RefusedError: the text exceeds `max_length` tokens, however it is tokenized.
+    """
+    characters = asked.characters()
+    if characters > max_length * tokenizer.longest_token:
+        rule = (
+            f"{asked.source}: {characters:,} characters exceed policy.max_total_sequence_length = {max_length} tokens"
+        )
+        raise RefusedError(400, f"{rule}: end the conversation, or send less", asked.source, FULL)
+    return await asyncio.to_thread(work) if characters > _LONG else work()
+
+
+def _characters(content: Any) -> int:
+    """Count the characters of a message's content: a text, or a list of parts with texts."""
+    if isinstance(content, list):
+        return sum(_characters(part.get("text")) for part in content if isinstance(part, dict))
+    return len(content) if isinstance(content, str) else 0
 
 
 def _is_token(given: Any) -> bool:

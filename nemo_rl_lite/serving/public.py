@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.generation.interface import Request, Requests, Sampling
-from nemo_rl_lite.serving.protocol import Answer, ApiRequest, RefusedError
+from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, RefusedError, tokenized
 
-# OpenAI's word for a chat that leaves no room for a response.
-FULL = "context_length_exceeded"
 _SEED_BITS = 31
 
 
@@ -32,8 +30,9 @@ class PublicHandler:
     requests: Requests
 
     async def respond(self, asked: ApiRequest) -> Answer:
-        prompts, usual = asked.prompts(self.config.tokenizer), self._sampling(asked)
-        samplings = [limited(usual, asked, len(prompt), self.config.max_length) for prompt in prompts]
+        usual, tokenizer, max_length = self._sampling(asked), self.config.tokenizer, self.config.max_length
+        prompts = await tokenized(asked, lambda: asked.prompts(tokenizer), tokenizer, max_length)
+        samplings = [limited(usual, asked, len(prompt), max_length) for prompt in prompts]
         # vLLM's first model runner ignores all seeds of a batch on a CPU where one request has none.
         seed = random.getrandbits(_SEED_BITS) if asked.seed is None else asked.seed
         seeds = [(seed + index) % 2**_SEED_BITS for index in range(asked.n or 1)]

@@ -16,11 +16,13 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Requests
+from nemo_rl_lite.serving.connections import BoundedProtocol
 from nemo_rl_lite.serving.protocol import (
     ApiRequest,
     ChatRequest,
@@ -139,6 +141,7 @@ class Endpoint:
         listening = self._listen()
         options = uvicorn.Config(
             _application(self.gate, self.model, self._max_length),
+            http=BoundedProtocol,
             log_config=None,
             log_level="error",
             access_log=False,
@@ -214,7 +217,11 @@ def _application(gate: LoopBridge, model: str, max_length: int) -> FastAPI:
 
     async def answer(request: Request, kind: type[ApiRequest]) -> Response:
         key = _key(request, gate)
-        asked = read_request(kind, _parsed(await request.body()))
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_GONE)
+        asked = read_request(kind, _parsed(body))
         if asked.model not in (None, model):
             rule = f"there is no model {asked.model!r:.100} here, only {model!r}"
             raise RefusedError(404, rule, "model", "model_not_found")
@@ -230,9 +237,9 @@ def _application(gate: LoopBridge, model: str, max_length: int) -> FastAPI:
 
 
 def _parsed(body: bytes) -> Any:
-    """Parse a body. Raises RefusedError: it is not JSON, nested too deeply, or has half of a surrogate pair."""
+    """Parse a body. Raises RefusedError: it is no JSON in UTF-8, nested too deeply, or has half of a surrogate pair."""
     try:
-        content = json.loads(body)
+        content = json.loads(body.decode("utf-8-sig"))
         if b"\\u" in body:
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

@@ -20,7 +20,7 @@ def plain(rows) -> list[dict]:
 class Letters:
     """One token a letter; 0 ends a turn; `|` begins the assistant's."""
 
-    end_tokens, highest_token = (END,), 127
+    end_tokens, highest_token, longest_token = (END,), 127, 1
 
     def prompt(self, messages, tools=()):
         return [ord(letter) for letter in f"{messages[-1]['content']}|"]

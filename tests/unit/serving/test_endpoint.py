@@ -1,5 +1,6 @@
 """The endpoint's protocol, over a real port: what it answers, refuses, and takes back."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -10,6 +11,7 @@ import pytest
 
 from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.serving import connections
 from nemo_rl_lite.serving.server import Endpoint
 from tests.unit.rollout.script import END, Letters
 from tests.unit.serving.served import SAMPLING, Client, Echo, answering, leaving_client
@@ -58,7 +60,17 @@ def test_what_is_not_done_is_refused_and_not_ignored(endpoint, echo, parameters,
     assert refused.status_code == status and said in refused.json()["error"]["message"] and not echo.asked
 
 
-@pytest.mark.parametrize("body", [b"{", b"[" * 200_000, b'{"prompt": "a\\ud800b"}'], ids=["half", "deep", "surrogate"])
+NO_JSON = {
+    "half": b"{",
+    "deep": b"[" * 200_000,
+    "surrogate": b'{"prompt": "a\\ud800b"}',
+    "raw surrogate": b'{"prompt": "a\xed\xa0\x80b"}',
+    "Latin-1": b'{"prompt": "\xe9"}',
+    "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("body", NO_JSON.values(), ids=NO_JSON)
 def test_what_is_no_json_is_refused(endpoint, echo, body):
     with Client(endpoint) as client:
         refused = client.post("/completions", content=body)
@@ -105,6 +117,71 @@ def test_a_client_that_goes_takes_its_request_with_it(endpoint, echo):
     with Client(endpoint) as client:
         assert client.chat("ab").status_code == 200
     assert len(echo.aborted) == 1 and len(echo.asked) == 2
+
+
+HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Le"
+
+
+def connected(endpoint, sent: bytes) -> socket.socket:
+    url = httpx.URL(endpoint.url)
+    connection = socket.create_connection((url.host, url.port), timeout=30)
+    connection.sendall(sent)
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_half_written_requests_leave_room_for_others(endpoint, echo, monkeypatch):
+    monkeypatch.setattr(connections, "most_connections", lambda: 8)
+    held = [connected(endpoint, HALF) for _ in range(30)]
+    with Client(endpoint, timeout=30) as client:
+        assert client.get(endpoint.url.replace("/v1", "/health")).status_code == 200
+        assert client.chat("ab").status_code == 200
+    assert all(is_closed(one) for one in held[:20])
+    for one in held:
+        one.close()
+
+
+def test_a_request_whose_head_does_not_end_is_closed(endpoint, echo, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_S", 0.05)
+    answered = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for sent in (b"", HALF, answered + HALF):
+        with connected(endpoint, sent) as connection, connection.makefile("rb") as received:
+            assert (b"200 OK" in received.read()) == sent.startswith(answered)
+    monkeypatch.setattr(connections, "HEAD_S", 30.0)
+    endless = b"GET /health HTTP/1.1\r\n" + b"X: a\r\n" * 50_000
+    with connected(endpoint, b"") as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(endless)
+        assert is_closed(connection)
+
+
+def test_a_client_that_goes_in_the_middle_of_its_body_is_no_error(endpoint, echo, caplog):
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {endpoint.token}\r\n"
+    connected(endpoint, f"{head}Content-Length: 100\r\n\r\n{{".encode()).close()
+    with Client(endpoint) as client:
+        assert client.chat("ab").status_code == 200
+    assert not caplog.records
+
+
+LONG = {
+    "chat/completions": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 101}]}]},
+    "completions": {"prompt": "a" * 101},
+}
+
+
+@pytest.mark.parametrize("path", LONG)
+def test_a_text_that_cannot_fit_is_not_tokenized(endpoint, echo, monkeypatch, path):
+    monkeypatch.delattr(Letters, "prompt")
+    monkeypatch.delattr(Letters, "opening")
+    with Client(endpoint) as client:
+        refused = client.post(f"/{path}", json=LONG[path]).json()["error"]
+    assert "101 characters exceed policy.max_total_sequence_length = 100" in refused["message"]
+    assert refused["code"] == "context_length_exceeded" and not echo.asked
 
 
 def test_a_request_that_a_rollouts_end_meets_gets_an_answer(endpoint):
