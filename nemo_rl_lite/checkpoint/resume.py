@@ -40,6 +40,8 @@ class Start:
     """One line for each key that differs from the saved configuration."""
     rollouts: Mapping[str, Any] = field(default_factory=dict)
     """The saved state of the source of rollouts."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """See `data_identity`; empty in a checkpoint from before it was saved."""
 
     @property
     def folder(self) -> Path | None:
@@ -52,6 +54,15 @@ class Start:
             yield f"resuming after step {self.steps}, from {self.policy}"
         for change in self.changes:
             yield f"changed since then  {change}"
+
+    def data_lines(self, now: Mapping[str, Any]) -> Iterator[str]:
+        """Lines for the terminal where the training rows `now` are not the checkpoint's."""
+        if self.data and dict(self.data) != dict(now):
+            counts = f"{self.data['rows']:,} then, {now['rows']:,} now" if now else "rows then, a generated task now"
+            yield (
+                f"changed since then  the training rows ({counts}): step {self.steps + 1} takes its place in their new "
+                "order, so rows may repeat or be left out in this epoch"
+            )
 
 
 def checkpoint_store(config: Config, run_folder: Path) -> CheckpointStore:
@@ -108,7 +119,7 @@ def find_start(
     if wrong:
         raise ConfigError(wrong)
     lines = tuple(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changes.items())
-    return Start(found.step, found.path / POLICY, lines, found.record.get("rollouts", {}))
+    return Start(found.step, found.path / POLICY, lines, found.record.get("rollouts", {}), found.record.get("data", {}))
 
 
 def _of_another_model(config: Config, changes: Mapping[str, tuple[Any, Any]], checkpoint: Path) -> Iterator[Violation]:

@@ -1,9 +1,11 @@
 """Load what `data.name` selects: rows of files and hub datasets, or generated tasks."""
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.formats import Example, RowFormat
@@ -51,6 +53,17 @@ def validation_set[T: Prompted](
     if not held_out:
         raise DataError(_empty(config, items, "held out"))
     return held_out[:limit]
+
+
+def data_identity(items: Sequence[Prompted]) -> dict[str, Any]:
+    """Return number and digest of training rows in their order, which tell whether a resumed run reads the same; empty
+    for a task that generates rows without end."""
+    if not items:
+        return {}
+    digest = hashlib.sha256()
+    for one in items:
+        digest.update(repr(one).encode(errors="surrogatepass"))
+    return {"rows": len(items), "sha256": digest.hexdigest()}
 
 
 def validation_source(config: DataConfig) -> str | None:

@@ -25,10 +25,11 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import all_gpus, has_endpoint, policy_ranks, previous_passes, repeats_first_pass
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
-from nemo_rl_lite.data.sources import training_set, validation_set
+from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
 from nemo_rl_lite.environments.agents import Agents, check_agent
 from nemo_rl_lite.environments.registry import check_environment, make_environments
+from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.interface import make_loss
 from nemo_rl_lite.models.shape import described_shape
@@ -150,11 +151,16 @@ class GRPOJob:
         with console.busy("checking that every prompt fits"):
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
         self._training, self._validation = fitted
+        self._data = data_identity(self._training.finite())
         self._epoch_length = len(self._training.finite())
         check_epochs(config, self._epoch_length)
         check_texts(self._tokenizer, self._training)
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
         try_reward(self._judge, self._training.problem(0))
+
+    def resume_lines(self, start: Start) -> Iterator[str]:
+        """See `Job.resume_lines`."""
+        return start.data_lines(self._data)
 
     def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
         config, console = self._config, self._console
@@ -185,7 +191,9 @@ class GRPOJob:
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
         sampler = Sampler(options, collector, sampling, self._validation, order)
         rollouts = self._source(sampler, workers.generation, start)
-        steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups, rollouts.save)
+        steps = make_steps(
+            config, self._folder, start, workers.policy, metrics, console, groups, self._data, rollouts.save
+        )
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
         return GRPO(
@@ -263,8 +271,21 @@ class SupervisedJob:
             options, per_epoch = config.options(SupervisedConfig), self._training.steps_per_epoch
             note_total_steps(config, total_steps(options, per_epoch))
             self._validation = validation_examples(config, encoder, self._training.examples.finite())
+            self._data = data_identity(self._training.examples.finite())
         if limits := shown_limits(options, per_epoch):
             console.say(limits)
+
+    def resume_lines(self, start: Start) -> Iterator[str]:
+        """See `Job.resume_lines`."""
+        options = self._config.options(SupervisedConfig)
+        total, key = total_steps(options, self._training.steps_per_epoch), "algorithm.max_num_epochs"
+        asks_for_more = any(change.startswith("algorithm.max_num_") for change in start.changes)
+        # The run's own checkpoint of the last step is where a run resumes that ended before its final export.
+        if start.steps > total or (start.steps == total and asks_for_more):
+            epochs = options.max_num_epochs
+            rule = f"{start.folder} has taken {start.steps} steps already, and that many epochs are {total} steps"
+            raise ConfigError([Violation(key, epochs, rule, f"{key}={(epochs or 0) + 1}, or {key}=null")])
+        return start.data_lines(self._data)
 
     def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
         config, console = self._config, self._console
@@ -274,7 +295,7 @@ class SupervisedJob:
             policy = launch_policy(begun, start.policy, setup)
         report_start(setup, start.steps, metrics, console)
         options = config.options(SupervisedConfig)
-        steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group])
+        steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group], self._data)
         system = SystemUsage(policy.group.processes)
         Supervised(
             config=options,
@@ -299,17 +320,18 @@ def make_steps(
     metrics: MetricsLog,
     console: RunConsole,
     groups: Sequence[WorkerGroup],
+    data: Mapping[str, Any],
     rollouts: SaveRollouts = save_none,
 ) -> Steps:
-    """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler. `rollouts` saves
-    what the source of rollouts has in a checkpoint."""
+    """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler; `data`: see
+    `data_identity`. `rollouts` saves what the source of rollouts has in a checkpoint."""
     options = config.checkpoint
     checkpoints = Checkpoints(
         checkpoint_store(config, folder),
         policy,
         options.save_period,
         options.async_save,
-        {"config": described(config)},
+        {"config": described(config), "data": dict(data)},
         console.say,
         saved=start.steps or None,
         rollouts=rollouts,

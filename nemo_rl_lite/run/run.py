@@ -3,7 +3,7 @@
 import logging
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,6 +40,14 @@ log = logging.getLogger(__name__)
 
 class Job(Protocol):
     """One algorithm's part of a run. Its constructor reads and checks the data; `run` waits for the workers."""
+
+    def resume_lines(self, start: Start) -> Iterator[str]:
+        """Yield lines for the terminal on what the data means for a start from a checkpoint.
+
+        Raises:
+            ConfigError: no step is left to take, although the command asks for more.
+        """
+        ...
 
     def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
         """Train in the processes that have begun, from `start` on; returns each worker's peak memory in bytes. `setup`
@@ -150,6 +158,8 @@ class _Attempts:
                 with setup("loggers"):
                     opened = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
                 metrics = stack.enter_context(closing(opened))
+                for line in self._job.resume_lines(start):
+                    console.say(line)
                 with (
                     watched(self._last_words, lost_process),
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
@@ -188,11 +198,14 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
             # Another process may be running there.
             with locked(folder):
                 pass
-        for line in find_start(config, whole_config, folder, console.busy).lines():
+        start = find_start(config, whole_config, folder, console.busy)
+        for line in start.lines():
             console.say(line)
         model = starting_model(config, console, untrained=Path(empty))
         model = with_chosen_template(config, model, Path(empty), console.say)
-        make_job(with_teacher(config, console, untrained=Path(empty)), Path(empty), console, model)
+        job = make_job(with_teacher(config, console, untrained=Path(empty)), Path(empty), console, model)
+        for line in job.resume_lines(start):
+            console.say(line)
     runs_here = not on_gpus(config) and config.cluster.num_nodes == 1
     there = psutil.virtual_memory().total if runs_here else None
     plan = make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), there)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +11,7 @@ from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, checkpoint_store,
 from nemo_rl_lite.checkpoint.store import POLICY
 from nemo_rl_lite.errors import CheckpointError, ConfigError
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
+from nemo_rl_lite.run.jobs import SupervisedJob
 from nemo_rl_lite.validation.compose import compose_config
 
 DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
@@ -24,6 +27,38 @@ def save(folder, step, *overrides):
     store = checkpoint_store(config, folder)
     (store.begin(step) / POLICY).mkdir()
     return store.finish(step, {}, {"config": dataclasses.asdict(config)})
+
+
+ROWS = {"rows": 400, "sha256": "a"}
+MORE = ("algorithm.max_num_steps: 6 -> 8",)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "said"),
+    [
+        (ROWS, ROWS, []),
+        ({}, ROWS, []),
+        (ROWS, {"rows": 363, "sha256": "b"}, ["400 then, 363 now"]),
+        (ROWS, {"rows": 400, "sha256": "b"}, ["400 then, 400 now"]),
+        (ROWS, {}, ["a generated task now"]),
+    ],
+)
+def test_other_rows_than_the_checkpoints_are_told(saved, now, said):
+    lines = list(Start(5, data=saved).data_lines(now))
+    assert len(lines) == len(said) and all(
+        one in line and "step 6" in line for one, line in zip(said, lines, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "is_done"),
+    [(3, MORE, False), (4, (), False), (4, MORE, True), (5, (), True)],
+)
+def test_more_steps_than_the_epochs_have_are_refused(steps, changes, is_done):
+    config = compose_config(["algorithm=sft", "algorithm.max_num_epochs=1", "algorithm.max_num_steps=8"])
+    job = SimpleNamespace(_config=config, _training=SimpleNamespace(steps_per_epoch=4), _data=ROWS)
+    with pytest.raises(ConfigError, match="max_num_epochs=2") if is_done else nullcontext():
+        assert not list(SupervisedJob.resume_lines(job, Start(steps, changes=changes)))
 
 
 def test_without_a_checkpoint_it_is_the_beginning(tmp_path):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from nemo_rl_lite.data.formats import PAIRS, PROBLEMS
-from nemo_rl_lite.data.problems import chat
-from nemo_rl_lite.data.sources import training_set, validation_set
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -175,3 +175,11 @@ def test_rows_for_validation_that_are_trained_on_are_counted(tmp_path, caplog):
     data = config("data=file", f"data.train_path={train}", f"data.validation_path={kept}")
     validation_set(data, 100, PROBLEMS, trained(data).finite())
     assert caplog.messages == [f"{kept}: 3 of the 4 rows for validation are trained on, too"]
+
+
+def test_the_identity_of_rows_tells_their_order_and_content():
+    rows = [Problem(({"role": "user", "content": f"{number}+1"},), str(number + 1)) for number in range(3)]
+    whole = data_identity(rows)
+    assert whole["rows"] == 3 and whole == data_identity([*rows])
+    assert len({data_identity(some)["sha256"] for some in (rows, rows[::-1], rows[:2], [*rows[:2], rows[0]])}) == 4
+    assert data_identity(()) == {}
