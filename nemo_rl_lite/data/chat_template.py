@@ -158,7 +158,20 @@ class ChatTemplate:
         try:
             return self._written(messages, tools, prompt)
         except Exception as error:  # a template may raise anything
-            raise DataError(f"the model's chat template cannot write this chat: {error}") from None
+            fix = self._without_system(messages, tools, prompt)
+            raise DataError(f"the model's chat template cannot write this chat: {error}{fix}") from None
+
+    def _without_system(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
+        """Return a fix where the template would write the chat without its system messages; else nothing."""
+        others = [message for message in messages if message["role"] not in ("system", "developer")]
+        try:
+            if len(others) == len(messages) or not others:
+                return ""
+            self._written(others, tools, prompt)
+        except Exception:  # a template may raise anything
+            return ""
+        fix = "leave out data.system_prompt and the rows' system messages"
+        return f"; {fix}, or name a template that writes them with policy.tokenizer.chat_template"
 
     def _joined(self, messages: Sequence[Message]) -> str:
         """Join messages without a template: each on a new line, except the assistant's, which follow the message that

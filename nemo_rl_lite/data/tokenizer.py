@@ -1,7 +1,9 @@
 """Turn chats into token ids and token ids into text, and check texts against a model's tokenizer."""
 
+import json
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import islice
@@ -19,6 +21,7 @@ from nemo_rl_lite.errors import ConfigError, DataError, Violation
 
 log = logging.getLogger(__name__)
 
+_RESIZE = "resize the model's embedding to its tokenizer (resize_token_embeddings of transformers)"
 # Rows whose texts are checked.
 _CHECKED = 500
 
@@ -83,6 +86,9 @@ class ChatTokenizer:
             key, value = f"policy.tokenizer.chat_template_kwargs.{unread[0]}", template_kwargs[unread[0]]
             fix = f"leave it out, or one that it reads: {', '.join(options)}" if options else "leave it out"
             raise ConfigError([Violation(key, value, "the model's chat template does not read this", fix)])
+        self._model_tokens = _vocabulary_size(model_path)
+        if beyond := [token for token in self.end_tokens if token >= self._model_tokens]:
+            raise _unusable(model_path, self._beyond(beyond[0]), _RESIZE)
         self.highest_token: int = max(self.vocabulary.values())
         """The highest token id; all from 0 to it may be in a prompt."""
         self.longest_token: int = max(map(len, self.vocabulary))
@@ -182,7 +188,7 @@ class ChatTokenizer:
     def opening(self, text: str) -> list[int]:
         """Return the token ids of a text without a template that begins a sequence, with the tokenizer's own special
         tokens. The end token that some add, too, would end it before the response."""
-        tokens = list(self._tokenizer(text)["input_ids"])
+        tokens = self._known(self._tokenizer(text)["input_ids"])
         added = tokens[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(self._tokenizer.eos_token)
         return tokens[:-1] if added else tokens
 
@@ -199,7 +205,26 @@ class ChatTokenizer:
         return self._tokens(text) if self.template.exists else self.opening(text)
 
     def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._known(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens as a list. Raises DataError: the model has no row for one."""
+        if tokens and (highest := max(tokens)) >= self._model_tokens:
+            raise DataError(f"{self._beyond(highest)}; {_RESIZE}, or leave out rows with that token")
+        return list(tokens)
+
+    def _beyond(self, token: int) -> str:
+        size = f"vocab_size = {self._model_tokens} of policy.model_name = {self._model_path}"
+        return f"the tokenizer's token {self.piece(token)!r} ({token}) is beyond {size}"
+
+
+def _vocabulary_size(folder: Path) -> int:
+    """Return the number of tokens that the model has rows for, by its config.json; without one there is no limit."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return sys.maxsize
+    return config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or sys.maxsize
 
 
 def check_texts(tokenizer: ChatTokenizer, training: TrainingSet[Problem] | TrainingSet[Example]) -> None:

@@ -144,7 +144,9 @@ class TransformersEngine:
     @torch.no_grad()
     def _generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         width = max(len(request.prompt) for request in requests)
+        # The model may have no row for a padding token that was added to its tokenizer.
         padding = self._tokenizer.pad_token_id or 0
+        padding = padding if padding < self._model.get_input_embeddings().num_embeddings else 0
         # Nothing ends a probe, which has no stop tokens.
         stops = {*sampling.stop_token_ids, *self._ends} if sampling.stop_token_ids else set[int]()
         tokens = torch.tensor([[padding] * (width - len(one.prompt)) + list(one.prompt) for one in requests])

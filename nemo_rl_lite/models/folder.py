@@ -7,7 +7,8 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,11 +198,30 @@ def write_hf_folder(
             if file.is_file() and not file.name.endswith(WEIGHT_FILES):
                 shutil.copy2(file, folder)
         _name_end_tokens(folder)
+        _name_dtype(folder, weights)
         save_torch_state_dict(weights, folder)
         check(folder)
         if target.exists():
             target.rename(Path(unfinished) / "replaced")
         folder.rename(target)
+
+
+def _name_dtype(folder: Path, weights: Mapping[str, "Tensor"]) -> None:
+    """Name the weights' precision in config.json, where libraries read it: transformers and vLLM load in that one."""
+    sizes = Counter[str]()
+    for tensor in weights.values():
+        if tensor.is_floating_point():
+            sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    file = folder / "config.json"
+    config, (dtype, _) = json.loads(file.read_text()), sizes.most_common(1)[0]
+    for section in (config, config.get("text_config") or {}):
+        # The second is the name before transformers 5.
+        section |= dict.fromkeys({"dtype", "torch_dtype"} & section.keys(), dtype)
+    if not {"dtype", "torch_dtype"} & config.keys():
+        config["dtype"] = dtype
+    # The copy may be as read-only as the source.
+    file.unlink()
+    file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _name_end_tokens(folder: Path) -> None:

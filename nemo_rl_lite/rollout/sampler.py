@@ -34,7 +34,10 @@ def fitting_prompts(
     max_new_tokens, max_length = config.generation.max_new_tokens, config.policy.max_total_sequence_length
 
     def length(problem: Problem) -> int:
-        return len(tokenizer.prompt(problem.messages, problem.tools))
+        try:
+            return len(tokenizer.prompt(problem.messages, problem.tools))
+        except DataError as error:
+            raise DataError(f"the prompt {problem.messages[-1]['content'][:60]!r}: {error}") from None
 
     if config.data.too_long == "error":
         for problem in [*validation, *training.finite()]:

@@ -1,12 +1,14 @@
 """Turns and the texts between them agree with the chat template's own rendering; odd texts of rows are told."""
 
+import json
+
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 from nemo_rl_lite.data.formats import Conversation, answered, chat_of
 from nemo_rl_lite.data.problems import FileSet, Problem, chat
-from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
-from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts, load_tokenizer
+from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.models.embedded import build_tokenizer
 
 CHATML = (
@@ -146,3 +148,28 @@ def test_a_stop_string_that_no_text_has(make):
     check_stop_strings(made, ["<eos>", "</answer>"])
     with pytest.raises(ConfigError, match=r"generation\.stop_token_ids=\[1\]"):
         check_stop_strings(made, ["<bos>"])
+
+
+def test_a_token_that_the_model_has_no_row_for_is_named(make, tmp_path):
+    size = len(make(CHATML).vocabulary)
+    added = load_tokenizer(tmp_path)
+    added.add_tokens(["@"])
+    added.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
+    tokenizer = ChatTokenizer(tmp_path)
+    assert tokenizer.prompt(QUESTION)
+    for tokenize in (tokenizer.opening, lambda text: tokenizer.prompt([{"role": "user", "content": text}])):
+        with pytest.raises(DataError, match=rf"'@' \({size}\) is beyond vocab_size = {size} of"):
+            tokenize("12@")
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": END}}))
+    with pytest.raises(ConfigError, match="is beyond vocab_size"):
+        ChatTokenizer(tmp_path)
+
+
+def test_a_template_without_a_system_role_names_the_key(make):
+    tokenizer = make("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML)
+    with pytest.raises(DataError, match=r"no system role; leave out data\.system_prompt"):
+        tokenizer.prompt([{"role": "system", "content": "1"}, *QUESTION])
+    tokenizer = make("{{ raise_exception('broken') }}")
+    with pytest.raises(DataError, match=r"broken$"):
+        tokenizer.prompt([{"role": "system", "content": "1"}, *QUESTION])

@@ -1,4 +1,4 @@
-"""A written Hugging Face folder: its generation_config.json names the tokens that end a response."""
+"""A written Hugging Face folder names the tokens that end a response, and the precision of its weights."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def base(tmp_path) -> Path:
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<im>", "</im>"]})
     tokenizer.save_pretrained(tmp_path / "base")
-    Qwen3Config.from_dict(MODEL_CONFIG).save_pretrained(tmp_path / "base")
+    Qwen3Config.from_dict(MODEL_CONFIG | {"vocab_size": len(tokenizer)}).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
@@ -61,3 +61,24 @@ def test_a_model_that_names_them_all_stays_as_it_is(base, content):
     write_hf_folder({"w": torch.zeros(1)}, base, base.parent / "exported")
     file = base.parent / "exported" / "generation_config.json"
     assert (file.read_text() if file.exists() else None) == content
+
+
+@pytest.mark.parametrize("names", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
+def test_the_precision_is_that_of_the_weights(base, names):
+    file = base / "config.json"
+    plain = {
+        name: value for name, value in json.loads(file.read_text()).items() if name not in ("dtype", "torch_dtype")
+    }
+    nested = {"text_config": dict.fromkeys(names, "bfloat16")} if names else {}
+    file.write_text(json.dumps(plain | dict.fromkeys(names, "bfloat16") | nested))
+    file.chmod(0o444)
+    weights = {
+        "w": torch.zeros(4),
+        "scale": torch.zeros(2, dtype=torch.bfloat16),
+        "count": torch.zeros(9, dtype=torch.int),
+    }
+    write_hf_folder(weights, base, base.parent / "exported")
+    config = json.loads((base.parent / "exported" / "config.json").read_text())
+    own = dict.fromkeys(names or ("dtype",), "float32")
+    assert config == plain | own | ({"text_config": own} if names else {})
+    assert Qwen3Config.from_pretrained(base.parent / "exported").dtype == torch.float32
