@@ -16,6 +16,7 @@ from rich.console import Console
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.errors import shown_as_message
 from nemo_rl_lite.generation.queue import RequestQueue
+from nemo_rl_lite.observability.console import printable
 from nemo_rl_lite.run.model import CHAT_KEYS
 from nemo_rl_lite.run.serving import find_served, start_engine
 from nemo_rl_lite.serving.protocol import ChatRequest, RefusedError
@@ -95,7 +96,7 @@ def converse(reply: Reply, console: Console) -> int:
                 console.print(f"{error}. {_RESET} begins a new conversation")
                 continue
             messages.append({"role": "assistant", "content": response})
-            sys.stdout.write(f"{response}\n")
+            sys.stdout.write(f"{printable(response) if sys.stdout.isatty() else response}\n")
             sys.stdout.flush()
 
 

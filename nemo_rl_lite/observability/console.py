@@ -203,9 +203,14 @@ def sparkline(values: Sequence[float]) -> str:
     )
 
 
+def printable(text: str) -> str:
+    """Escape a model's text for a terminal, so that it cannot move the cursor, change colours or the clipboard."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
 def readable(text: str) -> str:
-    """Escape a model's text for a terminal, so that it cannot move the cursor or change colours, and shorten it."""
-    plain = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+    """Escape a model's text for a terminal, and shorten it."""
+    plain = printable(text)
     if len(plain) <= _SHOWN_CHARACTERS:
         return plain
     half = _SHOWN_CHARACTERS // 2

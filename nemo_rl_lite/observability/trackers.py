@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +78,32 @@ class MetricsLog:
 
 def rewind(path: Path, step: int) -> list[dict[str, Any]]:
     """Keep and return the entries up to `step` of a file of JSON lines. Move later ones, whose steps will be repeated,
-    and incomplete lines to `<name>-undone.jsonl` in the same folder."""
+    and lines that cannot be read to `<name>-undone.jsonl` in the same folder."""
     if not path.exists():
         return []
-    kept, undone, entries = [], [], []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        entry, is_kept = None, False
-        with suppress(ValueError, KeyError, TypeError):
+    kept, undone, entries, damaged = [], [], [], []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        is_whole, place = line.endswith(b"\n"), None
+        try:
             entry = json.loads(line)
-            is_kept = line.endswith("\n") and 0 <= entry["step"] <= step
-        if is_kept:
+            place = float(entry["step"])
+        except (ValueError, KeyError, TypeError):
+            # A run that was killed leaves the start of a line.
+            damaged += [number] if is_whole else []
+        if is_whole and place is not None and 0 <= place <= step:
             kept.append(line)
             entries.append(entry)
         else:
-            undone.append(line.rstrip("\n") + "\n")
+            undone.append(line.rstrip(b"\n") + b"\n")
+    rest = path.with_stem(f"{path.stem}-undone")
+    if damaged:
+        count = f"{len(damaged)} lines, the first of them {damaged[0]}," if len(damaged) > 1 else f"line {damaged[0]}"
+        log.warning("%s: %s cannot be read; %s keeps what is there", path, count, rest.name)
     if undone:
-        with path.with_stem(f"{path.stem}-undone").open("a", encoding="utf-8") as file:
+        with rest.open("ab") as file:
             file.writelines(undone)
         remaining = path.with_name(f".{path.name}")
-        remaining.write_text("".join(kept), encoding="utf-8")
+        remaining.write_bytes(b"".join(kept))
         remaining.replace(path)
     return entries
 

@@ -37,6 +37,8 @@ _OPTIMIZER_FORMATS = {
     "data_parallel": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
 _FORMAT = "resume_layouts"
+# A disk with fewer free bytes counts as full.
+_FULL = 64 << 20
 
 # The file name that torch.distributed.checkpoint uses.
 INDEX_FILE = ".metadata"
@@ -224,10 +226,13 @@ class _Writing:
             for finalize in self._finalize:
                 finalize()
         except (CheckpointException, OSError) as error:
-            free = ""
+            said = _cause(error)
             with suppress(OSError):
-                free = f" ({shutil.disk_usage(self._folder).free / 2**30:.1f} GiB are free there)"
-            raise CheckpointError(f"{_cause(error)}{free}") from error
+                free = shutil.disk_usage(self._folder).free
+                said += f" ({free / 2**30:.1f} GiB are free there)"
+                if free < _FULL:
+                    said = f"no space is left on the disk of {self._folder}: {said}"
+            raise CheckpointError(said) from error
         return self._digests
 
 

@@ -20,6 +20,7 @@ from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.overrides import given_keys, named_run_folder
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, shown_as_message
+from nemo_rl_lite.observability.environment import redact_command
 from nemo_rl_lite.system.machine import local_path
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.validation.notes import notes, notes_elsewhere, show_notes
@@ -60,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         own = _notes(config, run_folder, given.requeue)
         show_notes([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config), *own])
         script = _script(given, config, run_folder, words)
+        if hidden := [one.partition("=")[0] for one in given.overrides if _holds_secret(one)]:
+            fix = f"keep it in the environment: '{hidden[0]}=${{oc.env:NAME}}'"
+            show_notes([f"{', '.join(hidden)}: the script has the value in clear; {fix}"])
         # Slurm does not make this folder, and a job that cannot write there ends without a message.
         logs = Path(given.log).absolute().parent
         if given.submit or given.output:
@@ -70,9 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.stdout.write(f"{_submit(script)}\n")
         elif given.output:
             given.output.write_text(script)
+            if hidden:
+                given.output.chmod(0o600)
             sys.stdout.write(f"submit it with: sbatch {shlex.quote(str(given.output))}\n")
         else:
             sys.stdout.write(script)
+
+
+def _holds_secret(override: str) -> bool:
+    """Return whether an override gives a secret itself, rather than the name of a variable that has it."""
+    word = shlex.quote(override)
+    return "${oc.env:" not in override and redact_command(word) != word
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -179,7 +191,7 @@ def _script(given: argparse.Namespace, config: Config, run_folder: str | None, w
     python = given.python or ("python" if given.container_image else sys.executable)
     lines = [
         "#!/usr/bin/env bash",
-        f"# Made by: {shlex.join(['nrl-lite', 'slurm', *words])}".replace("\n", " "),
+        f"# Made by: {redact_command(shlex.join(['nrl-lite', 'slurm', *words]))}".replace("\n", " "),
         *(f"#SBATCH {option}" for option in [*own, *options]),
         # `module load` reads unset variables, which `set -u` forbids.
         *(["set -eo pipefail", *given.setup, "set -u"] if given.setup else ["set -euo pipefail"]),

@@ -33,6 +33,16 @@ def test_a_line_that_was_cut_short_is_put_aside(tmp_path):
     assert rewind(tmp_path / "none.jsonl", 3) == []
 
 
+@pytest.mark.parametrize("damage", [b"\xff", b"{", b"\x00"])
+def test_a_line_with_a_wrong_byte_is_named_and_put_aside(tmp_path, caplog, damage):
+    path = tmp_path / "metrics.jsonl"
+    whole = [json.dumps({"step": step, "value": step / 2}).encode() + b"\n" for step in range(3)]
+    path.write_bytes(whole[0] + whole[1].replace(b"0.5", damage) + whole[2])
+    assert [entry["step"] for entry in rewind(path, 9)] == [0, 2]
+    assert f"{path}: line 2 cannot be read" in caplog.text
+    assert damage in (tmp_path / "metrics-undone.jsonl").read_bytes() and path.read_bytes() == whole[0] + whole[2]
+
+
 def test_a_log_goes_on_and_remembers(tmp_path):
     logger = compose_config().logger
     log = MetricsLog.open(logger, tmp_path, {})

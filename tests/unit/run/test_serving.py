@@ -173,6 +173,15 @@ def test_a_conversation_goes_on_until_it_is_reset(monkeypatch, capsys):
     assert "no room. /reset begins a new" in console.file.getvalue() and "no /what" in console.file.getvalue()
 
 
+@pytest.mark.parametrize("at_terminal", [True, False])
+def test_a_response_does_not_control_the_terminal(monkeypatch, capsys, at_terminal):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: at_terminal, raising=False)
+    chat.converse(lambda messages: "\x1b]52;c;eA==\x07\u202eé\n\tx", Console(file=io.StringIO()))
+    escaped = "\\x1b]52;c;eA==\\x07\\u202eé\n\tx\n"
+    assert capsys.readouterr().out == (escaped if at_terminal else "\x1b]52;c;eA==\x07\u202eé\n\tx\n")
+
+
 @pytest.mark.parametrize("port", ["0", "99999", "-1", "http"])
 def test_a_port_that_is_none(port, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:

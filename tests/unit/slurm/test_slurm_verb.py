@@ -212,3 +212,13 @@ def test_a_job_that_would_do_nothing_or_lose_something_is_noted(capsys, site):
     assert all(f"note: {key}" in said for key in (*keys, "checkpoint.save_period = 0"))
     slurm.main(["hydra.run.dir=other", "checkpoint.resume_from=run", *TWO_NODES])
     assert "note: " not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("address", "is_told"), [("http://me:sk-123@host", True), ("http://host", False)])
+def test_a_secret_is_told_and_not_repeated(capsys, site, address, is_told):
+    key = "logger.mlflow.tracking_uri"
+    slurm.main(["--output", "job.sh", "logger.mlflow_enabled=true", f"{key}={address}"])
+    job = Path("job.sh")
+    # The command needs it; nobody else may read it.
+    assert job.read_text().count("sk-123") == is_told and (job.stat().st_mode & 0o077 == 0) is is_told
+    assert (f"{key}: the script has the value in clear" in capsys.readouterr().err) is is_told
