@@ -83,7 +83,7 @@ def rewind(path: Path, step: int) -> list[dict[str, Any]]:
         return []
     kept, undone, entries, damaged = [], [], [], []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        is_whole, place = line.endswith(b"\n"), None
+        is_whole, entry, place = line.endswith(b"\n"), dict[str, Any](), None
         try:
             entry = json.loads(line)
             place = float(entry["step"])

@@ -175,7 +175,7 @@ class _RolloutPrefetcher:
             done = {number: group.episodes for number, group in enumerate(groups) if group.is_done}
             rollout = one.rollout.result() if one.rollout.done() else None
             found.append(SavedRollout(step, list(one.draft.draws), rollout, done))
-        return self._sampler.order.state(), [*found, *self._saved.values()]
+        return self._sampler.state(), [*found, *self._saved.values()]
 
     def tasks(self) -> list[RolloutTask]:
         """Tasks of the unfinished rollouts."""

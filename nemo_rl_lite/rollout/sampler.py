@@ -179,7 +179,7 @@ class Sampler:
     sampling: Sampling
     validation: Sequence[Problem]
     order: PromptOrder
-    _useful_share: float = field(default=1.0, init=False)
+    useful_share: float = 1.0
     """Share of useful prompts in the newest rollout: it decides how many of the next one begin together."""
 
     def rollout(self, step: int, show: Show = lambda _: None) -> Rollout:
@@ -215,7 +215,7 @@ class Sampler:
             self._seed(draft.step),
             useful=options.use_dynamic_sampling,
             oversample=None if options.oversample == "auto" else options.oversample,
-            share=self._useful_share,
+            share=self.useful_share,
             most=int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
             done=done or {},
             begun=len(draft.draws),
@@ -231,7 +231,7 @@ class Sampler:
     def finish(self, draft: PendingRollout, rollout: Rollout) -> Rollout:
         """Note which prompts of a complete rollout taught, and shape its rewards."""
         sampled = len(rollout.taught)
-        self._useful_share = sum(rollout.taught) / sampled
+        self.useful_share = sum(rollout.taught) / sampled
         self.order.give_back(chain.from_iterable(draft.draws[sampled:]))
         del draft.draws[sampled:]
         for (*_, position), taught in zip(draft.draws, rollout.taught, strict=True):
@@ -246,6 +246,10 @@ class Sampler:
                 if episode.reward is not None:
                     episode.reward += overlong_penalty(len(episode.turns[-1][1].tokens), most, buffer, penalty)
         return rollout
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return {**self.order.state(), "useful_share": self.useful_share}
 
     def _seed(self, step: int) -> int:
         return self.config.seed * 1_000_003 + step

@@ -75,6 +75,6 @@ class OnPolicy:
         return self._sampler.held_out(step, show)
 
     def save(self, folder: Path) -> Mapping[str, Any]:
-        return self._sampler.order.state()
+        return self._sampler.state()
 
     def close(self) -> None: ...

@@ -189,7 +189,7 @@ class GRPOJob:
         resting = PromptCooldown(options.rest_epochs, self._epoch_length, saved.get("resting"), saved["position"])
         order = PromptOrder(self._training, resting, saved)
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
-        sampler = Sampler(options, collector, sampling, self._validation, order)
+        sampler = Sampler(options, collector, sampling, self._validation, order, saved.get("useful_share", 1.0))
         rollouts = self._source(sampler, workers.generation, start)
         steps = make_steps(
             config, self._folder, start, workers.policy, metrics, console, groups, self._data, rollouts.save

@@ -74,6 +74,8 @@ def test_every_prompt_of_a_step_teaches_and_the_next_step_begins_behind_it():
     metrics = rollout.metrics()
     assert metrics["filtered_prompts"] == 2 and metrics["dropped_tokens"] == 2 * SAMPLES * 2
     assert metrics["useful_tokens_share"] == 3 / 5 and engine.aborted == 0
+    # A resumed run begins as many prompts together.
+    assert own.state() == own.order.state() | {"useful_share": 3 / 5}
     assert kept(own.rollout(2)) == ["m 5", "m slow 8", "m 9"] and own.order.state() == {"position": 10, "resting": {}}
 
 
