@@ -6,6 +6,7 @@ Each GPU is one Ray bundle, which the policy and an engine may share.
 import logging
 import os
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -193,7 +194,12 @@ def _init() -> None:
             logging_level=logging.ERROR,
             configure_logging=False,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if "AF_UNIX path" in str(error):
+            folder, rule = tempfile.gettempdir(), "is too long for the names of Ray's sockets"
+            raise ConfigError(
+                [Violation("TMPDIR", folder, rule, "RAY_TMPDIR=/tmp, or another short folder")]
+            ) from error
         if address in OWN_RAY:
             raise
         cause = " ".join(str(error).split())

@@ -69,6 +69,13 @@ def test_another_error_stays(calls, first):
     assert made.count("init") == len(first) + 1
 
 
+@pytest.mark.parametrize("kind", [OSError, ValueError])
+def test_a_long_folder_for_sockets_names_the_variable(calls, kind):
+    calls(kind("AF_UNIX path length cannot exceed 107 bytes: '/long/ray/session/sockets/plasma_store'"))
+    with pytest.raises(ConfigError, match=r"TMPDIR = .*\n.*too long.*\n.*RAY_TMPDIR=/tmp"):
+        _start_or_join()
+
+
 def test_a_cluster_that_cannot_be_joined_is_not_tried_again(calls, monkeypatch):
     made = calls(ConnectionError("nobody there"))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
