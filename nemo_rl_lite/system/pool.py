@@ -43,8 +43,9 @@ _CHUNK, _CHUNKS = 2**18, 64
 # The number of starts in a row that may fail, as in a moment without memory.
 _MOST_STARTS = 3
 _LONGEST_ERROR = 300
-# The folder of this package, which is not a user's code.
-_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+# Folders of this package and of Python itself, which are not a user's code.
+_PACKAGE, _PYTHON = f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{Path(threading.__file__).parent}{os.sep}"
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 class CallError(Exception):
@@ -72,9 +73,27 @@ def as_call_error(error: BaseException) -> CallError:
 
 def place_of(error: BaseException) -> str:
     """Return the last line of the user's file in an error's traceback, as " (FILE, line N)"; "" if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGE)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_PACKAGE, "<frozen ")) and (not file.startswith(_PYTHON) or _INSTALLED in file)
+
+
+# Places in a user's code whose errors have been printed, and the most of them.
+_reported: set[tuple[str, str, str]] = set()
+_MOST_REPORTED = 100
+
+
+def report_once(what: str, error: BaseException) -> None:
+    """Print a user's error, once for each place in the code. Its text may quote what a model wrote."""
+    place = (what, type(error).__name__, place_of(error))
+    if place not in _reported and len(_reported) < _MOST_REPORTED:
+        _reported.add(place)
+        text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(as_call_error(error)))
+        sys.stderr.write(f"{what}: {text}{place[-1]}\n")
 
 
 @dataclass(frozen=True)
