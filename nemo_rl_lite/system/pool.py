@@ -434,15 +434,7 @@ class _Manager:
 
     def _look_at(self, process: _Process) -> None:
         """Take a process' results. End it if it has ended, hangs, or is retired and idle."""
-        status = process.process.poll()
-        process.channel.flush()
-        for said in process.channel.receive():
-            if said is None:
-                process.take(self._timeout_s)
-                self._failed_starts = 0
-            else:
-                number, content = said
-                process.settle(number, _loaded(content))
+        status, is_readable = process.process.poll(), self._listen(process)
         now = time.monotonic()
         for number, placed in list(process.calls.items()):
             if placed.late <= now:
@@ -451,11 +443,28 @@ class _Manager:
         title = self._target.title if process.is_ready else f"the start of {self._target.title}"
         if status is not None:
             self._end(process, f"{title} ended with status {status}")
+        elif not is_readable:
+            self._end(process, f"{title} wrote something else than answers to its pipe")
         elif process.hangs_at <= now:
             limit = f"took no call within {self._limit}" if process.is_ready else f"took longer than {START_S:g} s"
             self._end(process, f"{title} {limit}")
         elif process.is_retired and not process.calls and not process.sessions:
             self._end(process, "")
+
+    def _listen(self, process: _Process) -> bool:
+        """Take what a process says. Returns False if a user's code has written to its pipe."""
+        process.channel.flush()
+        try:
+            for said in process.channel.receive():
+                if said is None:
+                    process.take(self._timeout_s)
+                    self._failed_starts = 0
+                else:
+                    number, content = said
+                    process.settle(number, _loaded(content))
+        except Exception:  # no pickle, or of something else
+            return False
+        return True
 
     @property
     def _limit(self) -> str:

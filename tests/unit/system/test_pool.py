@@ -2,6 +2,7 @@
 launcher."""
 
 import os
+import pickle
 import re
 import signal
 import struct
@@ -52,6 +53,10 @@ class Code:
 
     def echo(self, value):
         return value
+
+    def write(self, content: bytes) -> None:
+        os.write(int(sys.argv[1]), content)
+        time.sleep(60)
 
     def start_a_child(self) -> int:
         return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
@@ -104,6 +109,15 @@ def test_a_process_that_hangs_after_its_calls_is_named_and_does_not_hold_the_nex
     time.sleep(0.4)
     assert str(outcome(pool.submit("do", ""))) == "the process took no call within timeout_s = 1"
     assert pool.submit("do", "").result(30) == 0
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+@pytest.mark.parametrize("written", ["no pickle", pickle.dumps(5), pickle.dumps((1, 2, 3))])
+def test_a_process_whose_code_writes_to_its_pipe_is_ended(written, at_once):
+    written = written.encode() if isinstance(written, str) else written
+    pool = make_pool(at_once, timeout_s=30)
+    assert isinstance(outcome(pool.submit("write", struct.pack("!i", len(written)) + written)), CallError)
+    assert pool.submit("echo", 1).result(30) == 1
 
 
 @pytest.mark.parametrize("at_once", [1, 8])
