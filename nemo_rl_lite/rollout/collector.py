@@ -19,7 +19,7 @@ from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, SingleTurn
-from nemo_rl_lite.system.pool import CallError
+from nemo_rl_lite.system.pool import CallError, printable
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _Failures:
         self.errors.append(error)
         self._failed.add(id(episode))
         if len(self.errors) == 1:
-            log.warning("%s failed on %s: %s", self.what, _shown(episode), error)
+            log.warning("%s failed on %s: %s", self.what, _shown(episode), printable(error))
             if isinstance(error, CallError | RewardError) and error.details:
                 log.info("%s", error.details)
 
@@ -64,7 +64,7 @@ class _Failures:
     def check(self, failed: int, episodes: int) -> None:
         """Raise DataError if too many of the episodes failed."""
         if failed > self.limit * episodes:
-            first = f"; first with {self.errors[0]}" if self.errors else ""
+            first = f"; first with {printable(self.errors[0])}" if self.errors else ""
             raise DataError(
                 f"{self.what} failed on {failed} of {episodes} samples, and at most the share "
                 f"{self.key} = {self.limit:g} may fail{first}"

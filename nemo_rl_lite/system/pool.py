@@ -92,8 +92,12 @@ def report_once(what: str, error: BaseException) -> None:
     place = (what, type(error).__name__, place_of(error))
     if place not in _reported and len(_reported) < _MOST_REPORTED:
         _reported.add(place)
-        text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(as_call_error(error)))
-        sys.stderr.write(f"{what}: {text}{place[-1]}\n")
+        sys.stderr.write(f"{what}: {printable(as_call_error(error))}{place[-1]}\n")
+
+
+def printable(error: BaseException) -> str:
+    """Return an error's text in one line, in which nothing moves a terminal's cursor."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(error))
 
 
 @dataclass(frozen=True)
