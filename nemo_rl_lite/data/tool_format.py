@@ -1,12 +1,15 @@
 """Find tool calls in responses. The format is read off what a model's chat template renders, so no model needs an entry
-in a list."""
+in a list.
+
+The launcher's event loop does this, so the time is linear in the length of a response, whatever a model writes.
+"""
 
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from typing import Any
 
 from nemo_rl_lite.data.messages import Message, writable
@@ -22,6 +25,8 @@ _TOOL = {"type": "function", "function": {"name": _NAME, "description": ".", "pa
 _ASKED: Message = {"role": "user", "content": "-"}
 # Models write line ends within texts as they are.
 _JSON = json.JSONDecoder(strict=False)
+# The most characters of a response with calls, and the most calls in it. One more call says so.
+LONGEST, MOST_CALLS = 2**20, 256
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,17 @@ class ToolFormat(ABC):
 
     marker: str
 
-    @abstractmethod
     def find(self, text: str) -> list[WrittenCall]:
         """Return the calls in a response, in their order."""
+        found = list(islice(self._calls(text[:LONGEST]), MOST_CALLS + 1))
+        if found and len(text) > LONGEST:
+            return [WrittenCall("", trouble=f"a response with calls has at most {LONGEST} characters")]
+        if len(found) > MOST_CALLS:
+            found[-1] = WrittenCall("", trouble=f"a response has at most {MOST_CALLS} calls; the others are not read")
+        return found
+
+    @abstractmethod
+    def _calls(self, text: str) -> Iterator[WrittenCall]: ...
 
     def text_before(self, text: str) -> str:
         """Return the text of a response before its first call."""
@@ -59,27 +72,27 @@ class JSONCalls(ToolFormat):
     name_key: str
     arguments_key: str
 
-    def find(self, text: str) -> list[WrittenCall]:
+    def _calls(self, text: str) -> Iterator[WrittenCall]:
         if not self.marker:
             text = re.sub(r"^\s*(<\|\w+\|>\s*)*", "", text)
             # An answer may be an object, too.
-            is_call = text.startswith("{") and all(f'"{key}"' in text for key in (self.name_key, self.arguments_key))
-            return self._calls(text)[0] if is_call else []
-        found, marker, place = list[WrittenCall](), re.compile(_loose(self.marker) + r"\s*"), 0
+            if text.startswith("{") and all(f'"{key}"' in text for key in (self.name_key, self.arguments_key)):
+                calls, _ = self._calls_at(text, 0)
+                yield from calls
+            return
+        marker, place = re.compile(_loose(self.marker) + r"\s*"), 0
         while begin := marker.search(text, place):
-            calls, length = self._calls(text[begin.end() :])
-            found += calls
             # What an argument quotes is no call.
-            place = begin.end() + length
-        return found
+            calls, place = self._calls_at(text, begin.end())
+            yield from calls
 
-    def _calls(self, text: str) -> tuple[list[WrittenCall], int]:
-        """Return the calls that the text begins with, and their length."""
+    def _calls_at(self, text: str, place: int) -> tuple[Iterator[WrittenCall], int]:
+        """Return the calls that begin at a place of the text, and their end."""
         try:
-            value, length = _JSON.raw_decode(text)
+            value, end = _JSON.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
-            return [WrittenCall("", trouble=_not_json(error))], 0
-        return [self._call(one) for one in (value if isinstance(value, list) else [value])], length
+            return iter([WrittenCall("", trouble=_not_json(error, place))]), place
+        return map(self._call, value if isinstance(value, list) else [value]), end
 
     def _call(self, value: object) -> WrittenCall:
         if isinstance(value, dict) and isinstance(value.get(self.name_key), str):
@@ -93,8 +106,8 @@ class NamedCalls(ToolFormat):
 
     middle: str
 
-    def find(self, text: str) -> list[WrittenCall]:
-        return [self._call(part) for part in re.split(_loose(self.marker), text)[1:]]
+    def _calls(self, text: str) -> Iterator[WrittenCall]:
+        return map(self._call, re.split(_loose(self.marker), text)[1:])
 
     def _call(self, text: str) -> WrittenCall:
         name, found, rest = text.partition(self.middle)
@@ -103,7 +116,7 @@ class NamedCalls(ToolFormat):
         try:
             arguments, _ = _JSON.raw_decode(rest.lstrip())
         except (ValueError, RecursionError) as error:
-            return WrittenCall(name.strip(), trouble=_not_json(error))
+            return WrittenCall(name.strip(), trouble=_not_json(error, 0))
         return _with_arguments(name.strip(), arguments)
 
 
@@ -115,19 +128,27 @@ class TaggedCalls(ToolFormat):
     middle: str
     closing: str
 
-    def find(self, text: str) -> list[WrittenCall]:
-        return [self._call(part) for part in re.split(_loose(self.marker), text)[1:]]
+    def _calls(self, text: str) -> Iterator[WrittenCall]:
+        return map(self._call, re.split(_loose(self.marker), text)[1:])
 
     def _call(self, text: str) -> WrittenCall:
         named = re.match(r"\s*([\w.-]+)", text)
         if not named:
             return WrittenCall("", trouble=f"the tool's name has to follow {self.marker}")
-        parts = [_loose(part) for part in (self.opening, self.middle, self.closing)]
-        found = re.findall(rf"{parts[0]}\s*(.*?)\s*{parts[1]}\n?(.*?)\n?{parts[2]}", text, re.DOTALL)
-        if len(found) < len(re.findall(parts[0], text)):
-            trouble = f"an argument is written as {self.opening}NAME{self.middle}VALUE{self.closing}"
-            return WrittenCall(named[1], trouble=trouble)
-        return WrittenCall(named[1], dict(found), is_text=True)
+        opening, middle, closing = (re.compile(_loose(tag)) for tag in (self.opening, self.middle, self.closing))
+        arguments, begin = dict[str, str](), opening.search(text, named.end())
+        # From tag to tag: one pattern for the whole argument takes cubic time where a tag is missing.
+        while begin:
+            between = middle.search(text, begin.end())
+            end = closing.search(text, between.end()) if between else None
+            following = opening.search(text, begin.end())
+            if not between or not end or (following and following.start() < end.start()):
+                trouble = f"an argument is written as {self.opening}NAME{self.middle}VALUE{self.closing}"
+                return WrittenCall(named[1], trouble=trouble)
+            value = text[between.end() : end.start()].removeprefix("\n").removesuffix("\n")
+            arguments[text[begin.end() : between.start()].strip()] = value
+            begin = following
+        return WrittenCall(named[1], arguments, is_text=True)
 
 
 def tool_format(render: Render) -> ToolFormat | None:
@@ -226,5 +247,7 @@ def _loose(text: str) -> str:
     return r"\s*".join(map(re.escape, text.split()))
 
 
-def _not_json(error: Exception) -> str:
-    return f"the call is not valid JSON: {error}"
+def _not_json(error: Exception, begin: int) -> str:
+    """Describe an error in the call that begins at this place."""
+    at = f" (character {error.pos - begin + 1})" if isinstance(error, json.JSONDecodeError) else ""
+    return f"the call is not valid JSON: {str(error).partition(': line ')[0]}{at}"

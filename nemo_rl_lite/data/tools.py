@@ -1,9 +1,10 @@
 """Tools that the assistant may call: their JSON schemas, and whether a call fits them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import islice
 from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
@@ -12,6 +13,8 @@ from nemo_rl_lite.data.rows import Row, find_column
 from nemo_rl_lite.data.tool_format import WrittenCall
 from nemo_rl_lite.errors import DataError
 
+# The errors of a call that are compared for the one that is told, and the most characters of that.
+_MOST_ERRORS, _LONGEST_ERROR = 50, 300
 # A function in OpenAI's format: {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}.
 Tool = Mapping[str, Any]
 
@@ -82,7 +85,7 @@ def checked_calls(written: Sequence[WrittenCall], tools: Sequence[Tool], turn: i
 def _checked(call: WrittenCall, functions: Mapping[str, Any], identity: str) -> dict[str, Any]:
     function, arguments, trouble = functions.get(call.name), call.arguments, call.trouble
     if not trouble and function is None:
-        trouble = f"there is no tool {call.name!r}; the tools are: {', '.join(functions)}"
+        trouble = f"there is no tool {call.name[:_LONGEST_ERROR]!r}; the tools are: {', '.join(functions)}"
     elif function is not None and not trouble:
         arguments = _typed(arguments, function["parameters"]) if call.is_text else arguments
         trouble = _misfit(arguments, function["parameters"])
@@ -102,16 +105,65 @@ def _typed(arguments: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[
 
 def _misfit(arguments: Any, parameters: Any) -> str:
     """Return why the arguments do not fit the schema; empty where they do."""
-    from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
     from referencing import Registry
 
     try:
         # An empty registry keeps jsonschema from fetching the schemas that this one names.
-        error = best_match(Draft202012Validator(parameters, registry=Registry()).iter_errors(arguments))
+        errors = _linear_validator()(parameters, registry=Registry()).iter_errors(arguments)
+        error = best_match(islice(errors, _MOST_ERRORS))
     except Exception as unusable:  # a schema may name others that are not there
         return f"the tool's schema cannot be used: {unusable}"
     if error is None:
         return ""
     place = ".".join(map(str, error.absolute_path))
-    return f"the argument {place}: {error.message}" if place else f"the arguments: {error.message}"
+    message = error.message if len(error.message) <= _LONGEST_ERROR else f"{error.message[:_LONGEST_ERROR]}..."
+    return f"the argument {place}: {message}" if place else f"the arguments: {message}"
+
+
+@cache
+def _linear_validator() -> Any:
+    """Return jsonschema's validator, with other checks where its own may take exponential or quadratic time: what the
+    model writes is checked in the launcher's event loop."""
+    from jsonschema import Draft202012Validator, ValidationError
+    from jsonschema.validators import extend
+
+    usual = Draft202012Validator.VALIDATORS["additionalProperties"]
+
+    def pattern(validator: Any, wanted: str, instance: Any, schema: Any) -> Iterator[Any]:
+        if isinstance(instance, str) and not _has(wanted, instance):
+            yield ValidationError(f"{instance!r} does not match {wanted!r}")
+
+    def pattern_properties(validator: Any, wanted: Mapping[str, Any], instance: Any, schema: Any) -> Iterator[Any]:
+        for name, value in instance.items() if isinstance(instance, dict) else ():
+            for one, own in wanted.items():
+                if _has(one, name):
+                    yield from validator.descend(value, own, path=name, schema_path=one)
+
+    def additional_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        patterns = schema.get("patternProperties", ())
+        if isinstance(instance, dict) and patterns:
+            instance = {name: own for name, own in instance.items() if not any(_has(one, name) for one in patterns)}
+            schema = {**schema, "patternProperties": {}}
+        yield from usual(validator, wanted, instance, schema)
+
+    def unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[Any]:
+        items = instance if wanted and isinstance(instance, list) else []
+        if len({json.dumps(one, sort_keys=True) for one in items}) < len(items):
+            yield ValidationError("an item of the list occurs twice")
+
+    own = {"pattern": pattern, "patternProperties": pattern_properties}
+    return extend(
+        Draft202012Validator, {**own, "additionalProperties": additional_properties, "uniqueItems": unique_items}
+    )
+
+
+def _has(pattern: str, text: str) -> bool:
+    """Search for a pattern in linear time (RE2). Patterns that RE2 does not know, as with lookahead, fit every text."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        return pc.match_substring_regex(pa.scalar(text), pattern=pattern).as_py()  # pyrefly: ignore[missing-attribute]
+    except pa.ArrowInvalid:
+        return True

@@ -3,10 +3,8 @@
 import asyncio
 import copy
 import inspect
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from nemo_rl_lite.config.schema import AgentConfig, EnvironmentConfig
@@ -16,7 +14,7 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool, callable_tools
 from nemo_rl_lite.environments.interface import Environment, Observation
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.system.pool import CallPool, StartError, Target, as_call_error
+from nemo_rl_lite.system.pool import CallPool, StartError, Target, as_call_error, report_once
 
 ENVIRONMENTS = {
     "calculator": "nemo_rl_lite.environments.tools.Calculator",
@@ -27,6 +25,8 @@ ENVIRONMENTS = {
 }
 # These answer immediately, and need no process of their own.
 INSTANT = frozenset({"calculator"})
+# No episode depends on it, but the environment may leave something behind.
+_NOT_CLOSED = "close() of the environment failed"
 
 
 def find_environment(name: str) -> Callable[..., Environment]:
@@ -120,7 +120,7 @@ class Sessions:
             closed = closing() if callable(closing) else None
             return _reported(closed) if inspect.isawaitable(closed) else None
         except (Exception, SystemExit) as error:  # a user's environment may raise anything
-            _report_once(str(as_call_error(error)))
+            report_once(_NOT_CLOSED, error)
 
     def _environment(self, session: int) -> Environment:
         if session not in self._environments:
@@ -193,13 +193,7 @@ async def _reported(closing: Awaitable[Any]) -> None:
     try:
         await closing
     except (Exception, SystemExit) as error:  # a user's environment may raise anything
-        _report_once(str(as_call_error(error)))
-
-
-@cache
-def _report_once(text: str) -> None:
-    # No episode depends on it, but the environment may leave something behind.
-    sys.stderr.write(f"close() of the environment failed: {text}\n")
+        report_once(_NOT_CLOSED, error)
 
 
 async def _awaited(answer: Any) -> Any:

@@ -6,18 +6,17 @@ import importlib
 import inspect
 import operator
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.system.pool import as_call_error
+from nemo_rl_lite.system.pool import as_call_error, report_once
 from nemo_rl_lite.system.sandbox import Limits, run_python
 
 # For plain functions. Threads start as they are needed; environment.concurrency is the limit.
@@ -62,9 +61,9 @@ class ToolEnvironment(ABC):
             except EpisodeError:
                 raise
             except (Exception, SystemExit) as error:  # a user's tool may raise anything
-                shown = str(as_call_error(error))
-                answer = f"error: {shown}"
-                _report_once(name, type(error).__name__, shown)
+                answer = f"error: {as_call_error(error)}"
+                # The model reads it; a mistake in the tool is for people.
+                report_once(f"the tool {name} raised, and the model reads the error", error)
         return {"role": "tool", "content": answer, "name": name, "tool_call_id": call["id"]}
 
 
@@ -123,12 +122,6 @@ def _schema(name: str, function: Callable[..., Any]) -> Tool:
     return schema
 
 
-@cache
-def _report_once(name: str, kind: str, text: str) -> None:
-    # The model reads it; a mistake in the tool is for people.
-    sys.stderr.write(f"the tool {name} raised, and the model reads the error: {text}\n")
-
-
 _BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
 _CODE = {"type": "string", "description": "The code. What it prints is the answer."}
 _TOOL = {
@@ -179,7 +172,7 @@ class Python(ToolEnvironment):
         return "\n".join(said) or "[nothing was printed]"
 
 
-_CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
+_BEGIN, _END = "<calc>", "</calc>"
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -203,10 +196,14 @@ class Calculator:
 
     def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
         """Answer with the value of the last expression, or with its error."""
-        calls = _CALL.findall(conversation[-1]["content"])
-        if not calls:
+        call, said = None, conversation[-1]["content"]
+        begin = said.find(_BEGIN)
+        while begin >= 0 and (end := said.find(_END, begin)) >= 0:
+            call = said[begin + len(_BEGIN) : end]
+            begin = said.find(_BEGIN, end)
+        if call is None:
             return Observation(done=True)
-        return Observation(({"role": self._role, "content": calculate(calls[-1])},))
+        return Observation(({"role": self._role, "content": calculate(call)},))
 
 
 def calculate(expression: str) -> str:

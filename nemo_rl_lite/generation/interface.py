@@ -162,6 +162,11 @@ class Engine(Protocol):
 class Requests(Protocol):
     """Gets episodes their responses."""
 
+    @property
+    def are_in_work(self) -> bool:
+        """True while an engine has a call that it must answer within a limit of its own."""
+        ...
+
     async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
         """Return the response and the engine that sampled it. `near`: the engine that has the prompt's prefix
         cached."""

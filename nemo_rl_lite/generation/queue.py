@@ -284,6 +284,11 @@ class RequestQueue:
         return bool(self._assignment.alive)
 
     @property
+    def are_in_work(self) -> bool:
+        """See `Requests.are_in_work`."""
+        return bool(self._running)
+
+    @property
     def idle_s(self) -> float:
         """Return the seconds so far in which no engine had a request."""
         return self._assignment.idle.seconds

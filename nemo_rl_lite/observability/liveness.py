@@ -36,6 +36,8 @@ class Limit:
     what: str
     limit_s: float
     since: float
+    state: str = ""
+    """What it waits for."""
 
     def seconds_left(self) -> float:
         return self.limit_s - (time.monotonic() - self.since)
@@ -68,6 +70,12 @@ def progressed() -> None:
     if _limits and threading.current_thread() is threading.main_thread():
         _limits[-1].since = time.monotonic()
     _set_last_resort()
+
+
+def note_state(state: str) -> None:
+    """Say what the main thread waits for, in the error of the innermost limit."""
+    if _limits and threading.current_thread() is threading.main_thread():
+        _limits[-1].state = state
 
 
 def _set_last_resort() -> None:
@@ -141,7 +149,8 @@ def _error(late: Limit) -> WorkerError:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame)
     at = f"{stack[-1].filename}:{stack[-1].lineno} {stack[-1].name}" if stack else "an unknown place"
-    cause = f"not done within {late.limit_s:g} s; it is at {at}"
+    state = f": {late.state}" if late.state else ""
+    cause = f"not done within {late.limit_s:g} s{state}; it is at {at}"
     return WorkerError("launcher", late.what, cause, details="".join(traceback.format_list(stack)))
 
 

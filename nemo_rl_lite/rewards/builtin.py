@@ -11,6 +11,8 @@ from nemo_rl_lite.data.problems import Problem
 # A minus after a digit or a bracket is a subtraction, not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)")
 
+# Languages have a few.
+_MOST_ACCENTS = 30
 # The minus sign of typography.
 _MINUS = "\N{MINUS SIGN}"
 
@@ -45,6 +47,12 @@ def _value(text: str) -> float:
 
 
 def _composed(text: str) -> str:
+    """Return the text in one Unicode form. One with many accents on a letter, which takes quadratic time, stays."""
+    run = 0
+    for letter in "" if text.isascii() else text:
+        run = run + 1 if unicodedata.combining(letter) else 0
+        if run > _MOST_ACCENTS:
+            return text
     return unicodedata.normalize("NFC", text)
 
 

@@ -14,19 +14,19 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
 from nemo_rl_lite.losses.advantages import differ
-from nemo_rl_lite.observability.liveness import progressed
+from nemo_rl_lite.observability.liveness import note_state, progressed
 from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, SingleTurn
-from nemo_rl_lite.system.pool import CallError
+from nemo_rl_lite.system.pool import CallError, printable
 
 log = logging.getLogger(__name__)
 
 # At most eight times the missing prompts run, even if almost none is useful.
 _LEAST_SHARE = 1 / 8
-# Seconds between two signs of life of the launcher, while it waits for engines, environments, agents and rewards.
-_ALIVE_S = 0.5
+# Seconds between two looks at what engines, environments, agents and rewards have finished.
+_LOOK_S = 0.5
 Show = Callable[[str], None]
 """Shows people how far a rollout is."""
 
@@ -54,7 +54,7 @@ class _Failures:
         self.errors.append(error)
         self._failed.add(id(episode))
         if len(self.errors) == 1:
-            log.warning("%s failed on %s: %s", self.what, _shown(episode), error)
+            log.warning("%s failed on %s: %s", self.what, _shown(episode), printable(error))
             if isinstance(error, CallError | RewardError) and error.details:
                 log.info("%s", error.details)
 
@@ -64,7 +64,7 @@ class _Failures:
     def check(self, failed: int, episodes: int) -> None:
         """Raise DataError if too many of the episodes failed."""
         if failed > self.limit * episodes:
-            first = f"; first with {self.errors[0]}" if self.errors else ""
+            first = f"; first with {printable(self.errors[0])}" if self.errors else ""
             raise DataError(
                 f"{self.what} failed on {failed} of {episodes} samples, and at most the share "
                 f"{self.key} = {self.limit:g} may fail{first}"
@@ -186,10 +186,10 @@ class RolloutTask:
         return ", ".join(said)
 
     @property
-    def waits_for_others(self) -> bool:
-        """True if an episode waits for an environment, an agent or a reward."""
+    def answers(self) -> int:
+        """Count what engines, environments, agents and rewards have answered: a sign of life."""
         episodes = (episode for group in list(self.groups) for episode in group.episodes)
-        return any(episode.waits_for in ("environment", "reward") for episode in episodes)
+        return sum(len(episode.spans) - (episode.waits_for is not None) for episode in episodes)
 
 
 class RolloutCollector:
@@ -217,22 +217,27 @@ class RolloutCollector:
         """
         found: list[Rollout] = []
 
-        async def show_life() -> None:
-            # The launcher's own work does not hang; engines, environments, agents and rewards have limits of their own.
+        async def show_life(requests: Requests) -> None:
+            answers = -1
             while True:
-                progressed()
-                await asyncio.sleep(_ALIVE_S)
-                show(task.progress())
+                # Only an answer is progress; a call of an engine has a limit of its own.
+                if requests.are_in_work or answers != task.answers:
+                    progressed()
+                answers = task.answers
+                await asyncio.sleep(_LOOK_S)
+                show(progress := task.progress())
+                note_state(progress)
 
         # It returns nothing, because asyncio formats its result where it gives SIGINT back: a part of a second.
         async def run() -> None:
-            alive = asyncio.create_task(show_life())
-            try:
-                async with self.generation.serving() as requests:
+            async with self.generation.serving() as requests:
+                alive = asyncio.create_task(show_life(requests))
+                try:
                     found.append(await self.gather(task, requests))
-            finally:
-                alive.cancel()
-                await asyncio.gather(alive, return_exceptions=True)
+                finally:
+                    alive.cancel()
+                    await asyncio.gather(alive, return_exceptions=True)
+                    note_state("")
 
         asyncio.run(run())
         return found[0]

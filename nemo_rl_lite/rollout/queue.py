@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Requests
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.observability.liveness import progressed
+from nemo_rl_lite.observability.liveness import note_state, progressed
 from nemo_rl_lite.rollout.collector import RolloutTask, Show
 from nemo_rl_lite.rollout.episode import Rollout
 from nemo_rl_lite.rollout.sampler import PendingRollout, Sampler
@@ -309,12 +309,12 @@ class AsyncRolloutSource:
         self._thread_loop.close()
 
     def _run[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        return self._thread_loop.wait(coroutine, progressed)
+        return self._thread_loop.wait(coroutine, lambda: None)
 
     def _wait[Result](self, coroutine: Coroutine[Any, Any, Result], show: Show, restores: bool = True) -> Result:
-        """Wait for the thread, with a sign of life as long as engines, environments or rewards work. Restart engines
-        when none is left."""
-        queue, seen, since = self._engines.queue, -1, time.monotonic()
+        """Wait for the thread, as long as engines, environments or rewards finish something. Restart engines when none
+        is left."""
+        queue, seen, since = self._engines.queue, (-1, -1), time.monotonic()
 
         def look() -> None:
             nonlocal seen, since
@@ -322,12 +322,15 @@ class AsyncRolloutSource:
                 self.publish(self._prefetcher.version)
             sampled = self._prefetcher.tasks()
             sampled = [self._validation, *sampled] if self._validation is not None else sampled
-            if queue.exchanges != seen or any(one.waits_for_others for one in sampled):
-                seen, since = queue.exchanges, time.monotonic()
+            now = (queue.exchanges, sum(one.answers for one in sampled))
+            if now != seen:
+                seen, since = now, time.monotonic()
+                progressed()
+            waits = "; ".join([queue.describe(), *(one.progress() for one in sampled[:1])])
+            note_state(waits)
             if time.monotonic() - since > self._stall_s:
-                cause = f"no engine worked for {self._stall_s:g} s (cluster.phase_timeout_s): {queue.describe()}"
-                raise WorkerError("rollouts", "generate", cause)
-            progressed()
+                limit = f"{self._stall_s:g} s (cluster.phase_timeout_s)"
+                raise WorkerError("rollouts", "generate", f"no engine worked for {limit}, and nothing else: {waits}")
             if sampled:
                 others = f"; {len(sampled) - 1} more rollouts under way" if len(sampled) > 1 else ""
                 show(sampled[0].progress() + others)

@@ -165,6 +165,10 @@ class _PrioritizedRequests:
     async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
         return await self.requests.sample(replace(request, step=self.step), near)
 
+    @property
+    def are_in_work(self) -> bool:
+        return self.requests.are_in_work
+
     def submit_as_batch(self) -> AbstractContextManager[None]:
         return self.requests.submit_as_batch()
 

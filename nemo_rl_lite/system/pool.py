@@ -1,25 +1,28 @@
 """Calls a user's code in processes of its own, with a time limit that holds whatever the code does.
 
 Code may hang inside C code (a huge power, a regular expression) or leave processes behind. So each process leads a
-session of its own, adopts what its children leave, and is ended from here with all of them.
+session of its own, adopts what its children leave, and is ended from here with all of them. Nothing here waits for a
+process: one that does not read or write costs its own calls.
 """
 
 import itertools
 import math
 import os
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,19 @@ import psutil
 START_S = 60.0
 # Seconds to wait for the processes to end.
 _STOP_S = 30.0
+# Seconds to wait for a killed process. One whose file system does not answer ends later.
+_KILL_S = 1.0
+_LONGEST_WAIT_S = 3600.0
+# A process that forks all the time is killed this often.
+_KILLS = 50
+# Bytes that are read at a time, and how often in a row.
+_CHUNK, _CHUNKS = 2**18, 64
 # The number of starts in a row that may fail, as in a moment without memory.
 _MOST_STARTS = 3
 _LONGEST_ERROR = 300
-# The folder of this package, which is not a user's code.
-_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+# Folders of this package and of Python itself, which are not a user's code.
+_PACKAGE, _PYTHON = f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{Path(threading.__file__).parent}{os.sep}"
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 class CallError(Exception):
@@ -62,9 +73,31 @@ def as_call_error(error: BaseException) -> CallError:
 
 def place_of(error: BaseException) -> str:
     """Return the last line of the user's file in an error's traceback, as " (FILE, line N)"; "" if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGE)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_PACKAGE, "<frozen ")) and (not file.startswith(_PYTHON) or _INSTALLED in file)
+
+
+# Places in a user's code whose errors have been printed, and the most of them.
+_reported: set[tuple[str, str, str]] = set()
+_MOST_REPORTED = 100
+
+
+def report_once(what: str, error: BaseException) -> None:
+    """Print a user's error, once for each place in the code. Its text may quote what a model wrote."""
+    place = (what, type(error).__name__, place_of(error))
+    if place not in _reported and len(_reported) < _MOST_REPORTED:
+        _reported.add(place)
+        sys.stderr.write(f"{what}: {printable(as_call_error(error))}{place[-1]}\n")
+
+
+def printable(error: BaseException) -> str:
+    """Return an error's text in one line, in which nothing moves a terminal's cursor."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(error))
 
 
 @dataclass(frozen=True)
@@ -89,7 +122,7 @@ class Call:
 
     def settle(self, value: Any) -> None:
         """Give the future its result, or the `CallError` that it has instead."""
-        if self.future.done():
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
         if isinstance(value, CallError):
             self.future.set_exception(value)
@@ -121,61 +154,164 @@ class CallPool:
         self._manager.post(session)
 
 
+class _Channel:
+    """Messages to and from a `multiprocessing.connection.Connection` in another process. No method waits for it."""
+
+    def __init__(self, own: socket.socket):
+        own.setblocking(False)
+        self._socket, self._in, self._out = own, bytearray(), deque[memoryview]()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def is_behind(self) -> bool:
+        """True if `flush` has something to write."""
+        return bool(self._out)
+
+    def send(self, message: Any) -> None:
+        """Write a message, as far as there is room. A user's object may raise anything while it is pickled."""
+        content = memoryview(ForkingPickler.dumps(message))
+        length = len(content)
+        self._out += [memoryview(struct.pack("!i", length) if length < 2**31 else struct.pack("!iQ", -1, length))]
+        self._out.append(content)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what there is room for. The end of the process, which prevents that, is seen elsewhere."""
+        with suppress(OSError):
+            while self._out:
+                written = self._socket.send(self._out[0])
+                self._out[0] = self._out[0][written:]
+                if not self._out[0]:
+                    self._out.popleft()
+
+    def receive(self) -> Iterator[Any]:
+        """Return the messages that have arrived as a whole."""
+        with suppress(OSError):
+            # Not without end, for a process that writes faster than this one reads.
+            for _ in range(_CHUNKS):
+                if not (read := self._socket.recv(_CHUNK)):
+                    break
+                self._in += read
+        while len(self._in) >= 4:
+            (length,), start = struct.unpack_from("!i", self._in), 4
+            if length < 0:
+                # Bytes that are missing are not read as a short length.
+                (length,), start = struct.unpack("!Q", self._in[4:12].ljust(8, b"\xff")), 12
+            if len(self._in) < start + length:
+                return
+            content = bytes(memoryview(self._in)[start : start + length])
+            del self._in[: start + length]
+            yield ForkingPickler.loads(content)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@dataclass(eq=False)
+class _Placed:
+    """A call in its process: when it is late, whether the process has taken it, and whether it began its session."""
+
+    call: Call
+    begins: bool
+    late: float = math.inf
+    is_taken: bool = False
+
+
 @dataclass(eq=False)
 class _Process:
-    """A process, its pipe, a descriptor that is readable after its end, and its calls. The process ends when this end
-    of the pipe is closed, even by a crash."""
+    """A process, its channel, a descriptor that is readable after its end, and its calls. The process ends when this
+    end of the channel is closed, even by a crash."""
 
     process: subprocess.Popen
-    pipe: Connection
+    channel: _Channel
     ended: int
-    started: float
+    hangs_at: float
+    """Time at which it counts as hanging, unless it takes a message before."""
+    untaken: deque[int | None] = field(default_factory=lambda: deque([None]))
+    """Messages that it has not taken: the numbers of calls, or None. The first message is the target."""
     is_ready: bool = False
     is_retired: bool = False
-    """A late call may still run there. It takes no new calls, and ends after the others."""
-    calls: dict[int, tuple[Call, float]] = field(default_factory=dict)
-    """By number: the call, and when it is late."""
+    """A late call may still run there. It takes no new sessions, and ends after the others."""
+    calls: dict[int, _Placed] = field(default_factory=dict)
+    """By number."""
+    waiting: deque[Call] = field(default_factory=deque)
+    """Calls that it takes when it has room."""
     sessions: set[int] = field(default_factory=set)
 
     @classmethod
     def start(cls, target: Target, at_once: int) -> "_Process":
         """Start a process that holds the target and takes `at_once` calls at a time. Raises OSError."""
-        ours, theirs = Pipe()
-        command = [sys.executable, "-m", "nemo_rl_lite.system.pool_process", str(theirs.fileno())]
-        process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
-        with suppress(OSError):
-            # The user's code may be in a folder that only this process has on its path.
-            ours.send((sys.path, target.path, dict(target.arguments), at_once))
-        return cls(process, ours, os.pidfd_open(process.pid), time.monotonic())
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "nemo_rl_lite.system.pool_process", str(theirs.fileno())]
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        channel = _Channel(ours)
+        # The user's code may be in a folder that only this process has on its path.
+        channel.send((sys.path, target.path, dict(target.arguments), at_once))
+        return cls(process, channel, os.pidfd_open(process.pid), time.monotonic() + START_S)
 
     @property
-    def late_at(self) -> list[float]:
-        """The times at which its calls, and its start, are late."""
-        return [late for _, late in self.calls.values()] + ([] if self.is_ready else [self.started + START_S])
+    def late_at(self) -> float:
+        """The time at which it, or one of its calls, is late."""
+        return min([self.hangs_at, *(placed.late for placed in self.calls.values())])
+
+    def send(self, number: int | None, method: str, arguments: tuple[Any, ...], limit_s: float) -> None:
+        """Send a call, which it takes within `limit_s` seconds. What cannot be pickled is the call's error."""
+        try:
+            self.channel.send((number, method, arguments))
+        except Exception as error:  # a user's object may raise anything while it is pickled
+            self.settle(number, as_call_error(error))
+            return
+        if not self.untaken:
+            self.hangs_at = time.monotonic() + limit_s
+        self.untaken.append(number)
+
+    def take(self, limit_s: float) -> None:
+        """Note that it has taken its next message, a call of at most `limit_s` seconds."""
+        self.is_ready, late = True, time.monotonic() + limit_s
+        number = self.untaken.popleft()
+        if number in self.calls:
+            self.calls[number].is_taken, self.calls[number].late = True, late
+        self.hangs_at = late if self.untaken else math.inf
 
     def settle(self, number: int | None, value: Any) -> None:
         """Give a call its result, unless it was given up or nobody waits (None)."""
-        call, _ = self.calls.pop(number, (None, 0.0)) if number is not None else (None, 0.0)
-        if call is not None:
-            call.settle(value)
+        placed = self.calls.pop(number, None) if number is not None else None
+        if placed is not None:
+            placed.call.settle(value)
 
     def end(self) -> None:
         """Kill the process and everything that it has started."""
         with suppress(psutil.Error):
             own = psutil.Process(self.process.pid)
             own.suspend()
-            for one in [*own.children(recursive=True), own]:
-                with suppress(psutil.Error):
-                    one.kill()
+            kill_descendants(own)
+            own.kill()
         # What a process that ended by itself has left is still in its group.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_KILL_S)
+        self.channel.close()
         os.close(self.ended)
+
+
+def kill_descendants(process: psutil.Process) -> None:
+    """Kill what a process, which adopts orphans, has started."""
+    killed = set[psutil.Process]()
+    for _ in range(_KILLS):
+        with suppress(psutil.Error):
+            found = set(process.children(recursive=True)) - killed
+            if not found:
+                return
+            for one in found:
+                with suppress(psutil.Error):
+                    one.kill()
+            killed |= found
 
 
 class _Manager:
@@ -185,10 +321,13 @@ class _Manager:
         self._target, self._most, self._at_once = target, processes, at_once
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._lock, self._posted = threading.Lock(), list[Call | int]()
-        self._awake, self._wake = Pipe(duplex=False)
+        self._awake, self._wake = socket.socketpair()
+        self._awake.setblocking(False)
+        self._wake.setblocking(False)
         self._stopping, self._stopped = False, threading.Event()
         self._numbers = itertools.count()
-        self._queue: list[Call] = []
+        self._queue = deque[Call]()
+        """Calls that no process has."""
         self._failed_starts = 0
         self._lost_sessions: set[int] = set()
         """Sessions whose process has ended."""
@@ -198,115 +337,161 @@ class _Manager:
         """Add a call, or the number of a session that ends."""
         with self._lock:
             self._posted.append(item)
-        self._wake.send(None)
+        self._wake_up()
 
     def stop(self) -> None:
         """End all processes; returns when they have ended."""
         self._stopping = True
-        self._wake.send(None)
+        self._wake_up()
         self._stopped.wait(_STOP_S)
+
+    def _wake_up(self) -> None:
+        # Where there is no room for a byte, there are others.
+        with suppress(BlockingIOError):
+            self._wake.send(b".")
 
     def run(self) -> None:
         while not self._stopping:
             self._take_posted()
             self._give_out()
-            deadlines = [late for one in self._processes for late in one.late_at]
-            left = min(deadlines, default=math.inf) - time.monotonic()
-            ends = [*(one.pipe for one in self._processes), *(one.ended for one in self._processes)]
-            wait([self._awake, *ends], None if left == math.inf else max(left, 0))
-            while self._awake.poll():
-                self._awake.recv()
+            self._start_missing()
+            self._wait()
             for process in list(self._processes):
                 self._look_at(process)
         for process in self._processes:
             process.end()
         self._stopped.set()
 
+    def _wait(self) -> None:
+        """Wait for news of a process, a post, or the next limit."""
+        news = select.poll()
+        news.register(self._awake, select.POLLIN)
+        for one in self._processes:
+            news.register(one.channel, select.POLLIN | (select.POLLOUT if one.channel.is_behind else 0))
+            news.register(one.ended, select.POLLIN)
+        left = min((one.late_at for one in self._processes), default=math.inf) - time.monotonic()
+        news.poll(math.ceil(min(max(left, 0), _LONGEST_WAIT_S) * 1000))
+        with suppress(BlockingIOError):
+            self._awake.recv(_CHUNK)
+
     def _take_posted(self) -> None:
         with self._lock:
             posted, self._posted = self._posted, []
         for item in posted:
             if isinstance(item, Call):
-                self._queue.append(item)
+                home = self._home(item.session)
+                (home.waiting if home else self._queue).append(item)
                 continue
             self._lost_sessions.discard(item)
-            for process in self._processes:
-                if item in process.sessions:
-                    process.sessions.remove(item)
-                    self._send(process, None, "close", (item,))
+            if process := self._home(item):
+                process.sessions.remove(item)
+                process.send(None, "close", (item,), self._timeout_s)
+
+    def _home(self, session: int | None) -> _Process | None:
+        """Return the process of a session that has begun."""
+        return next((one for one in self._processes if session in one.sessions), None)
 
     def _give_out(self) -> None:
-        """Send calls to the processes that have room for them, in their order; start processes where all are busy."""
-        left = []
-        for call in self._queue:
-            if call.session in self._lost_sessions:
-                call.settle(CallError(f"{self._target.title} has ended, and with it what this session had in it"))
+        """Give calls to the processes, in their order: to the session's, or else to the least busy one with room."""
+        for process in self._processes:
+            self._fill(process)
+        while self._queue:
+            session = self._queue[0].session
+            if session in self._lost_sessions:
+                lost = f"{self._target.title} has ended, and with it what this session had in it"
+                self._queue.popleft().settle(CallError(lost))
                 continue
-            process = None if call.future.cancelled() else self._place(call)
+            able = [one for one in self._processes if one.is_ready and not one.is_retired and self._has_room(one)]
+            process = self._home(session) or min(
+                able, key=lambda one: (len(one.calls), len(one.sessions)), default=None
+            )
             if process is None:
-                left += [] if call.future.cancelled() else [call]
+                return
+            process.waiting.append(self._queue.popleft())
+            self._fill(process)
+
+    def _has_room(self, process: _Process) -> bool:
+        return not process.untaken and not process.waiting and len(process.calls) < self._at_once
+
+    def _fill(self, process: _Process) -> None:
+        """Send a process a call that waits for it. The next one follows when it has taken this one."""
+        while process.waiting and not process.untaken and len(process.calls) < self._at_once:
+            call = process.waiting.popleft()
+            if call.future.cancelled():
                 continue
-            if not call.future.set_running_or_notify_cancel():
-                continue
-            number = next(self._numbers)
-            process.calls[number] = (call, time.monotonic() + self._timeout_s)
+            number, begins = next(self._numbers), call.session not in process.sessions
+            process.calls[number] = _Placed(call, begins)
             if call.session is not None:
                 process.sessions.add(call.session)
-            self._send(process, number, call.method, call.arguments)
-        self._queue = left
-        starting = sum(not one.is_ready for one in self._processes)
-        missing = min(self._most - len(self._processes), len(left) - starting * self._at_once)
+            process.send(number, call.method, call.arguments, self._timeout_s)
+
+    def _start_missing(self) -> None:
+        """Start processes for the calls that those of now have no room for."""
+        able = [one for one in self._processes if not one.is_retired]
+        room = sum(self._at_once - len(one.calls) - len(one.waiting) for one in able)
+        missing = min(self._most - len(self._processes), len(self._queue) - room)
         try:
             for _ in range(missing):
                 self._processes.append(_Process.start(self._target, self._at_once))
         except OSError as error:
             self._give_up(f"{self._target.title} cannot be started: {error}")
 
-    def _place(self, call: Call) -> _Process | None:
-        """The process for a call: its session's, or else the least busy one; None if there is no room."""
-        own = [one for one in self._processes if call.session is not None and call.session in one.sessions]
-        able = own or [one for one in self._processes if one.is_ready and not one.is_retired]
-        able = [one for one in able if len(one.calls) < self._at_once]
-        return min(able, key=lambda one: (len(one.calls), len(one.sessions)), default=None)
-
-    def _send(self, process: _Process, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
-        try:
-            process.pipe.send((number, method, arguments))
-        except OSError:
-            # The process is dead; that will be seen.
-            pass
-        except Exception as error:  # a user's object may raise anything while it is pickled
-            process.settle(number, as_call_error(error))
-
     def _look_at(self, process: _Process) -> None:
-        """Take a process' results. Remove it if it has ended, starts too late, or is retired and idle."""
-        with suppress(EOFError, OSError):
-            while process.pipe.poll():
-                said = process.pipe.recv()
-                process.is_ready, self._failed_starts = True, 0
-                if said is not None:
+        """Take a process' results. End it if it has ended, hangs, or is retired and idle."""
+        status, is_readable = process.process.poll(), self._listen(process)
+        now = time.monotonic()
+        for number, placed in list(process.calls.items()):
+            if placed.late <= now:
+                process.is_retired = True
+                process.settle(number, LateError(f"no answer within {self._limit}"))
+        title = self._target.title if process.is_ready else f"the start of {self._target.title}"
+        if status is not None:
+            self._end(process, f"{title} ended with status {status}")
+        elif not is_readable:
+            self._end(process, f"{title} wrote something else than answers to its pipe")
+        elif process.hangs_at <= now:
+            limit = f"took no call within {self._limit}" if process.is_ready else f"took longer than {START_S:g} s"
+            self._end(process, f"{title} {limit}")
+        elif process.is_retired and not process.calls and not process.sessions:
+            self._end(process, "")
+
+    def _listen(self, process: _Process) -> bool:
+        """Take what a process says. Returns False if a user's code has written to its pipe."""
+        process.channel.flush()
+        try:
+            for said in process.channel.receive():
+                if said is None:
+                    process.take(self._timeout_s)
+                    self._failed_starts = 0
+                else:
                     number, content = said
                     process.settle(number, _loaded(content))
-        now, status = time.monotonic(), process.process.poll()
-        for number, (call, late) in list(process.calls.items()):
-            if late <= now:
-                process.is_retired = True
-                del process.calls[number]
-                call.settle(LateError(f"no answer within {self._target.limit} = {self._timeout_s:g}"))
-        starts_late = not process.is_ready and process.started + START_S <= now
-        is_over = process.is_retired and not process.calls and not process.sessions
-        if status is None and not starts_late and not is_over:
-            return
+        except Exception:  # no pickle, or of something else
+            return False
+        return True
+
+    @property
+    def _limit(self) -> str:
+        return f"{self._target.limit} = {self._timeout_s:g}"
+
+    def _end(self, process: _Process, why: str) -> None:
+        """End a process and its calls. A call that it has not taken, because of another, is not lost with it."""
+        is_others_fault = process.is_retired or any(placed.is_taken for placed in process.calls.values())
+        for placed in process.calls.values():
+            if is_others_fault and placed.begins and not placed.is_taken:
+                process.sessions.discard(placed.call.session)
+                self._queue.appendleft(placed.call)
+            else:
+                placed.call.settle(CallError(why))
+        for call in process.waiting:
+            call.settle(CallError(why))
         self._lost_sessions |= process.sessions
-        for call, _ in process.calls.values():
-            call.settle(CallError(f"{self._target.title} ended with status {status}"))
         self._processes.remove(process)
         process.end()
         if not process.is_ready:
             self._failed_starts += 1
             if self._failed_starts >= _MOST_STARTS:
-                why = f"ended with status {status}" if status is not None else f"took longer than {START_S:g} s"
-                self._give_up(f"the start of {self._target.title} {why}")
+                self._give_up(why)
 
     def _give_up(self, why: str) -> None:
         """End all calls that wait for a process."""

@@ -6,6 +6,9 @@ import importlib
 import inspect
 import os
 import pickle
+import resource
+import select
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -13,35 +16,68 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
-from nemo_rl_lite.system.pool import as_call_error
+from nemo_rl_lite.system.pool import as_call_error, kill_descendants
 
-_PR_SET_CHILD_SUBREAPER = 36
+# Says that the next message has been taken; the first is the target.
+_TAKEN = None
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# Seconds that an idle process has to end by itself.
+_END_S = 1.0
 
 
 def main() -> None:
-    """Answer calls until the pipe is closed, as by the launcher's end; then end all that the code has started."""
-    # What the code's children leave behind becomes a child of this process.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    pipe = Connection(int(sys.argv[1]))
+    """Answer calls in a child until the pipe is closed, as by the launcher's end. The guard, its parent, then ends all
+    that the code has started, however busy it is."""
+    pipe, libc, guard = Connection(int(sys.argv[1])), ctypes.CDLL(None), os.getpid()
+    launcher = os.pidfd_open(os.getppid())
     os.set_inheritable(pipe.fileno(), False)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if worker := os.fork():
+        _guard(worker, pipe.fileno(), launcher)
+    libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    # What the code's children leave behind becomes a child of this process.
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.close(launcher)
     with suppress(EOFError, OSError):
-        sys.path[:], path, arguments, at_once = pipe.recv()
-        module_name, _, name = path.rpartition(".")
-        target = getattr(importlib.import_module(module_name), name)(**arguments)
-        pipe.send(None)
-        if at_once == 1:
-            _one_by_one(pipe, target)
-        else:
-            asyncio.run(_many(pipe, target, at_once))
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            child.kill()
+        if os.getppid() == guard:
+            _answer(pipe)
     # sys.exit would wait for threads with late calls.
     os._exit(0)
+
+
+def _guard(worker: int, pipe: int, launcher: int) -> NoReturn:
+    """Wait for the end of the worker, the pipe or the launcher; end the worker and all that is left; end as it did."""
+    news, ended = select.poll(), select.poll()
+    watched = os.pidfd_open(worker)
+    ended.register(watched, select.POLLIN)
+    for one, events in ((watched, select.POLLIN), (launcher, select.POLLIN), (pipe, 0)):
+        news.register(one, events)
+    news.poll()
+    if not ended.poll(_END_S * 1000):
+        os.kill(worker, signal.SIGKILL)
+    _, status = os.waitpid(worker, 0)
+    kill_descendants(psutil.Process())
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # some signals have no handlers
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _answer(pipe: Connection) -> None:
+    sys.path[:], path, arguments, at_once = pipe.recv()
+    module_name, _, name = path.rpartition(".")
+    target = getattr(importlib.import_module(module_name), name)(**arguments)
+    pipe.send(_TAKEN)
+    if at_once == 1:
+        _one_by_one(pipe, target)
+    else:
+        asyncio.run(_many(pipe, target, at_once))
 
 
 def _one_by_one(pipe: Connection, target: Any) -> None:
@@ -49,6 +85,7 @@ def _one_by_one(pipe: Connection, target: Any) -> None:
     with asyncio.Runner() as runner:
         while True:
             number, method, arguments = pipe.recv()
+            pipe.send(_TAKEN)
             _send(pipe, number, _outcome(partial(_finished, runner, getattr(target, method), arguments)))
 
 
@@ -85,7 +122,10 @@ async def _many(pipe: Connection, target: Any, at_once: int) -> None:
     def receive() -> None:
         with suppress(EOFError, OSError, RuntimeError):
             while True:
-                loop.call_soon_threadsafe(begin, *pipe.recv())
+                message = pipe.recv()
+                with sending:
+                    pipe.send(_TAKEN)
+                loop.call_soon_threadsafe(begin, *message)
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(ended.set_result, None)
 

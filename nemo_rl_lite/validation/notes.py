@@ -60,6 +60,7 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     if isinstance(loss := getattr(config.algorithm, "loss_fn", None), LossConfig):
         yield from filter(None, (_kl_estimate(config, loss), _steps_without_a_ratio(config, loss)))
         yield from _adapter_dropout(config)
+    yield from _longer_than_a_phase(config)
     yield from _unread_environment(config)
 
 
@@ -74,6 +75,15 @@ def show_notes(found: Iterable[str]) -> None:
     """Print notes."""
     for note in found:
         sys.stderr.write(f"note: {note}\n")
+
+
+def _longer_than_a_phase(config: Config) -> Iterator[str]:
+    """Yield the limits on calls of user code that the limit on a phase may end before."""
+    most, sections = config.cluster.phase_timeout_s, ("environment", "agent", "reward")
+    for section, key in ((getattr(config, name), f"{name}.timeout_s") for name in sections if generates(config)):
+        if section.name is not None and most is not None and (section.timeout_s or 0) > most:
+            limit = f"cluster.phase_timeout_s = {most:g}"
+            yield f"{key} = {section.timeout_s:g}: {limit} ends a run in which nothing finishes for that time; raise it"
 
 
 def _unread_environment(config: Config) -> Iterator[str]:

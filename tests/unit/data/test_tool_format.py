@@ -1,12 +1,21 @@
 """Calls are found in the formats of real chat templates, which TRL has copies of, and in two that are written here."""
 
+import time
 from pathlib import Path
 
 import pytest
 import trl
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from nemo_rl_lite.data.tool_format import JSONCalls, NamedCalls, TaggedCalls, WrittenCall, tool_format
+from nemo_rl_lite.data.tool_format import (
+    LONGEST,
+    MOST_CALLS,
+    JSONCalls,
+    NamedCalls,
+    TaggedCalls,
+    WrittenCall,
+    tool_format,
+)
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 # As in Mistral's tokenizers of version 3 and of version 11.
@@ -128,3 +137,68 @@ def test_a_call_that_cannot_be_read_says_why(own, text, trouble):
 def test_brackets_without_end_are_a_mistake_of_the_model_and_no_error_of_the_run():
     found = JSONCalls("<tool_call>", "name", "arguments").find("<tool_call>" + "[" * 100_000)
     assert found and "not valid JSON" in found[0].trouble
+
+
+GLM = TaggedCalls("<tool_call>", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")
+FORMATS = {
+    "hermes": (HERMES, ("<tool_call>", '{"name": "f", "arguments": {"a": "')),
+    "llama": (LLAMA, ('{"name": "f", "parameters": {"a": "',)),
+    "mistral list": (JSONCalls("[TOOL_CALLS]", "name", "arguments"), ("[TOOL_CALLS]", "[", '{"name": "f"}, ')),
+    "mistral": (MISTRAL, ("[TOOL_CALLS]", "f", "[ARGS]", '{"a": "')),
+    "coder": (CODER, ("<tool_call>", "\n<function=", "f", ">\n<parameter=", "a", ">", "1\n", "</parameter>")),
+    "one tag": (TaggedCalls("<function=", "<parameter=", ">", "</parameter>"), ("<function=", "f>\n", "<parameter=")),
+    "glm": (GLM, ("<tool_call>", "f\n", "<arg_key>", "a", "</arg_key>", "\n", "<arg_value>", "1", "</arg_value>")),
+}
+SEPARATORS = (
+    *(" ", "\n", "\t", "\r\n", " \n", "\u00a0", "x", "1", "-", "é", "<", ">", "</", "<|", "<|a|>", "<|im_end|>", "&"),
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        "{}",
+        "[]",
+        "{[",
+        '"',
+        "'",
+        '""',
+        '"," ',
+        '":"',
+        "\\",
+        '\\"',
+        "\\\\",
+        "\\u",
+        ",",
+        ":",
+        '{"a":',
+        '[{"',
+    ),
+    *("1e9", "true,", "```", "$", "\x00", '{"name": "f", "arguments": {}}', '{"name": "', '"name" "parameters"'),
+)
+LENGTH = 2**16
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_time_is_linear_whatever_a_model_writes(name):
+    own, pieces = FORMATS[name]
+    tags = ["".join(pieces[begin:end]) for begin in range(len(pieces)) for end in range(begin + 1, len(pieces) + 1)]
+    starts = ["".join(pieces[:end]) for end in range(len(pieces) + 1)]
+    slowest = {}
+    for unit in (*SEPARATORS, *tags, *(f"{tag} \n" for tag in tags)):
+        for start in starts:
+            text = start + unit * (LENGTH // len(unit))
+            began = time.process_time()
+            own.find(text)
+            own.text_before(text)
+            slowest[time.process_time() - began] = (start, unit)
+    assert max(slowest) < 0.25, slowest[max(slowest)]
+
+
+@pytest.mark.parametrize("own", [HERMES, MISTRAL, CODER, GLM])
+def test_a_response_has_a_largest_length_and_number_of_calls(own):
+    one = f"{own.marker}{{" if own in (HERMES, MISTRAL) else f"{own.marker}f"
+    found = own.find(one * (MOST_CALLS + 5))
+    assert len(found) == MOST_CALLS + 1 and "at most 256 calls" in found[-1].trouble
+    (call,) = own.find(one + " " * LONGEST)
+    assert "at most 1048576 characters" in call.trouble
+    assert own.find("no call" + " " * LONGEST) == []

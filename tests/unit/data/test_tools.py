@@ -1,6 +1,8 @@
 """Calls are held against the schemas of the tools, which rows may have themselves."""
 
 import json
+import re
+import time
 
 import pytest
 
@@ -102,3 +104,46 @@ def test_a_schema_is_not_fetched(monkeypatch):
     tool = {"type": "function", "function": {"name": "year", "parameters": {"$ref": "http://127.0.0.1/schema"}}}
     (call,) = checked_calls([WrittenCall("year", {"x": 1})], [tool], 0)
     assert "the tool's schema cannot be used" in call["error"] and not fetched
+
+
+LONG = "a" * 2**16
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "trouble"),
+    [
+        ({"type": "string", "pattern": "^(a+)+$"}, "a" * 60 + "b", "does not match"),
+        ({"type": "string", "pattern": "^(a|aa)+$"}, LONG, ""),
+        ({"type": "string", "pattern": r"^\d{3}-\d{4}$"}, "555-1234", ""),
+        ({"type": "string", "pattern": r"^\d{3}-\d{4}$"}, "555-123x", "'555-123x' does not match"),
+        # What the linear engine does not know is for the tool to judge.
+        ({"type": "string", "pattern": "^(?=.*[A-Z])x"}, "y", ""),
+        ({"type": "object", "patternProperties": {"^(a+)+$": {"type": "string"}}}, {"a" * 60 + "b": 1}, ""),
+        ({"type": "object", "patternProperties": {"^a": {"type": "string"}}}, {"ab": 1}, "x.ab: 1 is not of type"),
+        (
+            {"type": "object", "patternProperties": {"^(a+)+$": {}}, "additionalProperties": False},
+            {"a" * 60 + "b": 1},
+            "unexpected|not match",
+        ),
+        ({"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": False}, {"ab": 1}, ""),
+        ({"type": "array", "uniqueItems": True}, [{"a": number} for number in range(10_000)], ""),
+        ({"type": "array", "uniqueItems": True}, [{"a": 1}, {"a": 1}], "occurs twice"),
+        ({"type": "array", "items": {"type": "integer"}}, ["a"] * 30_000, "is not of type 'integer'"),
+        ({"type": "integer"}, LONG, "x: '" + "a" * 299),
+    ],
+)
+def test_a_call_is_checked_in_linear_time(schema, value, trouble):
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}},
+    }
+    began = time.process_time()
+    (call,) = checked_calls([WrittenCall("f", {"x": value})], [tool], 0)
+    assert time.process_time() - began < 0.5
+    assert re.search(trouble, call.get("error", "")) and bool(trouble) == ("error" in call)
+    assert len(call.get("error", "")) < 400
+
+
+def test_the_name_of_a_missing_tool_is_shortened():
+    (call,) = checked_calls([WrittenCall(LONG)], [NOW], 0)
+    assert len(call["error"]) < 400

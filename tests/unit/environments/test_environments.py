@@ -3,10 +3,13 @@ import time
 import pytest
 
 from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.registry import check_environment, find_environment, make_environments
 from nemo_rl_lite.environments.tools import Calculator, calculate
 from nemo_rl_lite.errors import ConfigError
+
+PROBLEM = Problem(chat("?"), "")
 
 
 class Own:
@@ -67,6 +70,21 @@ def test_anything_else_is_answered_with_words_and_at_once(expression):
     started = time.process_time()
     assert calculate(expression).startswith("error: ")
     assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize("unit", ["<calc>", "</calc>", "<calc>1", "<calc>1</calc>", "<", " ", "("])
+def test_a_calculator_finds_its_calls_in_linear_time(unit):
+    began = time.process_time()
+    Calculator("user").step(PROBLEM, [{"role": "assistant", "content": "<calc>" + unit * (2**17 // len(unit))}])
+    assert time.process_time() - began < 0.2
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"), [("<calc>1<calc>2+3</calc>", "error"), ("<calc>1</calc></calc><calc>2</calc><calc>", "2")]
+)
+def test_the_last_complete_call_of_a_turn_is_answered(text, answer):
+    (message,) = Calculator("user").step(PROBLEM, [{"role": "assistant", "content": text}]).messages
+    assert message["content"].startswith(answer)
 
 
 def test_environments_by_name_by_dotted_path_and_by_file():

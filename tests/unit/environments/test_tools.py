@@ -108,6 +108,37 @@ def test_what_a_tool_raises_is_told_to_the_model_and_once_to_people(capfd):
     assert answers(made, calls(("fail", {"how": "go"})))[0].startswith("tool"), "a plain function has a thread"
 
 
+def quotes(text: str) -> str:
+    """
+    Fail, with the argument in the error.
+
+    Args:
+        text: What.
+    """
+    raise ValueError(f"cannot read {text}\n\x1b[2J")
+
+
+def test_an_error_that_quotes_its_argument_is_printed_once_and_escaped(capfd):
+    made = Functions([f"{HERE}.quotes"], 100)
+    for number in range(20):
+        (answer,) = answers(made, calls(("quotes", {"text": f"{number} \ud800"})))
+        assert answer.startswith(f"error: ValueError: cannot read {number}")
+    (line,) = capfd.readouterr().err.splitlines()
+    place = f"(test_tools.py, line {quotes.__code__.co_firstlineno + 7})"
+    assert line.endswith(rf"cannot read 0 \ud800\n\x1b[2J {place}")
+
+
+def test_errors_of_more_places_than_anybody_reads_are_not_printed(capfd, monkeypatch):
+    monkeypatch.setattr("nemo_rl_lite.system.pool._reported", set())
+    made = Functions([f"{HERE}.{quotes.__name__}"], 100)
+    for number in range(300):
+        code = compile("\n" * number + "def tool(text): raise ValueError(text)", f"/generated/{number}.py", "exec")
+        exec(code, names := {})
+        made._functions["quotes"] = names["tool"]
+        answers(made, calls(("quotes", {"text": "x"})))
+    assert 0 < len(capfd.readouterr().err.splitlines()) <= 100
+
+
 def test_a_tool_that_hangs_or_ends_its_process_costs_its_episode():
     hurried, patient = (make_environments(functions("fail", "add", timeout_s=late, processes=2)) for late in (1.5, 300))
 

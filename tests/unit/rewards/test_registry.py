@@ -1,4 +1,5 @@
 import math
+import time
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import torch
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rewards.registry import RewardError, WrongReward, checked_reward, find_reward
+from nemo_rl_lite.rewards.registry import INSTANT, RewardError, WrongReward, checked_reward, find_reward
 
 
 def shout(response: str, answer: str, volume: float = 1.0) -> float:
@@ -32,6 +33,34 @@ def test_exact_match():
     reward = find_reward("exact_match", {})
     assert reward(" 42\n", problem("42")) == 1.0
     assert reward("42.", problem("42")) == 0.0
+
+
+SEPARATORS = (
+    " ",
+    "1",
+    "1,",
+    ".1",
+    "-",
+    "1e",
+    "{",
+    "$",
+    "%",
+    "\N{MINUS SIGN}",
+    "\u0301\u0316",
+    "\u0f71\u0f72",
+    "e\u0301",
+    "\u0344",
+)
+
+
+@pytest.mark.parametrize("name", sorted(INSTANT))
+def test_rewards_in_the_launchers_own_process_take_linear_time(name):
+    reward = find_reward(name, {})
+    assert find_reward("exact_match", {})("cafe\u0301", problem("caf\u00e9")) == 1.0
+    for unit in SEPARATORS:
+        began = time.process_time()
+        reward("a" + unit * (2**16 // len(unit)), problem("1"))
+        assert time.process_time() - began < 0.5, unit
 
 
 def test_a_users_own_reward_by_dotted_path():

@@ -1,5 +1,6 @@
 """When rollouts are generated, with which weights, and what a checkpoint keeps of them."""
 
+import asyncio
 import random
 import threading
 import time
@@ -8,6 +9,7 @@ import pytest
 
 from nemo_rl_lite.checkpoint.store import Checkpoints, CheckpointStore, Retention
 from nemo_rl_lite.errors import CheckpointError, EngineError, WorkerError
+from nemo_rl_lite.rollout.play import SingleTurn
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rollout.store import load_rollouts
@@ -323,6 +325,20 @@ def test_engines_that_do_nothing_are_named(begin):
     with pytest.raises(WorkerError, match=expected):
         for step in range(1, 4):
             source.take(step, silent)
+
+
+def test_an_environment_that_does_not_answer_is_named(begin, monkeypatch):
+    async def play(self, episode, assistant):
+        await assistant.respond()
+        with episode.waiting("environment"):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(SingleTurn, "play", play)
+    source = begin(Fleet(), stall_s=0.6)
+    with pytest.raises(
+        WorkerError, match=r"no engine worked for 0.6 s .*; 0 of 3 prompts.* 6 wait for the environment"
+    ):
+        source.take(1, silent)
 
 
 def test_how_long_the_engines_waited_is_known(begin):

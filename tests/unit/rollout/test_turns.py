@@ -153,6 +153,7 @@ def said(*messages, **others):
     [
         (KeyError("state"), "KeyError: 'state'"),
         (SystemExit(0), "SystemExit: 0"),
+        (ValueError("no \x1b[2J\n"), r"ValueError: no \\x1b\[2J\\n$"),
         ("well done", r"TypeError: step\(\) returned str, not an Observation"),
         (Observation(done=True, reward=float("nan")), r"RewardError: step\(\) returned nan"),
         (said({"role": "assistant", "content": "43"}), "a message is a dict with a role of user, tool, system"),

@@ -28,6 +28,12 @@ def told(*arguments: str) -> str:
         (f"{SCHEDULER}.lr_warmup_iters=119", ""),
         (f"{SCHEDULER}.lr_decay_style=cosine", f"{SCHEDULER}.lr_decay_iters"),
         ("algorithm.max_num_steps=1", ""),
+        (
+            "environment=tools environment.kwargs.tools=[math.sqrt] environment.timeout_s=3601",
+            "environment.timeout_s = 3601",
+        ),
+        ("reward.timeout_s=60 cluster.phase_timeout_s=59", "reward.timeout_s = 60: cluster.phase_timeout_s = 59"),
+        ("reward.timeout_s=60 cluster.phase_timeout_s=null", ""),
         # On a CPU, engines of their own get weights through sockets.
         ("generation.colocated.enabled=false", ""),
         ("algorithm=sft data=hub data.path=a/b data.validation_fraction=0.1", ""),
