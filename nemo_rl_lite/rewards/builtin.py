@@ -1,6 +1,7 @@
 """Rewards by the response's text alone, and by the scores of reasoning-gym's tasks, which need that package."""
 
 import json
+import math
 import re
 import unicodedata
 from functools import cache
@@ -59,7 +60,12 @@ def task_score(response: str, answer: str, problem: Problem, answer_tag: str | N
     if found is None:
         return 0.0
     scorer = _scorer(problem.metadata["task"], json.dumps(problem.metadata["task_kwargs"], sort_keys=True))
-    return float(scorer.score_answer(found.strip(), entry))
+    try:
+        score = float(scorer.score_answer(found.strip(), entry))
+    except Exception:  # scorers raise anything on malformed answers; one that fails on the task's own answer is broken
+        scorer.score_answer(entry["answer"], entry)
+        return 0.0
+    return 0.0 if math.isnan(score) else score
 
 
 @cache
