@@ -86,7 +86,8 @@ def find_answer(response: str) -> str:
 
 
 def unwrapped(reference: str) -> str:
-    """Return a reference answer without box or marks around it."""
+    """Return a reference answer without box or marks around it, and without a solution before it."""
+    reference = reference.rpartition("####")[2]
     boxes = _boxes(reference)
     return _last_list(reference, boxes) if boxes else _unmarked(reference)
 

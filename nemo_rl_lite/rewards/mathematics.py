@@ -104,8 +104,8 @@ def same_value(response: str, answer: str) -> float:
     Raises:
         ValueError: the reference answer is empty.
     """
-    if not answer.strip():
-        raise ValueError("the reference answer is empty")
+    if not _normal(answer):
+        raise ValueError(f"the reference answer {answer!r} is empty")
     whole, stated = final_text(response), find_answer(response)
     if whole and _normal(whole) == _normal(answer):
         return 1.0
