@@ -18,8 +18,9 @@ _BETWEEN = re.compile(
 # so that dollars of money are none.
 _MARKED = re.compile(
     r"(?<!\\)\$\$(?P<display>.+?)\$\$|(?<![\\$])\$(?=\S)(?P<inline>(?:\\.|[^$\\])+)(?<=\S)\$(?!\d)"
-    r"|\\\((?P<round>.+?)\\\)|\\\[(?P<square>.+?)\\\]|\*\*(?P<bold>[^*\n]+?)\*\*|`(?P<code>[^`\n]+)`"
-    r"|\\begin\{(?P<name>equation|align|gather)\*?\}(?P<lines>.+?)\\end\{(?P=name)\*?\}",
+    r"|\\\((?P<round>(?:(?!\\\().)+?)\\\)|\\\[(?P<square>(?:(?!\\\[).)+?)\\\]"
+    r"|\*\*(?P<bold>[^*\n]+?)\*\*|`(?P<code>[^`\n]+)`"
+    r"|\\begin\{(?P<name>equation|align|gather)\*?\}(?P<lines>(?:(?!\\begin\{[eag]).)+?)\\end\{(?P=name)\*?\}",
     re.DOTALL,
 )
 _PHRASE = re.compile(
