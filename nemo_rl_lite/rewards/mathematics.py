@@ -41,19 +41,23 @@ _REWRITES = [
         (r"∪", r"\\cup "),
         (r"∈", r"\\in "),
         (r"±|\+/-", r"\\pm "),
+        (r"(?<![\w)])\+(?=\\infty)", ""),
         (r"\\langle|⟨", "("),
         (r"\\rangle|⟩", ")"),
         (r"\\(?:approx|simeq|doteq|equiv)(?![A-Za-z])|≈|≡", "="),
         (r"(?<=\d)\s*(?:\\colon|to)\s*(?=\d)", ":"),
         (r"(?<=\d)\s*\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+\s*(?:\^\{?\d\}?)?)\s*\}", r" \1/\2"),
+        (r"\b(?:square|sq\.?) ([^\W\d_]+)", r"\1^2"),
+        (r"\bcubic ([^\W\d_]+)", r"\1^3"),
         (r"\s+", " "),
         (r"(?<![\w,]) | (?!\w)", ""),
     ]
 ]
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
+# A letter, with its value; (A) or (B) is no choice.
 _CHOICE = re.compile(
-    r"(?:(?:option|choice|answer)\s?)?"
-    r"(?:\(([A-Za-z])\)[:.]?(.*)|([A-Z])(?:[:.)](.+))?)"
+    r"(?:(?:option|choice|answer)\s?)?(?:\(([A-Za-z])\)[:.]?|([A-Z])(?:[:.)]|$))"
+    r"((?!or\b|and\b|[,;/&]|[A-Z]\b|.*\([A-Z]\)).*)"
 )
 _TIME = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?(?:\s?([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s?:\s?\d+(?:\.\d+)?)+")
@@ -92,8 +96,8 @@ _UNITS = {alias: name for name, aliases in _UNIT_NAMES.items() for alias in alia
 _LETTERS = "[mgshLCF]"
 _NO_UNIT = r"(?:and|or|sin|cos|tan|cot|sec|csc|ln|log|exp|mod|sqrt|pi|in|max|min|gcd|lcm|if|for|is|frac)\b"
 _UNIT = re.compile(
-    rf"(?P<value>.*[\d)}}\]])(?:\s?(?P<sign>[€£¥₹¢]|\\\$|\$)|\s*(?<![\\A-Za-z])(?!{_NO_UNIT}(?!\s*$))"
-    rf"(?P<unit>[^\W\d_]{{2,}}|(?<=[\d)}}\]] ){_LETTERS})\.?(?P<more>(?:\s?[/·]?\s?[^\W\d_]+|\s?\^\{{?-?\d\}}?)*))"
+    rf"(?P<value>.*[\d)}}\]])(?P<unit>\s?(?:[€£¥₹¢]|\\?\$)|\s*(?<![\\A-Za-z])(?!{_NO_UNIT}(?!\s*$))"
+    rf"(?:[^\W\d_]{{2,}}|(?<=[\d)}}\]] ){_LETTERS})\.?(?:\s?[/·]?\s?[^\W\d_]+|\s?\^\{{?-?\d\}}?)*)"
 )
 _MONEY = re.compile(r"(?P<minus>-?)(?P<sign>\\?\$|[€£¥₹]|USD |EUR |Rs\.? ?)(?P<value>-?\d.*)")
 
@@ -123,12 +127,12 @@ def same_answer(stated: str, reference: str) -> bool:
 
 
 def _letter(choice: re.Match[str]) -> str:
-    return (choice[1] or choice[3]).upper()
+    return (choice[1] or choice[2]).upper()
 
 
 def _readings(text: str, choice: re.Match[str] | None) -> list[str]:
     """Return the letter and the value of "(B) 12", or the text."""
-    return [part for part in (_letter(choice), choice[2] or choice[4]) if part] if choice else [text]
+    return [part for part in (_letter(choice), choice[3]) if part] if choice else [text]
 
 
 def _normal(text: str) -> str:
@@ -138,33 +142,33 @@ def _normal(text: str) -> str:
     return text.strip("*`$ ").rstrip(".,;: ")
 
 
-def _same(stated: str, reference: str) -> bool:
-    """Compare normalised answers by the first rule that fits."""
+def _same(stated: str, reference: str, is_item: bool = False) -> bool:
+    """Compare normalised answers by the first rule that fits. Of items of a list the nouns count: 3 boys, 4 girls."""
     if stated == reference or (_WORD.search(reference) and _words(stated) == _words(reference)):
         return True
-    time, expected = _TIME.fullmatch(stated), _TIME.fullmatch(reference)
-    if time or expected:
-        return bool(time and expected and _same_time(time, expected))
+    time, other_time = _TIME.fullmatch(stated), _TIME.fullmatch(reference)
+    if time or other_time:
+        return bool(time and other_time and _same_time(time, other_time))
     stated, reference = _union(stated), _union(reference)
     (first, unit), (second, other) = _without_unit(stated), _without_unit(reference)
-    if unit and other and unit != other:
-        return False
+    # Nouns may be others: 12 apples, 12 pieces.
+    units_fit = not unit or not other or unit == other or not (is_item or (_is_known(unit) and _is_known(other)))
     if _RATIO.fullmatch(first) or _RATIO.fullmatch(second):
-        return _ratio(first) == _ratio(second)
-    values = read_number(_plain_times(first)), read_number(_plain_times(second))
-    if values[0] and values[1]:
-        return values[0].equals(values[1])
-    lists = _listed(first), _listed(second)
-    if lists[0] and lists[1]:
-        return _same_lists(lists[0], lists[1])
+        return units_fit and _ratio(first) == _ratio(second)
+    value, expected = read_number(_plain_times(first)), read_number(_plain_times(second))
+    if value and expected:
+        return units_fit and value.equals(expected)
+    items, others = _listed(stated), _listed(reference)
+    if items and others:
+        return _same_lists(items, others)
     # An interval may equal an inequality. Other lists equal lists only.
-    if any(one and (one[0] in ("", "{}")) for one in lists):
+    if any(one and one[0] in ("", "{}") and not number for one, number in ((items, value), (others, expected))):
         return False
-    equations = _equation(first), _equation(second)
+    equations = _equation(stated), _equation(reference)
     if any(equations):
-        sides = _sides(*equations, first, second)
+        sides = _sides(*equations, stated, reference)
         return _same(*sides) if sides else all(equations) and _same_mathematics(first, second)
-    return _same_mathematics(first, second)
+    return units_fit and _same_mathematics(first, second)
 
 
 def _union(text: str) -> str:
@@ -208,17 +212,22 @@ def _clock(time: re.Match[str]) -> tuple[int, tuple[int, int], str]:
 def _without_unit(text: str) -> tuple[str, str | None]:
     """Split a value and its unit, which is None if it is none of `_UNITS`."""
     if money := _MONEY.fullmatch(text):
-        sign = money["sign"].strip("\\ ").casefold()
-        return money["minus"] + _without_unit(money["value"])[0], _UNITS.get(sign)
+        return money["minus"] + _without_unit(money["value"])[0], _unit_name(money["sign"])
     found = _UNIT.fullmatch(text)
-    if not found:
-        return text, None
-    if found["sign"]:
-        return found["value"], _UNITS.get(found["sign"].strip("\\"))
-    unit = found["unit"]
-    known = next((_UNITS[one] for one in (unit, unit.lower(), unit.lower().removesuffix("s")) if one in _UNITS), None)
-    more = re.sub(r"[{}\s]", "", found["more"])
-    return found["value"].strip(), f"{known}{more}" if known and not _WORD.search(more) else None
+    return (found["value"].strip(), _unit_name(found["unit"])) if found else (text, None)
+
+
+def _unit_name(text: str) -> str | None:
+    """Return cm^2 for "square centimeters", $ for dollars, and the last of other words; None for "units"."""
+    parts = re.findall(r"[^\W\d_]+|\^\{?-?\d|/|[€£¥₹¢$]", text.replace(" per ", "/"))
+    singular = [(part, part.casefold(), part.casefold().removesuffix("s")) for part in parts]
+    names = [next((_UNITS[form] for form in forms if form in _UNITS), forms[-1].replace("{", "")) for forms in singular]
+    found = "".join(names) if any(part[0] in "/^" for part in parts) else names[-1]
+    return None if found.startswith("unit") else found
+
+
+def _is_known(unit: str) -> bool:
+    return any(mark in unit for mark in "/^") or unit in _UNIT_NAMES
 
 
 def _ratio(text: str) -> list[Fraction] | None:
@@ -231,8 +240,6 @@ def _ratio(text: str) -> list[Fraction] | None:
 
 def _listed(text: str) -> tuple[str, list[str]] | None:
     """Return the brackets and the items of a list; None if it is a single expression."""
-    if read_number(text):
-        return None
     text = _MEMBER.sub("", text).replace(r"\{", "{").replace(r"\}", "}")
     brackets = text[:1] + text[-1:] if text[:1] in set("([{") and text[-1:] in set(")]}") else ""
     if brackets and len(_split(text)) > 1:
@@ -278,7 +285,7 @@ def _same_lists(stated: tuple[str, list[str]], reference: tuple[str, list[str]])
     if all(is_set):
         left = list(expected)
         for item in items:
-            found = next((one for one in left if _same(item, one)), None)
+            found = next((one for one in left if _same(item, one, is_item=True)), None)
             if found is None:
                 return False
             left.remove(found)
