@@ -15,7 +15,7 @@ _SIGNS = (
 )
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
-_FRACTION = re.compile(r"\s*\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 
 _REPEATING = re.compile(r"(-?)(\d+\.\d*)\\(?:overline|bar|dot)\s*\{?\s*(\d{1,20})\s*\}?")
 
@@ -104,7 +104,8 @@ def numbers_in(text: str) -> Iterator[re.Match[str]]:
 def _with_fractions(text: str) -> str:
     def written(found: re.Match[str]) -> str:
         over, under = (next(filter(None, pair)) for pair in (found.groups()[:2], found.groups()[2:]))
-        return f"{' ' if found.string[: found.start()][-1:].isdigit() else ''}{over}/{under}"
+        is_mixed = found.string[max(0, found.start() - 1) : found.start()].isdigit()
+        return f"{' ' if is_mixed else ''}{over}/{under}"
 
     return _FRACTION.sub(written, plain(text))
 
