@@ -24,11 +24,16 @@ _MARKED = re.compile(
     re.DOTALL,
 )
 _PHRASE = re.compile(
-    r"####|(?:答案|答え)(?:是|为|為|は)?\s*[:：]?|\b(?:answers?|ans|réponse|respuesta|antwort|risposta|resposta|ответ)\b"
-    r"(?:[^.!?\n$\\\d:=]{0,40}?\b(?:is|are|equals|would be|est|es|ist|lautet|è|é)\b\s*:?|[\s*_]*[.:：=—])"
-    r"(?!\s*not\b)",
+    # A heading begins with four signs, too: "#### Step 2".
+    r"####(?=\s*[-+$€\\(\[{.]*\d|\s*\S+\s*\Z)(?!\s*\d+[.)]\s)|\bans\.|(?:答案|答え)(?:是|为|為|は)?\s*[:：]?"
+    r"|(?<!\bto )\b(?:answers?|ans|réponse|respuesta|antwort|risposta|resposta|ответ)\b"
+    r"(?:(?:\s(?:to|for|of|in|we|that|should|must|will|would|then|here)\b[^.!?\n$\\\d:=]{0,40}?|\sfinale?)?"
+    r"\s+(?:is|are|be|equals|est|es|ist|lautet|è|é)\b\s*:?|[\s*_]*[:：=—])"
+    r"(?!\s*(?:not|found|obtained|calculated|computed|determined)\b)",
     re.IGNORECASE,
 )
+# More words than an answer has.
+_LONG = 4
 # The writer takes back what was stated before.
 _RETRACTION = re.compile(r"\b(?:wait|actually|hmm|correction|mistake)\b", re.IGNORECASE)
 # A marked expression after these is a given: "With $n=3$ there are 12".
@@ -44,12 +49,18 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _LEADING = re.compile(r"[A-Za-z]?\s*=?\s*[-+(\[{.$]*\d(?:[\d\s.,:+\-*/^()\[\]{}=%!]|\band\b|\bor\b)*")
 # Words before a number, and what follows it: "exactly 12 (twelve), not 13".
 _BEFORE_NUMBER = re.compile(
-    r"^(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|option|choice)\b)[A-Za-z]{2,}(?: to| by)?\s+(?=[-+$(\[{.\d])"
+    r"^(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|option|choice)\b)[A-Za-z]{2,}(?: to| by)?:?\s+(?=[-+$(\[{.\d])"
 )
 _AFTER_ANSWER = re.compile(
     r"\s*\([^()\d]*[A-Za-z]{2}[^()\d]*\)$|,?\s+(?:not|because|since|as|which|but|rather|instead)\b.*"
 )
 _YES = re.compile(r"(?:yes|no|true|false)(?=[,.!;:]|$)", re.IGNORECASE)
+# "D. None of them", and "(D) is correct".
+_CHOICE, _CORRECT = (
+    re.compile(r"\(?[A-Z][).:]\s*\S.*"),
+    re.compile(r"\b([A-Z])\)?\s+is\s+(?:the\s+)?(?:correct|right)\b"),
+)
+_SOLUTIONS = re.compile(r"([A-Za-z])\s*=\s*\S+(?:(?:,|,?\s+or|,?\s+and)\s+\1\s*=\s*\S+)+$")
 _CLOCK = re.compile(r"\d+(?:\s?:\s?\d+)+(?:\s?[ap]\.?m\b\.?)?", re.IGNORECASE)
 # Two letters, or one of a script that names no variables.
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|[^\W\d_A-Za-zΑ-Ωα-ω]")
@@ -80,9 +91,9 @@ def find_answer(response: str) -> str:
     text = plain(_TAG.sub(" ", text)).strip()
     phrases = list(_PHRASE.finditer(text))
     if phrases and not _RETRACTION.search(text, phrases[-1].end()):
-        rest = text[phrases[-1].end() :].lstrip("*_: \n")
-        if rest:
-            return _first_stated(rest)
+        stated = _first_stated(text[phrases[-1].end() :].lstrip("*_: \n"))
+        if stated and len(_WORD.findall(stated)) <= _LONG:
+            return stated
     return _first_stated(text) if tags else _last_stated(text)
 
 
@@ -174,14 +185,17 @@ def _last_plain(text: str) -> str:
     if not lines:
         return ""
     line = re.split(r"=>|⇒|→|∴", lines[-1])[-1]
-    if (yes := _YES.match(text)) and not re.search(r"\d", text):
-        return yes[0]
+    if _CHOICE.fullmatch(text):
+        return text
+    if (found := _YES.match(text) or _CORRECT.search(text)) and not re.search(r"\d", text):
+        return found[found.re.groups]
     line = re.sub(r"^\s*[-*•]\s+", "", line).lstrip(_BEFORE).rstrip(_BEHIND)
     line = _SQUARED_UNIT.sub("", line)
     if not _WORD.search(line) and not ("=" in line and "," in line):
         return line
-    if group := _GROUP.search(line):
-        return group[0]
+    line = re.sub(r"(?<=[\d%])\s+\([^()]*\)$", "", line)
+    if found := _GROUP.search(line) or _SOLUTIONS.search(line):
+        return found[0]
     # A line without numbers may follow the one with the answer.
     numbers = list(numbers_in(line)) or list(numbers_in(text))
     if numbers and re.search(r"\d\s?:\s?$", numbers[-1].string[: numbers[-1].start()]):

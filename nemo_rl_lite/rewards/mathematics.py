@@ -25,6 +25,12 @@ _REWRITES = [
         (r"(?<=\d)(?:\{,\}|\\,|\\ |\\;|\\:|~|\\!|,\\!)(?=\d{3}(?!\d))", ","),
         (r"(?<!\\)\\(?:[,;:! ]|quad|qquad|left|right|[bB]ig+[lr]?|displaystyle|limits)(?![A-Za-z])|~", " "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\color\s*\{[^{}]*\}|(?<=\d)\s*\^?\s*\{?\\(?:text|mathrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\}?", ""),
+        (r"^\s*\\\{\s*[a-z]\s*(?:\\mid|\||:)(.*)\\\}\s*$", r"\1"),
+        (
+            r"(\\(?:sin|cos|tan|cot|sec|csc)\s*\(?)(\d+(?:\.\d+)?)\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)",
+            r"\1{\\frac{\2\\pi}{180}}",
+        ),
         (r"^\s*\\text\s*\{[^{}]*(?:\bis|:)\s*\}(?=\s*\S)", ""),
         (r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|bf|rm|operatorname)\s*\{([^{}]*)\}", r" \1 "),
         (r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|\\deg\b|°|º|\bdegrees?\b)\s*([CF]\b)?", r" \1"),
@@ -63,7 +69,10 @@ _TIME = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?(?:\s?([ap])\.?\s?
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s?:\s?\d+(?:\.\d+)?)+")
 _INEQUALITY = re.compile(r"[A-Za-z](<|>|\\le ?|\\ge ?)([^<>=]+)")
 # What an equation calls its right side: x, a_1, f(x), \theta, |AB|, Area, (x,y).
-_NAME = re.compile(r"(?:\\?[A-Za-z ]+|\|[A-Z]+\||\([a-z](?:,\s?[a-z])+\))'?(?:_\{?\w+\}?)?(?:\([a-z](?:,\s?[a-z])*\))?")
+_NAME = re.compile(
+    r"(?:\\?[A-Za-z ]+|\|[A-Z]+\||\([a-z](?:,\s?[a-z])+\)|\\frac\{d\w*\}\{d\w\})"
+    r"'?(?:\^\{-1\})?(?:_\{?\w+\}?)?(?:\([a-z](?:,\s?[a-z])*\))?"
+)
 _MEMBER = re.compile(r"[A-Za-z]\\in ?(?=[(\[{\\])")
 _UNIT_NAMES = {
     "m": "m meter metre",
@@ -95,8 +104,10 @@ _UNITS = {alias: name for name, aliases in _UNIT_NAMES.items() for alias in alia
 # Words of mathematics, which are no unit. Single letters are variables, unless they are one of these.
 _LETTERS = "[mgshLCF]"
 _NO_UNIT = r"(?:and|or|sin|cos|tan|cot|sec|csc|ln|log|exp|mod|sqrt|pi|in|max|min|gcd|lcm|if|for|is|frac)\b"
+_SCALE = r"(?:thousand|million|billion|trillion)\b"
 _UNIT = re.compile(
-    rf"(?P<value>.*[\d)}}\]])(?P<unit>\s?(?:[€£¥₹¢]|\\?\$)|\s*(?<![\\A-Za-z])(?!{_NO_UNIT}(?!\s*$))"
+    rf"(?P<value>.*[\d)}}\]](?:\s{_SCALE})?)"
+    rf"(?P<unit>\s?(?:[€£¥₹¢]|\\?\$)|\s*(?<!\\)(?!{_SCALE})(?!{_NO_UNIT}(?!\s*$))"
     rf"(?:[^\W\d_]{{2,}}|(?<=[\d)}}\]] ){_LETTERS})\.?(?:\s?[/·]?\s?[^\W\d_]+|\s?\^\{{?-?\d\}}?)*)"
 )
 _MONEY = re.compile(r"(?P<minus>-?)(?P<sign>\\?\$|[€£¥₹]|USD |EUR |Rs\.? ?)(?P<value>-?\d.*)")
@@ -242,10 +253,8 @@ def _listed(text: str) -> tuple[str, list[str]] | None:
     """Return the brackets and the items of a list; None if it is a single expression."""
     text = _MEMBER.sub("", text).replace(r"\{", "{").replace(r"\}", "}")
     brackets = text[:1] + text[-1:] if text[:1] in set("([{") and text[-1:] in set(")]}") else ""
-    if brackets and len(_split(text)) > 1:
+    if not _is_closed(text[1:-1]):
         brackets = ""
-    if brackets and not _is_closed(text[1:-1]):
-        return None
     items = _split(text[1:-1] if brackets else text)
     if not brackets:
         items = [one for item in items for one in re.split(r"\s?\b(?:and|or)\b\s?", item) if one]

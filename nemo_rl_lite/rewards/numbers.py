@@ -31,7 +31,9 @@ NUMBER = re.compile(
     rf"(?:(?P<whole>\d+) (?=\d+/\d))?(?P<digits>{_DIGITS})"
     rf"(?:[eE](?P<exponent>[-+]?\d+)(?!\w)|(?P<ten>{_TEN})|(?P<power>{_POWER})"
     r"|\s?/\s?(?P<under>\d+(?:\.\d+)?)(?![\d/]))?(?P<percent>\s?\\?%|\s(?:percent|per cent)\b)?"
+    r"(?P<scale>\s(?:thousand|million|billion|trillion)\b)?"
 )
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 # Larger powers take minutes, and no answer has them.
 _LARGEST_POWER, _LONGEST_BASE = 4000, 20
 # Digits that a rounded number needs.
@@ -120,8 +122,8 @@ def _value(found: re.Match[str]) -> WrittenNumber | None:
         value = value**power if own else value * Fraction(10) ** power / Fraction(found["under"] or 1)
     except ZeroDivisionError:
         return None
-    value += int(found["whole"] or 0)
+    value = (value + int(found["whole"] or 0)) * _SCALES.get((found["scale"] or "").strip(), 1)
     decimals = len(digits.partition(".")[2]) - power
-    is_decimal = "." in digits and decimals > 0 and not own and not found["under"]
+    is_decimal = "." in digits and decimals > 0 and not own and not found["under"] and not found["scale"]
     sign = -1 if "-" in (found["sign"], found["inner"]) else 1
     return WrittenNumber(sign * value, decimals if is_decimal else None, bool(found["percent"]))

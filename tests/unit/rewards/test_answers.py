@@ -1,5 +1,6 @@
 """reward=math judges every pair of scripts/bench/answers.tsv rightly, and reads long responses fast."""
 
+import json
 import sys
 import time
 
@@ -18,6 +19,11 @@ def test_the_table_is_judged_rightly():
     pairs = answers.read_pairs()
     assert len(pairs) >= 300 and {one.right for one in pairs} == {"0", "1", "error"}
     assert answers.wrongly_judged(pairs, same_value) == []
+
+
+def test_the_record_is_of_the_whole_table():
+    found = json.loads((ROOT / "docs" / "benchmarks" / "answers-cpu.json").read_text())
+    assert found["bars"][0]["value"] == len(answers.read_pairs()) and all(bar["met"] for bar in found["bars"])
 
 
 PIECES = (
