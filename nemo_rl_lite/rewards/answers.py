@@ -14,6 +14,7 @@ _BETWEEN = re.compile(
         "X", r"(?:[\s$]|\\q?quad|\\[()\[\], ])"
     )
 )
+_FARTHEST = 80
 # Single dollars are marks as in pandoc: no blank after the first or before the second, and no digit after the second,
 # so that dollars of money are none.
 _MARKED = re.compile(
@@ -56,10 +57,8 @@ _AFTER_ANSWER = re.compile(
 )
 _YES = re.compile(r"(?:yes|no|true|false)(?=[,.!;:]|$)", re.IGNORECASE)
 # "D. None of them", and "(D) is correct".
-_CHOICE, _CORRECT = (
-    re.compile(r"\(?[A-Z][).:]\s*\S.*"),
-    re.compile(r"\b([A-Z])\)?\s+is\s+(?:the\s+)?(?:correct|right)\b"),
-)
+_CHOICE = re.compile(r"\(?[A-Z][).:]\s*\S.*")
+_CORRECT = re.compile(r"\b([A-Z])\)?\s+is\s+(?:the\s+)?(?:correct|right)\b")
 _SOLUTIONS = re.compile(r"([A-Za-z])\s*=\s*\S+(?:(?:,|,?\s+or|,?\s+and)\s+\1\s*=\s*\S+)+$")
 _CLOCK = re.compile(r"\d+(?:\s?:\s?\d+)+(?:\s?[ap]\.?m\b\.?)?", re.IGNORECASE)
 # Two letters, or one of a script that names no variables.
@@ -125,10 +124,14 @@ def _last_list(text: str, boxes: list[tuple[int, int, str]]) -> str:
     """Return the last box, with those before it in the same list."""
     listed = [boxes[-1]]
     for box in reversed(boxes[:-1]):
-        if not _BETWEEN.fullmatch(text, box[1], listed[0][0]):
+        if not _is_between(text, box[1], listed[0][0]):
             break
         listed.insert(0, box)
     return ", ".join(dict.fromkeys(content for *_, content in listed))
+
+
+def _is_between(text: str, start: int, end: int) -> bool:
+    return end - start < _FARTHEST and bool(_BETWEEN.fullmatch(text, start, end))
 
 
 def _first_stated(text: str) -> str:
@@ -149,14 +152,13 @@ def _first_stated(text: str) -> str:
 def _first_list(text: str, marked: re.Match[str]) -> str:
     """Return a marked expression, with those after it in the same list."""
     listed = [marked]
-    while (found := _MARKED.search(text, listed[-1].end())) and _BETWEEN.fullmatch(
-        text, listed[-1].end(), found.start()
-    ):
+    while (found := _MARKED.search(text, listed[-1].end())) and _is_between(text, listed[-1].end(), found.start()):
         listed.append(found)
     return ", ".join(_unmarked(one[0]) for one in listed)
 
 
 def _last_stated(text: str) -> str:
+    """Return the last marked expression that is no given, or the plain one after it."""
     marked = [one for one in _MARKED.finditer(text) if _is_expression(one)]
     stated = [one for one in marked if not _GIVEN.search(text, max(0, one.start() - 30), one.start())]
     after = text[stated[-1].end() :] if stated else text

@@ -66,7 +66,7 @@ _CHOICE = re.compile(
     r"((?!or\b|and\b|[,;/&]|[A-Z]\b|.*\([A-Z]\)).*)"
 )
 _TIME = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?(?:\s?([ap])\.?\s?m\.?)?", re.IGNORECASE)
-_RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s?:\s?\d+(?:\.\d+)?)+")
+_RATIO = re.compile(r"\d{1,40}(?:\.\d{1,40})?(?:\s?:\s?\d{1,40}(?:\.\d{1,40})?)+")
 _INEQUALITY = re.compile(r"[A-Za-z](<|>|\\le ?|\\ge ?)([^<>=]+)")
 # What an equation calls its right side: x, a_1, f(x), \theta, |AB|, Area, (x,y).
 _NAME = re.compile(
@@ -108,7 +108,7 @@ _SCALE = r"(?:thousand|million|billion|trillion)\b"
 _UNIT = re.compile(
     rf"(?P<value>.*[\d)}}\]](?:\s{_SCALE})?)"
     rf"(?P<unit>\s?(?:[€£¥₹¢]|\\?\$)|\s*(?<!\\)(?!{_SCALE})(?!{_NO_UNIT}(?!\s*$))"
-    rf"(?:[^\W\d_]{{2,}}|(?<=[\d)}}\]] ){_LETTERS})\.?(?:\s?[/·]?\s?[^\W\d_]+|\s?\^\{{?-?\d\}}?)*)"
+    rf"(?:[^\W\d_]{{2,}}+|(?<=[\d)}}\]] ){_LETTERS})\.?(?:\s?[/·]?\s?[^\W\d_]++|\s?\^\{{?-?\d\}}?)*)"
 )
 _MONEY = re.compile(r"(?P<minus>-?)(?P<sign>\\?\$|[€£¥₹]|USD |EUR |Rs\.? ?)(?P<value>-?\d.*)")
 
@@ -166,7 +166,7 @@ def _same(stated: str, reference: str, is_item: bool = False) -> bool:
     units_fit = not unit or not other or unit == other or not (is_item or (_is_known(unit) and _is_known(other)))
     if _RATIO.fullmatch(first) or _RATIO.fullmatch(second):
         return units_fit and _ratio(first) == _ratio(second)
-    value, expected = read_number(_plain_times(first)), read_number(_plain_times(second))
+    value, expected = read_number(first), read_number(second)
     if value and expected:
         return units_fit and value.equals(expected)
     items, others = _listed(stated), _listed(reference)
@@ -178,13 +178,13 @@ def _same(stated: str, reference: str, is_item: bool = False) -> bool:
     equations = _equation(stated), _equation(reference)
     if any(equations):
         sides = _sides(*equations, stated, reference)
-        return _same(*sides) if sides else all(equations) and _same_mathematics(first, second)
+        return _same(*sides, is_item) if sides else all(equations) and _same_mathematics(first, second)
     return units_fit and _same_mathematics(first, second)
 
 
 def _union(text: str) -> str:
     """Return "x<1 or x>2" as a union of intervals, and another text as it is."""
-    parts = [_INEQUALITY.fullmatch(part) for part in re.split(r" or ", text)]
+    parts = [_INEQUALITY.fullmatch(part) for part in text.split(" or ")]
     if len(parts) < 2 or not all(parts):
         return text
     return r"\cup ".join(
@@ -198,10 +198,6 @@ def _union(text: str) -> str:
 
 def _words(text: str) -> str:
     return re.sub(r"^(?:the|an?) ", "", text.casefold())
-
-
-def _plain_times(text: str) -> str:
-    return text.replace(r"\cdot ", "*").replace(r"\cdot", "*")
 
 
 def _same_time(stated: re.Match[str], reference: re.Match[str]) -> bool:
@@ -221,7 +217,7 @@ def _clock(time: re.Match[str]) -> tuple[int, tuple[int, int], str]:
 
 
 def _without_unit(text: str) -> tuple[str, str | None]:
-    """Split a value and its unit, which is None if it is none of `_UNITS`."""
+    """Split a value and the name of its unit."""
     if money := _MONEY.fullmatch(text):
         return money["minus"] + _without_unit(money["value"])[0], _unit_name(money["sign"])
     found = _UNIT.fullmatch(text)

@@ -17,7 +17,7 @@ _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 
-_REPEATING = re.compile(r"(-?)(\d+\.\d*)\\(?:overline|bar|dot)\s*\{?\s*(\d{1,20})\s*\}?")
+_REPEATING = re.compile(r"(-?)(\d{1,20}\.\d{0,20})\\(?:overline|bar|dot)\s*\{?\s*(\d{1,20})\s*\}?")
 
 # Digits of exponents, indices, units (m2) and what follows a decimal point are no numbers.
 _START = r"(?<![\d^_/m])(?<!\d\.)(?<![\^_]\{)(?<![\^_]-)(?<![\^_]\{-)"
@@ -34,8 +34,8 @@ NUMBER = re.compile(
     r"(?P<scale>\s(?:thousand|million|billion|trillion)\b)?"
 )
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-# Larger powers take minutes, and no answer has them.
-_LARGEST_POWER, _LONGEST_BASE = 4000, 20
+# Larger powers take minutes, Python reads no longer digits, and no answer has them.
+_LARGEST_POWER, _LONGEST_BASE, _LONGEST = 4000, 20, 4000
 # Digits that a rounded number needs.
 _ROUNDED = 6
 
@@ -94,8 +94,9 @@ def read_number(text: str) -> WrittenNumber | None:
 
 
 def last_number_in(text: str) -> WrittenNumber | None:
-    """Read the last number in a text; None if it has none."""
-    return next((number for found in reversed(list(numbers_in(text))) if (number := _value(found))), None)
+    """Read the last number in a text; None if it has none, or one that no computer holds."""
+    found = list(numbers_in(text))
+    return _value(found[-1]) if found else None
 
 
 def numbers_in(text: str) -> Iterator[re.Match[str]]:
@@ -113,6 +114,8 @@ def _with_fractions(text: str) -> str:
 
 
 def _value(found: re.Match[str]) -> WrittenNumber | None:
+    if found.end() - found.start() > _LONGEST:
+        return None
     digits, own = re.sub("[,' _]", "", found["digits"]), found["power"]
     last = re.search(r"[-+]?\d+(?=\D*$)", found["exponent"] or found["ten"] or own or "")
     value, power = Fraction(digits), int(last[0]) if last else 0
