@@ -7,6 +7,7 @@ import glob
 import json
 import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from math import isfinite
 from pathlib import Path
 from string import Formatter
@@ -219,9 +220,8 @@ def text_of(row: Row, name: str, where: str) -> str:
         raise DataError(f"{where}: column '{name}' must be text or a number, not a structure (its fields: {fields})")
     if not is_number(value):
         raise DataError(f"{where}: column '{name}' must be text or a number, found {value!r:.80}")
-    # Parquet and pandas make 7.0 of a 7 in a column that has gaps.
-    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-    return str(int(value) if whole else value)
+    # Parquet and pandas make 7.0 of a 7 in a column that has gaps. 5e-05 is 0.00005: exponents are read by few.
+    return str(value) if isinstance(value, int) else format(Decimal(repr(float(value) or 0.0)).normalize(), "f")
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

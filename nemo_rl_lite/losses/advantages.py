@@ -21,7 +21,8 @@ def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Sca
     - `normalize`: divide by an unbiased standard deviation, of the prompt's rewards (True), of all rewards (`batch`;
       Lite PPO, Liu et al. 2025, arXiv:2508.08221), or of all advantages (`advantages`; REINFORCE++).
 
-    Advantages are exactly 0 if all rewards of a baseline are equal. NaN marks a failed reward: it enters no baseline
+    Advantages are exactly 0 if all rewards of a baseline are equal, up to rounding (1e-6 of their size, at
+    most 0.001). NaN marks a failed reward: it enters no baseline
     and no deviation, and its advantage is 0.
     """
     if rewards_PG.dim() != 2:
@@ -74,14 +75,14 @@ def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, flo
         "advantages/mean": advantages_PG.mean().item(),
         "advantages/max": advantages_PG.max().item(),
         "advantages/min": advantages_PG.min().item(),
-        "baseline_reward/pct_0": (all_equal_P & (mean_P == 0)).double().mean().item(),
-        "baseline_reward/pct_1": (all_equal_P & (mean_P == 1)).double().mean().item(),
+        "baseline_reward/pct_0": (all_equal_P & (mean_P.abs() <= 1e-8)).double().mean().item(),
+        "baseline_reward/pct_1": (all_equal_P & ((mean_P - 1).abs() <= 1e-6)).double().mean().item(),
         "baseline_reward/pct_mixed": (~all_equal_P).double().mean().item(),
     }
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """Return True if at least two rewards of a prompt differ; NaN marks a failed one."""
+    """Return True if at least two rewards of a prompt differ by more than rounding; NaN marks a failed one."""
     return not _all_equal(torch.tensor([rewards], dtype=torch.float64)).item()
 
 
@@ -97,7 +98,12 @@ def _std(values: Tensor) -> Tensor:
 
 
 def _all_equal(rewards_PG: Tensor) -> Tensor:
-    """Return, for each prompt, True if all known rewards are equal; also with one or none."""
+    """Return, for each prompt, True if its known rewards differ by rounding at most; also with one or none."""
     largest = rewards_PG.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(dim=1)
     smallest = rewards_PG.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amin(dim=1)
-    return largest <= smallest
+    return largest - smallest <= _rounding(torch.maximum(largest.abs(), smallest.abs()))
+
+
+def _rounding(size: Tensor) -> Tensor:
+    """Return what sums of rewards of this size may be off by: a few float32 steps, and less than any count."""
+    return (1e-6 * size.nan_to_num(posinf=0.0)).clamp(1e-8, 1e-3)

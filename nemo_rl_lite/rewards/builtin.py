@@ -1,25 +1,25 @@
 """Rewards by the response's text alone, and by the scores of reasoning-gym's tasks, which need that package."""
 
 import json
+import math
 import re
 import unicodedata
 from functools import cache
 from typing import Any
 
 from nemo_rl_lite.data.problems import Problem
-
-# A minus after a digit or a bracket is a subtraction, not a sign.
-_NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)")
+from nemo_rl_lite.rewards.answers import final_text
+from nemo_rl_lite.rewards.numbers import last_number_in, read_number
 
 # Languages have a few.
 _MOST_ACCENTS = 30
-# The minus sign of typography.
-_MINUS = "\N{MINUS SIGN}"
 
 
 def exact_match(response: str, answer: str) -> float:
-    """Return 1 if response and answer are equal without blanks at the ends and in one Unicode form, else 0."""
-    return float(_composed(response.strip()) == _composed(answer.strip()))
+    """Return 1 if what follows the thoughts equals the answer without blanks at the ends and in one Unicode form, else
+    0."""
+    final = final_text(response)
+    return float(final is not None and _composed(final.strip()) == _composed(answer.strip()))
 
 
 def format_match(response: str, answer: str, pattern: str) -> float:
@@ -33,17 +33,16 @@ def nothing(response: str, answer: str) -> float:
 
 
 def last_number(response: str, answer: str) -> float:
-    """Return 1 if the last number in the response is the answer, else 0; thousands separators are ignored.
+    """Return 1 if the last number that follows the thoughts is the answer, else 0.
 
     Raises:
         ValueError: the answer is not a number.
     """
-    numbers = _NUMBER.findall(response.replace(_MINUS, "-"))
-    return float(bool(numbers) and _value(numbers[-1]) == _value(answer))
-
-
-def _value(text: str) -> float:
-    return float(text.replace(",", "").replace(_MINUS, "-"))
+    expected = read_number(answer)
+    if expected is None:
+        raise ValueError(f"the reference answer {answer!r} is not a number")
+    number = last_number_in(final_text(response) or "")
+    return float(number is not None and number.equals(expected))
 
 
 def _composed(text: str) -> str:
@@ -57,17 +56,25 @@ def _composed(text: str) -> str:
 
 
 def task_score(response: str, answer: str, problem: Problem, answer_tag: str | None) -> float:
-    """Return the task's score of the stripped response, between 0 and 1. With `answer_tag`, score the text between
-    `<tag>` and `</tag>`; without that tag the score is 0.
+    """Return the task's score of what follows the thoughts, between 0 and 1; 0 where the scorer cannot read it. With
+    `answer_tag`, score the text between `<tag>` and `</tag>`; without that tag the score is 0.
 
     Raises:
         KeyError: the problem does not come from data=reasoning_gym.
     """
     from reasoning_gym.utils import extract_answer
 
-    found = extract_answer(response, answer_tag) if answer_tag else response.strip()
+    final, entry = final_text(response), problem.metadata["entry"]
+    found = extract_answer(final or "", answer_tag) if answer_tag else final
+    if found is None:
+        return 0.0
     scorer = _scorer(problem.metadata["task"], json.dumps(problem.metadata["task_kwargs"], sort_keys=True))
-    return float(scorer.score_answer(found, problem.metadata["entry"]))
+    try:
+        score = float(scorer.score_answer(found.strip(), entry))
+    except Exception:  # scorers raise anything on malformed answers; one that fails on the task's own answer is broken
+        scorer.score_answer(entry["answer"], entry)
+        return 0.0
+    return 0.0 if math.isnan(score) else score
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.rewards.answers import final_text
 from nemo_rl_lite.system.sandbox import Limits, run_python
 
 # Statements that run the ones inside them. Functions and classes do not: something must call them.
@@ -133,14 +134,17 @@ def passes_tests(
 ) -> float:
     """Return 1 if the program passes all tests, else 0; with `share`, the share of the tests that it passes.
 
-    The program is the last fenced code block of the response that is in Python, or without one the last that names no
-    language, or without fences the whole response. Tests are in the row's column `tests_column`, see `read_tests`;
-    standard output is compared, without blanks at the ends of lines.
+    The program is the last fenced code block after the thoughts that is in Python. Without one it is the last that
+    names no language, or without fences all that follows the thoughts. Tests are in the row's column `tests_column`,
+    see `read_tests`; standard output is compared, without blanks at the ends of lines.
 
     Raises:
         ValueError: the row has no tests, or they cannot be read or would pass any program.
     """
-    program, tests = _program(response), read_tests(problem.metadata, tests_column)
+    tests, final = read_tests(problem.metadata, tests_column), final_text(response)
+    if final is None:
+        return 0.0
+    program = _program(final)
     limits, passed = Limits(seconds, memory_mib), 0
     for test in tests:
         if _passes(program, test, limits):

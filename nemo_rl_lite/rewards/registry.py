@@ -96,7 +96,7 @@ REWARDS = {
 INSTANT = frozenset({"exact_match", "last_number", NONE})
 
 # Their time depends on the response, so that one that cannot be judged in time is wrong.
-WRONG_IF_LATE = frozenset({"format", "math", "program"})
+WRONG_IF_LATE = frozenset({"format", "math", "program", "reasoning_gym"})
 
 
 def find_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -> Reward:

@@ -1,21 +1,28 @@
 """Rules about rewards, environments and agents. A user's code is imported; a run calls it once before it starts."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import islice
 
 from pydantic import ValidationError
 
 from nemo_rl_lite.config.algorithms import has_teacher
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import Config, DataConfig
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.data.formats import PROBLEMS
+from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.data.rows import file_rows
 from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
-from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.rewards.judge import Term, terms_of
 from nemo_rl_lite.rewards.llm_judge import JudgeOptions
 from nemo_rl_lite.rewards.registry import NONE, REWARDS, find_batch_reward, find_reward
 from nemo_rl_lite.validation.compose import described, rule
+
+log = logging.getLogger(__name__)
 
 # These rewards compare a response with the answer of its row.
 _COMPARING = ("exact_match", "last_number", "math")
@@ -77,6 +84,45 @@ def check_reward_fits_data(config: Config) -> Iterator[Violation]:
         rule_text = f"is null, and {needing[0].section}.name = {needing[0].name} compares responses with the answer"
         fix = "data.answer_column=answer, or a reward that needs none, such as reward=format or reward=judge"
         yield Violation("data.answer_column", None, rule_text, fix)
+
+
+@rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig)
+def check_answers(config: Config) -> Iterator[Violation]:
+    """Compare the answers of a file's first rows with themselves: one that fails is equal to no response."""
+    data = config.data
+    terms = [term for term in terms_of(config.reward) if term.name in _COMPARING]
+    if data.name != "file" or data.answer_column is None or not terms or not _is_judged(config):
+        return
+    for path in filter(None, (data.train_path, data.validation_path)):
+        for term in terms:
+            problems = _first_problems(data, path)
+            wrong = [found for found in (_unequal(term, *one) for one in problems) if found]
+            if not wrong:
+                continue
+            rule_text = f"{wrong[0]}; so for {len(wrong)} of the first {len(problems)} rows"
+            fix = "correct or remove these rows, or data.answer_pattern, or another reward"
+            if len(wrong) > config.reward.max_error_share * len(problems):
+                yield Violation(f"{term.section}.name", term.name, rule_text, fix)
+            else:
+                log.warning("%s.name = %s: %s (%s)", term.section, term.name, rule_text, fix)
+
+
+def _first_problems(data: DataConfig, path: str) -> list[tuple[str, Problem]]:
+    """Return problems and the names of their rows; none where `check_rows` says why."""
+    try:
+        read = [(where, PROBLEMS.from_row(data, row, where)) for where, row in islice(file_rows(path), 100)]
+    except DataError:
+        return []
+    return [(where, one) for where, one in read if isinstance(one, Problem)]
+
+
+def _unequal(term: Term, where: str, problem: Problem) -> str:
+    """Return why the reward of the answer itself is not 1; empty if it is."""
+    try:
+        reward = find_reward(term.name, term.kwargs, term.section)(problem.answer, problem)
+    except ValueError as error:
+        return f"{where}: {error}"
+    return "" if reward == 1 else f"{where}: the answer {problem.answer!r} is not equal to itself"
 
 
 @rule("reward", "algorithm", "environment", "agent", options=GRPOConfig)

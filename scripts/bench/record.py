@@ -53,14 +53,15 @@ def write(
     bars: list[dict[str, Any]],
     note: str | None = None,
     more: dict[str, Any] | None = None,
+    machine: bool = True,
 ) -> Path:
     """Write a record of what was just measured on this machine, with a note if there is one, and `more` of the script's
-    own."""
+    own. `machine`: False if the results are the same on every machine, so that the file is named `<bench>-cpu`."""
     origin = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": f"python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
-        "hardware": describe_hardware(),
+        "hardware": describe_hardware() | ({} if machine else {"name": "cpu"}),
         "versions": versions(PACKAGES),
     }
     origin |= ({"note": note} if note else {}) | (more or {})

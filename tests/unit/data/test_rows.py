@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 
+import numpy as np
 import pytest
 
 from nemo_rl_lite.data.formats import to_problem
@@ -126,7 +127,22 @@ def test_rows_a_template_cannot_use_are_named(row, message):
         problem(row, prompt_template="{question}?")
 
 
-@pytest.mark.parametrize(("value", "answer"), [(7.0, "7"), (-0.0, "0"), (7.5, "7.5"), (2.0**53, "9007199254740992.0")])
-def test_whole_numbers_are_written_without_a_point(value, answer):
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        (7.0, "7"),
+        (-0.0, "0"),
+        (7.5, "7.5"),
+        (-0.001, "-0.001"),
+        (2.0**53, "9007199254740992"),
+        (5e-05, "0.00005"),
+        (1e-7, "0.0000001"),
+        (1.5e-7, "0.00000015"),
+        (1e16, "10000000000000000"),
+        (10**20, "100000000000000000000"),
+        (np.float64(2.5e-5), "0.000025"),
+    ],
+)
+def test_numbers_are_written_without_an_exponent_or_a_needless_point(value, answer):
     """Parquet makes 7.0 of a 7 in a column with gaps."""
     assert problem({"question": "?", "answer": value}).answer == answer

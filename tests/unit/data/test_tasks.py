@@ -1,8 +1,10 @@
 """Generated tasks: held-out problems are never trained on, and problems depend on seed and position alone."""
 
 import pytest
+from reasoning_gym.factory import DATASETS, create_dataset
 
 from nemo_rl_lite.data.formats import CHATS, PROBLEMS
+from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tasks import ReverseDigits
 from nemo_rl_lite.errors import DataError
@@ -78,6 +80,45 @@ def test_the_tasks_own_score_is_a_reward():
     tagged = find_reward("reasoning_gym", {"answer_tag": "answer"})
     assert tagged(f"Let me see. <answer>{problem.answer}</answer>", problem) == 1.0
     assert tagged(problem.answer, problem) == 0.0
+
+
+MALFORMED = (
+    *("", "42", "-1", "nan", "inf", "1e400", "null", "None", "[]", "{}", "[1, 2]", "[[1]]", '{"a": 1}', '{"a": [1]}'),
+    *(
+        "'",
+        "(",
+        "[[",
+        "no idea",
+        "The factors are 2 and 3.",
+        "<answer>2 x 3</answer>",
+        "a x b",
+        "1,2,3",
+        "1/0",
+        "[null]",
+    ),
+    *("\N{VULGAR FRACTION ONE HALF}", "9" * 5000, "1 2\n3 4", "\N{GRINNING FACE}", "lambda: 0"),
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_answer_that_a_task_cannot_read_is_wrong():
+    reward = find_reward("reasoning_gym", {"answer_tag": None})
+    for task in DATASETS:
+        if task == "composite":  # has no questions of its own
+            continue
+        entry = create_dataset(task, seed=7, size=1)[0]
+        problem = Problem(chat("?"), "", {"task": task, "task_kwargs": {}, "entry": entry})
+        for answer in MALFORMED:
+            assert 0 <= reward(answer, problem) <= 1, (task, answer)
+
+
+def test_a_task_whose_scorer_fails_on_its_own_answer_is_broken():
+    entry = create_dataset("prime_factorization", seed=7, size=1)[0]
+    problem = Problem(
+        chat("?"), "", {"task": "prime_factorization", "task_kwargs": {}, "entry": {**entry, "answer": "?"}}
+    )
+    with pytest.raises(ValueError, match="invalid literal"):
+        find_reward("reasoning_gym", {"answer_tag": None})("no idea", problem)
 
 
 def test_a_task_with_many_right_answers():

@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages, separate_advantages
+from nemo_rl_lite.losses.advantages import (
+    baseline_metrics,
+    clip_advantages,
+    differ,
+    group_advantages,
+    separate_advantages,
+)
 
 
 def test_leave_one_out_baseline_is_the_mean_of_the_others():
@@ -60,6 +66,34 @@ def test_groups_of_which_nothing_or_one_reward_is_known_teach_nothing():
     rewards = torch.tensor([[math.nan, math.nan], [math.nan, 1.0]])
     assert (group_advantages(rewards, leave_one_out=True, normalize=True) == 0).all()
     assert baseline_metrics(rewards, torch.zeros(2, 2))["baseline_reward/pct_mixed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "metric"),
+    [
+        ([0.1 + 0.2, 0.3, 0.3], None),
+        ([10.0, 10.000001, 10.0], None),
+        ([-10.0, -10.000001, math.nan], None),
+        ([0.1 + 0.2 - 0.3, 0.0, 0.0], "pct_0"),
+        ([0.1 + 0.2 + 0.7, 1.0, 0.7 + 0.2 + 0.1], "pct_1"),
+        ([1000.1, 1000.10003, 1000.1], None),
+    ],
+)
+def test_rewards_that_differ_by_rounding_are_equal(rewards, metric):
+    table = torch.tensor([rewards], dtype=torch.float64)
+    assert not differ(rewards)
+    for baseline in (True, False, "batch"):
+        for scale in (True, False, "batch", "advantages"):
+            assert (group_advantages(table, baseline, scale) == 0).all()
+    assert (separate_advantages(torch.stack([table, table]), [1.0, 1.0], True) == 0).all()
+    metrics = baseline_metrics(table, torch.zeros(1, 3))
+    assert metrics["baseline_reward/pct_mixed"] == 0 and (metric is None or metrics[f"baseline_reward/{metric}"] == 1)
+
+
+@pytest.mark.parametrize("rewards", [[1e-6, 2e-6], [0.0, 1e-5], [0.999, 1.0], [10.0, 10.001], [1e8, 1e8 + 1], [-1, 1]])
+def test_small_differences_are_differences(rewards):
+    table = torch.tensor([rewards], dtype=torch.float64)
+    assert differ(rewards) and baseline_metrics(table, table)["baseline_reward/pct_mixed"] == 1
 
 
 def test_small_differences_of_large_rewards_are_not_lost():

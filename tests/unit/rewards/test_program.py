@@ -32,6 +32,8 @@ def judged(response: str, tests, **kwargs) -> float:
         ("- first\n\n  ```python\n  def double(x):\n      return 2 * x\n  ```", 1.0),
         ("<think>\n```python\nwrong\n```\n</think>\n" + DOUBLE.partition(":\n")[2], 1.0),
         ("    ```python\n    def double(x):\n        return 2 * x\n    ```", 1.0),
+        ("<think>\n" + DOUBLE + "\n</think>\nI do not know.", 0.0),
+        ("<think>\n" + DOUBLE, 0.0),
         ("```c\nint x;\n```", 0.0),
         (DOUBLE.replace("2 *", "3 *"), 0.0),
         ("```python\nimport sys; sys.exit(0)\n```", 0.0),

@@ -119,8 +119,8 @@ def test_format(response, expected):
         ("\N{MINUS SIGN}5", "-5", 1.0),
         ("It is **1/2**", "0.5", 1.0),
         # One expression counts, however many are named.
-        ("$6$ and 5", "6", 1.0),
-        ("\\(6\\) or 5", "5", 0.0),
+        ("$6$ and 5", "5", 1.0),
+        ("\\(6\\) or 5", "6", 0.0),
         ("12 or x", "x", 1.0),
         ("12 eggs or 13 ducks", "13", 1.0),
         # Dollars of money.
@@ -134,9 +134,10 @@ def test_math(response, answer, expected):
     assert find_reward("math", {})(response, problem(answer)) == expected
 
 
-def test_an_answer_that_is_no_mathematics_is_an_error_and_no_zero():
-    with pytest.raises(ValueError, match="not a mathematical expression"):
-        find_reward("math", {})("42", problem(""))
+@pytest.mark.parametrize(("name", "answer"), [("math", " "), ("last_number", ""), ("last_number", "twelve")])
+def test_a_reference_that_equals_no_response_is_an_error_and_no_zero(name, answer):
+    with pytest.raises(ValueError, match=r"the reference answer .*is (empty|not a number)"):
+        find_reward(name, {})("42", problem(answer))
 
 
 @pytest.mark.parametrize(
@@ -157,10 +158,55 @@ def test_an_answer_that_is_no_mathematics_is_an_error_and_no_zero():
         ("it is .5", "0.5", 1.0),
         ("it is -.5", "-0.5", 1.0),
         ("Rs.500", "500", 1.0),
+        ("1e5", "100000", 1.0),
+        ("1e5", "5", 0.0),
+        ("about 1.5e3", "1500", 1.0),
+        ("3/4", "0.75", 1.0),
+        ("3/4", "4", 0.0),
+        ("so \\frac{3}{4} of it", "0.75", 1.0),
+        ("1 1/2 cups", "1.5", 1.0),
+        ("10^5", "100000", 1.0),
+        ("10^5", "5", 0.0),
+        ("1.2 \\times 10^{5}", "1.2e5", 1.0),
+        ("10\N{SUPERSCRIPT TWO}", "100", 1.0),
+        ("1 234", "1234", 1.0),
+        ("1 234", "234", 0.0),
+        ("\N{EN DASH}5", "-5", 1.0),
+        ("\N{EN DASH}5", "5", 0.0),
+        ("3\N{EN DASH}5", "5", 1.0),
+        ("-$5.50", "-5.5", 1.0),
+        ("\N{VULGAR FRACTION ONE HALF}", "0.5", 1.0),
+        ("it is 50%", "0.5", 1.0),
+        ("it is 50%", "50%", 1.0),
+        ("it is 0.5", "50%", 1.0),
+        ("30 cm^2", "30", 1.0),
+        ("0.0000001", "0.0000002", 0.0),
+        ("1,234,567", "1234567", 1.0),
+        ("1/0", "0", 0.0),
     ],
 )
 def test_last_number(response, answer, expected):
     assert find_reward("last_number", {})(response, problem(answer)) == expected
+
+
+@pytest.mark.parametrize("name", ["exact_match", "last_number", "math"])
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>it is 41</think>\n42", 1.0),
+        ("it is 41</think>42", 1.0),
+        ("<think>42</think>41", 0.0),
+        ("<think>42</think>", 0.0),
+        ("<think>it is 42", 0.0),
+        ("<think>a</think><think>42", 0.0),
+    ],
+)
+def test_rewards_judge_what_follows_the_last_thought(name, response, expected):
+    assert find_reward(name, {})(response, problem("42")) == expected
+
+
+def test_an_unfinished_thought_is_no_empty_answer():
+    assert find_reward("exact_match", {})("<think>hm", problem("")) == 0.0
 
 
 @pytest.mark.parametrize(

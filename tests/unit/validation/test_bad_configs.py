@@ -269,6 +269,41 @@ def test_fused_experts_need_a_newer_transformer_engine(own, places, monkeypatch)
         assert compose_config(arguments).policy.megatron_cfg.offload_modules == ["fused_group_mlp"]
 
 
+def answers(folder, *given) -> list[str]:
+    """Return the arguments of a file with these answers."""
+    file = folder / "answers.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": str(number), "answer": one}) + "\n" for number, one in enumerate(given))
+    )
+    return ["data=file", f"data.train_path={file}", "data.validation_fraction=0.1", "reward.timeout_s=2"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "given", "said"),
+    [
+        ("math", ["", "4"], "row 1: the reference answer '' is empty; so for 1 of the first 2 rows"),
+        ("math", ["4", " $ $ "], "row 2: the reference answer ' $ $ ' is empty"),
+        ("last_number", ["4", "four", "x", "5"], "row 2: the reference answer 'four' is not a number; so for 2 of"),
+    ],
+)
+def test_answers_that_equal_no_response(reward, given, said, tmp_path):
+    (found,) = problems([*answers(tmp_path, *given), f"reward={reward}"]).violations
+    assert found.key == "reward.name" and said in found.rule and "data.answer_pattern" in found.fix
+
+
+def test_a_few_answers_that_equal_no_response_are_a_warning(tmp_path, caplog):
+    compose_config([*answers(tmp_path, "", "1", "2", "3", "4"), "reward=math"])
+    assert "row 1: the reference answer '' is empty; so for 1 of the first 5 rows" in caplog.text
+
+
+@pytest.mark.parametrize("reward", ["math", "exact_match", "last_number"])
+def test_answers_of_every_form_are_accepted(reward, tmp_path, caplog):
+    numbers = [5e-05, 1e16, "1,234", "3/4", "50%", "-5", "\N{MINUS SIGN}5", "1e5", "1 1/2"]
+    others = ["12:00", "1/0", "x^2", "\\frac{1}{2", "(1,2)", "two words", "9^9^9^9", "so 3 * 4 = 12\n#### 12"]
+    compose_config([*answers(tmp_path, *numbers, *(others if reward != "last_number" else [])), f"reward={reward}"])
+    assert "equal" not in caplog.text
+
+
 def test_everything_is_reported_at_once():
     bad = {
         "policy.lr": "1",
