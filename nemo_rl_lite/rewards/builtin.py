@@ -11,8 +11,6 @@ from nemo_rl_lite.data.problems import Problem
 # A minus after a digit or a bracket is a subtraction, not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)")
 
-# Languages have a few.
-_MOST_ACCENTS = 30
 # The minus sign of typography.
 _MINUS = "\N{MINUS SIGN}"
 
@@ -44,6 +42,10 @@ def last_number(response: str, answer: str) -> float:
 
 def _value(text: str) -> float:
     return float(text.replace(",", "").replace(_MINUS, "-"))
+
+
+# Languages have a few on a letter.
+_MOST_ACCENTS = 30
 
 
 def _composed(text: str) -> str:

@@ -24,7 +24,7 @@ from nemo_rl_lite.system.pool import as_call_error, kill_descendants
 
 # Says that the next message has been taken; the first is the target.
 _TAKEN = None
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 # Seconds that an idle process has to end by itself.
 _END_S = 1.0
 
@@ -35,6 +35,8 @@ def main() -> None:
     pipe, libc, guard = Connection(int(sys.argv[1])), ctypes.CDLL(None), os.getpid()
     launcher = os.pidfd_open(os.getppid())
     os.set_inheritable(pipe.fileno(), False)
+    # No other process of this user reads its keys or its memory. Programs that it starts are others.
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if worker := os.fork():
         _guard(worker, pipe.fileno(), launcher)
