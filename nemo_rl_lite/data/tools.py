@@ -15,6 +15,8 @@ from nemo_rl_lite.errors import DataError
 
 # The errors of a call that are compared for the one that is told, and the most characters of that.
 _MOST_ERRORS, _LONGEST_ERROR = 50, 300
+# The most levels of a call's arguments.
+_DEEPEST, _TOO_DEEP = 100, "the arguments are nested too deeply"
 # A function in OpenAI's format: {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}.
 Tool = Mapping[str, Any]
 
@@ -88,9 +90,19 @@ def _checked(call: WrittenCall, functions: Mapping[str, Any], identity: str) -> 
         trouble = f"there is no tool {call.name[:_LONGEST_ERROR]!r}; the tools are: {', '.join(functions)}"
     elif function is not None and not trouble:
         arguments = _typed(arguments, function["parameters"]) if call.is_text else arguments
-        trouble = _misfit(arguments, function["parameters"])
+        deep = _is_deep(arguments)
+        arguments, trouble = ({}, _TOO_DEEP) if deep else (arguments, _misfit(arguments, function["parameters"]))
     named = {"name": call.name, "arguments": arguments}
     return {"id": identity, "type": "function", "function": named} | ({"error": trouble} if trouble else {})
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether a value is nested too deeply to be sent to another process."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        nested = [one for one in level if isinstance(one, dict | list)]
+        level = [child for one in nested for child in (one.values() if isinstance(one, dict) else one)]
+    return bool(level)
 
 
 def _typed(arguments: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,6 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.rewards.answers import final_text
 from nemo_rl_lite.rewards.numbers import last_number_in, read_number
 
-# Languages have a few.
-_MOST_ACCENTS = 30
-
 
 def exact_match(response: str, answer: str) -> float:
     """Return 1 if what follows the thoughts equals the answer without blanks at the ends and in one Unicode form, else
@@ -43,6 +40,10 @@ def last_number(response: str, answer: str) -> float:
         raise ValueError(f"the reference answer {answer!r} is not a number")
     number = last_number_in(final_text(response) or "")
     return float(number is not None and number.equals(expected))
+
+
+# Languages have a few on a letter.
+_MOST_ACCENTS = 30
 
 
 def _composed(text: str) -> str:

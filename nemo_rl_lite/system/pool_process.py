@@ -24,7 +24,7 @@ from nemo_rl_lite.system.pool import as_call_error, kill_descendants
 
 # Says that the next message has been taken; the first is the target.
 _TAKEN = None
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 # Seconds that an idle process has to end by itself.
 _END_S = 1.0
 
@@ -35,9 +35,12 @@ def main() -> None:
     pipe, libc, guard = Connection(int(sys.argv[1])), ctypes.CDLL(None), os.getpid()
     launcher = os.pidfd_open(os.getppid())
     os.set_inheritable(pipe.fileno(), False)
+    # No other process of this user reads its keys or its memory. Programs that it starts are others.
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if worker := os.fork():
-        _guard(worker, pipe.fileno(), launcher)
+        pipe.close()
+        _guard(worker, launcher)
     libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     # What the code's children leave behind becomes a child of this process.
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -49,13 +52,13 @@ def main() -> None:
     os._exit(0)
 
 
-def _guard(worker: int, pipe: int, launcher: int) -> NoReturn:
-    """Wait for the end of the worker, the pipe or the launcher; end the worker and all that is left; end as it did."""
+def _guard(worker: int, launcher: int) -> NoReturn:
+    """Wait for the end of the worker or the launcher; end the worker and all that is left; end as it did."""
     news, ended = select.poll(), select.poll()
     watched = os.pidfd_open(worker)
     ended.register(watched, select.POLLIN)
-    for one, events in ((watched, select.POLLIN), (launcher, select.POLLIN), (pipe, 0)):
-        news.register(one, events)
+    for one in (watched, launcher):
+        news.register(one, select.POLLIN)
     news.poll()
     if not ended.poll(_END_S * 1000):
         os.kill(worker, signal.SIGKILL)

@@ -29,6 +29,7 @@ from nemo_rl_lite.config.sizes import parallel_dims, samples_per_step, sequences
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning import memory
+from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import budget, speed_of
 from nemo_rl_lite.planning.memory import micro_batch
 from nemo_rl_lite.planning.time import Lengths, optimizer_step_seconds, predict_step
@@ -146,6 +147,9 @@ def fullest_pack(run: dict[str, Any], config: Config) -> int:
 def compared(run: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Return planned and measured bytes by quantity."""
     config, gpu = config_of(run), GPU_MIB[run["hardware"]["name"].split("-")[1]] * 2**20
+    if "sleep" in run["config"].get("generation", {}).get("colocated", {}):
+        # Keys of this run may be `auto`.
+        config = resolve_auto(config, shape_of(config.policy.model_name), gpu).config
     policy = config.policy
     packing = dataclasses.replace(policy.sequence_packing, train_mb_tokens=fullest_pack(run, config))
     as_packed = dataclasses.replace(config, policy=dataclasses.replace(policy, sequence_packing=packing))

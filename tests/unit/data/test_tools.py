@@ -1,6 +1,7 @@
 """Calls are held against the schemas of the tools, which rows may have themselves."""
 
 import json
+import pickle
 import re
 import time
 
@@ -8,7 +9,7 @@ import pytest
 
 from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.sources import training_set
-from nemo_rl_lite.data.tool_format import WrittenCall
+from nemo_rl_lite.data.tool_format import JSONCalls, TaggedCalls, WrittenCall
 from nemo_rl_lite.data.tools import callable_tools, checked_calls
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.validation.compose import compose_config
@@ -147,3 +148,15 @@ def test_a_call_is_checked_in_linear_time(schema, value, trouble):
 def test_the_name_of_a_missing_tool_is_shortened():
     (call,) = checked_calls([WrittenCall(LONG)], [NOW], 0)
     assert len(call["error"]) < 400
+
+
+@pytest.mark.parametrize("depth", [90, 110, 900, 20_000])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_arguments_that_no_process_can_be_sent_are_a_mistake_of_the_model(depth, is_text):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}}
+    nested = "[" * depth + "]" * depth
+    text = f"<f=f><p=y>{nested}</p>" if is_text else f'<call>{{"name": "f", "arguments": {{"x": {nested}}}}}'
+    own = TaggedCalls("<f=", "<p=", ">", "</p>") if is_text else JSONCalls("<call>", "name", "arguments")
+    (call,) = checked_calls(own.find(text), [tool], 0)
+    # What is no JSON stays text.
+    assert pickle.dumps(call) and ("error" in call) == (depth > 100 and not (is_text and depth > 10_000))

@@ -26,6 +26,8 @@ def keep_the_gil() -> None:
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+    # This thread may run on for a moment.
+    time.sleep(60)
 
 
 def stop_in_a_message() -> None:
@@ -85,7 +87,8 @@ def test_a_process_that_hangs_costs_its_own_call(hang, row):
     # Until it hangs; what it takes before is lost with it.
     time.sleep(0.2)
     others = [pool.submit("do", "", row) for _ in range(6)]
-    assert isinstance(outcome(late), LateError)
+    # One that reads no more may also end.
+    assert isinstance(outcome(late), CallError if hang is close_everything else LateError)
     assert [outcome(one) for one in others] == [len(row)] * 6
 
 
