@@ -19,11 +19,13 @@ import psutil
 
 from nemo_rl_lite.system.pool import as_call_error
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def main() -> None:
     """Answer calls until the pipe is closed, as by the launcher's end; then end all that the code has started."""
+    # No other process of this user reads its keys or its memory. Programs that it starts are others.
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # What the code's children leave behind becomes a child of this process.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     pipe = Connection(int(sys.argv[1]))

@@ -31,6 +31,9 @@ _LONGEST_REPORT = 4096
 # Numeric libraries would start a thread for each core.
 _ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _MARK = "NRL_SANDBOX"
+OPEN = "programs reach the network, read this user's processes and may leave files and processes"
+"""What follows where the kernel refuses namespaces."""
+ALLOW = "allow user namespaces (sysctl user.max_user_namespaces; in Docker --security-opt seccomp=unconfined)"
 _KILLS = 100
 
 
@@ -66,7 +69,11 @@ class Ran:
 
 def run_python(code: str, stdin: str = "", limits: Limits | None = None, errors: bool = True) -> Ran:
     """Run the code as a script in an empty folder, which is deleted afterwards. `errors`: the output includes standard
-    error. What the code does raises no error here."""
+    error.
+
+    Raises:
+        OSError: the machine does not run the sandbox. What the code does raises no error.
+    """
     return _run(code, stdin, limits or Limits(), errors)[0]
 
 
@@ -74,7 +81,7 @@ def passes(code: str, tests: str, limits: Limits, apart: bool = True) -> bool:
     """Run the code, and then tests that use its names. Return whether they reach their last line.
 
     `apart`: the tests are another process, and only values and calls pass between the two (`sandbox_values.py`).
-    Otherwise they run in the code's process, for tests that need its objects themselves.
+    Otherwise they run in the code's process, for tests that need its objects themselves. Raises what `run_python` does.
     """
     word = secrets.token_hex(16)
     return _run(code, "", limits, True, f"{word}\n{tests}", "apart" if apart else "together")[1] == word
@@ -112,6 +119,9 @@ def _run(code: str, stdin: str, limits: Limits, errors: bool, tests: str = "", w
             _kill_marked(folder.name)
         # By its descriptor: the code may have removed or replaced every name.
         output = os.pread(written.fileno(), limits.output, 0).decode(errors="replace")
+    if process.returncode > 0:
+        # The code cannot end its supervisor so, only kill it.
+        raise OSError(f"the sandbox did not start: {output.strip().rpartition(chr(10))[2]}")
     status, limit = report.get("status"), report.get("limit", "time")
     if status == -signal.SIGXCPU:
         # Its processor time was over first.

@@ -332,8 +332,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     if is_isolated:
         if init := os.fork():
-            os.waitpid(init, 0)
-            os._exit(0)
+            _, status = os.waitpid(init, 0)
+            os._exit(min(os.waitstatus_to_exitcode(status), 1) % 256)
         guard()
         with suppress(OSError):
             # Containers that hide parts of /proc refuse this one. The old one shows names, but no memory.

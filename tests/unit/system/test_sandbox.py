@@ -1,5 +1,6 @@
 """The sandbox contains what a program does, where the kernel allows namespaces and where it refuses them."""
 
+import ctypes
 import json
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from nemo_rl_lite.system import sandbox
+from nemo_rl_lite.system.pool import CallPool, Target
 from nemo_rl_lite.system.sandbox import Limits, Ran, run_python
 
 FAST = Limits(seconds=2.0, memory_mib=256, output=1000, processes=32)
@@ -181,6 +183,27 @@ def test_nothing_of_the_judge_can_be_read(run):
 )
 def test_a_program_is_alone(isolated, code):
     assert run_python(code, limits=FAST).output in ("True\n", "2 1 1 2\n")
+
+
+def test_a_sandbox_that_does_not_start_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "child.py").write_text("raise OSError('no memory')")
+    monkeypatch.setattr(sandbox, "_CHILD", tmp_path / "child.py")
+    with pytest.raises(OSError, match="did not start: OSError: no memory"):
+        run_python("print(1)", limits=FAST)
+
+
+def dumpable() -> int:
+    return ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
+
+
+class Asked:
+    def one(self) -> int:
+        return dumpable()
+
+
+def test_processes_of_user_code_cannot_be_read():
+    pool = CallPool(Target(f"{__name__}.Asked", {}, "a process", "a limit"), 1, 1, 60.0)
+    assert pool.submit("one").result() == 0 and dumpable() == 1
 
 
 def test_a_program_reaches_no_server(isolated):
