@@ -7,7 +7,6 @@ forwards attributes and operators, but never asks the program whether its object
 value of the tests: the program would learn what is expected, and could answer what it likes.
 """
 
-import ast
 import builtins
 import collections
 import collections.abc
@@ -21,7 +20,6 @@ import socket
 import struct
 import sys
 import types
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -44,7 +42,6 @@ _VALUES: dict[type, tuple[Callable, Callable]] = {
     collections.deque: (lambda value: [list(value), value.maxlen], collections.deque),
     decimal.Decimal: (lambda value: [str(value)], decimal.Decimal),
     fractions.Fraction: (lambda value: [value.numerator, value.denominator], fractions.Fraction),
-    uuid.UUID: (lambda value: [value.hex], uuid.UUID),
 } | {
     one: (lambda value: list(value.__reduce__()[1]), one)
     for one in (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone)
@@ -64,6 +61,7 @@ _ARITHMETIC = frozenset(f"__{kind}{name}__" for name in _BINARY.split() for kind
 _UNARY = "neg pos abs invert int float complex index bool round trunc floor ceil str repr format bytes hash"
 _PROTOCOLS = "call len length_hint iter next reversed getitem setitem delitem contains enter exit"
 _OTHERS = frozenset(f"__{name}__" for name in f"{_UNARY} {_PROTOCOLS}".split())
+_COMPARING = {"math": "math", "cmath": "cmath", "np": "numpy", "numpy": "numpy"}
 _LENGTH = struct.Struct("!I")
 _LONGEST = 2**28
 _HIDDEN = "_stand_in"
@@ -143,6 +141,8 @@ def _special(name: str) -> Callable:
             return NotImplemented if content is None else getattr(content, name)(*args)
         if plain and name in _ARITHMETIC and not self._is_made_here:
             return NotImplemented
+        if plain and name == "__contains__" and not self._is_made_here:
+            return any(one is args[0] or one == args[0] for one in self)
         value = _of(self).ask("special", self, name, *args)
         if name in _ARITHMETIC and isinstance(value, StandIn) and self._is_made_here:
             object.__setattr__(value, "_is_made_here", True)
@@ -350,9 +350,9 @@ class Peer:
             kept = [one for one in names if not (native and one in _COMPARE | {"__hash__", "__bool__"})]
             content = {one: _special(one) for one in kept if one in _COMPARE | _ARITHMETIC | _OTHERS}
             if native:
-                # Numbers, texts and containers of a program's own class compute as those of Python, unless the tests
-                # made them.
-                content = {one: _or_native(one, *native) for one in content}
+                # Numbers and texts of a program's own class compute as Python's, unless the tests made them.
+                computing = _ARITHMETIC | {"__contains__"}
+                content = {one: _or_native(one, *native) if one in computing else content[one] for one in content}
             content |= {_HIDDEN: (self, number), "__module__": "program"}
             self._far[number] = StandInClass(str(name), tuple(made), content)
         return self._far[number]
@@ -439,6 +439,8 @@ class Names(dict):
     """
 
     def __init__(self, peer: Peer, tests: str):
+        import ast  # takes milliseconds, in which the program runs
+
         super().__init__(__name__="__main__")
         nodes = [*ast.walk(ast.parse(tests))]
         used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -452,4 +454,7 @@ class Names(dict):
     def __missing__(self, name: str) -> Any:
         if name in self._hidden or name.startswith("__"):
             raise KeyError(name)
+        if name in _COMPARING:
+            # With these, tests compare: they are not what a program calls so.
+            return __import__(_COMPARING[name])
         return self._peer.ask("global", name)

@@ -102,7 +102,8 @@ WRONG = "def f(x): return 0\n"
 # Claims to be, and to be less than, everything, and to be nothing apart from anything.
 ANY = (
     "class Any{base}:\n  __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = lambda *a: True\n"
-    "  __ne__ = lambda *a: False\n  __sub__ = __rsub__ = lambda a, b: a\n  __abs__ = __hash__ = lambda a: 0\n"
+    "  __ne__ = lambda *a: False\n  __sub__ = __rsub__ = __add__ = lambda a, b: a\n  __abs__ = __hash__ = lambda a: 0\n"
+    "  __contains__ = lambda *a: True\n  __iter__ = lambda a: iter([a])\n"
     "def f(x): return Any({value})\n"
 )
 TRICKS = {
@@ -147,6 +148,11 @@ FOUR = (
     "import math\nassert abs(f(1) - 2) < 1e-6",
     "import math\nassert math.isclose(f(1), 2.0)",
     "assert f(1) in [2, 3]",
+    "assert math.isclose(f(1), 2)",
+    "x = f(1)\nassert x == 2 or 2 in x",
+    "assert not f(1) != 2 and f(1) + 1 == 3",
+    "assert {2: 'a'}.get(f(1)) == 'a'",
+    "import numpy as np\nassert np.allclose(f(1), 2)",
     "assert [a for a, b in zip([f(1)], [2]) if a == b] == [2]",
     "class T:\n  def same(self, a, b):\n    if not a == b: raise ValueError\nT().same(f(1), 2)",
 )
@@ -162,7 +168,8 @@ def test_no_trick_passes_for_a_program(name):
 def test_no_object_passes_for_a_value(base, test):
     program = ANY.format(base=base, value="9" if base else "")
     assert judged("def f(x): return 2", test) == 1.0 and judged(program, test) == 0.0
-    assert judged(WRONG + "abs = lambda x: 0; zip = lambda *a: []", test) == 0.0
+    fake = "class math: isclose = lambda *a: True\nabs = lambda x: 0; zip = lambda *a: []"
+    assert judged(f"{WRONG}\n{fake}", test) == 0.0
 
 
 @pytest.mark.parametrize(
