@@ -28,13 +28,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x20000, 0x4000000, 0x8000000
 _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _PDEATHSIG, _DUMPABLE, _DROP_BOUNDING, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 24, 36, 38
-_READ_ONLY, _NO_SUID, _NO_DEVICES, _NO_EXEC, _BIND, _RECURSIVE = 1, 2, 4, 8, 4096, 16384
+_READ_ONLY, _NO_SUID, _NO_DEVICES, _NO_EXEC, _REMOUNT, _BIND, _RECURSIVE = 1, 2, 4, 8, 32, 4096, 16384
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _CAPABILITIES_VERSION = 0x20080522
 # Folders that everybody may write to, or where services of the host have their sockets.
 _SHARED = ("/tmp", "/var/tmp", "/run")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _MOST_FILES = 20_000
+# Of the user namespace that writes it: the program cannot make one in which it has privileges.
+_NO_NAMESPACES = ("sys/user/max_user_namespaces", "0")
 _TICK_S = 0.02
 # Seconds to kill what the program has started, without namespaces.
 _KILL_S = 2.0
@@ -46,15 +48,10 @@ def isolate(box: str, memory: int) -> tuple[bool, str]:
     user, group = os.getuid(), os.getgid()
     if _libc.unshare(_NEW_USER | _NEW_PIDS | _NEW_NETWORK | _NEW_IPC | _NEW_UTS | _NEW_MOUNTS):
         return False, f"namespaces: {os.strerror(ctypes.get_errno())}"
-    # From here on, /proc/sys/user is that of the new namespace: the program cannot make one where it has privileges.
-    for name, text in (
-        ("self/setgroups", "deny"),
-        ("self/uid_map", f"{user} {user} 1"),
-        ("self/gid_map", f"{group} {group} 1"),
-        ("sys/user/max_user_namespaces", "0"),
-    ):
-        with open(f"/proc/{name}", "w") as file:
-            file.write(text)
+    write("self/setgroups", "deny")
+    write("self/uid_map", f"{user} {user} 1")
+    write("self/gid_map", f"{group} {group} 1")
+    write(*_NO_NAMESPACES)
     refused = []
     for step in (make_read_only, lambda: hide_files(box, memory)):
         try:
@@ -62,6 +59,12 @@ def isolate(box: str, memory: int) -> tuple[bool, str]:
         except OSError as error:
             refused.append(f"mounts: {error.strerror}")
     return True, ", ".join(refused)
+
+
+def write(name: str, text: str) -> None:
+    """Write to a file of /proc, if it can be written to: containers often have a part of it read-only."""
+    with suppress(OSError), open(f"/proc/{name}", "w") as file:
+        file.write(text)
 
 
 def make_read_only() -> None:
@@ -72,28 +75,27 @@ def make_read_only() -> None:
 
 def hide_files(box: str, memory: int) -> None:
     """Replace shared folders, devices and the box by empty ones in memory. Raises OSError."""
-    empty = {os.path.realpath(one) for one in (*_SHARED, "/dev", os.path.dirname(box)) if os.path.isdir(one)}
+    empty = {os.path.realpath(one) for one in (*_SHARED, os.path.dirname(box)) if os.path.isdir(one)}
+    empty |= {"/dev", "/dev/shm"}
     # Python itself may be below such a folder. A descriptor still reaches what a mount covers.
     wanted = {sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(os.path.isdir, sys.path)}
     covered = [one for one in sorted(wanted) if any(one.startswith(f"{folder}/") for folder in empty)]
     held = {one: os.open(one, os.O_PATH) for one in covered}
-    held |= {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
+    devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
     options = f"size={memory // 4},nr_inodes={_MOST_FILES},mode=1777"
     for folder in sorted(empty):
         os.makedirs(folder, exist_ok=True)
         mount("tmpfs", folder, "tmpfs", _NO_SUID | _NO_DEVICES, options)
-    for path, descriptor in held.items():
-        if path.startswith("/dev/"):
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o666))
-        else:
-            os.makedirs(path, exist_ok=True)
+    for path in held:
+        os.makedirs(path, exist_ok=True)
+    for path in devices:
+        os.close(os.open(path, os.O_CREAT, 0o666))
+    for path, descriptor in (held | devices).items():
         mount(f"/proc/self/fd/{descriptor}", path, "", _BIND | _RECURSIVE)
         os.close(descriptor)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
     os.symlink("/proc/self/fd", "/dev/fd")
-    os.mkdir("/dev/shm")
-    mount("tmpfs", "/dev/shm", "tmpfs", _NO_SUID | _NO_DEVICES, options)
     os.makedirs(box, exist_ok=True)
     os.chdir(box)
 
@@ -335,9 +337,12 @@ def main() -> None:
             _, status = os.waitpid(init, 0)
             os._exit(min(os.waitstatus_to_exitcode(status), 1) % 256)
         guard()
+        flags = _NO_SUID | _NO_DEVICES | _NO_EXEC
         with suppress(OSError):
             # Containers that hide parts of /proc refuse this one. The old one shows names, but no memory.
-            mount("proc", "/proc", "proc", _NO_SUID | _NO_DEVICES | _NO_EXEC | _READ_ONLY)
+            mount("proc", "/proc", "proc", flags)
+            write(*_NO_NAMESPACES)
+            mount("proc", "/proc", "", flags | _READ_ONLY | _REMOUNT)
     else:
         _libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     counts, heard = start_all(asked, is_isolated, tests, values)

@@ -114,7 +114,7 @@ REACHES = [
         "slow the judge down",
         "assert b'bench' in open('/proc/<parent>/cmdline', 'rb').read(); os.sched_setscheduler(<parent>, os.SCHED_IDLE, os.sched_param(0))",
     ),
-    writing("write to the home folder", "~/nrl-sandbox-attack"),
+    writing("write to the home folder", str(Path.home() / "nrl-sandbox-attack")),
     reaching("write to /tmp of this machine", "assert os.path.exists('<temporary>')"),
     writing("write to /usr", "/usr/nrl-sandbox-attack"),
     writing("write into the Python environment", str(Path(sys.prefix) / "nrl-sandbox-attack")),
@@ -164,7 +164,7 @@ LIMITED = [
     ("memory of many processes", CHILDREN.format(n=8, then="x = bytearray(10**8); time.sleep(60)")),
     (
         "memory that is shared",
-        "import mmap, time\nm = [mmap.mmap(-1, 10**7) for _ in range(20)]\nimport os\nfor i in range(4):\n  if os.fork() == 0:\n    x = mmap.mmap(-1, 10**8); x.write(bytes(10**8)); time.sleep(60)\ntime.sleep(60)",
+        "import mmap, time\nimport os\nfor i in range(4):\n  if os.fork() == 0:\n    x = mmap.mmap(-1, 10**8); x.write(bytes(10**8)); time.sleep(60)\ntime.sleep(60)",
     ),
     (
         "memory in memfds",
