@@ -5,15 +5,16 @@ that it could change. Everywhere there are limits on time, memory, processes, fi
 this user can read. Against an attacker, use a container, or a virtual machine.
 """
 
+import itertools
 import json
 import os
 import secrets
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,7 @@ from nemo_rl_lite.system.machine import MIB
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 # Seconds for the child to start and to report, beyond the program's own.
 _GRACE_S = 2.0
+_REMOVE_S = 1.0
 _LONGEST_REPORT = 4096
 # Numeric libraries would start a thread for each core.
 _ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -95,7 +97,6 @@ def _run(code: str, stdin: str, limits: Limits, errors: bool, tests: str = "", w
             file.write(text.encode(errors="surrogatepass"))
             file.seek(0)
         box = folder / "box"
-        box.mkdir()
         asked = {"code": code, "box": str(box), "memory": limits.memory_mib * MIB, "tests": way, **asdict(limits)}
         (told, tell), (said, says) = os.pipe(), os.pipe()
         process = subprocess.Popen(
@@ -167,13 +168,41 @@ def _environment(process: Path) -> bytes:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Make a folder, and remove it whatever is in it: deep trees, and folders without permissions."""
+    """Make a folder with the folder `box`, and remove it afterwards, whatever is in it."""
     folder = Path(tempfile.mkdtemp(prefix="nrl-sandbox-"))
     try:
+        (folder / "box").mkdir()
         yield folder
     finally:
-        with suppress(OSError, RecursionError):
-            shutil.rmtree(folder)
-        if folder.exists():
-            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-                subprocess.run([*command, str(folder)], capture_output=True, check=False)
+        try:
+            (folder / "box").rmdir()
+            folder.rmdir()
+        except OSError:
+            # A disk may take minutes for thousands of files. Nobody has to wait for that.
+            removal = threading.Thread(target=_remove, args=(folder,), daemon=True)
+            removal.start()
+            removal.join(_REMOVE_S)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder with trees of any depth, for which `shutil.rmtree` would recurse, and with folders without
+    permissions."""
+    with suppress(OSError):
+        folder.chmod(0o700)
+        _empty(folder)
+        folder.rmdir()
+
+
+def _empty(folder: Path) -> None:
+    names = (folder / f"{secrets.token_hex(8)}-{number}" for number in itertools.count())
+    while waiting := list(folder.iterdir()):
+        for one in waiting:
+            if one.is_symlink() or not one.is_dir():
+                one.unlink()
+                continue
+            one.chmod(0o700)
+            for inner in one.iterdir():
+                if inner.is_dir() and not inner.is_symlink():
+                    inner.chmod(0o700)
+                inner.rename(next(names))
+            one.rmdir()

@@ -32,7 +32,9 @@ from nemo_rl_lite.system.sandbox import Limits, refused, run_python
 LIMITS = Limits(seconds=2.0, memory_mib=256, output=2000, processes=64)
 # Seconds for the start, the end, and a machine with other work.
 GRACE_S = 6.0
-REFUSING = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+# The judge is not the first process of its namespace, which would be immune to signals.
+RUN = '"$@"; exit $?'
+REFUSING = f"echo 0 > /proc/sys/user/max_user_namespaces && {{ {RUN}; }}"
 UNSHARE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--ipc", "--net", "--mount-proc")
 TEST = "assert f(1) == 2\nassert f(5) == 6"
 WITH, WITHOUT = "namespaces", "no namespaces"
@@ -184,7 +186,12 @@ LIMITED = [
         "many threads",
         "import threading, time\nthreading.stack_size(2**16)\nfor _ in range(500): threading.Thread(target=time.sleep, args=(60,)).start()",
     ),
-    ("fork bomb", "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"),
+    # Of at most 4,096 and 1,024 processes, should it not be contained.
+    ("fork bomb", "import os, time\nfor _ in range(12):\n  try: os.fork()\n  except OSError: pass\ntime.sleep(60)"),
+    (
+        "fork bomb of sessions",
+        "import os, time\nfor _ in range(10):\n  try: os.fork() or os.setsid()\n  except OSError: pass\ntime.sleep(60)",
+    ),
     (
         "a daemon",
         "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0: os.closerange(0, 64); time.sleep(99)\n  os._exit(0)\ntime.sleep(60)",
@@ -356,13 +363,16 @@ def timed(repetitions: int) -> list[float]:
 
 def elsewhere(attack: Attack, way: str) -> Outcome:
     """Try an attack in a process with namespaces of its own, so that what it does to its judge ends there."""
-    command = [*UNSHARE, *(("sh", "-c", REFUSING, "sh") if way == WITHOUT else ())]
+    command = [*UNSHARE, "sh", "-c", REFUSING if way == WITHOUT else RUN, "sh"]
     command += [sys.executable, __file__, "--one", attack.name]
     environ = os.environ | {"NRL_BENCH_SECRET": "secret", "PYTHONPATH": str(record.ROOT)}
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            command, env=environ | {"TMPDIR": folder}, capture_output=True, text=True, check=False, timeout=120
-        )
+        try:
+            done = subprocess.run(
+                command, env=environ | {"TMPDIR": folder}, capture_output=True, text=True, check=False, timeout=90
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(False, "the judge does not end")
     if done.returncode:
         return Outcome(False, f"the judge ended: {(done.stderr.strip().splitlines() or [done.returncode])[-1]}")
     return Outcome(**json.loads(done.stdout.splitlines()[-1]))
@@ -403,7 +413,7 @@ def graded(attack: Attack, code: str) -> Outcome:
 
 def left() -> list[str]:
     """Return processes and folders of a sandbox that are still there after a moment."""
-    late = time.monotonic() + 2
+    late = time.monotonic() + 60
     while time.monotonic() < late:
         found = [str(one) for one in Path(tempfile.gettempdir()).glob("nrl-sandbox-*")]
         found += [str(one) for one in Path("/dev/shm").glob("nrl-[0-9]*")]
