@@ -183,6 +183,9 @@ def is_apart(code: str) -> bool:
     """Return whether tests can run in another process than the program, with copies of values and calls."""
     tree, own_process = ast.parse(code), set(_OWN_PROCESS.split())
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | vars(builtins).keys()
+    # `input` is a usual name for a variable.
+    variables = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    variables |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):
         names: list[str] = []
         match node:
@@ -192,7 +195,7 @@ def is_apart(code: str) -> bool:
                 if not {one.partition(".")[0] for one in modules} <= _COPIED:
                     return False
                 names = [*".".join(modules).split("."), *(one.name for one in node.names)]
-            case ast.Name():
+            case ast.Name() if node.id not in variables:
                 names = [node.id]
             case ast.Attribute():
                 names = [node.attr]
