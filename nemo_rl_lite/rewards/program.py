@@ -198,7 +198,7 @@ def is_apart(code: str) -> bool:
             case ast.Name() if node.id not in variables:
                 names = [node.id]
             case ast.Attribute():
-                names = [node.attr]
+                names = [node.attr] if node.attr not in vars(builtins) else []
                 if node.attr.startswith("__") and node.attr not in ("__name__", "__class__"):
                     return False
             case ast.ClassDef():

@@ -150,6 +150,10 @@ PASS = {
     "a copy": (POINT, "import copy\np = P([1])\nq = copy.deepcopy(p)\nq.x = 2\nassert p.x == [1]"),
     "a function named like Python's": ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
     "a variable called input": ("def f(x): return x", "for input, seed in [(1, 1)]: assert f(input) == seed"),
+    "an attribute called input": (
+        "def f(x): return x",
+        "from types import SimpleNamespace as C\nfor c in [C(input=1, output=1)]: assert f(c.input) == c.output",
+    ),
     "names of a function": ("def f(): pass", "assert f.__name__ == 'f' and f() is None"),
 }
 
