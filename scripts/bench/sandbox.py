@@ -11,8 +11,10 @@ and in each case no process and no folder is left.
 """
 
 import argparse
+import ctypes
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -33,6 +35,7 @@ LIMITS = Limits(seconds=2.0, memory_mib=256, output=2000, processes=64)
 # Seconds for the start, the end, and a machine with other work.
 GRACE_S = 6.0
 # The judge is not the first process of its namespace, which would be immune to signals.
+PREFIX = "nrl-bench-"
 RUN = '"$@"; exit $?'
 REFUSING = f"echo 0 > /proc/sys/user/max_user_namespaces && {{ {RUN}; }}"
 UNSHARE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--ipc", "--net", "--mount-proc")
@@ -86,8 +89,12 @@ REACHES = [
     ),
     reaching("environment of its parent", "assert open(f'/proc/{os.getppid()}/environ', 'rb').read(4)"),
     reaching("memory of its parent", "assert open(f'/proc/{os.getppid()}/maps', 'rb').read(4)"),
-    reading("environment of the judge", "/proc/<parent>/environ"),
-    reading("memory of the judge", "/proc/<parent>/maps"),
+    # In its own namespace the program finds other processes at this number.
+    reaching("environment of the judge", "assert b'NRL_BENCH_SECRET' in open('/proc/<parent>/environ', 'rb').read()"),
+    reaching(
+        "memory of the judge",
+        "assert 'bench' in open('/proc/<parent>/cmdline').read() and open('/proc/<parent>/maps').read()",
+    ),
     reaching(
         "process_vm_readv of its parent",
         f"{LIBC}\nb = ctypes.create_string_buffer(8)\nv = (ctypes.c_size_t * 2)(ctypes.addressof(b), 8)\nr = (ctypes.c_size_t * 2)(ctypes.addressof(b), 8)\nassert libc.process_vm_readv(os.getppid(), v, 1, r, 1, 0) == 8",
@@ -265,8 +272,7 @@ GRADED = [
     ),
     (
         "kills the tests",
-        WRONG
-        + "import os\nfor p in range(2, 9):\n  if p != os.getpid():\n    try: os.kill(p, 9)\n    except OSError: pass",
+        WRONG + "import os\nfor p in (1, 2):\n  try: os.kill(os.getpid() + p, 9)\n  except OSError: pass",
     ),
     ("stops the tests", WRONG + "import os\nos.kill(os.getpid() + 1, 19)"),
     (
@@ -373,6 +379,10 @@ def elsewhere(attack: Attack, way: str) -> Outcome:
             )
         except subprocess.TimeoutExpired:
             return Outcome(False, "the judge does not end")
+        finally:
+            # Of a judge that was killed.
+            for one in (*Path.home().glob(f"{PREFIX}*"), *Path("/dev/shm").glob(f"{PREFIX}*")):
+                shutil.rmtree(one) if one.is_dir() else one.unlink()
     if done.returncode:
         return Outcome(False, f"the judge ended: {(done.stderr.strip().splitlines() or [done.returncode])[-1]}")
     return Outcome(**json.loads(done.stdout.splitlines()[-1]))
@@ -380,6 +390,8 @@ def elsewhere(attack: Attack, way: str) -> Outcome:
 
 def tried(attack: Attack) -> Outcome:
     """Try an attack here."""
+    # As in the processes of user code.
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     with world() as names:
         code = attack.code
         for name, value in names.items():
@@ -388,7 +400,7 @@ def tried(attack: Attack) -> Outcome:
         outcome = graded(attack, code) if attack.kind == "grade" else ran(attack, code)
         if (seconds := time.monotonic() - began) > LIMITS.seconds + GRACE_S:
             outcome = Outcome(False, f"{outcome.how}, after {seconds:.0f} s")
-        outcome.left = left()
+        outcome.left = left()[:3]
         if outcome.left:
             outcome.contained = False
     return outcome
@@ -416,19 +428,19 @@ def left() -> list[str]:
     late = time.monotonic() + 60
     while time.monotonic() < late:
         found = [str(one) for one in Path(tempfile.gettempdir()).glob("nrl-sandbox-*")]
-        found += [str(one) for one in Path("/dev/shm").glob("nrl-[0-9]*")]
+        files = [*Path("/dev/shm").glob("nrl-[0-9]*")]
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if b"NRL_SANDBOX=" in (process / "environ").read_bytes():
                     found.append(process.name)
             except OSError:
                 continue
-        if not found:
+        if files or not found:
             break
         time.sleep(0.1)
-    for one in Path("/dev/shm").glob("nrl-[0-9]*"):
+    for one in files:
         one.unlink()
-    return found
+    return [*found, *map(str, files)]
 
 
 @contextmanager
@@ -440,13 +452,13 @@ def world() -> Iterator[dict[str, object]]:
         server.bind(("127.0.0.1", 0))
         server.listen()
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=Path.home())))
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=Path.home())))
         for address in (f"{temporary}/socket", f"{own}/socket", f"\0nrl-{os.getpid()}"):
             one = stack.enter_context(socket.socket(socket.AF_UNIX))
             one.bind(address)
             one.listen()
         (own / "file").write_text("text")
-        shared = stack.enter_context(tempfile.NamedTemporaryFile(dir="/dev/shm"))
+        shared = stack.enter_context(tempfile.NamedTemporaryFile(prefix=PREFIX, dir="/dev/shm"))
         yield {
             "port": server.getsockname()[1],
             "path": f"{temporary}/socket",
