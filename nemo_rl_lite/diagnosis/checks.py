@@ -35,6 +35,7 @@ from nemo_rl_lite.diagnosis.check import (
     judge,
     run_within,
 )
+from nemo_rl_lite.system import sandbox
 from nemo_rl_lite.system.machine import (
     LASTING_PORTS,
     RAY_ADDRESS,
@@ -91,7 +92,7 @@ def diagnose() -> list[Check]:
         "environment": (python, environment),
         "packages": (versions, conflicts),
         "gpus": (driver, each_gpu, compiler, environment_variables),
-        "host": (memory, cpus, shared_memory, disks),
+        "host": (memory, cpus, shared_memory, isolation, disks),
         "network": (cluster_address, ports, hub),
     }
     return examine(Machine(found, trouble, environment_kind()), looks, LIMIT_S)
@@ -415,6 +416,14 @@ def shared_memory(machine: Machine) -> Iterator[Check]:
     found = f"{_gib(there.free)} free of {_gib(there.total)}"
     off = "speed: Ray's objects go to a disk; NCCL and tensor-parallel engines may not start"
     yield judge("/dev/shm", there.free >= wanted, found, _gib(wanted), fix, off)
+
+
+def isolation(machine: Machine) -> Iterator[Check]:
+    """Check if the sandbox can isolate programs."""
+    refused = sandbox.refused()
+    found = f"the kernel refuses {refused}" if refused else "programs have namespaces of their own"
+    off = f"isolation of reward=program and environment=python: {sandbox.OPEN}"
+    yield judge("sandbox", not refused, found, "namespaces", sandbox.ALLOW, off)
 
 
 def disks(machine: Machine) -> Iterator[Check]:

@@ -166,7 +166,7 @@ class Python(ToolEnvironment):
         ran = await called(run_python, code, limits=self._limits)
         said = [shortened(ran.output.rstrip(), self._most)] if ran.output.strip() else []
         if ran.status is None:
-            said.append(f"error: the code took longer than {self._limits.seconds:g} s")
+            said.append(f"error: the code {ran.excess(self._limits)}")
         elif ran.status < 0:
             said.append(f"error: the code was ended by signal {-ran.status}")
         return "\n".join(said) or "[nothing was printed]"

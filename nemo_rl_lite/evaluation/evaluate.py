@@ -40,6 +40,7 @@ from nemo_rl_lite.run.folder import is_run, locked
 from nemo_rl_lite.run.jobs import Playing
 from nemo_rl_lite.run.model import chat_tokenizer
 from nemo_rl_lite.run.serving import Served, start_engine
+from nemo_rl_lite.validation.notes import notes_here, show_notes
 from nemo_rl_lite.workers.generation import RemoteGeneration
 from nemo_rl_lite.workers.reserve import generation_group, load_generation, start_engines
 
@@ -308,6 +309,7 @@ def _problems(
     with console.busy("checking that every prompt fits", announced=False):
         _, asked = fitting_prompts(FileSet((), 0, False), asked, tokenizer, config)
     check_stop_strings(tokenizer, config.generation.stop_strings)
+    show_notes(notes_here(config))
     try_reward(judge, asked[0])
     return asked
 

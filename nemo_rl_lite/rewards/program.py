@@ -1,7 +1,9 @@
 """Reward for a response that is a Python program, by tests of the row."""
 
 import ast
+import builtins
 import json
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,7 +14,7 @@ from markdown_it import MarkdownIt
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.rewards.answers import final_text
-from nemo_rl_lite.system.sandbox import Limits, run_python
+from nemo_rl_lite.system.sandbox import Limits, passes, run_python
 
 # Statements that run the ones inside them. Functions and classes do not: something must call them.
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.match_case, ast.ExceptHandler)
@@ -166,10 +168,51 @@ def _program(response: str) -> str:
 def _passes(program: str, test: Test, limits: Limits) -> bool:
     if isinstance(test, Assertions):
         # A program that exits before the tests passes none.
-        return run_python(program, test.code, limits=limits).is_complete
+        return passes(program, test.code, limits, is_apart(test.code))
     most = 2 * len(test.expected.encode()) + _BLANKS
     ran = run_python(program, stdin=test.given, limits=replace(limits, output=most), errors=False)
     return ran.status == 0 and _lines(ran.output) == _lines(test.expected)
+
+
+# What tests may import and still run in a process of their own. Other packages have objects that are not copied.
+_COPIED = frozenset({*sys.stdlib_module_names, "numpy", "pytest"})
+# Modules and names with which tests look at, or change, the process that they are in.
+_OWN_PROCESS = (
+    "builtins inspect asyncio importlib gc mock patch monkeypatch __main__ globals locals vars exec eval input stdin "
+    "argv modules _getframe seed"
+)
+
+
+def is_apart(code: str) -> bool:
+    """Return whether tests can run in another process than the program, with copies of values and calls."""
+    tree, own_process = ast.parse(code), set(_OWN_PROCESS.split())
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | vars(builtins).keys()
+    # `input` is a usual name for a variable.
+    variables = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    variables |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+                defined |= {one.asname or one.name for one in node.names}
+                if not {one.partition(".")[0] for one in modules} <= _COPIED:
+                    return False
+                names = [*".".join(modules).split("."), *(one.name for one in node.names)]
+            case ast.Name() if node.id not in variables:
+                names = [node.id]
+            case ast.Attribute():
+                names = [node.attr] if node.attr not in vars(builtins) else []
+                if node.attr.startswith("__") and node.attr not in ("__name__", "__class__"):
+                    return False
+            case ast.ClassDef():
+                if not all(isinstance(one, ast.Attribute) or getattr(one, "id", "") in defined for one in node.bases):
+                    return False
+            case ast.AsyncFunctionDef() | ast.Await():
+                return False
+        if not own_process.isdisjoint(names):
+            return False
+    return True
 
 
 def _lines(text: str) -> list[str]:

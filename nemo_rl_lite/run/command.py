@@ -29,7 +29,7 @@ from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violatio
 from nemo_rl_lite.system.machine import check_ray_address, check_single_launcher, close_to_others, why_not_writable
 from nemo_rl_lite.system.stopping import INTERRUPTED, interrupted_status, was_asked_to_end
 from nemo_rl_lite.validation.compose import compose_config
-from nemo_rl_lite.validation.notes import notes, show_notes
+from nemo_rl_lite.validation.notes import notes, notes_here, show_notes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -109,7 +109,8 @@ def _checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str],
     if wrong:
         # Each job repeats what is wrong with the whole command.
         raise ConfigError(list({str(one): one for one in wrong}.values()))
-    show_notes(dict.fromkeys(note for job, config in found for note in notes(config, given_keys(job))))
+    told = [note for job, config in found for note in (*notes(config, given_keys(job)), *notes_here(config))]
+    show_notes(dict.fromkeys(told))
     return found
 
 

@@ -1,84 +1,208 @@
-"""Runs untrusted Python code in a process with limits on time, memory, files and output, without a network if possible.
+"""Runs untrusted Python code in a process of its own.
 
-The limits stop accidents and the usual tricks of a policy that is rewarded for passing tests. They do not stop an
-attacker: the code runs as this user and can read this user's files. Use a container for that.
+Where the kernel allows it, the process has namespaces of its own: it sees no other process, no network, and no file
+that it could change. Everywhere there are limits on time, memory, processes, files and output. The code can read what
+this user can read. Against an attacker, use a container, or a virtual machine.
 """
 
+import itertools
 import json
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_lite.system.machine import MIB
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
+# Seconds for the child to start and to report, beyond the program's own.
+_GRACE_S = 2.0
+_REMOVE_S = 1.0
+_LONGEST_REPORT = 4096
+# Numeric libraries would start a thread for each core.
+_ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_MARK = "NRL_SANDBOX"
+OPEN = "programs reach the network, read this user's processes and may leave files and processes"
+"""What follows where the kernel refuses namespaces."""
+ALLOW = "allow user namespaces (sysctl user.max_user_namespaces; in Docker --security-opt seccomp=unconfined)"
+_KILLS = 100
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`seconds` of wall-clock and of processor time, `memory_mib` of address space, bytes of `output` that are kept."""
+    """`seconds` of wall-clock and of processor time, `memory_mib` of address space of a process and of memory of all
+    together, threads of all `processes` together, bytes of `output` that are kept."""
 
     seconds: float = 10.0
     memory_mib: int = 1024
     output: int = 10_000
+    processes: int = 128
 
 
 @dataclass(frozen=True)
 class Ran:
-    """The end of the code: its exit status (None: killed after its time), whether it reached its last line (a call of
-    `exit` prevents that), and its output."""
+    """The end of the code: its exit status (None: it exceeded the `limit` time, memory or processes), its output, and
+    what the kernel `refused` to isolate."""
 
     status: int | None
-    is_complete: bool
     output: str
+    limit: str = ""
+    refused: str = ""
+
+    def excess(self, limits: Limits) -> str:
+        """Describe how the code exceeded its limit."""
+        return {
+            "time": f"took longer than {limits.seconds:g} s",
+            "memory": f"used more than {limits.memory_mib} MiB of memory in all its processes",
+            "processes": f"had more than {limits.processes} processes and threads",
+        }[self.limit]
 
 
-def run_python(*codes: str, stdin: str = "", limits: Limits | None = None, errors: bool = True) -> Ran:
-    """Run the codes as one script in an empty folder, which is deleted afterwards. `errors`: the output includes
-    standard error."""
-    limits = limits or Limits()
-    with tempfile.TemporaryDirectory(prefix="nrl-sandbox-") as folder:
-        paths = {name: Path(folder) / name for name in ("stdin", "output")}
-        paths["stdin"].write_text(stdin)
-        (Path(folder) / "box").mkdir()
-        # Code cannot guess what it would have to write where it ends; only code that searches its process finds it.
-        word = secrets.token_hex(16)
-        asked = json.dumps({"codes": codes, "word": word, "memory": limits.memory_mib * MIB, **asdict(limits)})
-        with paths["stdin"].open() as given, paths["output"].open("wb") as written:
-            (read, write), (said, says) = os.pipe(), os.pipe()
-            process = subprocess.Popen(
-                [sys.executable, "-I", str(_CHILD), str(read), str(says)],
-                stdin=given,
-                stdout=written,
-                stderr=subprocess.STDOUT if errors else subprocess.DEVNULL,
-                cwd=Path(folder) / "box",
-                env={"PATH": os.defpath, "HOME": str(Path(folder) / "box"), "PYTHONHASHSEED": "0"},
-                pass_fds=[read, says],
-                start_new_session=True,
-            )
-            os.close(read)
-            os.close(says)
-            with suppress(OSError), os.fdopen(write, "w") as told:
-                told.write(asked)
-            try:
-                status = process.wait(limits.seconds)
-            except subprocess.TimeoutExpired:
-                status = None
-            if status == -signal.SIGXCPU:
-                # Its processor time was over first.
-                status = None
-            # What the code has started, too.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            is_complete = os.read(said, 64) == word.encode()
-            os.close(said)
-        with paths["output"].open("rb") as written:
-            output = written.read(limits.output).decode(errors="replace")
-    return Ran(status, is_complete, output)
+def run_python(code: str, stdin: str = "", limits: Limits | None = None, errors: bool = True) -> Ran:
+    """Run the code as a script in an empty folder, which is deleted afterwards. `errors`: the output includes standard
+    error.
+
+    Raises:
+        OSError: the machine does not run the sandbox. What the code does raises no error.
+    """
+    return _run(code, stdin, limits or Limits(), errors)[0]
+
+
+def passes(code: str, tests: str, limits: Limits, apart: bool = True) -> bool:
+    """Run the code, and then tests that use its names. Return whether they reach their last line.
+
+    `apart`: the tests are another process, and only values and calls pass between the two (`sandbox_values.py`).
+    Otherwise they run in the code's process, for tests that need its objects themselves. Raises what `run_python` does.
+    """
+    word = secrets.token_hex(16)
+    return _run(code, "", limits, True, f"{word}\n{tests}", "apart" if apart else "together")[1] == word
+
+
+def _run(code: str, stdin: str, limits: Limits, errors: bool, tests: str = "", way: str = "") -> tuple[Ran, str]:
+    """Run the code, with tests if there is a `way` to run them; also return the word that they said."""
+    with _folder() as folder, ExitStack() as files:
+        given, tested, written = (files.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(3))
+        for file, text in ((given, stdin), (tested, tests)):
+            file.write(text.encode(errors="surrogatepass"))
+            file.seek(0)
+        box = folder / "box"
+        asked = {"code": code, "box": str(box), "memory": limits.memory_mib * MIB, "tests": way, **asdict(limits)}
+        (told, tell), (said, says) = os.pipe(), os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(_CHILD), str(told), str(tested.fileno()), str(says)],
+            stdin=given,
+            stdout=written,
+            stderr=subprocess.STDOUT if errors else subprocess.DEVNULL,
+            cwd=box,
+            env=_ENVIRONMENT | {"HOME": str(box), _MARK: folder.name},
+            pass_fds=[told, tested.fileno(), says],
+            start_new_session=True,
+        )
+        os.close(told)
+        os.close(says)
+        with suppress(OSError), os.fdopen(tell, "w") as file:
+            file.write(json.dumps(asked))
+        report = _report(said, limits.seconds + _GRACE_S)
+        process.kill()
+        process.wait()
+        if not report:
+            _kill_marked(folder.name)
+        # By its descriptor: the code may have removed or replaced every name.
+        output = os.pread(written.fileno(), limits.output, 0).decode(errors="replace")
+    if process.returncode > 0:
+        # The code cannot end its supervisor so, only kill it.
+        raise OSError(f"the sandbox did not start: {output.strip().rpartition(chr(10))[2]}")
+    status, limit = report.get("status"), report.get("limit", "time")
+    if status == -signal.SIGXCPU:
+        # Its processor time was over first.
+        status, limit = None, "time"
+    return Ran(status, output, limit, report.get("refused", "")), report.get("word", "")
+
+
+@cache
+def refused() -> str:
+    """Return what this machine's kernel refuses to isolate; "" if programs are isolated."""
+    return run_python("").refused
+
+
+def _report(said: int, seconds: float) -> dict[str, Any]:
+    """Return what the child reports within its time; nothing if it does not."""
+    late, text = time.monotonic() + seconds, b""
+    with os.fdopen(said, "rb", buffering=0) as file:
+        while select.select([file], [], [], max(late - time.monotonic(), 0))[0] and (
+            read := file.read(_LONGEST_REPORT)
+        ):
+            text += read
+    return json.loads(text) if text else {}
+
+
+def _kill_marked(name: str) -> None:
+    """Kill what a program has started whose supervisor it has ended or stopped."""
+    mark = f"{_MARK}={name}".encode()
+    for _ in range(_KILLS):
+        found = [one for one in Path("/proc").glob("[0-9]*") if mark in _environment(one)]
+        for one in found:
+            with suppress(OSError):
+                os.kill(int(one.name), signal.SIGKILL)
+        if not found:
+            return
+
+
+def _environment(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Make a folder with the folder `box`, and remove it afterwards, whatever is in it."""
+    folder = Path(tempfile.mkdtemp(prefix="nrl-sandbox-"))
+    try:
+        (folder / "box").mkdir()
+        yield folder
+    finally:
+        try:
+            (folder / "box").rmdir()
+            folder.rmdir()
+        except OSError:
+            # A disk may take minutes for thousands of files. Nobody has to wait for that.
+            removal = threading.Thread(target=_remove, args=(folder,), daemon=True)
+            removal.start()
+            removal.join(_REMOVE_S)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder with trees of any depth, for which `shutil.rmtree` would recurse, and with folders without
+    permissions."""
+    with suppress(OSError):
+        folder.chmod(0o700)
+        _empty(folder)
+        folder.rmdir()
+
+
+def _empty(folder: Path) -> None:
+    names = (folder / f"{secrets.token_hex(8)}-{number}" for number in itertools.count())
+    while waiting := list(folder.iterdir()):
+        for one in waiting:
+            if one.is_symlink() or not one.is_dir():
+                one.unlink()
+                continue
+            one.chmod(0o700)
+            for inner in one.iterdir():
+                if inner.is_dir() and not inner.is_symlink():
+                    inner.chmod(0o700)
+                inner.rename(next(names))
+            one.rmdir()

@@ -22,6 +22,8 @@ from nemo_rl_lite.config.sizes import (
     samples_per_step,
     validates,
 )
+from nemo_rl_lite.rewards.judge import terms_of
+from nemo_rl_lite.system import sandbox
 from nemo_rl_lite.validation.algorithm import LOSS, reads_ratios
 from nemo_rl_lite.validation.layout import BATCH, MEGATRON
 
@@ -69,6 +71,13 @@ def notes_elsewhere(config: Config) -> Iterator[str]:
     named = config.checkpoint.resume_from
     if named is not None and not Path(named).expanduser().is_dir():
         yield f"checkpoint.resume_from = {named}: there is no such folder here"
+
+
+def notes_here(config: Config) -> Iterator[str]:
+    """Yield notes on this machine for a command that runs here."""
+    names = {config.environment.name, *(term.name for term in terms_of(config.reward))}
+    if names & {"program", "python"} and (refused := sandbox.refused()):
+        yield f"the kernel refuses {refused}, so {sandbox.OPEN}: {sandbox.ALLOW}, or run in a container without secrets"
 
 
 def show_notes(found: Iterable[str]) -> None:

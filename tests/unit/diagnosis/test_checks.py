@@ -234,6 +234,13 @@ def test_cpus_that_a_control_group_shares_out(machine, monkeypatch):
     assert check.fix.endswith("cluster.threads_per_worker=2")
 
 
+@pytest.mark.parametrize(("refused", "status"), [("", OK), ("namespaces: Operation not permitted", WARN)])
+def test_isolation_of_programs(machine, monkeypatch, refused, status):
+    monkeypatch.setattr(checks.sandbox, "refused", lambda: refused)
+    (check,) = checks.isolation(machine())
+    assert check.status is status and refused in check.found and ("network" in check.off) == bool(refused)
+
+
 @pytest.mark.parametrize(("free", "status"), [(64 * 2**20, WARN), (11 * 10**9, OK)])
 def test_shared_memory(machine, monkeypatch, free, status):
     monkeypatch.setattr(checks, "free_host_bytes", lambda system: 500 * GIB)

@@ -198,6 +198,18 @@ def test_python_stops_what_hangs_prints_without_end_takes_memory_or_exits():
     assert run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "error: the code was ended by signal 11"
 
 
+def test_python_says_which_limit_its_processes_exceeded_together():
+    forks = "import os, time\nfor _ in range({n}): os.fork() or {then} or time.sleep(60)\ntime.sleep(60)"
+    assert run(forks.format(n=200, then=0)) == "error: the code had more than 128 processes and threads"
+    large = forks.format(n=9, then="(x := bytearray(10**8)) and 0")
+    assert run(large).endswith("MiB of memory in all its processes")
+
+
+def test_python_that_kills_its_parent_gets_an_answer():
+    answer = run("import os\nos.kill(os.getppid(), 9)\nprint('on')")
+    assert answer == "on" or answer.startswith("error: ")
+
+
 def test_python_in_blocks_is_for_models_without_tools():
     made = Python("block", **LIMITS)
     assert not made.tools and Python("tool", **LIMITS).tools

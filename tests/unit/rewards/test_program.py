@@ -1,19 +1,13 @@
 """Programs are judged by what they do, within limits, and cannot exit their way past the tests."""
 
 import json
-import socket
-import subprocess
-import time
 
-import psutil
 import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.rewards.program import passes_tests
-from nemo_rl_lite.system.sandbox import Limits, run_python
+from nemo_rl_lite.rewards.program import is_apart, passes_tests
 
 DOUBLE = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
-FAST = Limits(seconds=2.0, memory_mib=256, output=1000)
 
 
 def judged(response: str, tests, **kwargs) -> float:
@@ -106,39 +100,84 @@ def test_tests_that_would_pass_any_program_are_refused(tests, words):
         judged(DOUBLE, tests)
 
 
-def test_limits_hold():
-    started = time.monotonic()
-    late = run_python("import time; time.sleep(60)", limits=FAST)
-    assert late.status is None and not late.is_complete and time.monotonic() - started < 20
-    large = run_python("x = bytearray(10**9)", limits=FAST)
-    assert large.status != 0 and "MemoryError" in large.output
-    loud = run_python("print('x' * 10**6)", limits=FAST)
-    assert len(loud.output) == 1000
-    assert run_python("print(input())", stdin="hello", limits=FAST).output == "hello\n"
+WRONG = "def f(x): return 0\n"
+# Claims to be, and to be less than, everything, and to be nothing apart from anything.
+ANY = (
+    "class Any{base}:\n  __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = lambda *a: True\n"
+    "  __ne__ = lambda *a: False\n  __sub__ = __rsub__ = __add__ = lambda a, b: a\n  __abs__ = __hash__ = lambda a: 0\n"
+    "  __contains__ = lambda *a: True\n  __iter__ = lambda a: iter([a])\n"
+    "def f(x): return Any({value})\n"
+)
+TRICKS = {
+    "sys.exit": WRONG + "import sys; sys.exit()",
+    "os._exit": WRONG + "import os; os._exit(0)",
+    "os._exit in the call": "import os\ndef f(x): os._exit(0)",
+    "SystemExit in the call": "def f(x): raise SystemExit(0)",
+    "atexit": WRONG + "import atexit, os; atexit.register(os._exit, 0)",
+    "excepthook": WRONG + "import os, sys; sys.excepthook = lambda *a: os._exit(0)",
+    "builtins.exec": WRONG + "import builtins; builtins.exec = lambda *a: None",
+    "__main__.exec": WRONG + "import __main__; __main__.exec = lambda *a: None",
+    "builtins.compile": WRONG + "import builtins\nc = compile\nbuiltins.compile = lambda *a, **k: c('', '', 'exec')",
+    "AssertionError": WRONG + "import builtins; builtins.AssertionError = None",
+    "settrace": WRONG
+    + "import sys\ndef skip(frame, event, value):\n  if event == 'line': frame.f_lineno += 1\n  return skip\n"
+    + "sys.settrace(skip)\nframe = sys._getframe()\nwhile frame: frame.f_trace = skip; frame = frame.f_back",
+    "words in frames": WRONG
+    + "import os, sys\nframe = sys._getframe()\nwhile frame:\n  for value in frame.f_locals.values():\n"
+    + "    for number in range(3, 9):\n      if isinstance(value, bytes):\n        try: os.write(number, value)\n"
+    + "        except OSError: pass\n  frame = frame.f_back\nos._exit(0)",
+    "tests in frames": "import sys\ndef f(x):\n  frame = sys._getframe()\n  while frame:\n"
+    + "    for value in frame.f_locals.values():\n"
+    + "      if 'assert' in str(value): return Any()\n    frame = frame.f_back\n  return 0",
+    "abs": WRONG + "abs = lambda x: 0",
+    "zip, all and len": WRONG + "zip = lambda *a: []; all = lambda a: True; len = lambda a: 3",
+    "isclose": WRONG + "import math; math.isclose = lambda *a, **k: True",
+    "says that it is ready": WRONG
+    + "import os, struct\nos.write(3, struct.pack('!I', 9) + b'[\"ready\"]'); os._exit(0)",
+    "writes on every pipe": WRONG
+    + "import os\nfor i in range(3, 64):\n  try: os.write(i, 64 * b'1')\n  except OSError: pass",
+    "an object that equals all": ANY.format(base="", value=""),
+    "an int that equals all": ANY.format(base="(int)", value="9"),
+    "a float that equals all": ANY.format(base="(float)", value="9"),
+    "a str that equals all": ANY.format(base="(str)", value="'9'"),
+    "a list that equals all": ANY.format(base="(list)", value="[9]"),
+    "a list of such": ANY.format(base="", value="").replace("return Any()", "return [Any(), Any()]"),
+    "the class itself": "class M(type):\n  __eq__ = lambda *a: True\n  __hash__ = None\n"
+    + "class f(metaclass=M):\n  __new__ = lambda c, x: c",
+}
+FOUR = (
+    "assert f(1) == 2",
+    "import math\nassert abs(f(1) - 2) < 1e-6",
+    "import math\nassert math.isclose(f(1), 2.0)",
+    "assert f(1) in [2, 3]",
+    "assert math.isclose(f(1), 2)",
+    "x = f(1)\nassert x == 2 or 2 in x",
+    "assert not f(1) != 2 and f(1) + 1 == 3",
+    "assert {2: 'a'}.get(f(1)) == 'a'",
+    "import numpy as np\nassert np.allclose(f(1), 2)",
+    "assert [a for a, b in zip([f(1)], [2]) if a == b] == [2]",
+    "class T:\n  def same(self, a, b):\n    if not a == b: raise ValueError\nT().same(f(1), 2)",
+)
 
 
-def test_children_end_with_the_code():
-    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
-    ran = run_python(script, limits=FAST)
-    assert ran.is_complete
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and is_alive(int(ran.output)):
-        time.sleep(0.05)
-    assert not is_alive(int(ran.output))
+@pytest.mark.parametrize("name", TRICKS)
+def test_no_trick_passes_for_a_program(name):
+    assert judged(TRICKS[name], FOUR[0]) == 0.0 and judged(TRICKS[name], FOUR[-1]) == 0.0
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+@pytest.mark.parametrize("test", FOUR[1:-1])
+@pytest.mark.parametrize("base", ["", "(int)", "(float)"])
+def test_no_object_passes_for_a_value(base, test):
+    program = ANY.format(base=base, value="9" if base else "")
+    assert judged("def f(x): return 2", test) == 1.0 and judged(program, test) == 0.0
+    fake = "class math: isclose = lambda *a: True\nabs = lambda x: 0; zip = lambda *a: []"
+    assert judged(f"{WRONG}\n{fake}", test) == 0.0
 
 
-def test_the_code_reaches_no_server_where_the_kernel_allows_that():
-    allowed = subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True, check=False)
-    if allowed.returncode:
-        pytest.skip("this kernel gives processes no network of their own")
-    server = socket.create_server(("127.0.0.1", 0))
-    script = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)"
-    assert run_python(script, limits=FAST).status == 1
-    server.close()
+@pytest.mark.parametrize(
+    "name", [name for name in TRICKS if " that equals" not in name and "such" not in name and "class" not in name]
+)
+def test_tests_that_need_the_programs_process_withstand_tricks_with_functions_and_frames(name):
+    if name != "isclose":
+        assert judged(TRICKS[name], "import asyncio\nassert f(1) == 2") == 0.0
+    assert not is_apart("import asyncio\nassert f(1) == 2")

@@ -5,9 +5,10 @@ import pytest
 from nemo_rl_lite.algorithms.supervised import shown_limits
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.system import sandbox
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.validation.data import check_epochs
-from nemo_rl_lite.validation.notes import note_total_steps, notes
+from nemo_rl_lite.validation.notes import note_total_steps, notes, notes_here
 
 SCHEDULER = "policy.megatron_cfg.scheduler"
 POLICY_LOSS = "algorithm.loss_fn.policy_loss"
@@ -49,6 +50,22 @@ def told(*arguments: str) -> str:
 def test_notes(argument, key):
     found = told(*argument.split())
     assert key in found and bool(found) == bool(key)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused", "is_told"),
+    [
+        ("reward=program", "namespaces: Operation not permitted", True),
+        ("environment=python", "namespaces: Operation not permitted", True),
+        ("reward=exact_match +reward.terms.p.name=program +reward.terms.p.weight=1", "mounts: Invalid argument", True),
+        ("reward=program", "", False),
+        ("reward=math", "namespaces: Operation not permitted", False),
+    ],
+)
+def test_programs_that_are_not_isolated_are_told(arguments, refused, is_told, monkeypatch):
+    monkeypatch.setattr(sandbox, "refused", lambda: refused)
+    found = [*notes_here(compose_config(arguments.split()))]
+    assert len(found) == is_told and all(refused in one and "network" in one for one in found)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "rloo"])
