@@ -20,7 +20,7 @@ _FARTHEST = 80
 _MARKED = re.compile(
     r"(?<!\\)\$\$(?P<display>.+?)\$\$|(?<![\\$])\$(?=\S)(?P<inline>(?:\\.|[^$\\])+)(?<=\S)\$(?!\d)"
     r"|\\\((?P<round>(?:(?!\\\().)+?)\\\)|\\\[(?P<square>(?:(?!\\\[).)+?)\\\]"
-    r"|\*\*(?P<bold>[^*\n]+?)\*\*|`(?P<code>[^`\n]+)`"
+    r"|\*\*(?P<bold>(?:[^*\n]|(?<!\*)\*(?!\*))+?)\*\*|`(?P<code>[^`\n]+)`"
     r"|\\begin\{(?P<name>equation|align|gather)\*?\}(?P<lines>(?:(?!\\begin\{[eag]).)+?)\\end\{(?P=name)\*?\}",
     re.DOTALL,
 )
@@ -33,8 +33,8 @@ _PHRASE = re.compile(
     r"(?!\s*(?:not|found|obtained|calculated|computed|determined)\b)",
     re.IGNORECASE,
 )
-# More words than an answer has.
-_LONG = 4
+# Words of an answer among numbers, and characters of one that an explanation may follow: "yes, because".
+_LONG, _SHORT = 4, 5
 # The writer takes back what was stated before.
 _RETRACTION = re.compile(r"\b(?:wait|actually|hmm|correction|mistake)\b", re.IGNORECASE)
 # A marked expression after these is a given: "With $n=3$ there are 12".
@@ -62,7 +62,9 @@ _CORRECT = re.compile(r"\b([A-Z])\)?\s+is\s+(?:the\s+)?(?:correct|right)\b")
 _SOLUTIONS = re.compile(r"([A-Za-z])\s*=\s*\S+(?:(?:,|,?\s+or|,?\s+and)\s+\1\s*=\s*\S+)+$")
 _CLOCK = re.compile(r"\d+(?:\s?:\s?\d+)+(?:\s?[ap]\.?m\b\.?)?", re.IGNORECASE)
 # Two letters, or one of a script that names no variables.
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|[^\W\d_A-Za-zΑ-Ωα-ω]")
+_WORD = re.compile(
+    r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}|[^\W\d_A-Za-zΑ-Ωα-ω]"
+)
 _GROUP = re.compile(r"[(\[{][^()\[\]{}]*,[^()\[\]{}]*[)\]}]$")
 _SQUARED_UNIT = re.compile(r"(?<=\d)\s*\b[kcdm]?m(?:\^\{?[23]\}?|[23])$")
 _BEFORE, _BEHIND = "*_`,;: ", "*_`,;:$\\ .\n"
@@ -90,10 +92,13 @@ def find_answer(response: str) -> str:
     text = plain(_TAG.sub(" ", text)).strip()
     phrases = list(_PHRASE.finditer(text))
     if phrases and not _RETRACTION.search(text, phrases[-1].end()):
-        stated = _first_stated(text[phrases[-1].end() :].lstrip("*_: \n"))
-        if stated and len(_WORD.findall(stated)) <= _LONG:
+        rest = text[phrases[-1].end() :].lstrip("*_: \n")
+        stated = _first_stated(rest)
+        if stated and (len(_WORD.findall(stated)) <= _LONG or not re.search(r"\d", rest)):
             return stated
-    return _first_stated(text) if tags else _last_stated(text)
+    if tags:
+        return _first_stated(text) if re.search(r"\d", text) else _unmarked(text)
+    return _last_stated(text)
 
 
 def unwrapped(reference: str) -> str:
@@ -140,7 +145,10 @@ def _first_stated(text: str) -> str:
     if marked and not re.search(r"\d", text[: marked.start()]) and (not end or marked.start() <= end.start()):
         return _first_list(text, marked)
     sentence = (text[: end.start()] if end else text).replace("**", "").strip()
-    sentence = _BEFORE_NUMBER.sub("", _AFTER_ANSWER.sub("", sentence))
+    addition = _AFTER_ANSWER.search(sentence)
+    if addition and (addition.start() <= _SHORT or re.search(r"\d", sentence[: addition.start()])):
+        sentence = sentence[: addition.start()]
+    sentence = _BEFORE_NUMBER.sub("", sentence)
     if len(_WORD.findall(sentence)) <= 1 or not re.search(r"\d", sentence):
         return sentence
     leading = _LEADING.match(sentence)
@@ -169,13 +177,13 @@ def _last_stated(text: str) -> str:
     starts = [(one.string, max(0, one.start() - 30), one.start()) for one in numbers]
     if _ENDING_NUMBER.search(after) or not all(_COMPLEMENT.search(*start) for start in starts):
         return _last_plain(after)
-    return _unmarked(stated[-1][0])
+    return _first_stated(stated[-1]["bold"]) if stated[-1]["bold"] else _unmarked(stated[-1][0])
 
 
 def _is_expression(marked: re.Match[str]) -> bool:
-    """Return True unless it is emphasis, as of a heading."""
+    """Return True unless it is emphasis within the text, as of a heading."""
     text = marked["bold"] or marked["code"]
-    if not text:
+    if not text or not marked.string[marked.end() :].strip(" .\n"):
         return True
     is_heading = re.match(r"\d+[.)]\s", text)
     return bool(re.match(r"[-$]?\d", text) and not is_heading) or not _WORD.search(text)

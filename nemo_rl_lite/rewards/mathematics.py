@@ -53,12 +53,15 @@ _REWRITES = [
         (r"\\(?:approx|simeq|doteq|equiv)(?![A-Za-z])|≈|≡", "="),
         (r"(?<=\d)\s*(?:\\colon|to)\s*(?=\d)", ":"),
         (r"(?<=\d)\s*\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+\s*(?:\^\{?\d\}?)?)\s*\}", r" \1/\2"),
+        (r"\^\s*(?:(-?\d{2,})|\(([^()]*)\))", r"^{\1\2}"),
         (r"\b(?:square|sq\.?) ([^\W\d_]+)", r"\1^2"),
         (r"\bcubic ([^\W\d_]+)", r"\1^3"),
         (r"\s+", " "),
         (r"(?<![\w,]) | (?!\w)", ""),
     ]
 ]
+# "12 34" and 0xff, which math-verify multiplies.
+_NO_PRODUCT = re.compile(r"(?<![\d_])\d+ \d|\b0[xbo][\da-fA-F]+")
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
 # A letter, with its value; (A) or (B) is no choice.
 _CHOICE = re.compile(
@@ -197,7 +200,7 @@ def _union(text: str) -> str:
 
 
 def _words(text: str) -> str:
-    return re.sub(r"^(?:the|an?) ", "", text.casefold())
+    return re.sub(r"^(?:the|an?) ", "", text.casefold().rstrip("?!"))
 
 
 def _same_time(stated: re.Match[str], reference: re.Match[str]) -> bool:
@@ -332,7 +335,7 @@ def _equation(text: str) -> tuple[str, str] | None:
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> list[Any]:
     """Parse a normalised expression with math-verify; [] if it is none."""
-    if re.search(r"(?<![\d_])\d+ \d", text):  # no product
+    if _NO_PRODUCT.search(text):
         return []
     latex = re.sub(r"\band\b|\bor\b", ",", text.replace("%", r"\%"))
     latex = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"\1 \\cdot 10^{\2}", latex)

@@ -14,6 +14,8 @@ _SIGNS = (
     | {ord("\N{IDEOGRAPHIC FULL STOP}"): ".", ord("\N{IDEOGRAPHIC COMMA}"): ","}
 )
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+# Of Python, as in x**2; other pairs of stars are bold text.
+_POWER_STARS = re.compile(r"(?<=[A-Za-z\d)])\*\*(?=[\d(]|-\d)")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 
@@ -76,7 +78,8 @@ class WrittenNumber:
 
 
 def plain(text: str) -> str:
-    """Replace the signs, blanks and small digits of typography by those of ASCII: ½ is 1/2, 10⁵ is 10^{5}."""
+    """Replace the signs, blanks and small digits of typography by those of ASCII: ½ is 1/2, 10⁵ is 10^{5}, x**2 x^2."""
+    text = _POWER_STARS.sub("^", text)
     text = _VULGAR.sub(lambda one: " " + unicodedata.normalize("NFKC", one[0]).replace("\N{FRACTION SLASH}", "/"), text)
     text = _SUPERSCRIPTS.sub(lambda one: f"^{{{unicodedata.normalize('NFKC', one[0])}}}", text)
     return text.translate(_SIGNS)
