@@ -60,8 +60,10 @@ _REWRITES = [
         (r"(?<![\w,]) | (?!\w)", ""),
     ]
 ]
-# "12 34" and 0xff, which math-verify multiplies.
-_NO_PRODUCT = re.compile(r"(?<![\d_])\d+ \d|\b0[xbo][\da-fA-F]+")
+# "12 34", 0xff and words, which math-verify multiplies: no would equal on.
+_NO_PRODUCT = re.compile(
+    r"(?<![\d_])\d+ \d|\b0[xbo][\da-fA-F]+|^[A-Za-z' -]*(?:[A-Za-z]{3}|\b(?:no|on|up|us)\b)[A-Za-z' -]*$", re.IGNORECASE
+)
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
 # A letter, with its value; (A) or (B) is no choice.
 _CHOICE = re.compile(
