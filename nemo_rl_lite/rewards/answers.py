@@ -29,7 +29,7 @@ _PHRASE = re.compile(
     r"####(?=\s*[-+$€\\(\[{.]*\d|\s*\S+\s*\Z)(?!\s*\d+[.)]\s)|\bans\.|(?:答案|答え)(?:是|为|為|は)?\s*[:：]?"
     r"|(?<!\bto )\b(?:answers?|ans|réponse|respuesta|antwort|risposta|resposta|ответ)\b"
     r"(?:(?:\s(?:to|for|of|in|we|that|should|must|will|would|then|here)\b[^.!?\n$\\\d:=]{0,40}?|\sfinale?)?"
-    r"\s+(?:is|are|be|equals|est|es|ist|lautet|è|é)\b\s*:?|[\s*_]*[:：=—])"
+    r"\s+(?:is|are|be|equals|est|es|ist|lautet|è|é)\b\s*:?|[\s*_\"']*[:：=—])"
     r"(?!\s*(?:not|found|obtained|calculated|computed|determined)\b)",
     re.IGNORECASE,
 )
@@ -50,7 +50,7 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _LEADING = re.compile(r"[A-Za-z]?\s*=?\s*[-+(\[{.$]*\d(?:[\d\s.,:+\-*/^()\[\]{}=%!]|\band\b|\bor\b)*")
 # Words before a number, and what follows it: "exactly 12 (twelve), not 13".
 _BEFORE_NUMBER = re.compile(
-    r"^(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|option|choice)\b)[A-Za-z]{2,}(?: to| by)?:?\s+(?=[-+$(\[{.\d])"
+    r"^(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|option|choice)\b)[a-z]{2,}(?: to| by)?:?\s+(?=[-+$(\[{.\d])"
 )
 _AFTER_ANSWER = re.compile(
     r"\s*\([^()\d]*[A-Za-z]{2}[^()\d]*\)$|,?\s+(?:not|because|since|as|which|but|rather|instead)\b.*"
@@ -92,7 +92,7 @@ def find_answer(response: str) -> str:
     text = plain(_TAG.sub(" ", text)).strip()
     phrases = list(_PHRASE.finditer(text))
     if phrases and not _RETRACTION.search(text, phrases[-1].end()):
-        rest = text[phrases[-1].end() :].lstrip("*_: \n")
+        rest = text[phrases[-1].end() :].lstrip("*_: \n\"'")
         stated = _first_stated(rest)
         if stated and (len(_WORD.findall(stated)) <= _LONG or not re.search(r"\d", rest)):
             return stated
@@ -145,6 +145,7 @@ def _first_stated(text: str) -> str:
     if marked and not re.search(r"\d", text[: marked.start()]) and (not end or marked.start() <= end.start()):
         return _first_list(text, marked)
     sentence = (text[: end.start()] if end else text).replace("**", "").strip()
+    sentence = re.sub(r"[\"'][\s}]*$", "", sentence)
     addition = _AFTER_ANSWER.search(sentence)
     if addition and (addition.start() <= _SHORT or re.search(r"\d", sentence[: addition.start()])):
         sentence = sentence[: addition.start()]

@@ -54,15 +54,17 @@ _REWRITES = [
         (r"(?<=\d)\s*(?:\\colon|to)\s*(?=\d)", ":"),
         (r"(?<=\d)\s*\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+\s*(?:\^\{?\d\}?)?)\s*\}", r" \1/\2"),
         (r"\^\s*(?:(-?\d{2,})|\(([^()]*)\))", r"^{\1\2}"),
+        (r"(?<=[\d)])_\{(\d+)\}", r"_\1"),
         (r"\b(?:square|sq\.?) ([^\W\d_]+)", r"\1^2"),
         (r"\bcubic ([^\W\d_]+)", r"\1^3"),
         (r"\s+", " "),
         (r"(?<![\w,]) | (?!\w)", ""),
     ]
 ]
-# "12 34", 0xff and words, which math-verify multiplies: no would equal on.
+# "12 34", 0xff, 101_2 and words, which math-verify multiplies: no would equal on.
 _NO_PRODUCT = re.compile(
-    r"(?<![\d_])\d+ \d|\b0[xbo][\da-fA-F]+|^[A-Za-z' -]*(?:[A-Za-z]{3}|\b(?:no|on|up|us)\b)[A-Za-z' -]*$", re.IGNORECASE
+    r"(?<![\d_])\d+ \d|^\(?\d[\dA-F]*\)?_|\b0[xbo][\da-fA-F]+"
+    r"|^[A-Za-z' -]*(?:[A-Za-z]{3}|\b(?:[Nn]o|[Oo]n|[Uu]p|[Uu]s)\b)[A-Za-z' -]*$"
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
 # A letter, with its value; (A) or (B) is no choice.
@@ -75,7 +77,7 @@ _RATIO = re.compile(r"\d{1,40}(?:\.\d{1,40})?(?:\s?:\s?\d{1,40}(?:\.\d{1,40})?)+
 _INEQUALITY = re.compile(r"[A-Za-z](<|>|\\le ?|\\ge ?)([^<>=]+)")
 # What an equation calls its right side: x, a_1, f(x), \theta, |AB|, Area, (x,y).
 _NAME = re.compile(
-    r"(?:\\?[A-Za-z ]+|\|[A-Z]+\||\([a-z](?:,\s?[a-z])+\)|\\frac\{d\w*\}\{d\w\})"
+    r"(?:\\?[A-Za-z ]+|\|[A-Z]+\||\([a-z](?:,\s?[a-z])+\)|\\frac\{d\w*\}\{d\w\}|\\(?:vec|hat|overline)\{\w+\})"
     r"'?(?:\^\{-1\})?(?:_\{?\w+\}?)?(?:\([a-z](?:,\s?[a-z])*\))?"
 )
 _MEMBER = re.compile(r"[A-Za-z]\\in ?(?=[(\[{\\])")
