@@ -66,6 +66,7 @@ _WORD = re.compile(
     r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}|[^\W\d_A-Za-zΑ-Ωα-ω]"
 )
 _GROUP = re.compile(r"[(\[{][^()\[\]{}]*,[^()\[\]{}]*[)\]}]$")
+_BULLET = re.compile(r"^\s*(?:[-+*]|[^\w\s$\\(\[{|.√∞+-]+)\s+")
 _SQUARED_UNIT = re.compile(r"(?<=\d)\s*\b[kcdm]?m(?:\^\{?[23]\}?|[23])$")
 _BEFORE, _BEHIND = "*_`,;: ", "*_`,;:$\\ .\n"
 
@@ -200,7 +201,7 @@ def _last_plain(text: str) -> str:
         return text
     if (found := _YES.match(text) or _CORRECT.search(text)) and not re.search(r"\d", text):
         return found[found.re.groups]
-    line = re.sub(r"^\s*[-*•]\s+", "", line).lstrip(_BEFORE).rstrip(_BEHIND)
+    line = _BULLET.sub("", line).lstrip(_BEFORE).rstrip(_BEHIND)
     line = _SQUARED_UNIT.sub("", line)
     if not _WORD.search(line) and not ("=" in line and "," in line):
         return line

@@ -73,6 +73,7 @@ _CHOICE = re.compile(
     r"((?!or\b|and\b|[,;/&]|[A-Z]\b|.*\([A-Z]\)).*)"
 )
 _TIME = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?(?:\s?([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_ABOUT = re.compile(r"\\(?:approx|simeq|doteq)(?![A-Za-z])|≈")
 _RATIO = re.compile(r"\d{1,40}(?:\.\d{1,40})?(?:\s?:\s?\d{1,40}(?:\.\d{1,40})?)+")
 _INEQUALITY = re.compile(r"[A-Za-z](<|>|\\le ?|\\ge ?)([^<>=]+)")
 # What an equation calls its right side: x, a_1, f(x), \theta, |AB|, Area, (x,y).
@@ -141,6 +142,9 @@ def same_answer(stated: str, reference: str) -> bool:
     if choice and expected:
         return _letter(choice) == _letter(expected)
     firsts, seconds = _readings(first, choice), _readings(second, expected)
+    # Both sides of an approximation count.
+    if len(sides := _ABOUT.split(stated)) > 1:
+        firsts.append(_normal(sides[0]))
     return any(_same(one, other) for one in firsts for other in seconds)
 
 
