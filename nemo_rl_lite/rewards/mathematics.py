@@ -22,6 +22,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _REWRITES = [
     (re.compile(pattern), by)
     for pattern, by in [
+        (r"^\s*[\"'“‘]([^\"'“”‘’]*)[\"'”’]\s*$", r"\1"),
         (r"(?<=\d)(?:\{,\}|\\,|\\ |\\;|\\:|~|\\!|,\\!)(?=\d{3}(?!\d))", ","),
         (r"(?<!\\)\\(?:[,;:! ]|quad|qquad|left|right|[bB]ig+[lr]?|displaystyle|limits)(?![A-Za-z])|~", " "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -63,7 +64,7 @@ _REWRITES = [
 ]
 # "12 34", 0xff, 101_2 and words, which math-verify multiplies: no would equal on.
 _NO_PRODUCT = re.compile(
-    r"(?<![\d_])\d+ \d|^\(?\d[\dA-F]*\)?_|\b0[xbo][\da-fA-F]+"
+    r"(?<![\d_])\d+ \d|\d'|^\(?\d[\dA-F]*\)?_|\b0[xbo][\da-fA-F]+"
     r"|^[A-Za-z' -]*(?:[A-Za-z]{3}|\b(?:[Nn]o|[Oo]n|[Uu]p|[Uu]s)\b)[A-Za-z' -]*$"
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
@@ -363,7 +364,10 @@ def _same_values(stated: Any, reference: Any) -> bool:
         return verify(reference, stated, timeout_seconds=0)
     has_floats = stated.has(Float) or reference.has(Float)
     if getattr(stated, "is_number", False) and getattr(reference, "is_number", False):
-        first, second = N(stated.doit(), 40), N(reference.doit(), 40)
+        first, second = stated.doit(), reference.doit()
+        if first.is_Rational and second.is_Rational:
+            return bool(first == second)
+        first, second = N(first, 40), N(second, 40)
         most = (1e-6 if has_floats else 1e-30) * abs(second)
         return bool(first.is_finite and second.is_finite and abs(first - second) <= most)
     # The smallest value in the reference has 6 significant digits.

@@ -74,7 +74,8 @@ class WrittenNumber:
         digits = self.decimals or 0
         unit = Fraction(1, 10**digits) if digits >= _ROUNDED else Fraction(0)
         enough = abs(self.value) >= min(Fraction(1), unit * 10 ** (_ROUNDED - 1))
-        return enough and abs(self.value - exact) < unit
+        is_cut_off = self.value * exact > 0 and abs(self.value) <= abs(exact) < abs(self.value) + unit
+        return enough and (is_cut_off or abs(self.value - exact) <= unit / 2)
 
 
 def plain(text: str) -> str:
