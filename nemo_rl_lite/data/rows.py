@@ -221,7 +221,10 @@ def text_of(row: Row, name: str, where: str) -> str:
     if not is_number(value):
         raise DataError(f"{where}: column '{name}' must be text or a number, found {value!r:.80}")
     # Parquet and pandas make 7.0 of a 7 in a column that has gaps. 5e-05 is 0.00005: exponents are read by few.
-    return str(value) if isinstance(value, int) else format(Decimal(repr(float(value) or 0.0)).normalize(), "f")
+    if isinstance(value, int):
+        return str(value)
+    text = format(Decimal(repr(float(value) or 0.0)), "f")
+    return text.rstrip("0").removesuffix(".") if "." in text else text
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -20,7 +20,7 @@ _FARTHEST = 80
 _MARKED = re.compile(
     r"(?<!\\)\$\$(?P<display>.+?)\$\$|(?<![\\$])\$(?=\S)(?P<inline>(?:\\.|[^$\\])+)(?<=\S)\$(?!\d)"
     r"|\\\((?P<round>(?:(?!\\\().)+?)\\\)|\\\[(?P<square>(?:(?!\\\[).)+?)\\\]"
-    r"|\*\*(?P<bold>[^*\n]+?)\*\*|`(?P<code>[^`\n]+)`"
+    r"|\*\*(?P<bold>(?:[^*\n]|(?<!\*)\*(?!\*))+?)\*\*|`(?P<code>[^`\n]+)`"
     r"|\\begin\{(?P<name>equation|align|gather)\*?\}(?P<lines>(?:(?!\\begin\{[eag]).)+?)\\end\{(?P=name)\*?\}",
     re.DOTALL,
 )
@@ -29,12 +29,12 @@ _PHRASE = re.compile(
     r"####(?=\s*[-+$€\\(\[{.]*\d|\s*\S+\s*\Z)(?!\s*\d+[.)]\s)|\bans\.|(?:答案|答え)(?:是|为|為|は)?\s*[:：]?"
     r"|(?<!\bto )\b(?:answers?|ans|réponse|respuesta|antwort|risposta|resposta|ответ)\b"
     r"(?:(?:\s(?:to|for|of|in|we|that|should|must|will|would|then|here)\b[^.!?\n$\\\d:=]{0,40}?|\sfinale?)?"
-    r"\s+(?:is|are|be|equals|est|es|ist|lautet|è|é)\b\s*:?|[\s*_]*[:：=—])"
+    r"\s+(?:is|are|be|equals|est|es|ist|lautet|è|é)\b\s*:?|[\s*_\"']*[:：=—])"
     r"(?!\s*(?:not|found|obtained|calculated|computed|determined)\b)",
     re.IGNORECASE,
 )
-# More words than an answer has.
-_LONG = 4
+# Words of an answer among numbers, and characters of one that an explanation may follow: "yes, because".
+_LONG, _SHORT = 4, 5
 # The writer takes back what was stated before.
 _RETRACTION = re.compile(r"\b(?:wait|actually|hmm|correction|mistake)\b", re.IGNORECASE)
 # A marked expression after these is a given: "With $n=3$ there are 12".
@@ -50,7 +50,7 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _LEADING = re.compile(r"[A-Za-z]?\s*=?\s*[-+(\[{.$]*\d(?:[\d\s.,:+\-*/^()\[\]{}=%!]|\band\b|\bor\b)*")
 # Words before a number, and what follows it: "exactly 12 (twelve), not 13".
 _BEFORE_NUMBER = re.compile(
-    r"^(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|option|choice)\b)[A-Za-z]{2,}(?: to| by)?:?\s+(?=[-+$(\[{.\d])"
+    r"^(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|option|choice)\b)[a-z]{2,}(?: to| by)?:?\s+(?=[-+$(\[{.\d])"
 )
 _AFTER_ANSWER = re.compile(
     r"\s*\([^()\d]*[A-Za-z]{2}[^()\d]*\)$|,?\s+(?:not|because|since|as|which|but|rather|instead)\b.*"
@@ -62,8 +62,11 @@ _CORRECT = re.compile(r"\b([A-Z])\)?\s+is\s+(?:the\s+)?(?:correct|right)\b")
 _SOLUTIONS = re.compile(r"([A-Za-z])\s*=\s*\S+(?:(?:,|,?\s+or|,?\s+and)\s+\1\s*=\s*\S+)+$")
 _CLOCK = re.compile(r"\d+(?:\s?:\s?\d+)+(?:\s?[ap]\.?m\b\.?)?", re.IGNORECASE)
 # Two letters, or one of a script that names no variables.
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|[^\W\d_A-Za-zΑ-Ωα-ω]")
+_WORD = re.compile(
+    r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}|[^\W\d_A-Za-zΑ-Ωα-ω]"
+)
 _GROUP = re.compile(r"[(\[{][^()\[\]{}]*,[^()\[\]{}]*[)\]}]$")
+_BULLET = re.compile(r"^\s*(?:[-+*]|[^\w\s$\\(\[{|.√∞+-]+)\s+")
 _SQUARED_UNIT = re.compile(r"(?<=\d)\s*\b[kcdm]?m(?:\^\{?[23]\}?|[23])$")
 _BEFORE, _BEHIND = "*_`,;: ", "*_`,;:$\\ .\n"
 
@@ -90,10 +93,13 @@ def find_answer(response: str) -> str:
     text = plain(_TAG.sub(" ", text)).strip()
     phrases = list(_PHRASE.finditer(text))
     if phrases and not _RETRACTION.search(text, phrases[-1].end()):
-        stated = _first_stated(text[phrases[-1].end() :].lstrip("*_: \n"))
-        if stated and len(_WORD.findall(stated)) <= _LONG:
+        rest = text[phrases[-1].end() :].lstrip("*_: \n\"'")
+        stated = _first_stated(rest)
+        if stated and (len(_WORD.findall(stated)) <= _LONG or not re.search(r"\d", rest)):
             return stated
-    return _first_stated(text) if tags else _last_stated(text)
+    if tags:
+        return _first_stated(text) if re.search(r"\d", text) else _unmarked(text)
+    return _last_stated(text)
 
 
 def unwrapped(reference: str) -> str:
@@ -140,7 +146,11 @@ def _first_stated(text: str) -> str:
     if marked and not re.search(r"\d", text[: marked.start()]) and (not end or marked.start() <= end.start()):
         return _first_list(text, marked)
     sentence = (text[: end.start()] if end else text).replace("**", "").strip()
-    sentence = _BEFORE_NUMBER.sub("", _AFTER_ANSWER.sub("", sentence))
+    sentence = re.sub(r"[\"'][\s}]*$", "", sentence)
+    addition = _AFTER_ANSWER.search(sentence)
+    if addition and (addition.start() <= _SHORT or re.search(r"\d", sentence[: addition.start()])):
+        sentence = sentence[: addition.start()]
+    sentence = _BEFORE_NUMBER.sub("", sentence)
     if len(_WORD.findall(sentence)) <= 1 or not re.search(r"\d", sentence):
         return sentence
     leading = _LEADING.match(sentence)
@@ -169,13 +179,13 @@ def _last_stated(text: str) -> str:
     starts = [(one.string, max(0, one.start() - 30), one.start()) for one in numbers]
     if _ENDING_NUMBER.search(after) or not all(_COMPLEMENT.search(*start) for start in starts):
         return _last_plain(after)
-    return _unmarked(stated[-1][0])
+    return _first_stated(stated[-1]["bold"]) if stated[-1]["bold"] else _unmarked(stated[-1][0])
 
 
 def _is_expression(marked: re.Match[str]) -> bool:
-    """Return True unless it is emphasis, as of a heading."""
+    """Return True unless it is emphasis within the text, as of a heading."""
     text = marked["bold"] or marked["code"]
-    if not text:
+    if not text or not marked.string[marked.end() :].strip(" .\n"):
         return True
     is_heading = re.match(r"\d+[.)]\s", text)
     return bool(re.match(r"[-$]?\d", text) and not is_heading) or not _WORD.search(text)
@@ -191,7 +201,7 @@ def _last_plain(text: str) -> str:
         return text
     if (found := _YES.match(text) or _CORRECT.search(text)) and not re.search(r"\d", text):
         return found[found.re.groups]
-    line = re.sub(r"^\s*[-*•]\s+", "", line).lstrip(_BEFORE).rstrip(_BEHIND)
+    line = _BULLET.sub("", line).lstrip(_BEFORE).rstrip(_BEHIND)
     line = _SQUARED_UNIT.sub("", line)
     if not _WORD.search(line) and not ("=" in line and "," in line):
         return line

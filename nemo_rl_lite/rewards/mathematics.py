@@ -22,6 +22,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _REWRITES = [
     (re.compile(pattern), by)
     for pattern, by in [
+        (r"^\s*[\"'“‘]([^\"'“”‘’]*)[\"'”’]\s*$", r"\1"),
         (r"(?<=\d)(?:\{,\}|\\,|\\ |\\;|\\:|~|\\!|,\\!)(?=\d{3}(?!\d))", ","),
         (r"(?<!\\)\\(?:[,;:! ]|quad|qquad|left|right|[bB]ig+[lr]?|displaystyle|limits)(?![A-Za-z])|~", " "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -53,12 +54,19 @@ _REWRITES = [
         (r"\\(?:approx|simeq|doteq|equiv)(?![A-Za-z])|≈|≡", "="),
         (r"(?<=\d)\s*(?:\\colon|to)\s*(?=\d)", ":"),
         (r"(?<=\d)\s*\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+\s*(?:\^\{?\d\}?)?)\s*\}", r" \1/\2"),
+        (r"\^\s*(?:(-?\d{2,})|\(([^()]*)\))", r"^{\1\2}"),
+        (r"(?<=[\d)])_\{(\d+)\}", r"_\1"),
         (r"\b(?:square|sq\.?) ([^\W\d_]+)", r"\1^2"),
         (r"\bcubic ([^\W\d_]+)", r"\1^3"),
         (r"\s+", " "),
         (r"(?<![\w,]) | (?!\w)", ""),
     ]
 ]
+# "12 34", 0xff, 101_2 and words, which math-verify multiplies: no would equal on.
+_NO_PRODUCT = re.compile(
+    r"(?<![\d_])\d+ \d|\d'|^\(?\d[\dA-F]*\)?_|\b0[xbo][\da-fA-F]+"
+    r"|^[A-Za-z' -]*(?:[A-Za-z]{3}|\b(?:[Nn]o|[Oo]n|[Uu]p|[Uu]s)\b)[A-Za-z' -]*$"
+)
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
 # A letter, with its value; (A) or (B) is no choice.
 _CHOICE = re.compile(
@@ -66,11 +74,12 @@ _CHOICE = re.compile(
     r"((?!or\b|and\b|[,;/&]|[A-Z]\b|.*\([A-Z]\)).*)"
 )
 _TIME = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?(?:\s?([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_ABOUT = re.compile(r"\\(?:approx|simeq|doteq)(?![A-Za-z])|≈")
 _RATIO = re.compile(r"\d{1,40}(?:\.\d{1,40})?(?:\s?:\s?\d{1,40}(?:\.\d{1,40})?)+")
 _INEQUALITY = re.compile(r"[A-Za-z](<|>|\\le ?|\\ge ?)([^<>=]+)")
 # What an equation calls its right side: x, a_1, f(x), \theta, |AB|, Area, (x,y).
 _NAME = re.compile(
-    r"(?:\\?[A-Za-z ]+|\|[A-Z]+\||\([a-z](?:,\s?[a-z])+\)|\\frac\{d\w*\}\{d\w\})"
+    r"(?:\\?[A-Za-z ]+|\|[A-Z]+\||\([a-z](?:,\s?[a-z])+\)|\\frac\{d\w*\}\{d\w\}|\\(?:vec|hat|overline)\{\w+\})"
     r"'?(?:\^\{-1\})?(?:_\{?\w+\}?)?(?:\([a-z](?:,\s?[a-z])*\))?"
 )
 _MEMBER = re.compile(r"[A-Za-z]\\in ?(?=[(\[{\\])")
@@ -134,6 +143,9 @@ def same_answer(stated: str, reference: str) -> bool:
     if choice and expected:
         return _letter(choice) == _letter(expected)
     firsts, seconds = _readings(first, choice), _readings(second, expected)
+    # Both sides of an approximation count.
+    if len(sides := _ABOUT.split(stated)) > 1:
+        firsts.append(_normal(sides[0]))
     return any(_same(one, other) for one in firsts for other in seconds)
 
 
@@ -197,7 +209,7 @@ def _union(text: str) -> str:
 
 
 def _words(text: str) -> str:
-    return re.sub(r"^(?:the|an?) ", "", text.casefold())
+    return re.sub(r"^(?:the|an?) ", "", text.casefold().rstrip("?!"))
 
 
 def _same_time(stated: re.Match[str], reference: re.Match[str]) -> bool:
@@ -332,7 +344,7 @@ def _equation(text: str) -> tuple[str, str] | None:
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> list[Any]:
     """Parse a normalised expression with math-verify; [] if it is none."""
-    if re.search(r"(?<![\d_])\d+ \d", text):  # no product
+    if _NO_PRODUCT.search(text):
         return []
     latex = re.sub(r"\band\b|\bor\b", ",", text.replace("%", r"\%"))
     latex = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"\1 \\cdot 10^{\2}", latex)
@@ -352,7 +364,10 @@ def _same_values(stated: Any, reference: Any) -> bool:
         return verify(reference, stated, timeout_seconds=0)
     has_floats = stated.has(Float) or reference.has(Float)
     if getattr(stated, "is_number", False) and getattr(reference, "is_number", False):
-        first, second = N(stated.doit(), 40), N(reference.doit(), 40)
+        first, second = stated.doit(), reference.doit()
+        if first.is_Rational and second.is_Rational:
+            return bool(first == second)
+        first, second = N(first, 40), N(second, 40)
         most = (1e-6 if has_floats else 1e-30) * abs(second)
         return bool(first.is_finite and second.is_finite and abs(first - second) <= most)
     # The smallest value in the reference has 6 significant digits.

@@ -14,6 +14,8 @@ _SIGNS = (
     | {ord("\N{IDEOGRAPHIC FULL STOP}"): ".", ord("\N{IDEOGRAPHIC COMMA}"): ","}
 )
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+# Of Python, as in x**2; other pairs of stars are bold text.
+_POWER_STARS = re.compile(r"(?<=[A-Za-z\d)])\*\*(?=[\d(]|-\d)")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 
@@ -72,11 +74,13 @@ class WrittenNumber:
         digits = self.decimals or 0
         unit = Fraction(1, 10**digits) if digits >= _ROUNDED else Fraction(0)
         enough = abs(self.value) >= min(Fraction(1), unit * 10 ** (_ROUNDED - 1))
-        return enough and abs(self.value - exact) < unit
+        is_cut_off = self.value * exact > 0 and abs(self.value) <= abs(exact) < abs(self.value) + unit
+        return enough and (is_cut_off or abs(self.value - exact) <= unit / 2)
 
 
 def plain(text: str) -> str:
-    """Replace the signs, blanks and small digits of typography by those of ASCII: ½ is 1/2, 10⁵ is 10^{5}."""
+    """Replace the signs, blanks and small digits of typography by those of ASCII: ½ is 1/2, 10⁵ is 10^{5}, x**2 x^2."""
+    text = _POWER_STARS.sub("^", text)
     text = _VULGAR.sub(lambda one: " " + unicodedata.normalize("NFKC", one[0]).replace("\N{FRACTION SLASH}", "/"), text)
     text = _SUPERSCRIPTS.sub(lambda one: f"^{{{unicodedata.normalize('NFKC', one[0])}}}", text)
     return text.translate(_SIGNS)
