@@ -145,13 +145,22 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
     """Yield the lines of a file, or the items of its list."""
     with path.open(encoding="utf-8-sig") as lines:
         first = next((line for line in lines if line.strip()), "")
+        is_list = first.lstrip().startswith("[") and not (_is_json(first) and any(line.strip() for line in lines))
         lines.seek(0)
-        if first.lstrip().startswith("["):
+        if is_list:
             yield from enumerate(json.load(lines), start=1)
             return
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, line
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
@@ -179,7 +188,8 @@ def _object(row: object, where: str) -> Row:
                 half = f"{error.object[error.start]!a}"
                 raise DataError(f"{where}: has {half}, which is half of a character and no text") from None
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: a JSON object is needed, found {type(row).__name__}")
+        fix = '; give the list a name, as in {"messages": [...]}' if isinstance(row, list) else ""
+        raise DataError(f"{where}: a JSON object is needed, found {type(row).__name__}{fix}")
     return row
 
 
