@@ -262,8 +262,18 @@ def _system_prompt(config: DataConfig, row: Row, name: str, where: str) -> str |
 
 
 def _tools(config: DataConfig, row: Row, name: str, where: str) -> tuple[Tool, ...]:
-    """Return the tools in the column `data.tools_column`, or in `tools` beside column `name`."""
-    return row_tools(replace(config, tools_column=config.tools_column or _beside(row, name, "tools")), row, where)
+    """Return the tools in the column `data.tools_column`, or in `tools` (once `functions`) beside column `name`. Beside
+    anything but a whole chat, a column of this name may be something else."""
+    if config.tools_column is not None:
+        return row_tools(config, row, where)
+    names = (_beside(row, name, other) for other in ("tools", "functions"))
+    beside = next((one for one in names if find_column(row, one)), None)
+    try:
+        return row_tools(replace(config, tools_column=beside), row, where)
+    except DataError:
+        if name == _messages_column(config, row):
+            raise
+        return ()
 
 
 def _beside(row: Row, name: str, other: str) -> str:

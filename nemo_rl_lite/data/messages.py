@@ -18,7 +18,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # Optional fields of a tool's message: the tool, and the call that it answers.
 _MORE = ("name", "tool_call_id")
 # Names of roles in ShareGPT's format and in OpenAI's older one, and of turns that hold tool calls as JSON.
-_ROLES = {"human": "user", "gpt": "assistant"} | dict.fromkeys(
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | dict.fromkeys(
     ("observation", "function", "function_response", "tool_response", "tool_result"), "tool"
 )
 _CALLERS = ("function_call", "tool_call", "tool_calls")
@@ -66,9 +66,12 @@ def _message(value: object, number: int, where: str) -> Message:
         content = ""
     if not isinstance(content, str):
         found = type(content).__name__ if "content" in value else f"the fields {', '.join(map(str, value))} alone"
-        raise DataError(f"{where}: its content must be text, found {found}")
+        field = "content (value)" if "from" in value else "content"
+        raise DataError(f"{where}: its {field} must be text, found {found}")
     more = {key: value[key] for key in _MORE if value.get(key) is not None}
-    thought = {THOUGHTS[0]: "\n".join(thoughts)} if thoughts else {}
+    # Some write the thoughts twice.
+    repeated = "".join(content.split()).startswith("".join(f"<think>{''.join(thoughts)}</think>".split()))
+    thought = {THOUGHTS[0]: "\n".join(thoughts)} if thoughts and not repeated else {}
     called = {"tool_calls": [_call(call, where) for call in calls]} if calls else {}
     return {"role": role, "content": content, **thought, **more, **called, **_untrained(value, where)}
 
@@ -179,6 +182,8 @@ def _call(call: object, where: str) -> dict[str, Any]:
             arguments = writable(json.loads(arguments))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: the arguments of {function['name']} are not JSON ({error})") from None
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"{where}: the arguments of {function['name']} must be an object, found {arguments!r:.80}")
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     arguments = without_nulls(arguments)
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

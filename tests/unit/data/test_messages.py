@@ -70,6 +70,11 @@ def test_answers_of_tools_name_the_calls_in_their_order(role):
     assert [(one["role"], one["name"]) for one in answers] == [("tool", "add"), ("tool", "now")]
 
 
+@pytest.mark.parametrize("role", ["gpt", "chatgpt", "model", "assistant"])
+def test_names_of_the_assistant(role):
+    assert read_messages(sharegpt(("human", "1"), (role, "2")), "row 1") == tuple(said("u:1", "a:2"))
+
+
 @pytest.mark.parametrize("content", [{"content": None}, {"content": "let me see"}, {}])
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
 def test_openais_older_function_call_is_a_tool_call(content, arguments):
@@ -93,8 +98,12 @@ def test_what_arrow_writes_for_no_call_is_none():
         (("function_call", "[1]"), "a tool call needs the name of a function, found 1"),
         (("function_call", '{"x": 1}'), "a tool call needs the name of a function"),
         (("function_call", None), "a tool call needs the name of a function, found None"),
-        (("gpt", None), "its content must be text, found NoneType"),
-        (("observation", {"a": 1}), "its content must be text, found dict"),
+        (
+            ("function_call", '{"name": "add", "arguments": [1]}'),
+            r"the arguments of add must be an object, found \[1\]",
+        ),
+        (("gpt", None), r"its content \(value\) must be text, found NoneType"),
+        (("observation", {"a": 1}), r"its content \(value\) must be text, found dict"),
     ],
 )
 def test_what_is_wrong_with_a_turn_is_said(turn, words):
@@ -159,6 +168,13 @@ def test_tools_that_are_none_are_named(tools):
     row = {"messages": said("u:1", "a:2"), "tools": tools}
     with pytest.raises(DataError, match=r"^row 1: column 'tools' (is not JSON|must be a list of tools)"):
         to_chat(data("sft"), row, "row 1")
+    # Beside a prompt the column is something else.
+    to_chat(data("sft"), {"prompt": "1", "answer": "2", "tools": tools}, "row 1")
+
+
+def test_functions_of_openais_older_format_are_tools():
+    (found,) = to_chat(data("sft"), {"messages": said("u:1", "a:2"), "functions": [TOOL]}, "row 1").conversations
+    assert found.tools == ({"type": "function", "function": TOOL},)
 
 
 def test_a_pair_of_single_messages_answers_the_chat_beside_it():

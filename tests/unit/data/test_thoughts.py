@@ -89,6 +89,12 @@ def test_thoughts_that_the_template_leaves_out_are_an_error(tmp_path, template, 
         turn(tmp_path, template, *said("u:2+2?"), answer(**fields))
 
 
+def test_thoughts_that_are_in_the_content_too_are_written_once(tmp_path):
+    twice = answer(reasoning_content="two\n", content="<think>\ntwo</think>4")
+    assert turn(tmp_path, CHATML, *said("u:2+2?"), twice) == twice["content"]
+    assert turn(tmp_path, QWEN, *said("u:2+2?"), twice) == "<think>\ntwo\n</think>\n\n4"
+
+
 @pytest.mark.parametrize("content", ["two", ""])
 def test_blank_thoughts_are_none(tmp_path, content):
     fields = {"reasoning_content": " \n", "reasoning": "", "thinking": None, "content": "4" + content}
