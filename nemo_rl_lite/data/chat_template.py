@@ -63,6 +63,15 @@ class ChatTemplate:
         except Exception:  # a template may raise anything; the run's own messages will show it
             return False
 
+    def leaves_out_tools(self, tools: Sequence[Tool]) -> bool:
+        """Return whether the template writes the name of none of the tools."""
+        names = [str(tool.get("function", tool).get("name", "")) for tool in tools]
+        try:
+            written = self._written([_QUESTION], tools, True) if self.exists else ""
+        except Exception:  # a template may raise anything; the run's own messages will show it
+            return False
+        return not any(name in written for name in names)
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Return the text of a chat, up to the start of the assistant's turn.
 
