@@ -255,7 +255,8 @@ def _system_prompt(config: DataConfig, row: Row, name: str, where: str) -> str |
     """Return the system prompt in the column `system` beside column `name`, where ShareGPT's and Anthropic's formats
     have it, or `data.system_prompt`. A template of prompts names all columns that it uses."""
     own = None if config.prompt_template is not None else find_column(row, _beside(row, name, "system"))
-    if not own or not isinstance(own, str | list):
+    is_parts = isinstance(own, list) and all(isinstance(part, Mapping) for part in own)
+    if not own or not (isinstance(own, str) or is_parts):
         return config.system_prompt
     (system,) = read_messages([{"role": "system", "content": own}], f"{where}, column 'system'")
     return system["content"] if system["content"].strip() else config.system_prompt

@@ -22,10 +22,16 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": 
     ("observation", "function", "function_response", "tool_response", "tool_result"), "tool"
 )
 _CALLERS = ("function_call", "tool_call", "tool_calls")
-# A list of messages, or one, as JSON, as Python or as NumPy writes it. The whole text is one.
-_CHAT_START = re.compile(r"""\s*(?:\[\s*\{\s*["']\w+|\{\s*["'](?:role|content|from|value))["']\s*:""")
-_CHAT_ROLE = re.compile(rf"""["'](?:role|from)["']\s*:\s*["'](?:{"|".join((*ROLES, *_ROLES, *_CALLERS))})["']""")
-_CHAT_CONTENT = re.compile(r"""["'](?:content|value)["']\s*:""")
+# Messages as JSON, as Python or as NumPy writes them: a list, one message, or the structure of a whole chat; maybe
+# written twice, so that quotes are escaped. The whole text is one.
+_QUOTE = r"""\\*["']"""
+_CHAT_START = re.compile(
+    rf"""\s*"?\s*(?:\[\s*\{{|\{{\s*{_QUOTE}(?:role|content|from|value|{"|".join(CHAT_COLUMNS)}){_QUOTE}\s*:)"""
+)
+_CHAT_ROLE = re.compile(
+    rf"{_QUOTE}(?:role|from){_QUOTE}\s*:\s*{_QUOTE}(?:{'|'.join((*ROLES, *_ROLES, *_CALLERS))}){_QUOTE}"
+)
+_CHAT_CONTENT = re.compile(rf"{_QUOTE}(?:content|value){_QUOTE}\s*:")
 
 
 def read_messages(value: object, where: str) -> tuple[Message, ...]:
@@ -45,7 +51,7 @@ def read_messages(value: object, where: str) -> tuple[Message, ...]:
 
 def refuse_chat_as_text(text: str, where: str) -> None:
     """Raise DataError where a text is nothing but messages written as JSON, which a model would see as they are."""
-    is_whole = _CHAT_START.match(text) and text.rstrip()[-1] in "]}"
+    is_whole = _CHAT_START.match(text) and text.rstrip(' \n\r\t"').endswith(("]", "}"))
     if is_whole and _CHAT_ROLE.search(text) and _CHAT_CONTENT.search(text):
         rule = "holds its messages as JSON text; write the list itself into the row"
         raise DataError(f"{where}: {rule} (text that is meant as it is can be the content of a message)")

@@ -192,6 +192,8 @@ AS_TEXT = [
     f" {CHAT}".replace(", {", "\n {"),
     json.dumps(CHAT[1]),
     json.dumps(sharegpt(("human", "1+1?"))),
+    json.dumps({"messages": CHAT}),
+    json.dumps(json.dumps(CHAT)),
     json.dumps([{"content": [{"type": "text", "text": "1"}], "role": "user"}]),
 ]
 

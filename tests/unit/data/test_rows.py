@@ -49,6 +49,18 @@ def test_a_row_that_is_a_list_is_named_with_what_to_write(tmp_path, name, conten
         rows(tmp_path / name, content)
 
 
+@pytest.mark.parametrize("content", ["[\n1]\n[\n2]", '[{"a": 1},\n]', '"a"', "7", "{"])
+def test_the_layout_of_a_json_file_is_told(tmp_path, content):
+    with pytest.raises(DataError, match=r"a.jsonl.*; a JSON file has one object a line, or is one list of objects"):
+        rows(tmp_path / "a.jsonl", content)
+
+
+@pytest.mark.parametrize("row", [{"role": "user", "content": "1"}, {"from": "human", "value": "1"}])
+def test_a_row_that_is_one_message_is_told(row):
+    with pytest.raises(DataError, match=r"no column 'prompt' .*; this is one message of a chat: give the list a name"):
+        to_problem(compose_config(["algorithm=grpo"]).data, row, "row 1")
+
+
 @pytest.mark.parametrize("content", ['[{"a": 1}, {"a": 2}]', '[{"a": 1}, {"a": 2}]\n\n', '[\n{"a": 1},\n{"a": 2}\n]'])
 def test_a_file_may_be_one_list(tmp_path, content):
     assert rows(tmp_path / "a.jsonl", content) == [{"a": 1}, {"a": 2}]
