@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from nemo_rl_lite.data.formats import Conversation
-from nemo_rl_lite.data.messages import Message
-from nemo_rl_lite.data.tool_format import ToolFormat, sample_call, tool_format
+from nemo_rl_lite.data.messages import THOUGHTS, Message
+from nemo_rl_lite.data.tool_format import ToolFormat, common_start, sample_call, tool_format
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.errors import DataError
 
@@ -16,6 +16,9 @@ _TURN = "THE-TURN"
 # What a template is always given in addition to arguments of `apply_chat_template`: the functions that it may call.
 _ALWAYS = {"messages", "raise_exception", "strftime_now"}
 _QUESTION = {"role": "user", "content": "-"}
+# The tags around thoughts in the content of a message.
+_THINK, _THOUGHT = "<think>", "</think>"
+_OTHER_TEMPLATE = "name one that does with policy.tokenizer.chat_template"
 
 
 class ChatTemplate:
@@ -60,6 +63,15 @@ class ChatTemplate:
         except Exception:  # a template may raise anything; the run's own messages will show it
             return False
 
+    def leaves_out_tools(self, tools: Sequence[Tool]) -> bool:
+        """Return whether the template writes the name of none of the tools."""
+        names = [str(tool.get("function", tool).get("name", "")) for tool in tools]
+        try:
+            written = self._written([_QUESTION], tools, True) if self.exists else ""
+        except Exception:  # a template may raise anything; the run's own messages will show it
+            return False
+        return not any(name in written for name in names)
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Return the text of a chat, up to the start of the assistant's turn.
 
@@ -75,21 +87,20 @@ class ChatTemplate:
             DataError: the template does not write the chat as prompt, response and end token.
         """
         message, (_, end) = said.messages[index], self.turn_end
-        called = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if not self.exists:
-            if called:
-                raise DataError("a model without a chat template cannot be trained on tool calls")
-            return message["content"]
+            return _plain(message)
         whole = self._text(said.messages[: index + 1], said.tools, prompt=False)
         if not whole.startswith(before):
-            raise DataError(f"the model's chat template changes the prompt when the response follows: {whole!r}")
+            same = len(common_start(before, whole))
+            raise DataError(
+                "the model's chat template changes the prompt when the response follows: "
+                f"{before[same:]!r:.80} becomes {whole[same:]!r:.80}; name another with policy.tokenizer.chat_template"
+            )
         turn, found, _ = whole[len(before) :].rpartition(end)
-        if not found or message["content"].strip() not in turn:
+        if not found:
             rule = f"does not write the response and then its end token {end}"
-            raise DataError(f"the model's chat template {rule}: {whole!r}")
-        if missing := [name for name in called if name not in turn]:
-            fix = "name one that does with policy.tokenizer.chat_template, or leave out the rows with tool calls"
-            raise DataError(f"the model's chat template does not write the call of {missing[0]}: {turn!r}; {fix}")
+            raise DataError(f"the model's chat template {rule}: {whole!r}; {_OTHER_TEMPLATE}")
+        _check_written(message, turn, opened=before.rstrip().endswith(_THINK))
         return turn
 
     def between_turns(self, messages: Sequence[Message]) -> str:
@@ -186,5 +197,57 @@ class ChatTemplate:
     def _written(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
         """Return what the template writes. It may raise anything."""
         return self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False, **self._given
+            list(map(_with_thoughts, messages)),
+            tools=list(tools) or None,
+            add_generation_prompt=prompt,
+            tokenize=False,
+            **self._given,
         )
+
+
+def _with_thoughts(message: Message) -> Message:
+    """Name the thoughts by all of their names, one of which the template may read."""
+    return message | dict.fromkeys(THOUGHTS, message[THOUGHTS[0]]) if THOUGHTS[0] in message else message
+
+
+def _plain(message: Message) -> str:
+    """Return the text of a turn without a template. Raises DataError: the message has more than text."""
+    if "tool_calls" in message:
+        raise DataError("a model without a chat template cannot be trained on tool calls")
+    if THOUGHTS[0] in message:
+        fix = "write them into the content, or leave them out"
+        raise DataError(f"a model without a chat template cannot be trained on thoughts ({THOUGHTS[0]}); {fix}")
+    return message["content"]
+
+
+def _check_written(message: Message, turn: str, opened: bool) -> None:
+    """Raise DataError where a turn lacks the message's thoughts, text or calls. Templates write blanks of their own.
+    `opened`: the prompt has begun the thoughts."""
+    written, content = _without_blanks(turn), _without_blanks(message["content"])
+    thoughts, rule = (
+        _without_blanks(message.get(THOUGHTS[0], "")),
+        f"the model's chat template does not write {{}}: {turn!r:.300}",
+    )
+    content = content.removeprefix(_THINK) if opened else content
+    before, _, answer = content.rpartition(_THOUGHT)
+    if before and content not in written and answer in written:
+        fix = "leave out what stands before it"
+        raise DataError(f"{rule.format(f'the thoughts before {_THOUGHT}')}; {_OTHER_TEMPLATE}, or {fix}")
+    if content not in written:
+        raise DataError(f"{rule.format('the response')}; {_OTHER_TEMPLATE}")
+    if content.startswith(_THINK) and not before and _THOUGHT in written:
+        rule = f"the response begins with {_THINK} and has no {_THOUGHT}, which the model's chat template writes"
+        raise DataError(f"{rule}: {turn!r:.300}; end the thoughts, or leave out the row")
+    # Where the answer repeats the thoughts, they must be there twice.
+    if thoughts not in (written.rpartition(content)[0] if content else written):
+        fix = f"write them into the content as {_THINK}...{_THOUGHT}, or leave them out"
+        raise DataError(f"{rule.format(f'the thoughts ({THOUGHTS[0]})')}; {_OTHER_TEMPLATE}, or {fix}")
+    called = (call["function"]["name"] for call in message.get("tool_calls", ()))
+    if missing := next((name for name in called if name not in turn), None):
+        raise DataError(
+            f"{rule.format(f'the call of {missing}')}; {_OTHER_TEMPLATE}, or leave out the rows with tool calls"
+        )
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())

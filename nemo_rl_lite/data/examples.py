@@ -1,19 +1,23 @@
 """Encode chats and pairs of chats as rows of tokens; a pair's rows are neighbours, the chosen one first."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.data.formats import Conversation, Example, format_of
-from nemo_rl_lite.data.problems import TrainingSet
+from nemo_rl_lite.data.problems import LeftOut, TrainingSet
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.losses.batch import TokenRow
 
 log = logging.getLogger(__name__)
+
+_TOO_LONG = LeftOut("are too long")
+_SAME = LeftOut("prefer neither response (their tokens are the same)")
 
 
 @dataclass(frozen=True)
@@ -41,36 +45,45 @@ class Encoder:
         return rows
 
     def fits(self, example: Example) -> bool:
-        """Return whether no conversation is too long or, where chats are truncated, each keeps a trained token."""
-        for said in example.conversations:
-            tokens, trained = self.tokenizer.conversation(said)
-            cut = trained[: self.max_length] if self.too_long == "truncate" else ()
-            if len(tokens) > self.max_length and not any(cut):
-                return False
-        return True
+        """Return whether an example is trained on: see `check`."""
+        return self._left_out(list(map(self.tokenizer.conversation, example.conversations))) is None
 
-    def longer(self, examples: Sequence[Example]) -> int:
-        """Return how many examples are longer than `policy.max_total_sequence_length`.
+    def check(self, examples: Sequence[Example]) -> tuple[int, Counter[LeftOut]]:
+        """Return how many examples are longer than `policy.max_total_sequence_length`, and how many are not trained on,
+        by reason.
 
         Raises:
             DataError: a chat is too long where that is an error, or has no place in the chat template.
         """
-        longer: list[tuple[int, Example, Conversation]] = []
+        longer, left_out = list[tuple[int, Example, Conversation]](), Counter[LeftOut]()
         for example in examples:
             try:
-                counted = [(len(self.tokenizer.conversation(one)[0]), one) for one in example.conversations]
+                rows = list(map(self.tokenizer.conversation, example.conversations))
             except DataError as error:
                 raise DataError(f"{example.where}: {error}") from None
+            counted = zip((len(tokens) for tokens, _ in rows), example.conversations, strict=True)
             count, said = max(counted, key=lambda one: one[0])
             if count > self.max_length:
                 longer.append((count, example, said))
+            if (why := self._left_out(rows)) is not None:
+                left_out[why] += 1
         if longer and self.too_long == "error":
             count, example, said = max(longer, key=lambda one: one[0])
             told = f"{example.where}: {self._too_long(said, count)}"
             if len(longer) > 1:
                 told += f" Of the {len(longer)} rows that are too long, none was found to be longer."
             raise DataError(told)
-        return len(longer)
+        return len(longer), left_out
+
+    def _left_out(self, rows: Sequence[tuple[list[int], list[bool]]]) -> LeftOut | None:
+        """Return why an example is not trained on: a conversation is too long or, where chats are truncated, loses all
+        trained tokens; or both conversations of a pair are the same row."""
+        for tokens, trained in rows:
+            cut = trained[: self.max_length] if self.too_long == "truncate" else ()
+            if len(tokens) > self.max_length and not any(cut):
+                return _TOO_LONG
+        kept = [tokens[: self.max_length] for tokens, _ in rows]
+        return _SAME if len(kept) > 1 and kept[0] == kept[1] else None
 
     def _too_long(self, said: Conversation, count: int) -> str:
         asked = said.messages[max(said.first_trained - 1, 0)]["content"]
@@ -112,21 +125,20 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
     if unanswered := sum(example.unanswered for example in examples.finite()):
         rule = "go on after the assistant's last message; that end is not trained on"
         log.warning("%s: %d of %d %s %s", source, unanswered, count, kind.name, rule)
-    if longer := encoder.longer(examples.finite()):
+    longer, left_out = encoder.check(examples.finite())
+    _warn(source, f"of {count} {kind.name}", longer, left_out)
+    if left_out:
         examples = examples.only(encoder.fits)
-        _warn_of_long_ones(f"{source}: {longer} of {count} {kind.name}", count - len(examples.finite()))
     if not count:
         # A generated task: none of its examples has been checked.
         examples = examples if encoder.too_long == "error" else examples.only(encoder.fits)
-        first = examples.problem(0)
-        encoder.longer([first])
-        if not encoder.fits(first):
-            raise DataError(f"{source}: too long for policy.max_total_sequence_length = {encoder.max_length}")
+        _, left_out = encoder.check([examples.problem(0)])
+        if left_out:
+            raise DataError(f"{source}: its {kind.name} {_reasons(left_out, encoder)}")
     elif (left := len(examples.finite())) < batch_size:
-        limit = f"policy.max_total_sequence_length = {encoder.max_length}"
-        fix = f"raise {limit}, which the other {count - left} exceed" if left < count else "make it smaller"
         rule = f"{kind.name} do not fill a batch of policy.train_global_batch_size = {batch_size}"
-        raise DataError(f"{source}: {left} {rule}; {fix}")
+        why = f"the others {_reasons(left_out, encoder)}" if left_out else "make it smaller"
+        raise DataError(f"{source}: {left} {rule}; {why}")
     return TrainingExamples(examples, encoder, batch_size)
 
 
@@ -140,15 +152,26 @@ def validation_examples(config: Config, encoder: Encoder, training: Sequence[Exa
     kind = format_of(config)
     examples = validation_set(config.data, config.algorithm.max_val_samples, kind, training)
     source = config.data.validation_path or config.data.train_path or config.data.path or config.data.name
-    longer = encoder.longer(examples)
-    fitting = list(filter(encoder.fits, examples)) if longer else examples
-    if longer:
-        _warn_of_long_ones(f"{source}: {longer} of {len(examples)} {kind.name}", len(examples) - len(fitting))
+    longer, left_out = encoder.check(examples)
+    _warn(source, f"of {len(examples)} {kind.name}", longer, left_out)
+    fitting = list(filter(encoder.fits, examples)) if left_out else examples
     if examples and not fitting:
-        rule = f"none of the {kind.name} is left to validate on; raise policy.max_total_sequence_length"
-        raise DataError(f"{source}: {rule}")
+        raise DataError(f"{source}: none of the {kind.name} is left to validate on: they {_reasons(left_out, encoder)}")
     return encoder.rows(fitting)
 
 
-def _warn_of_long_ones(which: str, dropped: int) -> None:
-    log.warning("%s are longer than policy.max_total_sequence_length; %d were dropped", which, dropped)
+def _warn(source: str, of_all: str, longer: int, left_out: Counter[LeftOut]) -> None:
+    """Warn of long examples, and of pairs that are left out."""
+    if longer:
+        rule = "are longer than policy.max_total_sequence_length"
+        log.warning("%s: %d %s %s; %d were dropped", source, longer, of_all, rule, left_out[_TOO_LONG])
+    if same := left_out[_SAME]:
+        log.warning("%s: %d %s %s and were left out", source, same, of_all, _SAME)
+
+
+def _reasons(left_out: Counter[LeftOut], encoder: Encoder) -> str:
+    """Return how many examples are left out and why, with the key that may help."""
+    reasons = " and ".join(f"{why} ({count})" for why, count in left_out.items())
+    is_cut = _TOO_LONG in left_out or encoder.too_long == "truncate"
+    fix = f"raise policy.max_total_sequence_length = {encoder.max_length}" if is_cut else "add pairs that differ"
+    return f"{reasons}; {fix}"

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.schema import Config, DataConfig
 from nemo_rl_lite.config.user_code import imported
-from nemo_rl_lite.data.messages import CHAT_COLUMNS, Message, read_messages
+from nemo_rl_lite.data.messages import CHAT_COLUMNS, Message, read_messages, refuse_chat_as_text
 from nemo_rl_lite.data.problems import LeftOut, Problem, Prompted, chat, with_system
-from nemo_rl_lite.data.rows import Row, column, filled, is_number, shown_columns, text_of
+from nemo_rl_lite.data.rows import Row, column, filled, find_column, is_number, shown_columns, text_of
 from nemo_rl_lite.data.tools import Tool, callable_tools, row_tools
 from nemo_rl_lite.errors import DataError
 
@@ -74,7 +74,8 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
         DataError: the row lacks a column, or one has a wrong type or does not match `data.answer_pattern`.
     """
     if config.prompt_template is not None:
-        prompt = filled(config.prompt_template, row, where)
+        # A text, whatever it holds.
+        prompt = [{"role": "user", "content": filled(config.prompt_template, row, where)}]
     elif config.prompt_column not in row and (chats := [name for name in CHAT_COLUMNS if name in row]):
         rule = f"no column '{config.prompt_column}', but '{chats[0]}', as of whole chats: algorithm=sft trains on those"
         raise DataError(f"{where}: {rule}")
@@ -90,7 +91,7 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
         answer = answer.replace(",", "") if _WITH_COMMAS.fullmatch(answer) else answer
     if answer.isspace() or (not answer and config.answer_pattern is not None):
         raise DataError(f"{where}: the answer in column '{config.answer_column}' is nothing but blanks")
-    return Problem(chat(prompt, config.system_prompt, where), answer, row)
+    return Problem(chat(prompt, _system_prompt(config, row, config.prompt_column, where), where), answer, row)
 
 
 def to_chat(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
@@ -111,8 +112,11 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
         problem = to_problem(replace(config, answer_column=response, answer_pattern=None), row, where)
         if not problem.answer.strip():
             raise DataError(f"{where}: the response is empty")
-        return Example((answered(problem.messages, problem.answer),), where)
-    messages = with_system(read_messages(column(row, name, where), f"{where}, column '{name}'"), config.system_prompt)
+        refuse_chat_as_text(problem.answer, f"{where}, the response")
+        said = answered(problem.messages, problem.answer)
+        return Example((replace(said, tools=_tools(config, row, config.prompt_column, where)),), where)
+    messages = read_messages(column(row, name, where), f"{where}, column '{name}'")
+    messages = with_system(messages, _system_prompt(config, row, name, where))
     spoken = [index for index, message in enumerate(messages) if _is_trained(message)]
     if not spoken:
         weights = ": they have weight 0" if any(message["role"] == "assistant" for message in messages) else ""
@@ -120,7 +124,7 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
     first = spoken[0 if config.train_on == "all" else -1]
     if all(message["role"] in ("system", "developer") for message in messages[: spoken[0]]):
         raise DataError(f"{where}: column '{name}' begins with the assistant, without a prompt")
-    said = Conversation(messages[: spoken[-1] + 1], first, row_tools(config, row, where))
+    said = Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, name, where))
     trained = [messages[index] for index in said.trained()]
     if not any(one["content"].strip() or one.get("reasoning_content") or one.get("tool_calls") for one in trained):
         raise DataError(f"{where}: column '{name}' has only empty messages of the assistant to train on")
@@ -138,10 +142,11 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
         two = column(row, chosen, where), column(row, rejected, where)
         if two[0] == two[1]:
             return _NEITHER
-        if row.get(config.prompt_column) is None:
+        asked = _asked(config, row)
+        if asked is None:
             pair = _whole_chats(read_messages(two[0], where), read_messages(two[1], where), where)
         else:
-            pair = _continued(chat(row[config.prompt_column], where=where), two, where)
+            pair = _continued(chat(asked, where=where), two, where)
     elif "context" in row and "completions" in row:
         pair = _continued(chat(row["context"], where=where), _ranked(row["completions"], where), where)
     elif "context" in row and "overall_preference" in row:
@@ -163,11 +168,12 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
         )
     if pair[0].messages == pair[1].messages:
         return _NEITHER
+    system_prompt, tools = _system_prompt(config, row, chosen, where), _tools(config, row, chosen, where)
     conversations = []
     for one in pair:
-        messages = with_system(one.messages, config.system_prompt)
+        messages = with_system(one.messages, system_prompt)
         first = one.first_trained + len(messages) - len(one.messages)
-        conversations.append(Conversation(messages, first, one.tools))
+        conversations.append(Conversation(messages, first, tools))
     return Example(tuple(conversations), where)
 
 
@@ -183,9 +189,11 @@ def to_labelled(config: DataConfig, row: Row, where: str) -> Example:
         hint = "; pairs are for algorithm=dpo or orpo" if pair else ""
         needed = f"'{config.prompt_column}', '{name}' and '{config.label_column}'"
         raise DataError(f"{where}: no labelled response (needed: {needed}; columns: {shown_columns(row)}){hint}")
-    asked = chat(column(row, config.prompt_column, where), config.system_prompt, where)
+    system_prompt = _system_prompt(config, row, config.prompt_column, where)
+    asked = chat(column(row, config.prompt_column, where), system_prompt, where)
     response = _response(column(row, name, where), where)
     said = _compared((*asked, *response), len(asked), where)
+    said = replace(said, tools=_tools(config, row, config.prompt_column, where))
     label = row[config.label_column]
     if label not in (0, 1):
         raise DataError(f"{where}: column '{config.label_column}' must be true or false, found {label!r}")
@@ -243,6 +251,44 @@ def _messages_column(config: DataConfig, row: Row) -> str | None:
     return next((name for name in CHAT_COLUMNS if isinstance(row.get(name), Sequence)), None)
 
 
+def _system_prompt(config: DataConfig, row: Row, name: str, where: str) -> str | None:
+    """Return the system prompt in the column `system` beside column `name`, where ShareGPT's and Anthropic's formats
+    have it, or `data.system_prompt`. A template of prompts names all columns that it uses."""
+    own = None if config.prompt_template is not None else find_column(row, _beside(row, name, "system"))
+    is_parts = isinstance(own, list) and all(isinstance(part, Mapping) for part in own)
+    if not own or not (isinstance(own, str) or is_parts):
+        return config.system_prompt
+    (system,) = read_messages([{"role": "system", "content": own}], f"{where}, column 'system'")
+    return system["content"] if system["content"].strip() else config.system_prompt
+
+
+def _tools(config: DataConfig, row: Row, name: str, where: str) -> tuple[Tool, ...]:
+    """Return the tools in the column `data.tools_column`, or in `tools` (once `functions`) beside column `name`. Beside
+    anything but a whole chat, a column of this name may be something else."""
+    if config.tools_column is not None:
+        return row_tools(config, row, where)
+    names = (_beside(row, name, other) for other in ("tools", "functions"))
+    beside = next((one for one in names if find_column(row, one)), None)
+    try:
+        return row_tools(replace(config, tools_column=beside), row, where)
+    except DataError:
+        if name == _messages_column(config, row):
+            raise
+        return ()
+
+
+def _beside(row: Row, name: str, other: str) -> str:
+    """Return the name of another column in the structure that has column `name`."""
+    return other if name in row else ".".join((*name.split(".")[:-1], other))
+
+
+def _asked(config: DataConfig, row: Row) -> object:
+    """Return the prompt of a pair; None where chosen and rejected are whole chats. In LLaMA-Factory's format they are
+    one message each, which answers the chat beside them."""
+    names = CHAT_COLUMNS if isinstance(row[config.chosen_column], Mapping) else ()
+    return next((row[name] for name in (config.prompt_column, *names) if row.get(name) is not None), None)
+
+
 def _continued(asked: tuple[Message, ...], two: tuple[object, object], where: str) -> list[Conversation]:
     """Return two chats that answer the messages `asked`, or repeat them."""
     said = [_response(one, where) for one in two]
@@ -260,7 +306,10 @@ def _continued(asked: tuple[Message, ...], two: tuple[object, object], where: st
 
 
 def _response(value: object, where: str) -> tuple[Message, ...]:
-    return ({"role": "assistant", "content": value},) if isinstance(value, str) else read_messages(value, where)
+    if isinstance(value, str):
+        refuse_chat_as_text(value, f"{where}, the response")
+        return ({"role": "assistant", "content": value},)
+    return read_messages([value] if isinstance(value, Mapping) else value, where)
 
 
 def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], where: str) -> list[Conversation]:

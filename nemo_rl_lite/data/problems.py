@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-from nemo_rl_lite.data.messages import Message, read_messages
+from nemo_rl_lite.data.messages import Message, read_messages, refuse_chat_as_text
 from nemo_rl_lite.errors import DataError
 
 
@@ -103,6 +103,7 @@ def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt"
         DataError: the prompt is neither, is empty, or already ends with the assistant.
     """
     if isinstance(prompt, str):
+        refuse_chat_as_text(prompt, f"{where}, the prompt")
         messages = ({"role": "user", "content": prompt},)
     elif isinstance(prompt, list) and prompt:
         messages = read_messages(prompt, f"{where}, the prompt")

@@ -18,6 +18,8 @@ from nemo_rl_lite.errors import DataError
 
 Row = Mapping[str, object]
 _JSON, _PARQUET = (".jsonl", ".json"), ".parquet"
+_LAYOUT = "a JSON file has one object a line, or is one list of objects"
+_NAMED = 'give the list a name, as in {"messages": [...]}'
 _UNPACK = "unpack it with gunzip, and name the file that this makes"
 _RECODE = "write it as UTF-8: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 # How files of another format begin -> what they are, and what to do with them.
@@ -146,13 +148,26 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
     """Yield the lines of a file, or the items of its list."""
     with path.open(encoding="utf-8-sig") as lines:
         first = next((line for line in lines if line.strip()), "")
+        is_list = first.lstrip().startswith("[") and not (_is_json(first) and any(line.strip() for line in lines))
         lines.seek(0)
-        if first.lstrip().startswith("["):
-            yield from enumerate(json.load(lines), start=1)
+        if is_list:
+            try:
+                items = json.load(lines)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{error}; {_LAYOUT}") from None
+            yield from enumerate(items, start=1)
             return
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, line
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
@@ -170,9 +185,8 @@ def _object(row: object, where: str) -> Row:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            hint = "a JSON file has one object a line, or is one list of objects"
             rule = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
-            raise DataError(f"{where}: {rule}; {hint}") from None
+            raise DataError(f"{where}: {rule}; {_LAYOUT}") from None
         if _SURROGATE.search(line):
             try:
                 json.dumps(row, ensure_ascii=False).encode()
@@ -180,7 +194,8 @@ def _object(row: object, where: str) -> Row:
                 half = f"{error.object[error.start]!a}"
                 raise DataError(f"{where}: has {half}, which is half of a character and no text") from None
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: a JSON object is needed, found {type(row).__name__}")
+        fix = _NAMED if isinstance(row, list) else _LAYOUT
+        raise DataError(f"{where}: a JSON object is needed, found {type(row).__name__}; {fix}")
     return row
 
 
@@ -190,7 +205,9 @@ def column(row: Row, name: str, where: str) -> object:
     if value is None and name in row:
         raise DataError(f"{where}: column '{name}' is null")
     if value is None:
-        raise MissingColumnError(f"{where}: no column '{name}' (columns: {shown_columns(row)})", name)
+        is_message = {"role", "content"} <= row.keys() or {"from", "value"} <= row.keys()
+        fix = f"; this is one message of a chat: {_NAMED}" if is_message else ""
+        raise MissingColumnError(f"{where}: no column '{name}' (columns: {shown_columns(row)}){fix}", name)
     return value
 
 

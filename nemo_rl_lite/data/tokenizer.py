@@ -228,7 +228,7 @@ def _vocabulary_size(folder: Path) -> int:
 
 
 def check_texts(tokenizer: ChatTokenizer, training: TrainingSet[Problem] | TrainingSet[Example]) -> None:
-    """Warn of special tokens that rows have as text, and of system messages that the chat template leaves out.
+    """Warn of special tokens that rows have as text, and of system messages and tools that the template leaves out.
 
     Raises:
         ConfigError: the chat template leaves out what the user says.
@@ -247,6 +247,10 @@ def check_texts(tokenizer: ChatTokenizer, training: TrainingSet[Problem] | Train
         message["role"] == "system" for one in (training.problem(0), *items) for message in one.messages
     ):
         log.warning("the model's chat template leaves out system messages, which the data or data.system_prompt has")
+    offered = [one.conversations[0].tools for one in items if isinstance(one, Example) and one.conversations[0].tools]
+    if offered and tokenizer.template.leaves_out_tools(offered[0]):
+        rule = "rows have tools, which the model's chat template leaves out"
+        log.warning("%d of %d %s", len(offered), len(items), rule)
 
 
 def check_stop_strings(tokenizer: ChatTokenizer, stop_strings: Sequence[str]) -> None:

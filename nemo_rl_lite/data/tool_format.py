@@ -180,7 +180,7 @@ def _turn(render: Render, content: str, calls: int) -> str:
     whole = render([_ASKED, {"role": "assistant", "content": content, "tool_calls": called}], [_TOOL], False)
     if content and content in whole:
         return whole.rpartition(content)[2]
-    same = _common_start(render([_ASKED], [_TOOL], True), whole)
+    same = common_start(render([_ASKED], [_TOOL], True), whole)
     # A prompt that ends in <think> and a turn that begins with <tool_call> have the beginning of a tag in common.
     return whole[min(len(same), same.rfind("<") if same.rfind("<") > same.rfind(">") else len(same)) :]
 
@@ -222,10 +222,10 @@ def _marker(*turns: str) -> str:
 
 
 def _common_end(one: str, other: str) -> str:
-    return _common_start(one[::-1], other[::-1])[::-1]
+    return common_start(one[::-1], other[::-1])[::-1]
 
 
-def _common_start(one: str, other: str) -> str:
+def common_start(one: str, other: str) -> str:
     return "".join(letter for letter, _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 

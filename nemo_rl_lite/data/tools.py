@@ -29,16 +29,24 @@ def row_tools(config: DataConfig, row: Row, where: str) -> tuple[Tool, ...]:
     """
     name = config.tools_column
     tools = None if name is None else find_column(row, name)
-    if not tools:
-        return ()
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = json.loads(tools) if tools.strip() else None
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: column '{name}' is not JSON ({error.msg})") from None
+            fix = "write the tools as a list, or rename a column that is something else"
+            raise DataError(f"{where}: column '{name}' is not JSON ({error.msg}); {fix}") from None
+    if not tools:
+        return ()
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"{where}: column '{name}' must be a list of tools as JSON schemas")
-    return tuple(map(without_nulls, tools))
+    return tuple(_in_openais_format(without_nulls(tool)) for tool in tools)
+
+
+def _in_openais_format(tool: dict[str, Any]) -> Tool:
+    """Return a tool with the field `function`, which ShareGPT's format and OpenAI's Responses API leave out."""
+    if "function" in tool or not isinstance(tool.get("name"), str):
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
 def callable_tools(tools: object, where: str) -> tuple[Tool, ...]:

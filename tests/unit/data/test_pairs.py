@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from nemo_rl_lite.data.examples import training_examples, validation_examples
 from nemo_rl_lite.data.formats import PAIRS, labelled_of, pair_of, to_labelled, to_pair
 from nemo_rl_lite.data.problems import LeftOut, Problem, chat
 from nemo_rl_lite.data.sources import training_set
@@ -12,7 +13,7 @@ from nemo_rl_lite.data.tasks import ReverseDigits
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.data.test_conversations import said
-from tests.unit.data.test_examples import encoder
+from tests.unit.data.test_examples import CHATML, encoder
 
 ASKED = said("u:2+2")
 GOOD, BAD = said("a:4"), said("a:5")
@@ -69,6 +70,61 @@ def test_rows_that_prefer_neither_are_left_out_and_counted(row, tmp_path, caplog
     )
     assert len(training_set(config, seed=0, kind=PAIRS).finite()) == 4
     assert "2 of 6 rows prefer neither response and were left out" in caplog.text
+
+
+TRIMMING = CHATML.replace("m.content", "m.content | trim")
+LONG = "long " * 20
+ALIKE = [
+    (TRIMMING, {"prompt": "1", "chosen": "yes", "rejected": "yes "}, "error"),
+    (TRIMMING, {"prompt": "1", "chosen": "", "rejected": "\n"}, "error"),
+    (TRIMMING, {"chosen": said("u:1", "a:yes"), "rejected": said("u:1", "a: yes")}, "drop"),
+    (CHATML, {"prompt": "1", "chosen": LONG + "2", "rejected": LONG + "3"}, "truncate"),
+    (None, {"prompt": "1", "chosen": LONG + "2", "rejected": LONG}, "truncate"),
+]
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "orpo"])
+@pytest.mark.parametrize(("template", "row", "too_long"), ALIKE)
+def test_pairs_of_the_same_tokens_are_left_out_and_counted(template, row, too_long, algorithm, tmp_path, caplog):
+    rows = [{"prompt": str(number), "chosen": "2", "rejected": "3 or so"} for number in range(4)] + [row] * 2
+    folder = tmp_path / "100%d"
+    folder.mkdir()
+    config = pairs_config(folder, algorithm, rows)
+    encoded = encoder(folder, template, max_length=60, too_long=too_long)
+    data = training_examples(config, encoded)
+    words = "rows.jsonl: 2 of 6 pairs prefer neither response (their tokens are the same) and were left out"
+    assert words in caplog.text and len(data.examples.finite()) == 4
+    assert len(validation_examples(config, encoded)) == 2 * 4 and caplog.text.count(words) == 2
+    for step in range(data.steps_per_epoch or 0):
+        chosen, rejected = data.rows(step)[:2]
+        assert chosen.tokens != rejected.tokens
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_few_pairs_that_differ_are_an_error(count, tmp_path):
+    rows = [{"prompt": "1", "chosen": "2", "rejected": "3"}] * count + [ALIKE[0][1]] * 3
+    config = pairs_config(tmp_path, "dpo", rows)
+    words = rf"rows.jsonl: {count} pairs do not fill .* = 2; the others prefer neither response .*\(3\)"
+    with pytest.raises(DataError, match=words):
+        training_examples(config, encoder(tmp_path, TRIMMING))
+    if not count:
+        with pytest.raises(DataError, match="none of the pairs is left to validate on: they prefer neither response"):
+            validation_examples(config, encoder(tmp_path, TRIMMING))
+
+
+def test_a_long_pair_is_counted_once(tmp_path, caplog):
+    rows = [{"prompt": "1", "chosen": "2", "rejected": "3"}] * 2 + [{"prompt": LONG, "chosen": "2", "rejected": "2 "}]
+    training_examples(pairs_config(tmp_path, "dpo", rows), encoder(tmp_path, TRIMMING, 60, "drop"))
+    assert "1 of 3 pairs are longer" in caplog.text and "1 were dropped" in caplog.text
+    assert "prefer neither" not in caplog.text
+
+
+def pairs_config(folder, algorithm: str, rows: list[dict]):
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [f"data.{kind}_path='{file}'" for kind in ("train", "validation")]
+    sizes = ["policy.train_global_batch_size=2", "policy.train_micro_batch_size=2"]
+    return compose_config([f"algorithm={algorithm}", "data=file", *paths, *sizes])
 
 
 def test_columns_and_the_system_prompt_can_be_named():

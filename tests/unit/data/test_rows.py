@@ -35,6 +35,39 @@ def test_another_format_is_named(tmp_path, content, words):
         rows(tmp_path / "rows.jsonl", content)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "row"),
+    [
+        ("a.jsonl", '[{"role": "user"}]\n[{"role": "user"}]\n', 1),
+        ("a.jsonl", '\n[1]\n\n{"prompt": "1"}', 2),
+        ("a.jsonl", '{"prompt": "1"}\n[]\n', 2),
+        ("a.jsonl", "[[1], [2]]", 1),
+        ("a.json", '[{"prompt": "1"},\n [2]]', 2),
+    ],
+)
+def test_a_row_that_is_a_list_is_named_with_what_to_write(tmp_path, name, content, row):
+    words = rf'{name}, row {row}: a JSON object is needed, found list; give the list a name, as in {{"messages": '
+    with pytest.raises(DataError, match=words):
+        rows(tmp_path / name, content)
+
+
+@pytest.mark.parametrize("content", ["[\n1]\n[\n2]", '[{"a": 1},\n]', '"a"', "7", "{"])
+def test_the_layout_of_a_json_file_is_told(tmp_path, content):
+    with pytest.raises(DataError, match=r"a.jsonl.*; a JSON file has one object a line, or is one list of objects"):
+        rows(tmp_path / "a.jsonl", content)
+
+
+@pytest.mark.parametrize("row", [{"role": "user", "content": "1"}, {"from": "human", "value": "1"}])
+def test_a_row_that_is_one_message_is_told(row):
+    with pytest.raises(DataError, match=r"no column 'prompt' .*; this is one message of a chat: give the list a name"):
+        to_problem(compose_config(["algorithm=grpo"]).data, row, "row 1")
+
+
+@pytest.mark.parametrize("content", ['[{"a": 1}, {"a": 2}]', '[{"a": 1}, {"a": 2}]\n\n', '[\n{"a": 1},\n{"a": 2}\n]'])
+def test_a_file_may_be_one_list(tmp_path, content):
+    assert rows(tmp_path / "a.jsonl", content) == [{"a": 1}, {"a": 2}]
+
+
 def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path):
     for name, content in (("a.jsonl", ROW), ("a.json", b"[" + ROW + b"]")):
         assert rows(tmp_path / name, b"\xef\xbb\xbf" + content) == [{"prompt": "1"}]

@@ -1,11 +1,12 @@
 """Turns and the texts between them agree with the chat template's own rendering; odd texts of rows are told."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from nemo_rl_lite.data.formats import Conversation, answered, chat_of
+from nemo_rl_lite.data.formats import Conversation, Example, answered, chat_of
 from nemo_rl_lite.data.problems import FileSet, Problem, chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts, load_tokenizer
 from nemo_rl_lite.errors import ConfigError, DataError
@@ -135,6 +136,18 @@ def test_a_template_that_leaves_out_the_system_message(make, caplog):
     assert not caplog.messages
     check_texts(made, rows(("12", "21"), system="be brief"))
     assert "chat template leaves out system messages" in caplog.text
+
+
+@pytest.mark.parametrize("tool", [{"function": {"name": "find"}}, {"name": "find"}])
+def test_a_template_that_leaves_out_tools(make, tool, caplog):
+    plain = answered(QUESTION, "7")
+    chats = (Example((replace(plain, tools=(tool,)),), "row 1"), Example((plain,), "row 2"))
+    writing = "{% for t in tools or [] %}{{ (t.function or t).name }}{% endfor %}"
+    check_texts(make(writing + CHATML), FileSet(chats, 0, shuffle=False))
+    check_texts(make(CHATML), FileSet(chats[1:], 0, shuffle=False))
+    assert not caplog.messages
+    check_texts(make(CHATML), FileSet(chats, 0, shuffle=False))
+    assert "1 of 2 rows have tools, which the model's chat template leaves out" in caplog.text
 
 
 def test_a_template_that_leaves_out_the_user(make):
