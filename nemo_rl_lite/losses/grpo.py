@@ -10,6 +10,8 @@ AReaL, Fu et al. 2025). Masked tokens and sequences have weight 0 but count in t
 The covariance of a token is (A - mean A)(log pi - mean log pi); tokens with large ones reduce the entropy most (Cui et
 al. 2025, arXiv:2505.22617). Means and thresholds are of the whole optimizer step, from the engine's logprobs, so they
 do not depend on micro-batches and replicas. In verl, quantiles are of a micro-batch.
+
+Log ratios are clamped to +-20 before exp, as in verl: the float32 exp of 89 is infinite, and its gradient NaN.
 """
 
 import math
@@ -29,6 +31,12 @@ _ADVANTAGE, _LOGPROB = "covariance/advantage", "covariance/logprob"
 _LEAST, _CHANCE = "covariance/least", "covariance/chance"
 _POSITIVE = "positive_tokens"
 _SQUARE = "correction/weight_square"
+_LARGEST_LOG_RATIO = 20.0
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    """Return the ratio; beyond the clamp it is constant and has no gradient."""
+    return log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
 
 
 def _count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str, float]:
@@ -155,8 +163,8 @@ def _importance_ratio(config: LossConfig, logprobs_BT: Tensor, previous_BT: Tens
     sg(s) pi / sg(pi), [B, T]. Logprobs are 0 outside the mask."""
     log_ratio_BT, level = logprobs_BT - previous_BT, config.sequence_level_importance_ratios
     if not level:
-        return log_ratio_BT.exp()
-    ratio_B1 = (log_ratio_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)).exp()
+        return _exp(log_ratio_BT)
+    ratio_B1 = _exp(log_ratio_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1))
     return ratio_B1.detach() * (logprobs_BT - logprobs_BT.detach()).exp() if level == "token" else ratio_B1
 
 
@@ -204,7 +212,7 @@ def correction(config: LossConfig, log_ratio_BT: Tensor, mask_BT: Tensor) -> Cor
     kills stability"). `seq-mask-tis` leaves the weights of the sequences that it keeps as they are, as NeMo-RL does.
     """
     total_B1 = log_ratio_BT.sum(dim=1, keepdim=True)
-    geometric_mean_B1 = (total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)).exp()
+    geometric_mean_B1 = _exp(total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1))
     nothing = torch.zeros_like(total_B1, dtype=torch.bool)
     weights, truncated, masked = torch.ones_like(total_B1), nothing, nothing
     limits = _bounds(config.sequence_rejection_ratio_min, config.sequence_rejection_ratio)
@@ -212,7 +220,7 @@ def correction(config: LossConfig, log_ratio_BT: Tensor, mask_BT: Tensor) -> Cor
     if config.token_veto_ratio is not None:
         rejected_B1 = rejected_B1 | (log_ratio_BT < math.log(config.token_veto_ratio)).any(dim=1, keepdim=True)
     if config.use_importance_sampling_correction:
-        weights = (total_B1 if config.correction_level == "sequence" else log_ratio_BT).exp()
+        weights = _exp(total_B1 if config.correction_level == "sequence" else log_ratio_BT)
         bounds = _bounds(config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio)
         match config.truncated_importance_sampling_type:
             case "tis":
@@ -323,8 +331,8 @@ class GRPOLoss:
             total = total + config.positive_example_nll_weight * nll
         with torch.no_grad():
             metrics = {
-                "sampling_importance_ratio": masked_sum((previous_BT - generation_BT).exp(), mask_BT) / counts.tokens,
-                "approx_entropy": -((logprobs_BT - generation_BT).exp() * logprobs_BT).sum() / counts.tokens,
+                "sampling_importance_ratio": masked_sum(_exp(previous_BT - generation_BT), mask_BT) / counts.tokens,
+                "approx_entropy": -(_exp(logprobs_BT - generation_BT) * logprobs_BT).sum() / counts.tokens,
                 **_spread("probs_ratio", ratio, mask_BT, counts),
                 **_spread("probs_ratio_clamped", term.bounded, mask_BT, counts),
                 "clip_ratio/low": mean_over_tokens(term.low, mask_BT, counts),
@@ -425,13 +433,13 @@ def kl_estimate(
     else:
         raise ValueError(f"KL estimator must be k1, k2 or k3, got {kind!r}")
     if sampled_with is not None:
-        weight = (logprobs - sampled_with).exp()
+        weight = _exp(logprobs - sampled_with)
         estimate = estimate * torch.where(d == whole, weight, weight.detach())
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    return log_ratio.exp() - 1 - log_ratio
+    return _exp(log_ratio) - 1 - log_ratio
 
 
 @torch.no_grad()
@@ -452,7 +460,7 @@ def mismatch_metrics(batch: Batch, counts: Normalizers) -> Metrics:
         return masked_sum(_k3(log_ratio_BT), mask_BT) / tokens
 
     metrics = {
-        "token_mult_prob_error": masked_sum(difference_BT.abs().exp(), mask_BT) / tokens,
+        "token_mult_prob_error": masked_sum(_exp(difference_BT.abs()), mask_BT) / tokens,
         "gen_kl_error": k3(difference_BT),
         "policy_kl_error": k3(-difference_BT),
         "js_divergence_error": (k3(policy_BT - mixture_BT) + k3(generation_BT - mixture_BT)) / 2,

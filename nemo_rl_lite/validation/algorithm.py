@@ -158,14 +158,18 @@ def check_loss(config: Config) -> Iterator[Violation]:
     loss, ratios = config.options(GRPOConfig).loss_fn, f"{LOSS}.sequence_level_importance_ratios"
     if loss.sequence_level_importance_ratios is True and loss.token_level_loss is True:
         yield Violation(ratios, True, "needs a sequence-level loss", f"{LOSS}.token_level_loss=false")
-    kind, low, high = loss.truncated_importance_sampling_type, f"{_RATIO}_min", _RATIO
-    if not loss.use_importance_sampling_correction or kind not in _FIRST_BOUNDS:
+    if not loss.use_importance_sampling_correction:
         return
-    if loss.truncated_importance_sampling_ratio_min is None and loss.truncated_importance_sampling_ratio is None:
+    kind, low, high = loss.truncated_importance_sampling_type, f"{_RATIO}_min", _RATIO
+    level, of_sequence = f"{LOSS}.importance_sampling_correction_level", loss.correction_level == "sequence"
+    least, most = loss.truncated_importance_sampling_ratio_min, loss.truncated_importance_sampling_ratio
+    if kind in _FIRST_BOUNDS and least is None and most is None:
         least, most = _FIRST_BOUNDS[kind]
         yield Violation(_TYPE, kind, "needs bounds", f"{low}={least} {high}={most}, or {_TYPE}=tis")
-    if kind == "seq-mask-tis" and loss.correction_level == "sequence":
-        level = f"{LOSS}.importance_sampling_correction_level"
+    elif kind != "seq-mask-tis" and of_sequence and most is None and loss.sequence_rejection_ratio is None:
+        rule_text = "is null, and the weight of a whole sequence, a product over its tokens, needs an upper bound"
+        yield Violation(high, None, rule_text, f"{high}=2, or {level}=token")
+    if kind == "seq-mask-tis" and of_sequence:
         key = ratios if loss.importance_sampling_correction_level is None else level
         rule_text = f"makes one weight for a sequence, and {_TYPE}=seq-mask-tis has one for each token"
         yield Violation(key, None, rule_text, f"{level}=token, or {_TYPE}=icepop")
