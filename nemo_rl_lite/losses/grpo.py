@@ -301,7 +301,7 @@ class GRPOLoss:
                 previous_BT if in_reward else logprobs_BT,
                 torch.where(mask_BT > 0, reference_BT, 0.0),
                 config.reference_policy_kl_type,
-                previous_BT if config.use_bias_correction_kl else None,
+                None if in_reward else _sampled_with(config, logprobs_BT, generation_BT),
                 config.kl_input_clamp_value,
                 config.kl_output_clamp_value,
             )
@@ -388,6 +388,17 @@ def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> 
         f"{name}_min": torch.where(kept_BT, values_BT, math.inf).min(),
         f"{name}_max": torch.where(kept_BT, values_BT, -math.inf).max(),
     }
+
+
+def _sampled_with(config: LossConfig, logprobs_BT: Tensor, generation_BT: Tensor) -> Tensor | None:
+    """Return the logprobs of the policy that the KL penalty takes for the sampler; None if it does not ask."""
+    match config.use_bias_correction_kl:
+        case "on_policy":
+            return logprobs_BT.detach()
+        case True:
+            return generation_BT
+        case _:
+            return None
 
 
 def less_kl_to_go(advantages: Tensor, kl_BT: Tensor, mask_BT: Tensor, penalty: float) -> Tensor:

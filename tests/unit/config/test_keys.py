@@ -57,6 +57,7 @@ def test_what_is_composed_is_the_callers_to_change():
         ("data.max_samples", "grpo", "leave it out: data is not cut"),
         ("actor.fsdp_config.param_offload", "grpo", "offload=FILE, such as offload=auto"),
         ("lora_r", "grpo", "policy.megatron_cfg.peft.dim=1"),
+        ("loss_fn.use_on_policy_kl_approximation", "grpo", "for true algorithm.loss_fn.use_bias_correction_kl=true, "),
         ("epsilon", "grpo", "algorithm.loss_fn.ratio_clip_min=1 algorithm.loss_fn.ratio_clip_max=1"),
         ("loss_type", "dpo", "did you mean algorithm.preference_loss?"),
         ("loss_type", "grpo", "algorithm=FILE, such as algorithm=dapo"),

@@ -94,6 +94,53 @@ def test_kl_estimators_have_the_right_mean_and_gradient(kind, tolerance, sampler
     torch.testing.assert_close(gradient, true_gradient, atol=tolerance, rtol=0)
 
 
+LOGITS = torch.tensor([0.3, -0.2, 0.6, 0.1])
+REFERENCE = torch.tensor([0.25, -0.15, 0.5, 0.2]).log_softmax(0)
+
+
+def expected_penalty(kind, weighted, engine):
+    """Value and gradient of the penalty in the loss, over samples of `engine`: each token with its probability there,
+    in rows of one token, and a policy at the start of the step that is neither."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs, previous = logits.log_softmax(0), torch.tensor([0.7, 0.3, -0.2, 0.0]).log_softmax(0)
+    config = loss_config(
+        reference_policy_kl_penalty=1.0, reference_policy_kl_type=kind, use_bias_correction_kl=weighted
+    )
+    counts, total = count_masked(rows_of(torch.ones(1, 1))), torch.zeros(())
+    for token, chance in enumerate(engine.exp()):
+        own = {"previous_logprobs": previous, "generation_logprobs": engine, "reference_logprobs": REFERENCE}
+        batch = {name: values[token].view(1, 1) for name, values in own.items()}
+        batch |= {"mask": torch.ones(1, 1), "advantages": torch.zeros(1)}
+        total = total + chance * GRPOLoss(config)(logprobs[token].view(1, 1), batch_of(batch), counts)[0]
+    return total.item(), torch.autograd.grad(total, logits)[0]
+
+
+def true_kl():
+    logits = LOGITS.clone().requires_grad_()
+    true = (logits.softmax(0) * (logits.log_softmax(0) - REFERENCE)).sum()
+    return true.item(), torch.autograd.grad(true, logits)[0]
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.1, 0.6, 3.0])
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_penalty_is_exact_whichever_weights_sampled(kind, drift):
+    engine = (LOGITS + drift * torch.tensor([1.0, -1.0, 0.5, -0.2])).log_softmax(0)
+    (value, gradient), (true, true_gradient) = expected_penalty(kind, True, engine), true_kl()
+    assert value == pytest.approx(true, abs=1e-6)
+    torch.testing.assert_close(gradient, true_gradient, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_on_policy_weights_of_the_penalty_are_one_with_a_gradient(kind):
+    own = LOGITS.log_softmax(0)
+    (value, gradient), (true, true_gradient) = expected_penalty(kind, "on_policy", own), true_kl()
+    assert value == pytest.approx(true, abs=1e-6)
+    torch.testing.assert_close(gradient, true_gradient, atol=1e-6, rtol=0)
+    drifted = (LOGITS + torch.tensor([1.0, -1.0, 0.5, -0.2])).log_softmax(0)
+    plain = (drifted.exp() * kl_estimate(own, REFERENCE, kind, None)).sum().item()
+    assert expected_penalty(kind, "on_policy", drifted)[0] == pytest.approx(plain, abs=1e-6)
+
+
 def test_k3_as_it_stands_has_the_gradient_of_the_forward_kl():
     logits = torch.tensor([0.9, -0.2, 0.6, -0.8], requires_grad=True)
     reference = torch.tensor([0.25, -0.15, 0.5, 0.2]).log_softmax(0)
