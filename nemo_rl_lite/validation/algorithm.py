@@ -259,8 +259,13 @@ def check_distillation_loss(config: Config) -> Iterator[Violation]:
     if coefficient and options.topk_logits_k is not None:
         rule_text = f"belongs to the loss on sampled tokens, and {_TOPK} is set"
         yield Violation(f"{LOSS}.reward_coef", coefficient, rule_text, f"{LOSS}.reward_coef=0.0, or {_TOPK}=null")
-    term = options.loss_fn.policy_loss
-    if term in ("clip_cov", "kl_cov") and options.topk_logits_k is None:
+    if options.topk_logits_k is not None:
+        return
+    term, ratios = options.loss_fn.policy_loss, f"{LOSS}.sequence_level_importance_ratios"
+    if options.loss_fn.sequence_level_importance_ratios is True and term != "reinforce":
+        rule_text = "has one ratio for all tokens of a response, and a teacher gives each token its own advantage"
+        yield Violation(ratios, True, rule_text, f"{ratios}=token, or {ratios}=false")
+    if term in ("clip_cov", "kl_cov"):
         rule_text = "compares advantages, and a teacher's depend on the logprobs that this loss is computed from"
         yield Violation(f"{LOSS}.policy_loss", term, rule_text, f"{LOSS}.policy_loss=clip")
 

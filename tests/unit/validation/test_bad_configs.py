@@ -121,6 +121,7 @@ CASES = {
     # Losses and the options of algorithms.
     f"{LOSS}.sequence_level_importance_ratios=true": f"{LOSS}.token_level_loss=false",
     f"{IS} {TYPE}=icepop": TYPE,
+    f"{TAUGHT} {LOSS}.sequence_level_importance_ratios=true {LOSS}.token_level_loss=false": "importance_ratios=token",
     f"{IS} {LOSS}.importance_sampling_correction_level=sequence": f"{LOSS}.truncated_importance_{RATIO}=2",
     f"algorithm=gspo {IS}": f"{LOSS}.truncated_importance_{RATIO}=2",
     f"{IS} {LOSS}.sequence_level_importance_ratios=token": f"{LOSS}.truncated_importance_{RATIO}=2",
