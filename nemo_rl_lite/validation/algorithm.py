@@ -175,6 +175,37 @@ def check_loss(config: Config) -> Iterator[Violation]:
         yield Violation(key, None, rule_text, f"{level}=token, or {_TYPE}=icepop")
 
 
+@rule(LOSS, "algorithm.topk_logits_k", "generation.top_p", "generation.top_k", options=GRPOConfig)
+def check_nucleus(config: Config) -> Iterator[Violation]:
+    """Refuse products and geometric means of ratios to an engine that samples from a part of the distribution: its
+    probabilities are larger than the policy's at every token, so products vanish with the length."""
+    loss, generation = config.options(GRPOConfig).loss_fn, config.generation
+    cut = {"generation.top_p": (generation.top_p, 1.0), "generation.top_k": (generation.top_k, None)}
+    cut = {key: (value, whole) for key, (value, whole) in cut.items() if value != whole}
+    if not cut or not reads_ratios(config):
+        return
+    key, fix = _reads_whole_sequences(loss)
+    if key is None:
+        return
+    whole = " ".join(f"{name}={'null' if value is None else value}" for name, (_, value) in cut.items())
+    for name, (value, _) in cut.items():
+        rule_text = f"raises the engine's probability of every token, which {key} multiplies over a sequence"
+        yield Violation(name, value, rule_text, f"{whole}, or {fix}")
+
+
+def _reads_whole_sequences(loss: LossConfig) -> tuple[str | None, str]:
+    """Return the key by which a product of ratios to the engine decides about a sequence, and how to leave it out."""
+    for name in ("sequence_rejection_ratio", "sequence_rejection_ratio_min"):
+        if getattr(loss, name) is not None:
+            return f"{LOSS}.{name}", f"{LOSS}.{name}=null"
+    if loss.use_importance_sampling_correction and loss.truncated_importance_sampling_type == "seq-mask-tis":
+        return f"{_TYPE}=seq-mask-tis", f"{_TYPE}=tis"
+    if loss.use_importance_sampling_correction and loss.correction_level == "sequence":
+        level = f"{LOSS}.importance_sampling_correction_level"
+        return f"the {level} sequence", f"{level}=token"
+    return None, ""
+
+
 @rule("algorithm", options=GRPOConfig)
 def check_kl_in_reward(config: Config) -> Iterator[Violation]:
     loss, key = config.options(GRPOConfig).loss_fn, f"{LOSS}.use_kl_in_reward"
