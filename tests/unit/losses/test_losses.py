@@ -5,7 +5,7 @@ import torch
 
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.grpo import GRPOLoss, kl_estimate
-from nemo_rl_lite.losses.interface import combine_metrics, count_masked, floats, loss_of
+from nemo_rl_lite.losses.interface import combine_metrics, count_masked, floats, loss_of, mean_of_steps
 from tests.unit.losses.batches import batch_of, loss_config, rows_of
 from tests.unit.losses.test_losses_match_trl import our_loss, random_inputs
 
@@ -179,6 +179,27 @@ def test_a_sequence_ratio_has_a_sequence_correction_of_the_engine():
     weighted = dict(inputs, advantages=inputs["advantages"] * difference.sum(dim=1).exp().clamp(max=2.0))
     for value, other in zip(our_loss(config, inputs), our_loss(loss_config(**settings), weighted), strict=True):
         torch.testing.assert_close(value, other)
+
+
+def of_step(loss: float, skipped: float = 0.0) -> dict[str, float]:
+    return {"loss": loss, "ratio_min": loss, "ratio_max": loss, "skipped_steps": skipped}
+
+
+@pytest.mark.parametrize(
+    ("steps", "mean", "least", "most", "skipped"),
+    [
+        ([of_step(1.0), of_step(3.0)], 2, 1, 3, 0),
+        ([of_step(1.0), of_step(math.nan, 1.0), of_step(3.0), of_step(5.0)], 3, 1, 5, 1 / 4),
+        # A finite loss whose gradient was not.
+        ([of_step(9.0, 1.0), of_step(2.0)], 2, 2, 2, 1 / 2),
+        ([of_step(math.nan, 1.0)] * 2, math.nan, math.nan, math.nan, 1),
+        # A step that was taken hides nothing.
+        ([of_step(math.nan), of_step(2.0)], math.nan, math.nan, math.nan, 0),
+    ],
+)
+def test_metrics_of_a_rollout_are_those_of_the_steps_that_were_taken(steps, mean, least, most, skipped):
+    found = {"loss": mean, "ratio_min": least, "ratio_max": most, "skipped_steps": skipped}
+    assert mean_of_steps(steps) == pytest.approx(found, nan_ok=True)
 
 
 @pytest.mark.parametrize("order", [[math.nan, 0.0], [1.0, math.nan]])
