@@ -462,9 +462,13 @@ def mismatch_metrics(batch: Batch, counts: Normalizers) -> Metrics:
     `_max` are the tokens' mean and worst difference. `age_<n>/...` are over the tokens of one age; each share of the
     global batch has the metrics of all its ages.
     """
-    policy_BT, generation_BT = (values.double() for values in batch.require("previous_logprobs", "generation_logprobs"))
     mask_BT, tokens = batch.mask, counts.tokens
-    difference_BT = (policy_BT - generation_BT) * mask_BT
+    # A selection, not a product: logprobs outside the mask may be infinite.
+    policy_BT, generation_BT = (
+        torch.where(mask_BT > 0, values.double(), 0.0)
+        for values in batch.require("previous_logprobs", "generation_logprobs")
+    )
+    difference_BT = policy_BT - generation_BT
     mixture_BT = torch.logaddexp(policy_BT, generation_BT) - math.log(2)
 
     def k3(log_ratio_BT: Tensor) -> Tensor:
