@@ -29,6 +29,7 @@ from nemo_rl_lite.losses.interface import Metrics, Need, Normalizers, count_mask
 # Counts of an optimizer step, and a metric that `GRPOLoss.summarize` replaces.
 _ADVANTAGE, _LOGPROB = "covariance/advantage", "covariance/logprob"
 _LEAST, _CHANCE = "covariance/least", "covariance/chance"
+_LEAST_LOGPROB, _LEAST_CHANCE = "covariance/least_logprob", "covariance/least_chance"
 _POSITIVE = "positive_tokens"
 _SQUARE = "correction/weight_square"
 _LARGEST_LOG_RATIO = 20.0
@@ -41,7 +42,8 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 def _count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str, float]:
     """Count, over an optimizer step's tokens: the mean advantage and logprob; the smallest covariance among the
-    `kl_cov_ratio` largest; the chance of a token within `clip_cov`'s bounds that makes `clip_cov_ratio` of all."""
+    `kl_cov_ratio` largest, its logprob, and the chance of a token that has both; the chance of a token within
+    `clip_cov`'s bounds that makes `clip_cov_ratio` of all."""
     joined = TokenRows.of(rows)
     if joined.advantages is None or joined.generation_logprobs is None:
         raise ValueError("covariances are of rows with advantages and with logprobs of the engine")
@@ -49,14 +51,24 @@ def _count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str
     advantages_N = np.repeat(joined.advantages.astype(np.float32), joined.lengths)[joined.mask].astype(np.float64)
     logprobs_N = joined.generation_logprobs[joined.mask].astype(np.float64)
     if not len(logprobs_N):
-        return dict.fromkeys((_ADVANTAGE, _LOGPROB, _LEAST, _CHANCE), 0.0)
+        return dict.fromkeys((_ADVANTAGE, _LOGPROB, _LEAST, _LEAST_LOGPROB, _LEAST_CHANCE, _CHANCE), 0.0)
     advantage, logprob = advantages_N.mean(), logprobs_N.mean()
     covariances_N = (advantages_N - advantage) * (logprobs_N - logprob)
     largest = max(int(config.kl_cov_ratio * len(covariances_N)), 1)
     within = int(((config.clip_cov_lb < covariances_N) & (covariances_N < config.clip_cov_ub)).sum())
     chosen = max(int(config.clip_cov_ratio * len(covariances_N)), 1)
-    least, chance = float(np.partition(covariances_N, -largest)[-largest]), min(chosen / max(within, 1), 1.0)
-    return {_ADVANTAGE: float(advantage), _LOGPROB: float(logprob), _LEAST: least, _CHANCE: chance}
+    # Of equal covariances, those with the smaller logprobs.
+    chosen_N = np.lexsort((-logprobs_N, covariances_N))[-largest:]
+    least = chosen_N[0]
+    equal_N = (covariances_N == covariances_N[least]) & (logprobs_N == logprobs_N[least])
+    return {
+        _ADVANTAGE: float(advantage),
+        _LOGPROB: float(logprob),
+        _LEAST: float(covariances_N[least]),
+        _LEAST_LOGPROB: float(logprobs_N[least]),
+        _LEAST_CHANCE: float(equal_N[chosen_N].sum() / equal_N.sum()),
+        _CHANCE: min(chosen / max(within, 1), 1.0),
+    }
 
 
 @torch.no_grad()
@@ -74,6 +86,8 @@ class Sampled:
     advantages: Tensor
     logprobs_BT: Tensor
     previous_BT: Tensor
+    generation_BT: Tensor
+    mask_BT: Tensor
     step: Mapping[str, float]
 
 
@@ -110,9 +124,11 @@ def clip_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
     """
     term = clip(config, sampled)
     covariances_BT = covariances(sampled.step, sampled.logprobs_BT, sampled.advantages)
-    chosen_BT = (config.clip_cov_lb < covariances_BT) & (covariances_BT < config.clip_cov_ub)
-    chosen_BT &= torch.rand_like(covariances_BT) < sampled.step[_CHANCE]
-    chosen_BT &= ~(term.low | term.high)
+    within_BT = (config.clip_cov_lb < covariances_BT) & (covariances_BT < config.clip_cov_ub) & (sampled.mask_BT > 0)
+    open_BT = within_BT & ~(term.low | term.high)
+    # The step's counts do not know which tokens are clipped: here the unclipped ones take the place of the others.
+    chance = sampled.step[_CHANCE] * within_BT.sum() / open_BT.sum().clamp(min=1)
+    chosen_BT = open_BT & (torch.rand_like(covariances_BT) < chance)
     return replace(term, loss=torch.where(chosen_BT, 0.0, term.loss), chosen=chosen_BT)
 
 
@@ -120,10 +136,18 @@ def kl_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
     """-A r, without bounds, and c |log pi - log previous| more for the `kl_cov_ratio` of all tokens that have the
     largest covariances, with c = `ppo_kl_coef` (KL-Cov, Cui et al. 2025, arXiv:2505.22617)."""
     covariances_BT = covariances(sampled.step, sampled.logprobs_BT, sampled.advantages)
-    chosen_BT = covariances_BT >= sampled.step[_LEAST]
+    chosen_BT = _has_large_covariance(sampled, covariances_BT)
     moved_BT = (sampled.logprobs_BT - sampled.previous_BT).abs()
     loss_BT = -sampled.advantages * sampled.ratio + torch.where(chosen_BT, config.ppo_kl_coef * moved_BT, 0.0)
     return replace(_without_bounds(loss_BT, sampled.ratio), chosen=chosen_BT)
+
+
+def _has_large_covariance(sampled: Sampled, covariances_BT: Tensor) -> Tensor:
+    """Select the `kl_cov_ratio` largest of the step. Chance decides between tokens with the same engine's logprob."""
+    step, logprobs_BT = sampled.step, sampled.generation_BT.double()
+    drawn_BT = (logprobs_BT == step[_LEAST_LOGPROB]) & (torch.rand_like(logprobs_BT) < step[_LEAST_CHANCE])
+    equal_BT = (covariances_BT == step[_LEAST]) & ((logprobs_BT < step[_LEAST_LOGPROB]) | drawn_BT)
+    return ((covariances_BT > step[_LEAST]) | equal_BT) & (sampled.mask_BT > 0)
 
 
 def cispo(config: LossConfig, sampled: Sampled) -> PolicyTerm:
@@ -307,7 +331,7 @@ class GRPOLoss:
             )
             if in_reward:
                 advantages = less_kl_to_go(advantages, kl_BT, mask_BT, penalty)
-        sampled = Sampled(ratio, advantages, logprobs_BT, previous_BT, counts.own)
+        sampled = Sampled(ratio, advantages, logprobs_BT, previous_BT, generation_BT, mask_BT, counts.own)
         term = POLICY_TERMS[config.policy_loss](config, sampled)
         corrected = correction(config, previous_BT - generation_BT, mask_BT)
         loss_BT = (term.loss * corrected.weights).expand_as(mask_BT)
