@@ -58,6 +58,13 @@ def test_what_is_composed_is_the_callers_to_change():
         ("actor.fsdp_config.param_offload", "grpo", "offload=FILE, such as offload=auto"),
         ("lora_r", "grpo", "policy.megatron_cfg.peft.dim=1"),
         ("loss_fn.use_on_policy_kl_approximation", "grpo", "for true algorithm.loss_fn.use_bias_correction_kl=true, "),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            "grpo",
+            "policy.train_global_batch_size = 1 x algorithm.num_generations_per_prompt: it counts sequences",
+        ),
+        ("epsilon_high", "grpo", "algorithm.loss_fn.ratio_clip_max=1, or for TRL's CISPO 1 - 1"),
+        ("actor.clip_ratio_high", "grpo", "algorithm.loss_fn.ratio_clip_max=1"),
         ("epsilon", "grpo", "algorithm.loss_fn.ratio_clip_min=1 algorithm.loss_fn.ratio_clip_max=1"),
         ("loss_type", "dpo", "did you mean algorithm.preference_loss?"),
         ("loss_type", "grpo", "algorithm=FILE, such as algorithm=dapo"),
