@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages, separate_advantages
+from nemo_rl_lite.losses.advantages import advantage_metrics, clip_advantages, group_advantages, separate_advantages
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.observability.trackers import under
@@ -117,7 +117,9 @@ class GRPO:
         if self.scored:
             scoring_s = seconds["policy_and_reference_logprobs"]
             speed["policy_and_reference_logprobs_tokens_per_sec"] = sampled["total_num_tokens"] / scoring_s
-        shown = {"reward": sampled["reward"], "loss": trained["loss"]}
+        shown = {"reward": sampled["reward"]}
+        shown |= {"kept": sampled["filtered_reward"]} if sampled["filtered_prompts"] else {}
+        shown |= {"loss": trained["loss"]}
         shown |= {label: trained[name] for name, label in _SHOWN_KL.items() if name in trained}
         shown |= {} if rollout.engines_idle_s is None else {"age": ages["trajectory_age_mean"]}
         shown |= {"reward errors": sampled["reward_errors"]} if rollout.reward_errors else {}
@@ -126,7 +128,7 @@ class GRPO:
             step,
             config.max_num_steps,
             len(rollout.episodes),
-            sampled | ages | baseline_metrics(rewards_PG, advantages_PG) | trained,
+            sampled | ages | advantage_metrics(advantages_PG) | trained,
             seconds,
             self.policy.work(batch, self.scored),
             shown,

@@ -76,7 +76,7 @@ class LossConfig:
     reference_policy_kl_type: Annotated[Literal["k1", "k2", "k3"], ActiveIf(".reference_policy_kl_penalty")]
     use_kl_in_reward: Annotated[bool, ActiveIf(".reference_policy_kl_penalty")]
     use_bias_correction_kl: Annotated[
-        bool, ActiveIf(".reference_policy_kl_penalty"), ActiveIf(".use_kl_in_reward", False)
+        bool | Literal["on_policy"], ActiveIf(".reference_policy_kl_penalty"), ActiveIf(".use_kl_in_reward", False)
     ]
     kl_input_clamp_value: Annotated[PositiveFloat | None, ActiveIf(".reference_policy_kl_penalty")]
     kl_output_clamp_value: Annotated[PositiveFloat | None, ActiveIf(".reference_policy_kl_penalty")]

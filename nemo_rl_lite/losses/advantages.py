@@ -68,13 +68,20 @@ def clip_advantages(advantages: Tensor, low: float | None, high: float | None) -
     return advantages.clamp(-math.inf if low is None else low, math.inf if high is None else high)
 
 
-def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, float]:
-    """Return metrics of a rollout's advantages and rewards [P, G]; NaN marks a failed reward."""
-    mean_P, all_equal_P = rewards_PG.nanmean(dim=1), _all_equal(rewards_PG)
+def advantage_metrics(advantages_PG: Tensor) -> dict[str, float]:
     return {
         "advantages/mean": advantages_PG.mean().item(),
         "advantages/max": advantages_PG.max().item(),
         "advantages/min": advantages_PG.min().item(),
+    }
+
+
+def reward_shares(rewards_PG: Tensor) -> dict[str, float]:
+    """Return the shares of prompts whose known rewards [P, G] are all 0, are all 1, or differ. NaN marks a failed
+    reward; prompts without any other are not counted."""
+    known_PG = rewards_PG[~rewards_PG.isnan().all(dim=1)]
+    mean_P, all_equal_P = known_PG.nanmean(dim=1), _all_equal(known_PG)
+    return {
         "baseline_reward/pct_0": (all_equal_P & (mean_P.abs() <= 1e-8)).double().mean().item(),
         "baseline_reward/pct_1": (all_equal_P & ((mean_P - 1).abs() <= 1e-6)).double().mean().item(),
         "baseline_reward/pct_mixed": (~all_equal_P).double().mean().item(),

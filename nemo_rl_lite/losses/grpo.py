@@ -10,6 +10,8 @@ AReaL, Fu et al. 2025). Masked tokens and sequences have weight 0 but count in t
 The covariance of a token is (A - mean A)(log pi - mean log pi); tokens with large ones reduce the entropy most (Cui et
 al. 2025, arXiv:2505.22617). Means and thresholds are of the whole optimizer step, from the engine's logprobs, so they
 do not depend on micro-batches and replicas. In verl, quantiles are of a micro-batch.
+
+Log ratios are clamped to +-20 before exp, as in verl: the float32 exp of 89 is infinite, and its gradient NaN.
 """
 
 import math
@@ -27,13 +29,21 @@ from nemo_rl_lite.losses.interface import Metrics, Need, Normalizers, count_mask
 # Counts of an optimizer step, and a metric that `GRPOLoss.summarize` replaces.
 _ADVANTAGE, _LOGPROB = "covariance/advantage", "covariance/logprob"
 _LEAST, _CHANCE = "covariance/least", "covariance/chance"
+_LEAST_LOGPROB, _LEAST_CHANCE = "covariance/least_logprob", "covariance/least_chance"
 _POSITIVE = "positive_tokens"
 _SQUARE = "correction/weight_square"
+_LARGEST_LOG_RATIO = 20.0
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    """Return the ratio; beyond the clamp it is constant and has no gradient."""
+    return log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
 
 
 def _count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str, float]:
     """Count, over an optimizer step's tokens: the mean advantage and logprob; the smallest covariance among the
-    `kl_cov_ratio` largest; the chance of a token within `clip_cov`'s bounds that makes `clip_cov_ratio` of all."""
+    `kl_cov_ratio` largest, its logprob, and the chance of a token that has both; the chance of a token within
+    `clip_cov`'s bounds that makes `clip_cov_ratio` of all."""
     joined = TokenRows.of(rows)
     if joined.advantages is None or joined.generation_logprobs is None:
         raise ValueError("covariances are of rows with advantages and with logprobs of the engine")
@@ -41,14 +51,24 @@ def _count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str
     advantages_N = np.repeat(joined.advantages.astype(np.float32), joined.lengths)[joined.mask].astype(np.float64)
     logprobs_N = joined.generation_logprobs[joined.mask].astype(np.float64)
     if not len(logprobs_N):
-        return dict.fromkeys((_ADVANTAGE, _LOGPROB, _LEAST, _CHANCE), 0.0)
+        return dict.fromkeys((_ADVANTAGE, _LOGPROB, _LEAST, _LEAST_LOGPROB, _LEAST_CHANCE, _CHANCE), 0.0)
     advantage, logprob = advantages_N.mean(), logprobs_N.mean()
     covariances_N = (advantages_N - advantage) * (logprobs_N - logprob)
     largest = max(int(config.kl_cov_ratio * len(covariances_N)), 1)
     within = int(((config.clip_cov_lb < covariances_N) & (covariances_N < config.clip_cov_ub)).sum())
     chosen = max(int(config.clip_cov_ratio * len(covariances_N)), 1)
-    least, chance = float(np.partition(covariances_N, -largest)[-largest]), min(chosen / max(within, 1), 1.0)
-    return {_ADVANTAGE: float(advantage), _LOGPROB: float(logprob), _LEAST: least, _CHANCE: chance}
+    # Of equal covariances, those with the smaller logprobs.
+    chosen_N = np.lexsort((-logprobs_N, covariances_N))[-largest:]
+    least = chosen_N[0]
+    equal_N = (covariances_N == covariances_N[least]) & (logprobs_N == logprobs_N[least])
+    return {
+        _ADVANTAGE: float(advantage),
+        _LOGPROB: float(logprob),
+        _LEAST: float(covariances_N[least]),
+        _LEAST_LOGPROB: float(logprobs_N[least]),
+        _LEAST_CHANCE: float(equal_N[chosen_N].sum() / equal_N.sum()),
+        _CHANCE: min(chosen / max(within, 1), 1.0),
+    }
 
 
 @torch.no_grad()
@@ -66,6 +86,8 @@ class Sampled:
     advantages: Tensor
     logprobs_BT: Tensor
     previous_BT: Tensor
+    generation_BT: Tensor
+    mask_BT: Tensor
     step: Mapping[str, float]
 
 
@@ -102,9 +124,11 @@ def clip_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
     """
     term = clip(config, sampled)
     covariances_BT = covariances(sampled.step, sampled.logprobs_BT, sampled.advantages)
-    chosen_BT = (config.clip_cov_lb < covariances_BT) & (covariances_BT < config.clip_cov_ub)
-    chosen_BT &= torch.rand_like(covariances_BT) < sampled.step[_CHANCE]
-    chosen_BT &= ~(term.low | term.high)
+    within_BT = (config.clip_cov_lb < covariances_BT) & (covariances_BT < config.clip_cov_ub) & (sampled.mask_BT > 0)
+    open_BT = within_BT & ~(term.low | term.high)
+    # The step's counts do not know which tokens are clipped: here the unclipped ones take the place of the others.
+    chance = sampled.step[_CHANCE] * within_BT.sum() / open_BT.sum().clamp(min=1)
+    chosen_BT = open_BT & (torch.rand_like(covariances_BT) < chance)
     return replace(term, loss=torch.where(chosen_BT, 0.0, term.loss), chosen=chosen_BT)
 
 
@@ -112,10 +136,18 @@ def kl_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
     """-A r, without bounds, and c |log pi - log previous| more for the `kl_cov_ratio` of all tokens that have the
     largest covariances, with c = `ppo_kl_coef` (KL-Cov, Cui et al. 2025, arXiv:2505.22617)."""
     covariances_BT = covariances(sampled.step, sampled.logprobs_BT, sampled.advantages)
-    chosen_BT = covariances_BT >= sampled.step[_LEAST]
+    chosen_BT = _has_large_covariance(sampled, covariances_BT)
     moved_BT = (sampled.logprobs_BT - sampled.previous_BT).abs()
     loss_BT = -sampled.advantages * sampled.ratio + torch.where(chosen_BT, config.ppo_kl_coef * moved_BT, 0.0)
     return replace(_without_bounds(loss_BT, sampled.ratio), chosen=chosen_BT)
+
+
+def _has_large_covariance(sampled: Sampled, covariances_BT: Tensor) -> Tensor:
+    """Select the `kl_cov_ratio` largest of the step. Chance decides between tokens with the same engine's logprob."""
+    step, logprobs_BT = sampled.step, sampled.generation_BT.double()
+    drawn_BT = (logprobs_BT == step[_LEAST_LOGPROB]) & (torch.rand_like(logprobs_BT) < step[_LEAST_CHANCE])
+    equal_BT = (covariances_BT == step[_LEAST]) & ((logprobs_BT < step[_LEAST_LOGPROB]) | drawn_BT)
+    return ((covariances_BT > step[_LEAST]) | equal_BT) & (sampled.mask_BT > 0)
 
 
 def cispo(config: LossConfig, sampled: Sampled) -> PolicyTerm:
@@ -155,8 +187,8 @@ def _importance_ratio(config: LossConfig, logprobs_BT: Tensor, previous_BT: Tens
     sg(s) pi / sg(pi), [B, T]. Logprobs are 0 outside the mask."""
     log_ratio_BT, level = logprobs_BT - previous_BT, config.sequence_level_importance_ratios
     if not level:
-        return log_ratio_BT.exp()
-    ratio_B1 = (log_ratio_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)).exp()
+        return _exp(log_ratio_BT)
+    ratio_B1 = _exp(log_ratio_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1))
     return ratio_B1.detach() * (logprobs_BT - logprobs_BT.detach()).exp() if level == "token" else ratio_B1
 
 
@@ -204,7 +236,7 @@ def correction(config: LossConfig, log_ratio_BT: Tensor, mask_BT: Tensor) -> Cor
     kills stability"). `seq-mask-tis` leaves the weights of the sequences that it keeps as they are, as NeMo-RL does.
     """
     total_B1 = log_ratio_BT.sum(dim=1, keepdim=True)
-    geometric_mean_B1 = (total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)).exp()
+    geometric_mean_B1 = _exp(total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1))
     nothing = torch.zeros_like(total_B1, dtype=torch.bool)
     weights, truncated, masked = torch.ones_like(total_B1), nothing, nothing
     limits = _bounds(config.sequence_rejection_ratio_min, config.sequence_rejection_ratio)
@@ -212,7 +244,7 @@ def correction(config: LossConfig, log_ratio_BT: Tensor, mask_BT: Tensor) -> Cor
     if config.token_veto_ratio is not None:
         rejected_B1 = rejected_B1 | (log_ratio_BT < math.log(config.token_veto_ratio)).any(dim=1, keepdim=True)
     if config.use_importance_sampling_correction:
-        weights = (total_B1 if config.correction_level == "sequence" else log_ratio_BT).exp()
+        weights = _exp(total_B1 if config.correction_level == "sequence" else log_ratio_BT)
         bounds = _bounds(config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio)
         match config.truncated_importance_sampling_type:
             case "tis":
@@ -293,13 +325,13 @@ class GRPOLoss:
                 previous_BT if in_reward else logprobs_BT,
                 torch.where(mask_BT > 0, reference_BT, 0.0),
                 config.reference_policy_kl_type,
-                previous_BT if config.use_bias_correction_kl else None,
+                None if in_reward else _sampled_with(config, logprobs_BT, generation_BT),
                 config.kl_input_clamp_value,
                 config.kl_output_clamp_value,
             )
             if in_reward:
                 advantages = less_kl_to_go(advantages, kl_BT, mask_BT, penalty)
-        sampled = Sampled(ratio, advantages, logprobs_BT, previous_BT, counts.own)
+        sampled = Sampled(ratio, advantages, logprobs_BT, previous_BT, generation_BT, mask_BT, counts.own)
         term = POLICY_TERMS[config.policy_loss](config, sampled)
         corrected = correction(config, previous_BT - generation_BT, mask_BT)
         loss_BT = (term.loss * corrected.weights).expand_as(mask_BT)
@@ -323,8 +355,8 @@ class GRPOLoss:
             total = total + config.positive_example_nll_weight * nll
         with torch.no_grad():
             metrics = {
-                "sampling_importance_ratio": masked_sum((previous_BT - generation_BT).exp(), mask_BT) / counts.tokens,
-                "approx_entropy": -((logprobs_BT - generation_BT).exp() * logprobs_BT).sum() / counts.tokens,
+                "sampling_importance_ratio": masked_sum(_exp(previous_BT - generation_BT), mask_BT) / counts.tokens,
+                "approx_entropy": -(_exp(logprobs_BT - generation_BT) * logprobs_BT).sum() / counts.tokens,
                 **_spread("probs_ratio", ratio, mask_BT, counts),
                 **_spread("probs_ratio_clamped", term.bounded, mask_BT, counts),
                 "clip_ratio/low": mean_over_tokens(term.low, mask_BT, counts),
@@ -382,6 +414,17 @@ def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> 
     }
 
 
+def _sampled_with(config: LossConfig, logprobs_BT: Tensor, generation_BT: Tensor) -> Tensor | None:
+    """Return the logprobs of the policy that the KL penalty takes for the sampler; None if it does not ask."""
+    match config.use_bias_correction_kl:
+        case "on_policy":
+            return logprobs_BT.detach()
+        case True:
+            return generation_BT
+        case _:
+            return None
+
+
 def less_kl_to_go(advantages: Tensor, kl_BT: Tensor, mask_BT: Tensor, penalty: float) -> Tensor:
     """Return advantages with a KL penalty in the reward, [B, T]: A_t - penalty (k_t + k_t+1 + ... + k_T).
 
@@ -425,13 +468,13 @@ def kl_estimate(
     else:
         raise ValueError(f"KL estimator must be k1, k2 or k3, got {kind!r}")
     if sampled_with is not None:
-        weight = (logprobs - sampled_with).exp()
+        weight = _exp(logprobs - sampled_with)
         estimate = estimate * torch.where(d == whole, weight, weight.detach())
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    return log_ratio.exp() - 1 - log_ratio
+    return _exp(log_ratio) - 1 - log_ratio
 
 
 @torch.no_grad()
@@ -443,16 +486,20 @@ def mismatch_metrics(batch: Batch, counts: Normalizers) -> Metrics:
     `_max` are the tokens' mean and worst difference. `age_<n>/...` are over the tokens of one age; each share of the
     global batch has the metrics of all its ages.
     """
-    policy_BT, generation_BT = (values.double() for values in batch.require("previous_logprobs", "generation_logprobs"))
     mask_BT, tokens = batch.mask, counts.tokens
-    difference_BT = (policy_BT - generation_BT) * mask_BT
+    # A selection, not a product: logprobs outside the mask may be infinite.
+    policy_BT, generation_BT = (
+        torch.where(mask_BT > 0, values.double(), 0.0)
+        for values in batch.require("previous_logprobs", "generation_logprobs")
+    )
+    difference_BT = policy_BT - generation_BT
     mixture_BT = torch.logaddexp(policy_BT, generation_BT) - math.log(2)
 
     def k3(log_ratio_BT: Tensor) -> Tensor:
         return masked_sum(_k3(log_ratio_BT), mask_BT) / tokens
 
     metrics = {
-        "token_mult_prob_error": masked_sum(difference_BT.abs().exp(), mask_BT) / tokens,
+        "token_mult_prob_error": masked_sum(_exp(difference_BT.abs()), mask_BT) / tokens,
         "gen_kl_error": k3(difference_BT),
         "policy_kl_error": k3(-difference_BT),
         "js_divergence_error": (k3(policy_BT - mixture_BT) + k3(generation_BT - mixture_BT)) / 2,

@@ -203,6 +203,17 @@ def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: combined(name) for name in parts[0]}
 
 
+def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average metrics over optimizer steps, and take minima and maxima of `*_min` and `*_max`. Steps that were skipped
+    count in `skipped_steps` alone, unless all were."""
+    taken = [step for step in steps if not step["skipped_steps"]] or steps
+    means = {
+        name: value if name.endswith(("_min", "_max")) else value / len(taken)
+        for name, value in combine_metrics(taken).items()
+    }
+    return means | {"skipped_steps": sum(step["skipped_steps"] for step in steps) / len(steps)}
+
+
 def summary(loss: Loss, shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics to log of a global batch, from those of all its shares."""
     return getattr(loss, "summarize", dict)(combine_metrics(shares))

@@ -244,6 +244,8 @@ class UnpairedLoss:
                 "rewards_margin_mean": chosen - rejected,
                 "desirable_share": is_desirable_B.sum() / counts.sequences,
             }
+            if config.preference_loss == "kto":
+                metrics["kl"] = (batch.lengths > 0).sum() * counts.own[_BASELINE] / counts.sequences
         return total, metrics
 
 

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nemo_rl_lite.data.problems import Problem
@@ -75,6 +75,12 @@ def _shown(episode: Episode) -> str:
     return f"{episode.response[-200:]!r} (answer {episode.problem.answer!r})"
 
 
+def count_errors(episodes: Sequence[Episode]) -> tuple[int, int]:
+    """Count the episodes without a reward, and those whose environment or agent failed."""
+    failed = sum(episode.ending == "error" for episode in episodes)
+    return sum(episode.reward is None for episode in episodes) - failed, failed
+
+
 @dataclass(eq=False)
 class Group:
     """Samples of one prompt."""
@@ -141,13 +147,15 @@ class RolloutTask:
             at_a_time = math.ceil((self.count - useful) / max(share, _LEAST_SHARE))
         return max(min(at_a_time - (len(groups) - ended), self.most - len(groups)), 0)
 
-    def rollout(self, reward_errors: int, environment_errors: int) -> Rollout:
-        """Join the groups that are kept. The failures are those of all groups."""
+    def rollout(self) -> Rollout:
+        """Join the groups that are kept."""
         groups, kept = self.groups, self.kept() or []
         last = max(groups.index(group) for group in kept)
         dropped = [group for group in groups if group not in kept]
+        episodes = [episode for group in kept for episode in group.episodes]
+        reward_errors, environment_errors = count_errors(episodes)
         return Rollout(
-            [episode for group in kept for episode in group.episodes],
+            episodes,
             self.samples,
             reward_errors,
             environment_errors,
@@ -267,11 +275,10 @@ class RolloutCollector:
             await asyncio.gather(*(group.played for group in groups), return_exceptions=True)
         sampled = [episode for group in groups if group.is_done for episode in group.episodes]
         played = [episode for episode in sampled if episode.ending != "error"]
-        reward_errors, environment_errors = sum(one.reward is None for one in played), len(sampled) - len(played)
-        environments.check(environment_errors, len(sampled))
+        environments.check(len(sampled) - len(played), len(sampled))
         # Timeouts that scored 0 count as failures too.
         rewards.check(sum(one.reward is None or rewards.has(one) for one in played), len(played))
-        return task.rollout(reward_errors, environment_errors)
+        return task.rollout()
 
     def _begin(
         self, number: int, task: RolloutTask, requests: Requests, environments: _Failures, rewards: _Failures

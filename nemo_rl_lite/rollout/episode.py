@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.losses.advantages import reward_shares
 from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, TokenRow, TokenRows
 from nemo_rl_lite.observability.sinks import Sample, spread, text_of
 
@@ -60,6 +61,8 @@ class Episode:
     """True if it is kept out of the loss although it has a reward."""
     own_prompt: tuple[Message, ...] | None = None
     """The prompt's messages, if they are not the problem's."""
+    length_penalty: float = 0.0
+    """Added to the reward in training, at most 0."""
 
     def begin(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
         """Replace the prompt, before the first turn."""
@@ -111,6 +114,11 @@ class Episode:
         return sum(span.seconds for span in self.spans if span.what == what)
 
     @property
+    def shaped_reward(self) -> float | None:
+        """The reward that training sees."""
+        return None if self.reward is None else self.reward + self.length_penalty
+
+    @property
     def is_trained(self) -> bool:
         return self.reward is not None and not self.is_left_out
 
@@ -124,7 +132,8 @@ class Episode:
             mask[own], logprobs[own] = self.is_trained, completion.logprobs
             ages[own] = version - np.asarray(completion.versions, OF_TOKENS["ages"])
         tokens = np.asarray(self.tokens, OF_TOKENS["tokens"])
-        reward, own = (0.0, 0.0) if self.reward is None else (self.reward, advantage)
+        shaped = self.shaped_reward
+        reward, own = (0.0, 0.0) if shaped is None else (shaped, advantage)
         return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=self._experts(experts))
 
     def _experts(self, shape: tuple[int, ...] | None) -> np.ndarray | None:
@@ -147,6 +156,7 @@ class Rollout:
     episodes: list[Episode]
     samples_per_prompt: int
     reward_errors: int
+    """Number of these episodes without a reward, and of those whose environment or agent failed."""
     environment_errors: int = 0
     taught: tuple[bool, ...] = ()
     """True for each prompt whose rewards differ, in data order, up to the last kept. The next rollout follows it."""
@@ -158,13 +168,20 @@ class Rollout:
     """Seconds without a request in the engines since the last rollout was taken; None if they share the policy's
     devices."""
     dropped: tuple[Episode, ...] = ()
-    """Episodes of prompts that were replaced because all their rewards are the same, or no longer needed."""
+    """Episodes of prompts that were replaced because all their rewards are the same, and then of those no longer
+    needed."""
 
     @property
     def rewards_B(self) -> Tensor:
-        """The episodes' rewards, float64; NaN where the reward failed."""
-        rewards = [math.nan if episode.reward is None else episode.reward for episode in self.episodes]
-        return torch.tensor(rewards, dtype=torch.float64)
+        """The episodes' rewards in training, float64; NaN where the reward failed."""
+        return _rewards(episode.shaped_reward for episode in self.episodes)
+
+    @property
+    def sampled(self) -> list[Episode]:
+        """Episodes of the prompts that are kept, and of those that were replaced. Prompts no longer needed are left
+        out: they come again, and time decides which of them are complete."""
+        replaced = len(self.taught) * self.samples_per_prompt - len(self.episodes)
+        return [*self.episodes, *self.dropped[: max(replaced, 0)]]
 
     def parts_NB(self, weights: Mapping[str, float]) -> Tensor:
         """Return the rewards by part, float64, [parts + 1, B]: the parts that `weights` names, unweighted, and the
@@ -174,7 +191,9 @@ class Rollout:
             math.nan
             if episode.reward is None
             # Added up as the reward was, so that nothing is left over without another term.
-            else episode.reward - sum(weights[name] * part for name, part in episode.reward_parts.items())
+            else episode.reward
+            - sum(weights[name] * part for name, part in episode.reward_parts.items())
+            + episode.length_penalty
             for episode in self.episodes
         ]
         return torch.tensor([*rows, rest], dtype=torch.float64)
@@ -197,7 +216,8 @@ class Rollout:
         return TokenRows.of([episode.row(advantage, version, experts) for episode, advantage in each])
 
     def metrics(self) -> dict[str, float]:
-        """Rollout metrics under NeMo-RL's names."""
+        """Rollout metrics under NeMo-RL's names: rewards of all sampled prompts before shaping, and the rest of the
+        episodes that are kept."""
         samples, generated = len(self.episodes), self.generated
         turns = [len(episode.turns) for episode in self.episodes]
         endings = [episode.ending for episode in self.episodes]
@@ -205,12 +225,7 @@ class Rollout:
         total = sum(len(episode.tokens) for episode in self.episodes)
         trained = [episode.generated for episode in self.episodes if episode.is_trained]
         valid, dropped = float(sum(map(bool, trained))), sum(episode.generated for episode in self.dropped)
-        parts: dict[str, list[float]] = {}
-        for episode in self.episodes:
-            for name, part in episode.reward_parts.items():
-                parts.setdefault(f"reward/{name}", []).append(part)
-        return {
-            "reward": self.rewards_B.nanmean().item(),
+        return self._reward_metrics() | {
             "mean_prompt_length": prompt_tokens / samples,
             "mean_gen_tokens_per_sample": generated / samples,
             "max_gen_tokens_per_sample": float(max(episode.generated for episode in self.episodes)),
@@ -232,7 +247,22 @@ class Rollout:
             "global_valid_seqs": valid,
             "global_valid_toks": float(sum(trained)),
             "num_valid_samples": valid,
-        } | {name: sum(values) / len(values) for name, values in parts.items()}
+        }
+
+    def _reward_metrics(self) -> dict[str, float]:
+        sampled, parts = self.sampled, dict[str, list[float]]()
+        for episode in sampled:
+            for name, part in episode.reward_parts.items():
+                parts.setdefault(f"reward/{name}", []).append(part)
+        rewards_S = _rewards(episode.reward for episode in sampled)
+        penalties = [episode.length_penalty for episode in self.episodes if episode.reward is not None]
+        return {
+            "reward": rewards_S.nanmean().item(),
+            "filtered_reward": _rewards(episode.reward for episode in self.episodes).nanmean().item(),
+            "length_penalty": sum(penalties) / max(len(penalties), 1),
+            **{name: sum(values) / len(values) for name, values in parts.items()},
+            **reward_shares(rewards_S.view(-1, self.samples_per_prompt)),
+        }
 
     def ages(self, version: int) -> dict[str, float]:
         """Staleness in steps, from the weights that sampled a token to those of `version`, with which the step that
@@ -254,6 +284,11 @@ class Rollout:
         judged = [(one, one.reward) for one in self.episodes if one.reward is not None]
         shown = [judged[place] for place in spread([reward for _, reward in judged], count)]
         return [Sample(text_of(one.prompt), text_of(one.said), reward) for one, reward in shown]
+
+
+def _rewards(rewards: Iterable[float | None]) -> Tensor:
+    """Return rewards as float64, with NaN for None."""
+    return torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
 
 
 RESAMPLES = 2000

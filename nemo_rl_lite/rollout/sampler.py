@@ -248,7 +248,8 @@ class Sampler:
             most, penalty = self.sampling.max_new_tokens, shaping.overlong_buffer_penalty
             for episode in rollout.episodes:
                 if episode.reward is not None:
-                    episode.reward += overlong_penalty(len(episode.turns[-1][1].tokens), most, buffer, penalty)
+                    tokens = len(episode.turns[-1][1].tokens)
+                    episode.length_penalty = overlong_penalty(tokens, most, buffer, penalty)
         return rollout
 
     def state(self) -> dict[str, Any]:

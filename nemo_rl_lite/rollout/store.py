@@ -39,7 +39,9 @@ _SCHEMA = pa.schema(
         # The assistant's last turn, and all that was said since the prompt.
         ("response", pa.string()),
         ("turns", pa.list_(_MESSAGE)),
+        # Before shaping, which adds the penalty.
         ("reward", pa.float32()),
+        ("length_penalty", pa.float32()),
         ("prompt_tokens", pa.int32()),
         ("tokens", pa.int32()),
         ("ending", pa.string()),
@@ -137,6 +139,7 @@ def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
             "response": episode.response,
             "turns": [_message(message) for message in episode.said],
             "reward": episode.reward,
+            "length_penalty": episode.length_penalty,
             "prompt_tokens": episode.prompt_length,
             "tokens": episode.generated,
             "ending": episode.ending,
@@ -184,6 +187,7 @@ _SAVED_SCHEMA = pa.schema(
         ("turns", pa.list_(_TURN)),
         ("said", pa.string()),
         ("reward", pa.float64()),
+        ("length_penalty", pa.float64()),
         ("reward_parts", pa.string()),
         ("ending", pa.string()),
         ("is_left_out", pa.bool_()),
@@ -271,6 +275,7 @@ def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str,
         ],
         "said": json.dumps(episode.said, default=str),
         "reward": episode.reward,
+        "length_penalty": episode.length_penalty,
         "reward_parts": json.dumps(dict(episode.reward_parts)),
         "ending": episode.ending,
         "is_left_out": episode.is_left_out,
@@ -310,4 +315,6 @@ def _episode(row: dict[str, Any]) -> Episode:
         reward_parts=json.loads(row["reward_parts"]),
         is_left_out=row["is_left_out"],
         own_prompt=None if own_prompt is None else tuple(own_prompt),
+        # Absent in checkpoints of earlier versions.
+        length_penalty=row.get("length_penalty", 0.0),
     )

@@ -158,17 +158,52 @@ def check_loss(config: Config) -> Iterator[Violation]:
     loss, ratios = config.options(GRPOConfig).loss_fn, f"{LOSS}.sequence_level_importance_ratios"
     if loss.sequence_level_importance_ratios is True and loss.token_level_loss is True:
         yield Violation(ratios, True, "needs a sequence-level loss", f"{LOSS}.token_level_loss=false")
-    kind, low, high = loss.truncated_importance_sampling_type, f"{_RATIO}_min", _RATIO
-    if not loss.use_importance_sampling_correction or kind not in _FIRST_BOUNDS:
+    if not loss.use_importance_sampling_correction:
         return
-    if loss.truncated_importance_sampling_ratio_min is None and loss.truncated_importance_sampling_ratio is None:
+    kind, low, high = loss.truncated_importance_sampling_type, f"{_RATIO}_min", _RATIO
+    level, of_sequence = f"{LOSS}.importance_sampling_correction_level", loss.correction_level == "sequence"
+    least, most = loss.truncated_importance_sampling_ratio_min, loss.truncated_importance_sampling_ratio
+    if kind in _FIRST_BOUNDS and least is None and most is None:
         least, most = _FIRST_BOUNDS[kind]
         yield Violation(_TYPE, kind, "needs bounds", f"{low}={least} {high}={most}, or {_TYPE}=tis")
-    if kind == "seq-mask-tis" and loss.correction_level == "sequence":
-        level = f"{LOSS}.importance_sampling_correction_level"
+    elif kind != "seq-mask-tis" and of_sequence and most is None and loss.sequence_rejection_ratio is None:
+        rule_text = "is null, and the weight of a whole sequence, a product over its tokens, needs an upper bound"
+        yield Violation(high, None, rule_text, f"{high}=2, or {level}=token")
+    if kind == "seq-mask-tis" and of_sequence:
         key = ratios if loss.importance_sampling_correction_level is None else level
         rule_text = f"makes one weight for a sequence, and {_TYPE}=seq-mask-tis has one for each token"
         yield Violation(key, None, rule_text, f"{level}=token, or {_TYPE}=icepop")
+
+
+@rule(LOSS, "algorithm.topk_logits_k", "generation.top_p", "generation.top_k", options=GRPOConfig)
+def check_nucleus(config: Config) -> Iterator[Violation]:
+    """Refuse products and geometric means of ratios to an engine that samples from a part of the distribution: its
+    probabilities are larger than the policy's at every token, so products vanish with the length."""
+    loss, generation = config.options(GRPOConfig).loss_fn, config.generation
+    cut = {"generation.top_p": (generation.top_p, 1.0), "generation.top_k": (generation.top_k, None)}
+    cut = {key: (value, whole) for key, (value, whole) in cut.items() if value != whole}
+    if not cut or not reads_ratios(config):
+        return
+    key, fix = _reads_whole_sequences(loss)
+    if key is None:
+        return
+    whole = " ".join(f"{name}={'null' if value is None else value}" for name, (_, value) in cut.items())
+    for name, (value, _) in cut.items():
+        rule_text = f"raises the engine's probability of every token, which {key} multiplies over a sequence"
+        yield Violation(name, value, rule_text, f"{whole}, or {fix}")
+
+
+def _reads_whole_sequences(loss: LossConfig) -> tuple[str | None, str]:
+    """Return the key by which a product of ratios to the engine decides about a sequence, and how to leave it out."""
+    for name in ("sequence_rejection_ratio", "sequence_rejection_ratio_min"):
+        if getattr(loss, name) is not None:
+            return f"{LOSS}.{name}", f"{LOSS}.{name}=null"
+    if loss.use_importance_sampling_correction and loss.truncated_importance_sampling_type == "seq-mask-tis":
+        return f"{_TYPE}=seq-mask-tis", f"{_TYPE}=tis"
+    if loss.use_importance_sampling_correction and loss.correction_level == "sequence":
+        level = f"{LOSS}.importance_sampling_correction_level"
+        return f"the {level} sequence", f"{level}=token"
+    return None, ""
 
 
 @rule("algorithm", options=GRPOConfig)
@@ -255,8 +290,13 @@ def check_distillation_loss(config: Config) -> Iterator[Violation]:
     if coefficient and options.topk_logits_k is not None:
         rule_text = f"belongs to the loss on sampled tokens, and {_TOPK} is set"
         yield Violation(f"{LOSS}.reward_coef", coefficient, rule_text, f"{LOSS}.reward_coef=0.0, or {_TOPK}=null")
-    term = options.loss_fn.policy_loss
-    if term in ("clip_cov", "kl_cov") and options.topk_logits_k is None:
+    if options.topk_logits_k is not None:
+        return
+    term, ratios = options.loss_fn.policy_loss, f"{LOSS}.sequence_level_importance_ratios"
+    if options.loss_fn.sequence_level_importance_ratios is True and term != "reinforce":
+        rule_text = "has one ratio for all tokens of a response, and a teacher gives each token its own advantage"
+        yield Violation(ratios, True, rule_text, f"{ratios}=token, or {ratios}=false")
+    if term in ("clip_cov", "kl_cov"):
         rule_text = "compares advantages, and a teacher's depend on the logprobs that this loss is computed from"
         yield Violation(f"{LOSS}.policy_loss", term, rule_text, f"{LOSS}.policy_loss=clip")
 

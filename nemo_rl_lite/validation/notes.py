@@ -144,7 +144,7 @@ def _kl_estimate(config: Config, loss: LossConfig) -> str:
     if loss.use_kl_in_reward and estimate != "k1":
         why = f"with {LOSS}.use_kl_in_reward it hardly holds the policy near the reference, because as a reward only k1"
         return f"{kind} = {estimate}: {why} has the gradient of the KL ({kind}=k1)"
-    if not loss.use_kl_in_reward and estimate == "k1" and not loss.use_bias_correction_kl:
+    if not loss.use_kl_in_reward and estimate == "k1" and loss.use_bias_correction_kl is False:
         why = "its gradient averages to zero, so it hardly holds the policy near the reference"
         return f"{kind} = k1: {why} ({LOSS}.use_bias_correction_kl=true, or {kind}=k2)"
     return ""

@@ -15,7 +15,7 @@ from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config, RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
-from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
+from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, mean_of_steps, summary
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.memory import SequenceFlops, forward_flops
@@ -129,10 +129,7 @@ class RemotePolicy:
             replicas, shares = zip(*self._replicas.call("train", None, loss, counts, own, name, of_all), strict=True)
             steps.append(summary(loss, replicas) | {whole: replicas[0][whole] for whole in WHOLE_METRICS})
             mismatch = mismatch + [own for own in shares if own]
-        totals = combine_metrics(steps)
-        extremes = ("_min", "_max")
-        means = {name: value / (1 if name.endswith(extremes) else len(steps)) for name, value in totals.items()}
-        return means | (combine_metrics(mismatch) if mismatch else {})
+        return mean_of_steps(steps) | (combine_metrics(mismatch) if mismatch else {})
 
     def begin_save(self, folder: str) -> None:
         self._checkpoint("begin_save", folder)

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.advantages import (
-    baseline_metrics,
+    advantage_metrics,
     clip_advantages,
     differ,
     group_advantages,
+    reward_shares,
     separate_advantages,
 )
 
@@ -40,12 +41,25 @@ def test_a_single_sample_has_nothing_to_be_compared_with(leave_one_out, normaliz
     assert (group_advantages(rewards, leave_one_out, normalize) == 0).all()
 
 
-def test_baseline_metrics():
-    rewards = torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 0.0], [0.5, 0.5]])
-    metrics = baseline_metrics(rewards, group_advantages(rewards, leave_one_out=True, normalize=False))
-    assert metrics["baseline_reward/pct_0"] == metrics["baseline_reward/pct_1"] == 0.25
-    assert metrics["baseline_reward/pct_mixed"] == 0.25
-    assert metrics["advantages/max"] == 1
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("rewards", "shares"),
+    [
+        ([[0, 0], [1, 1], [1, 0], [0.5, 0.5]], (0.25, 0.25, 0.25)),
+        ([[NAN, NAN], [1, 1], [0, 0]], (0.5, 0.5, 0)),
+        ([[NAN, NAN], [NAN, 1], [0, NAN], [0, 1]], (1 / 3, 1 / 3, 1 / 3)),
+        ([[NAN, NAN, NAN], [NAN, 0, 1]], (0, 0, 1)),
+    ],
+)
+def test_shares_of_prompts_are_of_those_with_a_reward(rewards, shares):
+    assert tuple(reward_shares(torch.tensor(rewards, dtype=torch.float64)).values()) == pytest.approx(shares)
+
+
+def test_advantage_metrics():
+    found = advantage_metrics(torch.tensor([[1.0, -1.0], [0.5, 0.0]]))
+    assert found == {"advantages/mean": 0.125, "advantages/max": 1, "advantages/min": -1}
 
 
 @pytest.mark.parametrize("leave_one_out", [True, False])
@@ -58,14 +72,11 @@ def test_a_reward_that_failed_is_as_if_its_sample_were_not_there(leave_one_out, 
         expected = group_advantages(all_of_them[judged][None], leave_one_out, normalize)[0]
         torch.testing.assert_close(own[judged], expected)
         assert (own[~judged] == 0).all()
-    metrics = baseline_metrics(rewards, advantages)
-    assert all(map(math.isfinite, metrics.values())) and metrics["baseline_reward/pct_mixed"] == 1
 
 
 def test_groups_of_which_nothing_or_one_reward_is_known_teach_nothing():
     rewards = torch.tensor([[math.nan, math.nan], [math.nan, 1.0]])
     assert (group_advantages(rewards, leave_one_out=True, normalize=True) == 0).all()
-    assert baseline_metrics(rewards, torch.zeros(2, 2))["baseline_reward/pct_mixed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -86,14 +97,14 @@ def test_rewards_that_differ_by_rounding_are_equal(rewards, metric):
         for scale in (True, False, "batch", "advantages"):
             assert (group_advantages(table, baseline, scale) == 0).all()
     assert (separate_advantages(torch.stack([table, table]), [1.0, 1.0], True) == 0).all()
-    metrics = baseline_metrics(table, torch.zeros(1, 3))
+    metrics = reward_shares(table)
     assert metrics["baseline_reward/pct_mixed"] == 0 and (metric is None or metrics[f"baseline_reward/{metric}"] == 1)
 
 
 @pytest.mark.parametrize("rewards", [[1e-6, 2e-6], [0.0, 1e-5], [0.999, 1.0], [10.0, 10.001], [1e8, 1e8 + 1], [-1, 1]])
 def test_small_differences_are_differences(rewards):
     table = torch.tensor([rewards], dtype=torch.float64)
-    assert differ(rewards) and baseline_metrics(table, table)["baseline_reward/pct_mixed"] == 1
+    assert differ(rewards) and reward_shares(table)["baseline_reward/pct_mixed"] == 1
 
 
 def test_small_differences_of_large_rewards_are_not_lost():

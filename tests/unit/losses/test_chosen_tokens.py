@@ -67,6 +67,23 @@ def test_kl_cov_is_verls_over_the_whole_step(share, seed, pieces):
     assert metrics["covariance_share"] == pytest.approx(len(largest) / len(own), abs=1e-6)
 
 
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("equal", ["advantages", "logprobs", "both"])
+@pytest.mark.parametrize("share", [2e-4, 0.1, 0.4])
+def test_kl_cov_penalises_as_many_tokens_where_covariances_are_equal(share, equal, pieces):
+    inputs = on_policy(1, rows=200)
+    torch.manual_seed(0)
+    if equal != "logprobs":
+        inputs["advantages"] = torch.full_like(inputs["advantages"], 0.3).float().double()
+    if equal != "advantages":
+        inputs["logprobs"] = inputs["generation_logprobs"] = torch.full_like(inputs["logprobs"], -0.7).float().double()
+    tokens = int(inputs["mask"].sum())
+    found = ours(inputs, pieces, policy_loss="kl_cov", kl_cov_ratio=share)[2]["covariance_share"] * tokens
+    # Tokens with the same advantage and logprob are drawn: three standard deviations.
+    spread = 0 if equal == "advantages" else 3 * (share * tokens) ** 0.5 + 3
+    assert found == pytest.approx(max(1, int(share * tokens)), abs=spread + 1e-2)
+
+
 def clip_terms(inputs: dict[str, torch.Tensor], logprobs: torch.Tensor, low: float, high: float):
     """The PPO loss of each token, and whether verl's Clip-Cov may choose it."""
     own, before, advantages, covariances = flat(inputs, logprobs)
@@ -103,6 +120,17 @@ def test_clip_cov_chooses_its_share_of_all_tokens_however_they_are_split():
     ]
     # Of 8,000 tokens, 400 are chosen; the standard deviation is below 20.
     assert [one["covariance_share"] for one in shares] == pytest.approx([0.05, 0.05], abs=0.01)
+
+
+def test_clip_cov_draws_its_share_from_the_tokens_that_are_not_clipped():
+    inputs = on_policy(0, rows=2000, moved=0.5)
+    _, may_be_chosen = clip_terms(inputs, inputs["logprobs"], 0.2, 2.0)
+    torch.manual_seed(0)
+    for pieces in (1, 50):
+        found = ours(inputs, pieces, policy_loss="clip_cov", clip_cov_ratio=0.05, clip_cov_lb=0.2, clip_cov_ub=2.0)[2][
+            "covariance_share"
+        ]
+        assert found == pytest.approx(0.05, abs=0.008) and may_be_chosen.double().mean() > 0.06
 
 
 def trl_mask(entropy: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:

@@ -93,6 +93,7 @@ def test_kto_agrees_with_trl_however_responses_are_split(kind, labels, size):
     torch.testing.assert_close(found, value, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(own_gradient, gradient, atol=TOLERANCE, rtol=0)
     assert own["desirable_share"] == pytest.approx(labels.count("T") / 5)
+    assert own.get("kl") == (pytest.approx(metrics["kl"][-1]) if kind == "kto" else None)
 
 
 def test_a_kl_below_0_counts_as_0():

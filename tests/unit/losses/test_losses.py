@@ -5,7 +5,7 @@ import torch
 
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.grpo import GRPOLoss, kl_estimate
-from nemo_rl_lite.losses.interface import combine_metrics, count_masked, floats, loss_of
+from nemo_rl_lite.losses.interface import combine_metrics, count_masked, floats, loss_of, mean_of_steps
 from tests.unit.losses.batches import batch_of, loss_config, rows_of
 from tests.unit.losses.test_losses_match_trl import our_loss, random_inputs
 
@@ -94,6 +94,53 @@ def test_kl_estimators_have_the_right_mean_and_gradient(kind, tolerance, sampler
     torch.testing.assert_close(gradient, true_gradient, atol=tolerance, rtol=0)
 
 
+LOGITS = torch.tensor([0.3, -0.2, 0.6, 0.1])
+REFERENCE = torch.tensor([0.25, -0.15, 0.5, 0.2]).log_softmax(0)
+
+
+def expected_penalty(kind, weighted, engine):
+    """Value and gradient of the penalty in the loss, over samples of `engine`: each token with its probability there,
+    in rows of one token, and a policy at the start of the step that is neither."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs, previous = logits.log_softmax(0), torch.tensor([0.7, 0.3, -0.2, 0.0]).log_softmax(0)
+    config = loss_config(
+        reference_policy_kl_penalty=1.0, reference_policy_kl_type=kind, use_bias_correction_kl=weighted
+    )
+    counts, total = count_masked(rows_of(torch.ones(1, 1))), torch.zeros(())
+    for token, chance in enumerate(engine.exp()):
+        own = {"previous_logprobs": previous, "generation_logprobs": engine, "reference_logprobs": REFERENCE}
+        batch = {name: values[token].view(1, 1) for name, values in own.items()}
+        batch |= {"mask": torch.ones(1, 1), "advantages": torch.zeros(1)}
+        total = total + chance * GRPOLoss(config)(logprobs[token].view(1, 1), batch_of(batch), counts)[0]
+    return total.item(), torch.autograd.grad(total, logits)[0]
+
+
+def true_kl():
+    logits = LOGITS.clone().requires_grad_()
+    true = (logits.softmax(0) * (logits.log_softmax(0) - REFERENCE)).sum()
+    return true.item(), torch.autograd.grad(true, logits)[0]
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.1, 0.6, 3.0])
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_penalty_is_exact_whichever_weights_sampled(kind, drift):
+    engine = (LOGITS + drift * torch.tensor([1.0, -1.0, 0.5, -0.2])).log_softmax(0)
+    (value, gradient), (true, true_gradient) = expected_penalty(kind, True, engine), true_kl()
+    assert value == pytest.approx(true, abs=1e-6)
+    torch.testing.assert_close(gradient, true_gradient, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_on_policy_weights_of_the_penalty_are_one_with_a_gradient(kind):
+    own = LOGITS.log_softmax(0)
+    (value, gradient), (true, true_gradient) = expected_penalty(kind, "on_policy", own), true_kl()
+    assert value == pytest.approx(true, abs=1e-6)
+    torch.testing.assert_close(gradient, true_gradient, atol=1e-6, rtol=0)
+    drifted = (LOGITS + torch.tensor([1.0, -1.0, 0.5, -0.2])).log_softmax(0)
+    plain = (drifted.exp() * kl_estimate(own, REFERENCE, kind, None)).sum().item()
+    assert expected_penalty(kind, "on_policy", drifted)[0] == pytest.approx(plain, abs=1e-6)
+
+
 def test_k3_as_it_stands_has_the_gradient_of_the_forward_kl():
     logits = torch.tensor([0.9, -0.2, 0.6, -0.8], requires_grad=True)
     reference = torch.tensor([0.25, -0.15, 0.5, 0.2]).log_softmax(0)
@@ -132,6 +179,27 @@ def test_a_sequence_ratio_has_a_sequence_correction_of_the_engine():
     weighted = dict(inputs, advantages=inputs["advantages"] * difference.sum(dim=1).exp().clamp(max=2.0))
     for value, other in zip(our_loss(config, inputs), our_loss(loss_config(**settings), weighted), strict=True):
         torch.testing.assert_close(value, other)
+
+
+def of_step(loss: float, skipped: float = 0.0) -> dict[str, float]:
+    return {"loss": loss, "ratio_min": loss, "ratio_max": loss, "skipped_steps": skipped}
+
+
+@pytest.mark.parametrize(
+    ("steps", "mean", "least", "most", "skipped"),
+    [
+        ([of_step(1.0), of_step(3.0)], 2, 1, 3, 0),
+        ([of_step(1.0), of_step(math.nan, 1.0), of_step(3.0), of_step(5.0)], 3, 1, 5, 1 / 4),
+        # A finite loss whose gradient was not.
+        ([of_step(9.0, 1.0), of_step(2.0)], 2, 2, 2, 1 / 2),
+        ([of_step(math.nan, 1.0)] * 2, math.nan, math.nan, math.nan, 1),
+        # A step that was taken hides nothing.
+        ([of_step(math.nan), of_step(2.0)], math.nan, math.nan, math.nan, 0),
+    ],
+)
+def test_metrics_of_a_rollout_are_those_of_the_steps_that_were_taken(steps, mean, least, most, skipped):
+    found = {"loss": mean, "ratio_min": least, "ratio_max": most, "skipped_steps": skipped}
+    assert mean_of_steps(steps) == pytest.approx(found, nan_ok=True)
 
 
 @pytest.mark.parametrize("order", [[math.nan, 0.0], [1.0, math.nan]])

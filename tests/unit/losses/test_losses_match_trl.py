@@ -106,6 +106,7 @@ def trl_loss(config: LossConfig, inputs: dict[str, torch.Tensor], prompt: int = 
             "ratio_clip_max": 0.28,
             "ratio_clip_c": 2.0,
             "reference_policy_kl_penalty": 0.05,
+            "use_bias_correction_kl": False,
             "use_importance_sampling_correction": True,
             "truncated_importance_sampling_ratio": 2.0,
         },
@@ -114,6 +115,9 @@ def trl_loss(config: LossConfig, inputs: dict[str, torch.Tensor], prompt: int = 
 )
 def test_value_and_gradient_agree_with_trl(changes, seed):
     config, inputs = loss_config(**changes), random_inputs(seed)
+    if config.use_bias_correction_kl and config.reference_policy_kl_penalty:
+        # TRL weights the KL by the policy over the previous one, whichever engine sampled.
+        inputs["generation_logprobs"] = inputs["previous_logprobs"]
     ours, our_gradient = our_loss(config, inputs)
     theirs, their_gradient = trl_loss(config, inputs)
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)

@@ -36,6 +36,16 @@ def test_mismatch_metrics():
     assert other["logprob_abs_diff_max"] == pytest.approx(0.2, rel=1e-5)
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["previous", "generation"])
+def test_tokens_without_a_loss_may_hold_anything(name, wrong):
+    mask = torch.tensor([[0.0, 1.0, 1.0, 0.0]])
+    own = {"previous": torch.tensor([[0.0, -1.0, -2.0, 0.0]]), "generation": torch.tensor([[0.0, -1.1, -1.8, 0.0]])}
+    expected = mismatch(**own, mask=mask, tokens=2)
+    own[name] = torch.where(mask > 0, own[name], wrong)
+    assert mismatch(**own, mask=mask, tokens=2) == expected and all(map(math.isfinite, expected.values()))
+
+
 def test_replicas_shares_of_the_mismatch_are_that_of_the_whole_rollout():
     inputs = random_inputs()
     tensors = [inputs[name] for name in ("previous_logprobs", "generation_logprobs", "mask")]

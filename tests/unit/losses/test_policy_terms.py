@@ -130,6 +130,55 @@ def test_terms_add_up_over_micro_batches_and_ignore_padding(name):
     )
 
 
+WEIGHTED = {"use_importance_sampling_correction": True}
+KL = {"reference_policy_kl_penalty": 0.1}
+EXTREMES = {
+    "clip": {},
+    "dual clip": {"ratio_clip_c": 3.0},
+    "cispo": {"policy_loss": "cispo"},
+    "sapo": {"policy_loss": "sapo"},
+    "gspo": {"sequence_level_importance_ratios": True, "token_level_loss": False},
+    "gspo token": {"sequence_level_importance_ratios": "token"},
+    "weights of tokens": WEIGHTED,
+    "weights of sequences": WEIGHTED | {"importance_sampling_correction_level": "sequence"},
+    "rejection": {"sequence_rejection_ratio": 2.0, "sequence_rejection_ratio_min": 0.5},
+    "k1": KL | {"reference_policy_kl_type": "k1"},
+    "k2": KL | {"reference_policy_kl_type": "k2"},
+    "k3": KL,
+    "k3 as it stands": KL | {"use_bias_correction_kl": False},
+    "k3 in the reward": KL | {"use_kl_in_reward": True},
+    "k3 clamped": KL | {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0},
+}
+
+
+@pytest.mark.parametrize("moved", ["previous_logprobs", "generation_logprobs", "reference_logprobs", "logprobs"])
+@pytest.mark.parametrize("changes", EXTREMES.values(), ids=EXTREMES)
+def test_large_log_ratios_leave_loss_gradient_and_metrics_finite(changes, moved):
+    for nats in (89.0, -89.0, 3000.0, -3000.0):
+        for advantage in (1.0, 0.0, -1.0):
+            inputs = random_inputs(3)
+            inputs["advantages"] = torch.full_like(inputs["advantages"], advantage)
+            inputs[moved] = inputs[moved] + nats
+            logprobs = inputs["logprobs"].requires_grad_()
+            counts = count_masked(rows_of(inputs["mask"]))
+            loss, metrics = GRPOLoss(loss_config(**changes))(logprobs, batch_of(inputs), counts)
+            loss.backward()
+            assert loss.isfinite(), (nats, advantage)
+            assert logprobs.grad is not None and logprobs.grad.isfinite().all(), (nats, advantage)
+            assert all(math.isfinite(value) for value in metrics.values()), (nats, advantage)
+
+
+def test_a_long_response_that_drifts_has_a_finite_weight():
+    shape = (2, 2000)
+    inputs = {name: -torch.ones(shape) for name in ("logprobs", "previous_logprobs")}
+    inputs |= {"generation_logprobs": -torch.ones(shape) - 0.05, "mask": torch.ones(shape)}
+    inputs["advantages"] = torch.tensor([0.0, 1.0])
+    settings = WEIGHTED | {"importance_sampling_correction_level": "sequence"}
+    value, gradient = our_loss(loss_config(**settings), inputs)
+    assert value.item() == pytest.approx(-math.exp(20) / 2)
+    assert gradient.isfinite().all()
+
+
 def test_cispo_counts_bounds_of_all_tokens_and_sapo_has_none():
     inputs = doubles(0) | {"advantages": torch.ones(6, dtype=torch.float64)}
     counts = count_masked(rows_of(inputs["mask"]))

@@ -2,8 +2,11 @@
 
 import asyncio
 import math
+from collections import Counter
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+
+import pytest
 
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
@@ -157,3 +160,40 @@ def test_truncated_responses_are_left_out_and_long_ones_lose_reward():
     assert [any(row.mask) for row in rows] == [True] * 4 + [False] * 4 + [True] * 4
     assert rollout.metrics()["left_out_samples"] == 4 and rollout.metrics()["num_valid_samples"] == 8
     assert rollout.rewards_B.tolist() == [1, 0, 0, 0, 0.5, -0.5, -0.5, -0.5, 1, 0, 0, 0]
+    assert [row.reward for row in rows] == rollout.rewards_B.tolist()
+    metrics = rollout.metrics()
+    assert metrics["reward"] == metrics["filtered_reward"] == 3 / 12 and metrics["length_penalty"] == -0.5 / 3
+
+
+REWARDS = {"right": [1, 1, 1, 1], "wrong": [0, 0, 0, 0], "mixed": [1, 0, 0, 0], "fails": [None] * 4}
+
+
+@pytest.mark.parametrize("oversample", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("texts", "reward", "filtered", "shares", "errors"),
+    [
+        (["mixed"] * 3, 1 / 4, 1 / 4, (0, 0, 1), 0),
+        (["right", "mixed", "right", "mixed", "mixed"], 11 / 20, 1 / 4, (0, 2 / 5, 3 / 5), 0),
+        (["wrong", "mixed", "right", "mixed", "wrong", "mixed"], 7 / 24, 1 / 4, (2 / 6, 1 / 6, 3 / 6), 0),
+        (["fails", "mixed", "right", "mixed", "mixed"], 7 / 16, 1 / 4, (0, 1 / 4, 3 / 4), 0),
+        (["right", "fails", "fails", "fails", "fails", "fails"], 1, 1, (0, 1, 0), 8),
+    ],
+)
+def test_rewards_and_shares_are_of_all_prompts_and_errors_of_those_kept(
+    oversample, texts, reward, filtered, shares, errors
+):
+    own, _ = source([*texts, "slow"], oversample=oversample, dynamic_sampling_max_gen_batches=2.0)
+    seen = Counter()
+
+    def judge(response, problem):
+        prompt = problem.messages[0]["content"]
+        seen[prompt] += 1
+        # An error where it is None.
+        return float(REWARDS.get(prompt.split()[0], [0] * 4)[seen[prompt] - 1])
+
+    own.collector._judge, own.collector._shares = judged_by(judge), ErrorShares(1.0, 1.0)
+    metrics = own.rollout(1).metrics()
+    assert (metrics["reward"], metrics["filtered_reward"]) == pytest.approx((reward, filtered))
+    found = tuple(metrics[f"baseline_reward/pct_{name}"] for name in ("0", "1", "mixed"))
+    assert found == pytest.approx(shares) and sum(found) == pytest.approx(1)
+    assert metrics["reward_errors"] == errors

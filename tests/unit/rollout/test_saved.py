@@ -17,7 +17,7 @@ def make_rollout() -> Rollout:
     episode.add_turn(Completion((5, 6, 7), (-0.1, -1 / 3, -1e-9), "length", (2, 2, 3)), "five")
     episode.add_messages([8], [{"role": "user", "content": "on"}])
     episode.add_turn(Completion((9,), (-0.5,), "stop", (3,)), "nine")
-    episode.reward, episode.reward_parts = 1 / 3, {"format": 0.25}
+    episode.reward, episode.reward_parts, episode.length_penalty = 1 / 3, {"format": 0.25}, -1 / 7
     lost = Episode(Problem(chat("lost"), ""), [3], 1, ending="error", is_left_out=True, own_prompt=chat("own"))
     lost.add_turn(Completion((4,), (-2.0,), "stop", (1,)), "four")
     return Rollout([episode], 1, 2, 1, (True, False), 4, 6.0, dropped=(lost,))

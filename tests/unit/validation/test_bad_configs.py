@@ -121,6 +121,16 @@ CASES = {
     # Losses and the options of algorithms.
     f"{LOSS}.sequence_level_importance_ratios=true": f"{LOSS}.token_level_loss=false",
     f"{IS} {TYPE}=icepop": TYPE,
+    f"generation.top_p=0.9 {LOSS}.sequence_rejection_ratio=1.01": "generation.top_p=1.0",
+    f"generation.top_k=20 {LOSS}.sequence_rejection_ratio_min=0.99": "generation.top_k=null",
+    f"generation.top_k=20 {IS} {LOSS}.importance_sampling_correction_level=sequence "
+    f"{LOSS}.truncated_importance_{RATIO}=2": "importance_sampling_correction_level=token",
+    f"generation.top_p=0.9 {IS} {TYPE}=seq-mask-tis {LOSS}.truncated_importance_{RATIO}=1.01": f"{TYPE}=tis",
+    f"{TAUGHT} {LOSS}.sequence_level_importance_ratios=true {LOSS}.token_level_loss=false": "importance_ratios=token",
+    f"{IS} {LOSS}.importance_sampling_correction_level=sequence": f"{LOSS}.truncated_importance_{RATIO}=2",
+    f"algorithm=gspo {IS}": f"{LOSS}.truncated_importance_{RATIO}=2",
+    f"{IS} {LOSS}.sequence_level_importance_ratios=token": f"{LOSS}.truncated_importance_{RATIO}=2",
+    f"algorithm=gspo {IS} {TYPE}=icepop {LOSS}.truncated_importance_{RATIO}_min=0.5": f"truncated_importance_{RATIO}=2",
     f"{LOSS}.policy_loss=kl_cov {LOSS}.use_kl_in_reward=true": f"{LOSS}.use_kl_in_reward",
     f"{LOSS}.force_on_policy_ratio=true policy.train_global_batch_size=32": f"{LOSS}.force_on_policy_ratio",
     "algorithm.rollouts.source=one_step_off": "algorithm.rollouts.source",
