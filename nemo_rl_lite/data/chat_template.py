@@ -221,9 +221,11 @@ def _check_written(message: Message, turn: str, opened: bool) -> None:
         raise _unwritten(f"the thoughts before {_THOUGHT}", turn, "leave out what stands before it")
     if content not in written:
         raise _unwritten("the response", turn)
-    if whole.startswith(_THINK) and _THOUGHT not in whole and _THOUGHT in written:
-        rule = f"the response begins with {_THINK} and has no {_THOUGHT}, which the model's chat template writes"
-        raise DataError(f"{rule}: {turn!r:.300}; end the thoughts, or leave out the row")
+    if whole.startswith(_THINK) and THOUGHTS[0] not in message and written.count(_THOUGHT) > whole.count(_THOUGHT):
+        rule = f"the response begins with {_THINK}, and the model's chat template writes other thoughts before it"
+        fix = f"write the thoughts into the field {THOUGHTS[0]}"
+        fix = fix if _THOUGHT in whole else f"end the thoughts with {_THOUGHT}, or leave out the row"
+        raise DataError(f"{rule}: {turn!r:.300}; {fix}")
     # Where the answer repeats the thoughts, they must be there twice.
     others = written.rpartition(content)[0] if content else written
     if _without_blanks(message.get(THOUGHTS[0], "")) not in others:

@@ -26,6 +26,10 @@ _WRITTEN = _CUT + "{% if m.role == 'assistant' %}<think>\n{{ r }}\n</think>\n\n{
 QWEN = TEMPLATE % (_WRITTEN, "")
 # As Qwen3's of 2507, whose prompt begins the thoughts.
 OPENED = TEMPLATE % (_WRITTEN, "<think>\n")
+# As Qwen3.8's, which read the field alone.
+FIELD, FIELD_OPENED = (
+    one.replace(_CUT, "{% set c, r = m.content, m.reasoning_content or '' %}") for one in (QWEN, OPENED)
+)
 # As DeepSeek's, which leaves out all thoughts.
 FORGETFUL = TEMPLATE % (_CUT + "{{ c }}", "")
 # As gpt-oss's, which reads another field.
@@ -131,9 +135,19 @@ def test_tags_in_the_content_are_trained_on_whatever_their_blanks(tmp_path, temp
         (FORGETFUL, "two</think>4", "does not write the thoughts before </think>"),
         (FORGETFUL, "<think>two</think>", "does not write the thoughts before </think>: ''"),
         (QWEN, "<think>a</think>b</think>c", "does not write the thoughts before </think>"),
-        (OPENED, "<think>two 4", "begins with <think> and has no </think>"),
+        (OPENED, "<think>two 4", "writes other thoughts before it.*; end the thoughts with </think>"),
         (FORGETFUL, '<think>{"a": 1}</think>{"b": {}}', r"does not write the thoughts before </think>: '{.b.: {}}'"),
-        (QWEN, "<think>two 4", "begins with <think> and has no </think>.* end the thoughts, or leave out the row"),
+        (
+            QWEN,
+            "<think>two 4",
+            "writes other thoughts before it.*; end the thoughts with </think>, or leave out the row",
+        ),
+        (
+            FIELD,
+            "<think>two</think>4",
+            "writes other thoughts before it.*; write the thoughts into the field reasoning",
+        ),
+        (FIELD_OPENED, "<think>two</think>4", "writes other thoughts before it.*; write the thoughts into the field"),
         (TEMPLATE % ("{{ m.content }}", "<think>\n"), "4", r"'<think>\\n' becomes '4<eos>'; name another with"),
     ],
 )
