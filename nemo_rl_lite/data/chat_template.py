@@ -90,6 +90,10 @@ class ChatTemplate:
         if not self.exists:
             return _plain(message)
         whole = self._text(said.messages[: index + 1], said.tools, prompt=False)
+        bare, opened = before.rstrip(), before.rstrip().endswith(_THINK)
+        if opened and whole.startswith(bare):
+            # The prompt has begun the thoughts; the row may lack the line end after their tag.
+            whole = before + whole[len(bare) :].removeprefix(before[len(bare) :])
         if not whole.startswith(before):
             same = len(common_start(before, whole))
             raise DataError(
@@ -100,7 +104,7 @@ class ChatTemplate:
         if not found:
             rule = f"does not write the response and then its end token {end}"
             raise DataError(f"the model's chat template {rule}: {whole!r}; {_OTHER_TEMPLATE}")
-        _check_written(message, turn, opened=before.rstrip().endswith(_THINK))
+        _check_written(message, turn, opened)
         return turn
 
     def between_turns(self, messages: Sequence[Message]) -> str:
@@ -223,30 +227,32 @@ def _plain(message: Message) -> str:
 def _check_written(message: Message, turn: str, opened: bool) -> None:
     """Raise DataError where a turn lacks the message's thoughts, text or calls. Templates write blanks of their own.
     `opened`: the prompt has begun the thoughts."""
-    written, content = _without_blanks(turn), _without_blanks(message["content"])
-    thoughts, rule = (
-        _without_blanks(message.get(THOUGHTS[0], "")),
-        f"the model's chat template does not write {{}}: {turn!r:.300}",
-    )
-    content = content.removeprefix(_THINK) if opened else content
+    written, whole = _without_blanks(turn), _without_blanks(message["content"])
+    content = whole.removeprefix(_THINK) if opened else whole
     before, _, answer = content.rpartition(_THOUGHT)
     if before and content not in written and answer in written:
-        fix = "leave out what stands before it"
-        raise DataError(f"{rule.format(f'the thoughts before {_THOUGHT}')}; {_OTHER_TEMPLATE}, or {fix}")
+        raise _unwritten(f"the thoughts before {_THOUGHT}", turn, "leave out what stands before it")
     if content not in written:
-        raise DataError(f"{rule.format('the response')}; {_OTHER_TEMPLATE}")
-    if content.startswith(_THINK) and not before and _THOUGHT in written:
-        rule = f"the response begins with {_THINK} and has no {_THOUGHT}, which the model's chat template writes"
-        raise DataError(f"{rule}: {turn!r:.300}; end the thoughts, or leave out the row")
+        raise _unwritten("the response", turn)
+    if whole.startswith(_THINK) and THOUGHTS[0] not in message and written.count(_THOUGHT) > whole.count(_THOUGHT):
+        rule = f"the response begins with {_THINK}, and the model's chat template writes other thoughts before it"
+        fix = f"write the thoughts into the field {THOUGHTS[0]}"
+        fix = fix if _THOUGHT in whole else f"end the thoughts with {_THOUGHT}, or leave out the row"
+        raise DataError(f"{rule}: {turn!r:.300}; {fix}")
     # Where the answer repeats the thoughts, they must be there twice.
-    if thoughts not in (written.rpartition(content)[0] if content else written):
+    others = written.rpartition(content)[0] if content else written
+    if _without_blanks(message.get(THOUGHTS[0], "")) not in others:
         fix = f"write them into the content as {_THINK}...{_THOUGHT}, or leave them out"
-        raise DataError(f"{rule.format(f'the thoughts ({THOUGHTS[0]})')}; {_OTHER_TEMPLATE}, or {fix}")
+        raise _unwritten(f"the thoughts ({THOUGHTS[0]})", turn, fix)
     called = (call["function"]["name"] for call in message.get("tool_calls", ()))
     if missing := next((name for name in called if name not in turn), None):
-        raise DataError(
-            f"{rule.format(f'the call of {missing}')}; {_OTHER_TEMPLATE}, or leave out the rows with tool calls"
-        )
+        raise _unwritten(f"the call of {missing}", turn, "leave out the rows with tool calls")
+
+
+def _unwritten(what: str, turn: str, fix: str = "") -> DataError:
+    """Return the error of a turn that lacks something."""
+    fixes = _OTHER_TEMPLATE + (f", or {fix}" if fix else "")
+    return DataError(f"the model's chat template does not write {what}: {turn!r:.300}; {fixes}")
 
 
 def _without_blanks(text: str) -> str:

@@ -4,6 +4,7 @@ A pair's layout follows from its columns:
 
 - prompt, chosen, rejected: the prompt text or messages, each continuation text or messages;
 - chosen, rejected: whole chats that begin with the same messages (UltraFeedback binarized, HH-RLHF as messages);
+- conversations or messages, chosen, rejected: the prompt, each continuation one message (LLaMA-Factory);
 - context, completions: completions with ranks, the lowest rank being the best (NeMo-RL);
 - context, response1, response2, overall_preference: negative where the first is better (HelpSteer3).
 

@@ -26,6 +26,10 @@ _WRITTEN = _CUT + "{% if m.role == 'assistant' %}<think>\n{{ r }}\n</think>\n\n{
 QWEN = TEMPLATE % (_WRITTEN, "")
 # As Qwen3's of 2507, whose prompt begins the thoughts.
 OPENED = TEMPLATE % (_WRITTEN, "<think>\n")
+# As Qwen3.8's, which read the field alone.
+FIELD, FIELD_OPENED = (
+    one.replace(_CUT, "{% set c, r = m.content, m.reasoning_content or '' %}") for one in (QWEN, OPENED)
+)
 # As DeepSeek's, which leaves out all thoughts.
 FORGETFUL = TEMPLATE % (_CUT + "{{ c }}", "")
 # As gpt-oss's, which reads another field.
@@ -131,13 +135,32 @@ def test_tags_in_the_content_are_trained_on_whatever_their_blanks(tmp_path, temp
         (FORGETFUL, "two</think>4", "does not write the thoughts before </think>"),
         (FORGETFUL, "<think>two</think>", "does not write the thoughts before </think>: ''"),
         (QWEN, "<think>a</think>b</think>c", "does not write the thoughts before </think>"),
-        (QWEN, "<think>two 4", "begins with <think> and has no </think>.* end the thoughts, or leave out the row"),
+        (OPENED, "<think>two 4", "writes other thoughts before it.*; end the thoughts with </think>"),
+        (FORGETFUL, '<think>{"a": 1}</think>{"b": {}}', r"does not write the thoughts before </think>: '{.b.: {}}'"),
+        (
+            QWEN,
+            "<think>two 4",
+            "writes other thoughts before it.*; end the thoughts with </think>, or leave out the row",
+        ),
+        (
+            FIELD,
+            "<think>two</think>4",
+            "writes other thoughts before it.*; write the thoughts into the field reasoning",
+        ),
+        (FIELD_OPENED, "<think>two</think>4", "writes other thoughts before it.*; write the thoughts into the field"),
         (TEMPLATE % ("{{ m.content }}", "<think>\n"), "4", r"'<think>\\n' becomes '4<eos>'; name another with"),
     ],
 )
 def test_what_a_template_makes_of_tags_is_said(tmp_path, template, content, words):
     with pytest.raises(DataError, match=words):
         turn(tmp_path, template, *said("u:2+2?"), answer(content=content))
+
+
+@pytest.mark.parametrize("content", ["<think>two</think>4", "<think>\ntwo</think>4", "<think>two"])
+def test_a_prompt_that_begins_the_thoughts_may_end_their_line(tmp_path, content):
+    template = TEMPLATE % ("{{ m.content }}", "<think>\n")
+    written = turn(tmp_path, template, *said("u:2+2?"), answer(content=content))
+    assert written == content.removeprefix("<think>").removeprefix("\n")
 
 
 def test_text_may_speak_of_tags_and_be_cut_as_the_row_has_it(tmp_path):
@@ -154,6 +177,9 @@ def test_thoughts_before_a_call_are_written(tmp_path):
     call = {"function": {"name": "add", "arguments": {"x": 1}}}
     with pytest.raises(DataError, match="does not write the thoughts"):
         turn(tmp_path, CALLS, *said("u:?"), answer(content="", reasoning="two", tool_calls=[call]))
+    braces = CALLS.replace("call {{ c.function.name }} {{ c.function.arguments.x }}", "{{ c.function | tojson }}")
+    with pytest.raises(DataError, match="does not write the thoughts"):
+        turn(tmp_path, braces, *said("u:?"), answer(content="", reasoning="two", tool_calls=[call]))
     thinking = CALLS.replace("{{ m.content }}", "{{ m.reasoning }}{{ m.content }}")
     assert (
         turn(tmp_path, thinking, *said("u:?"), answer(content="", thinking="two", tool_calls=[call])) == "twocall add 1"
