@@ -52,6 +52,7 @@ def check_everything(kernels: ModuleType, device: str, sizes: Sizes = SMALL) -> 
             check_slice(kernels, inputs, head, sizes.slice)
             check_whole(kernels, inputs, head)
             check_twice(kernels, inputs, replace(head, keep=True))
+            check_measured(kernels, inputs, head)
 
 
 def check_slice(kernels: ModuleType, inputs: Inputs, head: LMHead, width: int) -> None:
@@ -72,7 +73,7 @@ def check_slice(kernels: ModuleType, inputs: Inputs, head: LMHead, width: int) -
     # The next token's part is computed from its logprob, which only tokens of the vocabulary have.
     gradients = [_some(len(own), own), _some(len(own), own).flip(0) if head.entropy else None, None, None]
     precise = vocab_chunks.Gradient(own, head, totals, gradients).of(logits.float(), start)
-    if head.plain:
+    if not head.entropy:
         precise = precise * -gradients[0][:, None]  # pyrefly: ignore
     given = kernels.Gradient(own, head, totals, gradients).of(logits.clone(), start)
     assert given.dtype == logits.dtype
@@ -108,6 +109,20 @@ def check_twice(kernels: ModuleType, inputs: Inputs, head: LMHead) -> None:
         total = LinearScores.apply(hidden, weight, own, None, head)[0].sum()
         first, second = (torch.autograd.grad(total, hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+def check_measured(kernels: ModuleType, inputs: Inputs, head: LMHead) -> None:
+    """An entropy that is only measured leaves the gradient to the bit as it is without it."""
+    hidden, weight, own = inputs[0], inputs[1], inputs[2].clamp(0, len(inputs[1]) - 1)
+    for module in (vocab_chunks, kernels):
+        found = []
+        for entropy in (True, False):
+            leaf = hidden.clone().requires_grad_()
+            with patch.object(linear_scores, "_ways", lambda *_, own=module: own):
+                scores = LinearScores.apply(leaf, weight, own, None, replace(head, entropy=entropy))
+            (gradient,) = torch.autograd.grad((scores[0] * _some(len(own), own)).sum(), leaf)
+            found.append((scores[0].detach(), gradient))
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def _run(hidden: Tensor, weight: Tensor, own: Tensor, head: LMHead, module: ModuleType) -> Found:

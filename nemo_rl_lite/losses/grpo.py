@@ -280,8 +280,7 @@ class GRPOLoss:
 
     @property
     def needs(self) -> frozenset[Need]:
-        asked = self.config.entropy_coef or self.config.top_entropy_quantile < 1
-        return frozenset[Need](("entropy",) if asked else ())
+        return frozenset[Need](("entropy",))
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         """Count tokens and sequences, tokens of responses with a positive reward, and covariances."""
@@ -308,7 +307,8 @@ class GRPOLoss:
         """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
 
         Reads `previous_logprobs`, `generation_logprobs`, `advantages`, `reference_logprobs` with a KL penalty,
-        `entropy` with a bonus for it or a mask by it, and `rewards` with the likelihood of good responses.
+        `entropy` with a bonus for it or a mask by it, and `rewards` with the likelihood of good responses. An entropy
+        that is there is measured.
         """
         previous_BT, generation_BT = batch.require("previous_logprobs", "generation_logprobs")
         config, mask_BT = self.config, batch.mask
@@ -344,11 +344,10 @@ class GRPOLoss:
         if kl_BT is not None and not in_reward:
             loss_BT = loss_BT + penalty * kl_BT
 
-        total, entropy = self._mean(loss_BT, mask_BT, counts), None
+        total = self._mean(loss_BT, mask_BT, counts)
         if config.entropy_coef:
             (entropy_BT,) = batch.require("entropy")
-            entropy = masked_sum(entropy_BT, mask_BT) / counts.tokens
-            total = total - config.entropy_coef * entropy
+            total = total - config.entropy_coef * masked_sum(entropy_BT, mask_BT) / counts.tokens
         if config.positive_example_nll_weight:
             (rewards_B,) = batch.require("rewards")
             nll = -masked_sum(logprobs_BT, mask_BT * (rewards_B > 0)[:, None]) / counts.own[_POSITIVE]
@@ -366,8 +365,8 @@ class GRPOLoss:
                 metrics |= corrected.metrics(mask_BT, counts)
             if kl_BT is not None:
                 metrics["kl_penalty"] = masked_sum(kl_BT, mask_BT) / counts.tokens
-            if entropy is not None:
-                metrics["entropy"] = entropy.detach().clone()
+            if batch.entropy is not None:
+                metrics["entropy"] = masked_sum(batch.entropy, mask_BT) / counts.tokens
             if nll is not None:
                 metrics["positive_nll"] = nll.detach().clone()
             for name, tokens_BT in (("high_entropy_share", open_BT), ("covariance_share", term.chosen)):

@@ -122,6 +122,8 @@ class LinearScores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, next_N: Tensor, others_Nk: Tensor | None, head: LMHead
     ) -> tuple[Tensor | None, ...]:
+        # None is the gradient of scores that the loss only measures, such as the entropy.
+        ctx.set_materialize_grads(False)
         first = dist.get_rank(head.group) * len(weight_vH)
         own_N, own_others_Nk = next_N - first, None if others_Nk is None else others_Nk - first
         reader = _ways(hidden_NH, head).Reader(own_N, head, own_others_Nk)
@@ -157,7 +159,8 @@ class LinearScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         head, (hidden_NH, weight_vH, own_N, *totals) = ctx.head, ctx.saved_tensors
-        wanted = (*gradients[:3], gradients[4])
+        of_logprob_N = torch.zeros_like(totals[1]) if gradients[0] is None else gradients[0]
+        wanted = (of_logprob_N, *gradients[1:3], gradients[4])
         scaled = [None if one is None else one / head.temperature for one in wanted]
         gradient = _ways(hidden_NH, head).Gradient(own_N, head, VocabReductions(*totals), scaled)
         factor_N1 = gradient.factor_N1

@@ -29,11 +29,6 @@ class LMHead:
     others: bool = False
     """Compute logprobs of other tokens than the next ones."""
 
-    @property
-    def plain(self) -> bool:
-        """True if a row of the logits' gradient is a multiple of (1 for the next token) - p."""
-        return self.soft_cap is None and not (self.entropy or self.topk or self.others)
-
 
 @dataclass(frozen=True)
 class VocabReductions:
@@ -90,18 +85,19 @@ class Reader:
 
 class Gradient:
     """Gradient of slices of logits. `gradients`: of logprobs, entropies, largest logits and logprobs of the other
-    tokens, divided by the temperature."""
+    tokens, divided by the temperature; None where there is none."""
 
     def __init__(self, own_N: Tensor, head: LMHead, totals: VocabReductions, gradients: Sequence[Tensor | None]):
         self._own_N, self._head, self._totals, self._gradients = own_N, head, totals, gradients
         of_logprob_N = gradients[0]
-        # A row of the plain gradient has one factor, which is cheaper to apply to H values than to s.
-        self.factor_N1 = -of_logprob_N[:, None] if head.plain else None  # pyrefly: ignore
+        # Then a row is a multiple of (1 for the next token) - p: one factor, cheaper to apply to H values than to s.
+        self._plain = head.soft_cap is None and all(other is None for other in gradients[1:])
+        self.factor_N1 = -of_logprob_N[:, None] if self._plain else None  # pyrefly: ignore
 
     def of(self, logits_Ns: Tensor, start: int) -> Tensor:
         """Return the gradient [N, s] of the slice that starts at `start`. Multiply it by `factor_N1`, if any."""
         dtype, logits_Ns = logits_Ns.dtype, _warped(logits_Ns, self._head)
-        if not self._head.plain:
+        if not self._plain:
             return self._general(logits_Ns, start).to(dtype)
         found_Ns = torch.empty_like(logits_Ns, dtype=dtype)
         torch.exp(logits_Ns - self._totals.log_total_N[:, None], out=found_Ns)

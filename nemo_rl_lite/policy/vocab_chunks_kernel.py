@@ -108,8 +108,8 @@ class Gradient:
     factor_N1 = None
 
     def __init__(self, own_N: Tensor, head: LMHead, totals: VocabReductions, gradients: Sequence[Tensor | None]):
-        self._scale, self._entropy = 1 / head.temperature, head.entropy
         of_logprob_N, of_entropy_N, *_ = gradients
+        self._scale, self._entropy = 1 / head.temperature, of_entropy_N is not None
         log_total_N, logprob_N, entropy_N = totals.log_total_N, totals.logprob_N, totals.entropy_N
         # Exact also where the next token is nearly certain.
         of_own_N = -logprob_N.expm1() * of_logprob_N  # pyrefly: ignore

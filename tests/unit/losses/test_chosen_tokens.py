@@ -8,7 +8,6 @@ import torch
 
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
-from nemo_rl_lite.losses.interface import needs_of
 from tests.unit.losses.batches import loss_config, split_loss
 from tests.unit.losses.test_losses_match_trl import random_inputs
 
@@ -152,11 +151,6 @@ def test_tokens_of_high_entropy_alone_have_a_policy_term_as_in_trl(share, seed):
     _, of_kl, _ = ours(inputs | {"advantages": torch.zeros(12).double()}, reference_policy_kl_penalty=0.1)
     torch.testing.assert_close(own_gradient, torch.where(kept, gradient, of_kl), atol=TOLERANCE, rtol=0)
     assert not torch.isclose(masked, whole) and metrics["kl_penalty"] == own_metrics["kl_penalty"]
-
-
-def test_the_entropy_is_asked_for_where_it_is_read():
-    assert needs_of(GRPOLoss(loss_config(top_entropy_quantile=0.2))) == {"entropy"}
-    assert needs_of(GRPOLoss(loss_config())) == frozenset()
 
 
 @pytest.mark.parametrize("pieces", [1, 5])

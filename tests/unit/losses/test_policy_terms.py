@@ -197,11 +197,12 @@ def test_the_entropy_bonus_is_the_mean_over_tokens():
     inputs = doubles(0) | {"entropy": torch.rand(6, 10, dtype=torch.float64).requires_grad_()}
     counts = count_masked(rows_of(inputs["mask"]))
     plain, bonus = GRPOLoss(loss_config()), GRPOLoss(loss_config(entropy_coef=0.5))
-    assert needs_of(plain) == frozenset() and needs_of(bonus) == {"entropy"}
+    assert needs_of(plain) == needs_of(bonus) == {"entropy"}
     without, metrics = plain(inputs["logprobs"], batch_of(inputs), counts)
     total, with_entropy = bonus(inputs["logprobs"], batch_of(inputs), counts)
     mean = inputs["entropy"][inputs["mask"].bool()].mean()
     torch.testing.assert_close(total, without - 0.5 * mean, atol=TOLERANCE, rtol=0)
-    assert with_entropy["entropy"].item() == pytest.approx(mean.item()) and "entropy" not in metrics
+    assert with_entropy["entropy"].item() == metrics["entropy"].item() == pytest.approx(mean.item())
+    assert not without.requires_grad, "the entropy is only measured"
     total.backward()
     torch.testing.assert_close(inputs["entropy"].grad, -0.5 * inputs["mask"] / inputs["mask"].sum())

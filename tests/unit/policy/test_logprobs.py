@@ -29,7 +29,6 @@ def test_what_the_kernels_leave_out_is_torchs(asked):
     head = LMHead(temperature=1.0, **({"soft_cap": None, "entropy": True, "topk": 0, "group": None} | asked))
     on_gpu = SimpleNamespace(is_cuda=True)
     assert _ways(on_gpu, head) is vocab_chunks  # pyrefly: ignore  # it is asked for its device alone
-    assert not head.plain
 
 
 def test_the_kernels_give_what_torch_gives(tmp_path):
