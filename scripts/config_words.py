@@ -42,7 +42,9 @@ OTHERS = {
     "length": "`{}`, or all positions where they are fewer",
     "response": "`{}`, or half of `policy.max_total_sequence_length` where that is fewer",
     "micro_batch": "as many as have `{}` tokens by `policy.max_total_sequence_length`, at least one",
-    "rate": "`{}`, or as for the embedded one where adapters are trained",
+    "rate": "`{}`, with SFT `5.0e-6`, or as for the embedded one where adapters are trained",
+    "batch": "a whole rollout, and as for the embedded one where no engine generates",
+    "for": "`{}`",
 }
 ENVIRONMENT = re.compile(r"\$\{oc\.decode:\$\{oc\.env:(\w+),(.*)\}\}")
 

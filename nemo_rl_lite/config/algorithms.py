@@ -41,6 +41,8 @@ class Algorithm:
     """Whether its loss, with these options, compares the policy with the reference policy."""
     has_teacher: bool = False
     """Another model, `teacher.model_name`, scores its rows."""
+    learning_rate: float | None = None
+    """Default for all weights of a model that is not the embedded one; None: that of the configuration's file."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -58,6 +60,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         job="nemo_rl_lite.run.jobs.SupervisedJob",
         loss="nemo_rl_lite.losses.supervised.sft_loss",
         view="nemo_rl_lite.observability.summary.LOSS",
+        learning_rate=5e-6,
     ),
     "dpo": Algorithm(
         options=DPOConfig,

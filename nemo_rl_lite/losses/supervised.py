@@ -244,7 +244,7 @@ class UnpairedLoss:
                 "rewards_margin_mean": chosen - rejected,
                 "desirable_share": is_desirable_B.sum() / counts.sequences,
             }
-            if config.preference_loss == "kto":
+            if _BASELINE in counts.own:
                 metrics["kl"] = (batch.lengths > 0).sum() * counts.own[_BASELINE] / counts.sequences
         return total, metrics
 

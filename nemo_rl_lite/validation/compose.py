@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.keys import DEFAULT_ALGORITHM, compose_files, groups, known_keys, unknown_key, variables_of
 from nemo_rl_lite.config.overrides import check_overrides
 from nemo_rl_lite.config.schema import Config
@@ -156,9 +157,34 @@ def _default_micro_batch(model: object, of_the_embedded: int, tokens: int, lengt
     return of_the_embedded if model == EMBEDDED else max(1, tokens // _tokens(length, tokens))
 
 
-def _default_rate(model: object, of_the_embedded: float, of_others: float, trains_adapters: object) -> float:
-    """`${default_rate:MODEL,A,B,LORA}`: A for the embedded model and for LoRA, B for all weights of other models."""
-    return of_the_embedded if model == EMBEDDED or trains_adapters is True else of_others
+def _default_rate(
+    model: object, of_the_embedded: float, of_others: float, trains_adapters: object, algorithm: object
+) -> float:
+    """`${default_rate:MODEL,A,B,LORA,ALGORITHM}`: A for the embedded model and for LoRA; for all weights of other
+    models the algorithm's own, or B."""
+    if model == EMBEDDED or trains_adapters is True:
+        return of_the_embedded
+    row = ALGORITHMS.get(str(algorithm))
+    return of_others if row is None or row.learning_rate is None else row.learning_rate
+
+
+def _default_batch(model: object, most: int, prompts: object, samples: object, policy_loss: object) -> int:
+    """`${default_batch:MODEL,A,PROMPTS,SAMPLES,TERM}`: a rollout; A for the embedded model, unless its term has no
+    ratio and so takes one optimizer step, and for algorithms without rollouts."""
+    sizes = [one for one in (prompts, samples) if isinstance(one, int) and one > 0]
+    if len(sizes) < 2 or (model == EMBEDDED and policy_loss != "reinforce"):
+        return most
+    return sizes[0] * sizes[1]
+
+
+def _default_for(model: object, of_the_embedded: float, of_others: float) -> float:
+    """`${default_for:MODEL,A,B}`: A for the embedded model, B for others."""
+    return of_the_embedded if model == EMBEDDED else of_others
+
+
+def _default_buffer(tokens: object, share: int) -> int:
+    """`${default_buffer:TOKENS,N}`: one N-th of the tokens, at least 1."""
+    return max(1, _tokens(tokens, share) // share)
 
 
 def _tokens(length: object, otherwise: int) -> int:
@@ -166,7 +192,15 @@ def _tokens(length: object, otherwise: int) -> int:
     return length if isinstance(length, int) and length > 0 else otherwise
 
 
-for _resolver in (_default_length, _default_response, _default_micro_batch, _default_rate):
+for _resolver in (
+    _default_length,
+    _default_response,
+    _default_micro_batch,
+    _default_rate,
+    _default_batch,
+    _default_for,
+    _default_buffer,
+):
     OmegaConf.register_new_resolver(_resolver.__name__.removeprefix("_"), _resolver, replace=True)
 
 

@@ -104,7 +104,7 @@ def test_all_weights_of_a_model_of_the_users_are_trained_with_a_lower_rate():
 
     own, adapters = "policy.model_name=Qwen/Qwen3-0.6B", "policy.megatron_cfg.peft.enabled=true"
     assert rate() == rate(adapters) == rate(own, adapters) == 3e-4
-    assert rate(own) == rate("algorithm=dpo", own) == 5e-6
+    assert rate(own) == rate("algorithm=dpo", own) == 1e-6 and rate("algorithm=sft", own) == 5e-6
     assert rate(own, "policy.megatron_cfg.optimizer.lr=1e-3") == 1e-3
 
 

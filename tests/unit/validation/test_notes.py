@@ -84,7 +84,8 @@ def test_only_k1_has_the_gradient_of_the_kl_as_a_reward(algorithm):
 )
 def test_without_a_ratio_a_rollout_has_one_optimizer_step(algorithm):
     samples = ["algorithm.num_prompts_per_step=64", "algorithm.num_generations_per_prompt=8"]
-    assert ONE_STEP in told(*algorithm, *samples)
+    assert ONE_STEP in told(*algorithm, *samples, "policy.train_global_batch_size=128")
+    assert told(*algorithm, *samples) == ""
     for other in (ONE_STEP, f"{POLICY_LOSS}=clip"):
         assert told(*algorithm, *samples, other) == ""
 
