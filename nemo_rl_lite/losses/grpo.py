@@ -325,7 +325,7 @@ class GRPOLoss:
                 previous_BT if in_reward else logprobs_BT,
                 torch.where(mask_BT > 0, reference_BT, 0.0),
                 config.reference_policy_kl_type,
-                None if in_reward else _sampled_with(config, logprobs_BT, generation_BT),
+                None if in_reward else _sampled_with(config, batch, logprobs_BT, previous_BT, generation_BT),
                 config.kl_input_clamp_value,
                 config.kl_output_clamp_value,
             )
@@ -413,13 +413,18 @@ def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> 
     }
 
 
-def _sampled_with(config: LossConfig, logprobs_BT: Tensor, generation_BT: Tensor) -> Tensor | None:
-    """Return the logprobs of the policy that the KL penalty takes for the sampler; None if it does not ask."""
+def _sampled_with(
+    config: LossConfig, batch: Batch, logprobs_BT: Tensor, previous_BT: Tensor, generation_BT: Tensor
+) -> Tensor | None:
+    """Return the logprobs [B, T] of the policy that the KL penalty takes for the sampler; None if it does not ask.
+
+    It is the previous policy for fresh tokens, whose engine differs by rounding alone, and an older one for the rest.
+    """
     match config.use_bias_correction_kl:
         case "on_policy":
             return logprobs_BT.detach()
         case True:
-            return generation_BT
+            return previous_BT if batch.ages is None else torch.where(batch.ages > 0, generation_BT, previous_BT)
         case _:
             return None
 

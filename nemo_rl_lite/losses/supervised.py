@@ -14,6 +14,7 @@ gradient. Their mean over the whole optimizer step comes with the counts, so it 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -209,6 +210,8 @@ class UnpairedLoss:
     config: KTOConfig
     baseline: float = 0.0
     """The workers read it from the counts."""
+    measures_kl: ClassVar[bool] = False
+    """True if the baseline is a KL, which is logged."""
 
     def __getstate__(self) -> dict[str, KTOConfig]:
         """Drop the baseline: it differs in each step, and passes are recorded for one loss."""
@@ -244,7 +247,8 @@ class UnpairedLoss:
                 "rewards_margin_mean": chosen - rejected,
                 "desirable_share": is_desirable_B.sum() / counts.sequences,
             }
-            if _BASELINE in counts.own:
+            # This micro-batch's part of the baseline.
+            if self.measures_kl:
                 metrics["kl"] = (batch.lengths > 0).sum() * counts.own[_BASELINE] / counts.sequences
         return total, metrics
 
@@ -252,6 +256,8 @@ class UnpairedLoss:
 class KTOLoss(UnpairedLoss):
     """KTO (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7): the baseline is the KL of the policy to the reference on
     mismatched responses of the optimizer step, a constant for the gradient."""
+
+    measures_kl = True
 
     def with_mismatched_kl(self, kl: float) -> "KTOLoss":
         """Return the loss of a batch whose mismatched responses have this KL; a negative estimate counts as 0."""

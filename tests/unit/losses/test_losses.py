@@ -98,7 +98,7 @@ LOGITS = torch.tensor([0.3, -0.2, 0.6, 0.1])
 REFERENCE = torch.tensor([0.25, -0.15, 0.5, 0.2]).log_softmax(0)
 
 
-def expected_penalty(kind, weighted, engine):
+def expected_penalty(kind, weighted, engine, age=1):
     """Value and gradient of the penalty in the loss, over samples of `engine`: each token with its probability there,
     in rows of one token, and a policy at the start of the step that is neither."""
     logits = LOGITS.clone().requires_grad_()
@@ -107,10 +107,10 @@ def expected_penalty(kind, weighted, engine):
         reference_policy_kl_penalty=1.0, reference_policy_kl_type=kind, use_bias_correction_kl=weighted
     )
     counts, total = count_masked(rows_of(torch.ones(1, 1))), torch.zeros(())
-    for token, chance in enumerate(engine.exp()):
+    for token, chance in enumerate((engine if age else previous).exp()):
         own = {"previous_logprobs": previous, "generation_logprobs": engine, "reference_logprobs": REFERENCE}
         batch = {name: values[token].view(1, 1) for name, values in own.items()}
-        batch |= {"mask": torch.ones(1, 1), "advantages": torch.zeros(1)}
+        batch |= {"mask": torch.ones(1, 1), "advantages": torch.zeros(1), "ages": torch.full((1, 1), age)}
         total = total + chance * GRPOLoss(config)(logprobs[token].view(1, 1), batch_of(batch), counts)[0]
     return total.item(), torch.autograd.grad(total, logits)[0]
 
@@ -121,11 +121,12 @@ def true_kl():
     return true.item(), torch.autograd.grad(true, logits)[0]
 
 
-@pytest.mark.parametrize("drift", [0.0, 0.1, 0.6, 3.0])
+@pytest.mark.parametrize(("drift", "age"), [(0.0, 1), (0.1, 1), (0.6, 2), (3.0, 1), (0.1, 0)])
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_the_penalty_is_exact_whichever_weights_sampled(kind, drift):
+def test_the_penalty_is_exact_whichever_weights_sampled(kind, drift, age):
+    """The engine's rounding is no part of a fresh token's weight."""
     engine = (LOGITS + drift * torch.tensor([1.0, -1.0, 0.5, -0.2])).log_softmax(0)
-    (value, gradient), (true, true_gradient) = expected_penalty(kind, True, engine), true_kl()
+    (value, gradient), (true, true_gradient) = expected_penalty(kind, True, engine, age), true_kl()
     assert value == pytest.approx(true, abs=1e-6)
     torch.testing.assert_close(gradient, true_gradient, atol=1e-6, rtol=0)
 

@@ -80,7 +80,7 @@ def test_a_run_whose_policy_takes_the_step_is_told_to_share():
 def test_one_step_off_one_side_waits():
     present, others, said = divisions(*APART, *OFF, f"{TENSOR}=4")
     late = present.time.policy - present.time.generation
-    assert late > 5 and f"waits 0.00 s for the engines and the engines {late:.0f} s for the policy" in said
+    assert late > 5 and f"waits 0.00 s for the engines and the engines {late:.1f} s for the policy" in said
     assert [row[0] for row in rows(present, others)] == ["all 8", "1", "2", "3", "4 (now)", "5", "6", "7"]
 
 
