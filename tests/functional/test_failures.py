@@ -110,22 +110,36 @@ def test_a_worker_that_raises_is_named_with_phase_and_cause(tmp_path, model_fold
     assert 'File "' in (tmp_path / "run" / "error.txt").read_text()
 
 
-def test_a_worker_that_raises_in_a_step_ends_the_run(tmp_path, model_folder):
-    """A prompt with a token that the model does not know: a worker raises in the second step."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+RAISING_LOSS = """
+from nemo_rl_lite.losses.grpo import GRPOLoss
 
-    small = tmp_path / "small-vocabulary"
-    shutil.copytree(model_folder, small)
-    config = AutoConfig.from_pretrained(model_folder)
-    config.vocab_size = 44
-    AutoModelForCausalLM.from_config(config).save_pretrained(small)
+
+class RaisingLoss(GRPOLoss):
+    def __init__(self, options):
+        super().__init__(options.loss_fn)
+
+    def __call__(self, logprobs, batch, counts):
+        if (batch.tokens == PERCENT).any():
+            raise ValueError("a per cent sign")
+        return super().__call__(logprobs, batch, counts)
+"""
+
+
+def test_a_worker_that_raises_in_a_step_ends_the_run(tmp_path, model_folder):
+    """A user's loss raises in the second step, whose prompts have another token."""
+    from transformers import AutoTokenizer
+
+    loss = tmp_path / "own_loss.py"
+    percent = AutoTokenizer.from_pretrained(model_folder).convert_tokens_to_ids("%")
+    loss.write_text(f"PERCENT = {percent}{RAISING_LOSS}")
     rows = [{"prompt": "1" if row < 16 else "%", "answer": "1"} for row in range(32)]
     data = tmp_path / "problems.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     source = ["data=file", f"data.train_path={data}", f"data.validation_path={data}", "data.shuffle=false"]
-    done = run_here(tmp_path / "run", small, *SMALL, *source, "algorithm.val_at_start=false")
+    own = [f"algorithm.loss={loss}:RaisingLoss", "algorithm.val_at_start=false"]
+    done = run_here(tmp_path / "run", model_folder, *SMALL, *source, *own)
     assert "step 1/30" in re.sub(" +", " ", done.stdout) and done.returncode == 3
-    assert re.search(r"worker error: \w+ rank 0 failed in phase '(generate|logprobs)': \w*Error: .+", done.stderr)
+    assert "worker error: policy rank 0 failed in phase 'train': ValueError: a per cent sign" in done.stderr
     assert "Traceback" not in done.stderr and 'File "' in (tmp_path / "run" / "error.txt").read_text()
 
 

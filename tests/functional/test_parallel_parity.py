@@ -69,6 +69,7 @@ LAYOUTS = {
         "policy.megatron_cfg.optimizer.use_distributed_optimizer=false",
         "policy.megatron_cfg.optimizer.sgd_momentum=0",
         "policy.megatron_cfg.optimizer.lr=1",
+        "policy.megatron_cfg.optimizer.weight_decay=0",
         "policy.max_grad_norm=0.01",
     ],
 }

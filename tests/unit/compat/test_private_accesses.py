@@ -28,8 +28,10 @@ def outside(source: str) -> Iterator[str]:
             yield from (f"{node.lineno}: {ast.unparse(node)}" for name in names if _is_private(name))
         for target in _assigned(node):
             root = ast.unparse(target).split(".")[0].split("[")[0]
-            if root in libraries or ast.unparse(target).startswith("sys.modules"):
-                yield f"{node.lineno}: {ast.unparse(target)} is assigned"
+            name = ast.unparse(target)
+            # The main module is no library.
+            if root in libraries or (name.startswith("sys.modules") and name != "sys.modules['__main__']"):
+                yield f"{node.lineno}: {name} is assigned"
 
 
 def _is_private(name: str) -> bool:
@@ -96,6 +98,7 @@ def test_what_is_found(source):
         "class A:\n    def f(self):\n        return self._x",
         "from nemo_rl_lite.a import _b",
         "import os\nos._exit(1)\nos.environ['a'] = 'b'",
+        "import sys\nsys.modules['__main__'] = module",
     ],
 )
 def test_what_is_not(source):
