@@ -119,7 +119,7 @@ class RaisingLoss(GRPOLoss):
         super().__init__(options.loss_fn)
 
     def __call__(self, logprobs, batch, counts):
-        if (batch.tokens == PERCENT).any():
+        if ((batch.tokens == PERCENT) & (batch.mask == 0)).any():
             raise ValueError("a per cent sign")
         return super().__call__(logprobs, batch, counts)
 """
@@ -138,7 +138,7 @@ def test_a_worker_that_raises_in_a_step_ends_the_run(tmp_path, model_folder):
     source = ["data=file", f"data.train_path={data}", f"data.validation_path={data}", "data.shuffle=false"]
     own = [f"algorithm.loss={loss}:RaisingLoss", "algorithm.val_at_start=false"]
     done = run_here(tmp_path / "run", model_folder, *SMALL, *source, *own)
-    assert "step 1/30" in re.sub(" +", " ", done.stdout) and done.returncode == 3
+    assert "step 1/30" in re.sub(" +", " ", done.stdout) and done.returncode == 3, done.stderr
     assert "worker error: policy rank 0 failed in phase 'train': ValueError: a per cent sign" in done.stderr
     assert "Traceback" not in done.stderr and 'File "' in (tmp_path / "run" / "error.txt").read_text()
 
