@@ -14,9 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl_lite.data.messages import Message
-from nemo_rl_lite.errors import shown_as_message
+from nemo_rl_lite.errors import printable, shown_as_message
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.observability.console import printable
 from nemo_rl_lite.run.model import CHAT_KEYS
 from nemo_rl_lite.run.serving import find_served, start_engine
 from nemo_rl_lite.serving.protocol import ChatRequest, RefusedError
@@ -96,7 +95,8 @@ def converse(reply: Reply, console: Console) -> int:
                 console.print(f"{error}. {_RESET} begins a new conversation")
                 continue
             messages.append({"role": "assistant", "content": response})
-            sys.stdout.write(f"{printable(response) if sys.stdout.isatty() else response}\n")
+            shown = printable(response, kept="\n\t") if sys.stdout.isatty() else response
+            sys.stdout.write(f"{shown}\n")
             sys.stdout.flush()
 
 

@@ -103,6 +103,12 @@ class WorkerError(LauncherError):
         super().__init__(f"worker error: {worker} failed in phase '{phase}': {cause}")
 
 
+def printable(text: object, kept: str = "") -> str:
+    """Escape a model's or a user's text for a terminal, except for the characters `kept`, so that it cannot move the
+    cursor, or change colours or the clipboard."""
+    return "".join(one if one.isprintable() or one in kept else repr(one)[1:-1] for one in str(text))
+
+
 @contextmanager
 def shown_as_message(program: str) -> Iterator[None]:
     """Print a user's error in the block of a command line, and exit with its status."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl_lite.errors import printable
 from nemo_rl_lite.observability.sinks import Sample
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog, under
@@ -203,14 +204,9 @@ def sparkline(values: Sequence[float]) -> str:
     )
 
 
-def printable(text: str) -> str:
-    """Escape a model's text for a terminal, so that it cannot move the cursor, change colours or the clipboard."""
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
-
-
 def readable(text: str) -> str:
     """Escape a model's text for a terminal, and shorten it."""
-    plain = printable(text)
+    plain = printable(text, kept="\n\t")
     if len(plain) <= _SHOWN_CHARACTERS:
         return plain
     half = _SHOWN_CHARACTERS // 2

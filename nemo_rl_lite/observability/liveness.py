@@ -37,7 +37,7 @@ class Limit:
     limit_s: float
     since: float
     state: str = ""
-    """What it waits for."""
+    """Work that it waits for, in words."""
 
     def seconds_left(self) -> float:
         return self.limit_s - (time.monotonic() - self.since)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.errors import DataError, printable
 from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
 from nemo_rl_lite.losses.advantages import differ
 from nemo_rl_lite.observability.liveness import note_state, progressed
@@ -19,7 +19,7 @@ from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, SingleTurn
-from nemo_rl_lite.system.pool import CallError, printable
+from nemo_rl_lite.system.pool import CallError
 
 log = logging.getLogger(__name__)
 

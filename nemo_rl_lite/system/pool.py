@@ -29,6 +29,8 @@ from typing import Any
 
 import psutil
 
+from nemo_rl_lite.errors import printable
+
 # A process may take this long, in seconds, to start and to import the user's code.
 START_S = 60.0
 # Seconds to wait for the processes to end.
@@ -93,11 +95,6 @@ def report_once(what: str, error: BaseException) -> None:
     if place not in _reported and len(_reported) < _MOST_REPORTED:
         _reported.add(place)
         sys.stderr.write(f"{what}: {printable(as_call_error(error))}{place[-1]}\n")
-
-
-def printable(error: BaseException) -> str:
-    """Return an error's text in one line, in which nothing moves a terminal's cursor."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(error))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ _LONGEST_REPORT = 4096
 _ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _MARK = "NRL_SANDBOX"
 OPEN = "programs reach the network, read this user's processes and may leave files and processes"
-"""What follows where the kernel refuses namespaces."""
+"""Consequence of a kernel that refuses namespaces."""
 ALLOW = "allow user namespaces (sysctl user.max_user_namespaces; in Docker --security-opt seccomp=unconfined)"
 _KILLS = 100
 

@@ -400,6 +400,9 @@ def tried(attack: Attack) -> Outcome:
         outcome = graded(attack, code) if attack.kind == "grade" else ran(attack, code)
         if (seconds := time.monotonic() - began) > LIMITS.seconds + GRACE_S:
             outcome = Outcome(False, f"{outcome.how}, after {seconds:.0f} s")
+        # No record names the folders of one machine.
+        for folder, name in ((sys.prefix, "VENV"), (str(record.ROOT), "REPOSITORY"), (str(Path.home()), "HOME")):
+            outcome.how = outcome.how.replace(folder, name)
         outcome.left = left()[:3]
         if outcome.left:
             outcome.contained = False
