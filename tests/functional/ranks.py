@@ -41,6 +41,7 @@ def run_ranks(
     Ranks are forked from one process, which has imported megatron-core; `fresh` ones import it themselves.
     """
     port, processes, folder = free_ports(), [], Path(tempfile.mkdtemp())
+    gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or list(range(ranks))
     try:
         for rank in range(ranks):
             place = {
@@ -48,7 +49,7 @@ def run_ranks(
                 "LOCAL_RANK": rank,
                 "WORLD_SIZE": ranks,
                 "MASTER_PORT": port,
-                "CUDA_VISIBLE_DEVICES": rank,
+                "CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)],
             }
             own = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             environ = dict(os.environ) | own | {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
