@@ -40,13 +40,13 @@ def main(arguments: list[str]) -> None:
             "right answers": sum(one.right == "1" for one in pairs),
             "right answers paid": sum(one.right == "1" for one in pairs) - sum(one.right == "1" for one in wrong),
             "wrong answers paid": sum(one.right == "0" for one in wrong),
-            "judged wrongly": len(wrong),
+            "wrong verdicts": len(wrong),
         }
         results += [record.result(quantity, name, "", [count]) for quantity, count in found.items()]
     print(*ours, sep="\n")
     bars = [
         record.bar("pairs", len(pairs), 300, at_least=True),
-        record.bar("judged wrongly", len(ours), 0, at_least=False),
+        record.bar("wrong verdicts", len(ours), 0, at_least=False),
     ]
     print(
         record.write("answers", results, bars, more={"wrongly_judged": [one._asdict() for one in ours]}, machine=False)

@@ -44,7 +44,7 @@ def write(seeds: list[int], runs: list[dict]) -> None:
         record.result("held-out accuracy before", config, "share", [one["before"] for one in runs]),
         record.result("held-out accuracy after", config, "share", [one["after"] for one in runs]),
         record.result("rise", config, "share", rises),
-        record.result("whole job, warm start included", config, "s", [one["seconds"] for one in runs]),
+        record.result("end to end, with the warm-up", config, "s", [one["seconds"] for one in runs]),
         record.result("GRPO step (median of a run)", config, "s", [one["seconds_a_step"] for one in runs]),
     ]
     for phase in runs[0]["seconds_by_phase"]:

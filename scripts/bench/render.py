@@ -6,6 +6,7 @@ render.py --site      writes docs/benchmarks/NAME.md for each record, before `ze
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -35,11 +36,11 @@ class Table:
 
 KILLED = ("generation-0", "policy-0", "launcher", "gcs_server", "raylet", "process group")
 PUBLISHED = (
-    *("whole step", "generation", "logprob", "train", "refit", "tokens a second and GPU"),
+    *("step time", "generation", "logprob", "train", "refit", "throughput per GPU"),
     *("policy's peak in training", "GPU in use while generating"),
 )
 LONGEST = (
-    *("step", "step, predicted", "tokens a second and GPU", "policy's peak", "policy's peak, predicted"),
+    *("step time", "step time, predicted", "throughput per GPU", "policy's peak", "policy's peak, predicted"),
     *("GPU in use", "GPU in use, predicted"),
 )
 # The key is the mark around the table.
@@ -48,7 +49,7 @@ TABLES = {
         "quickstart",
         "quickstart-cpu-2cores",
         (
-            *("held-out accuracy before", "held-out accuracy after", "whole job, warm start included"),
+            *("held-out accuracy before", "held-out accuracy after", "end to end, with the warm-up"),
             "GRPO step (median of a run)",
         ),
     ),
@@ -56,8 +57,8 @@ TABLES = {
         "memory",
         "offload-presets-1x-h100",
         columns=(
-            *("whole step", "GPU in use while generating", "policy's peak in logprob", "policy's peak in training"),
-            *("moves, all copies of a step", "moves, waited for in a step"),
+            *("step time", "GPU in use while generating", "policy's peak in logprob", "policy's peak in training"),
+            *("copies per step", "exposed copies per step"),
         ),
     ),
     "largest table": Table(
@@ -68,24 +69,24 @@ TABLES = {
     "apart table": Table(
         "refit",
         "refit-apart-qwen3-8b-2x-h200",
-        columns=("whole refit", "transfer alone"),
+        columns=("refit time", "transfer alone"),
         settings=(
             *("1 GB buckets, 1 buffers", "1 GB buckets, 2 buffers", "1 GB buckets, 2 buffers, verify=full"),
-            *("tensor by tensor, one step after the other", "vLLM's packed transfer"),
+            *("tensor by tensor, sequential", "vLLM's packed transfer"),
         ),
     ),
     "NeMo-RL's transfer table": Table(
         "refit",
         "refit-nemo-apart-qwen3-8b-2x-h200",
-        columns=("whole refit",),
+        columns=("refit time",),
         settings=("1 GB buckets, 2 buffers", "NeMo-RL's packed transfer"),
     ),
-    "shared table": Table("refit", "refit-shared-qwen3-8b-2x-h200", columns=("whole refit",)),
+    "shared table": Table("refit", "refit-shared-qwen3-8b-2x-h200", columns=("refit time",)),
     "LoRA refit table": Table(
         "supervised",
         "lora-refit-large-1x-h100",
         columns=(
-            *("whole step", "generation", "train", "refit", "refit, transfer and load", "bytes of a refit"),
+            *("step time", "generation", "train", "refit", "refit, transfer and load", "bytes of a refit"),
             *("policy's memory in training", "GPU in use while generating"),
         ),
     ),
@@ -94,45 +95,50 @@ TABLES = {
     "soak table": Table(
         "reliability",
         "soak-cpu-2cores",
-        (*(f"from a killed {who} to the next step's end" for who in KILLED), "kills", "steps taken again", "whole run"),
+        (
+            *(f"from a killed {who} to the next step's end" for who in KILLED),
+            "kills",
+            "steps taken again",
+            "end to end",
+        ),
     ),
     "async soak table": Table(
         "async",
         "async-soak-cpu-2cores",
         (
             *(f"from a killed {who} to the next step's end" for who in ("generation-1", *KILLED)),
-            *("kills", "steps taken again", "whole run", "largest age of a step's tokens"),
+            *("kills", "steps taken again", "end to end", "maximum staleness"),
         ),
     ),
     "async rate table": Table(
         "async",
         "async-rate-2x-h200",
         columns=(
-            *("generated tokens a second, whole step", "whole step", "policy waits for a rollout", "logprob", "train"),
-            *("refit", "engines idle", "mean age of a token"),
+            *("throughput over the step", "step time", "policy idle", "logprob", "train"),
+            *("refit", "engines idle", "mean staleness"),
         ),
     ),
     "plan time table": Table(
         "async",
         "plan-time-against-measured-cpu-2cores",
         tuple(
-            f"{phase}: predicted over measured" for phase in ("generation", "logprob", "train", "refit", "whole step")
+            f"{phase}: predicted over measured" for phase in ("generation", "logprob", "train", "refit", "step time")
         ),
     ),
     "engine settings table": Table(
         "rollouts",
         "engine-settings-1x-h100",
-        columns=("tokens a second", "start", "bandwidth share of decoding"),
+        columns=("throughput", "start", "bandwidth share of decoding"),
     ),
     "precision table": Table(
         "rollouts",
         "engine-precision-smollm2-135m-instruct-1x-h100",
         columns=(
-            *("mean absolute logprob difference", "gen_kl_error", "token_mult_prob_error"),
-            *("generated tokens a second", "generation", "refit", "engine's weights", "whole step"),
+            *("mean logprob difference", "gen_kl_error", "token_mult_prob_error"),
+            *("throughput while generating", "generation", "refit", "engine's weights", "step time"),
         ),
     ),
-    "over TRL table": Table("performance", "speed-over-trl-large-1x-h200", columns=("whole step",)),
+    "over TRL table": Table("performance", "speed-over-trl-large-1x-h200", columns=("step time",)),
     "published table": Table("performance", "published-row-4-512-4x-h200", columns=PUBLISHED),
     "longest table": Table("gpus", "context-longest-qwen3-8b-1x-h100", columns=LONGEST),
     "longest shared table": Table("gpus", "context-longest-qwen3-8b-context-2-2x-h100", columns=LONGEST),
@@ -140,15 +146,15 @@ TABLES = {
         "gpus",
         "experts-router-replay-qwen3-moe-1.5b-1x-h100",
         columns=(
-            *("mean absolute logprob difference", "largest logprob difference", "gen_kl_error"),
-            *("token_mult_prob_error", "generation", "logprob", "train", "whole step"),
+            *("mean logprob difference", "max logprob difference", "gen_kl_error"),
+            *("token_mult_prob_error", "generation", "logprob", "train", "step time"),
         ),
     ),
     "experts rate table": Table(
         "gpus",
         "experts-rate-2x-h100",
         columns=(
-            *("tokens a second, whole step", "generation", "logprob", "train", "MFU of training", "refit"),
+            *("throughput over the step", "generation", "logprob", "train", "MFU of training", "refit"),
             *("bytes of a refit", "mean logprob difference", "policy's peak, train"),
         ),
     ),
@@ -244,7 +250,9 @@ def bars_table(one: dict[str, Any]) -> list[str]:
     """Render the targets, a row each; nothing where there are none."""
     if not one["bars"]:
         return []
-    rows = (f"| {b['name']} | {b['target']} | {b['value']:.3g} | {'yes' if b['met'] else 'no'} |" for b in one["bars"])
+    rows = (
+        f"| {b['name']} | {b['target']} | {number(b['value'])} | {'yes' if b['met'] else 'no'} |" for b in one["bars"]
+    )
     return ["| target | wanted | measured | met |", "|---|---:|---:|---|", *rows, ""]
 
 
@@ -254,18 +262,27 @@ def results_table(one: dict[str, Any], names: Sequence[str] = ()) -> list[str]:
     several = len({row["config"] for row in one["results"]}) > 1
     setting, line = (" setting |", "---|") if several else ("", "")
     repeated = any(len(row["reps"]) > 1 for row in rows)
-    columns, lines = ("median | least | most", "---:|---:|---:") if repeated else ("value", "---:")
+    columns, lines = ("median | min | max", "---:|---:|---:") if repeated else ("value", "---:")
     table = [
         f"| measured |{setting} {columns} | unit |{' runs |' * repeated}",
         f"|---|{line}{lines}|---|{'---:|' * repeated}",
     ]
     for row in rows:
         reps = row["reps"]
-        ends = (f"{min(reps):.3g}", f"{max(reps):.3g}") if len(reps) > 1 else ("", "")
-        numbers = " | ".join([f"{row['median']:.3g}", *(ends if repeated else ())])
+        ends = (f"{number(min(reps))}", f"{number(max(reps))}") if len(reps) > 1 else ("", "")
+        numbers = " | ".join([number(row["median"]), *(ends if repeated else ())])
         which = f" {row['config']} |" if several else ""
         table.append(f"| {row['name']} |{which} {numbers} | {row['unit']} |{f' {len(reps)} |' if repeated else ''}")
     return table
+
+
+def number(value: float) -> str:
+    """Return three significant digits without an exponent, such as 11,300 or 0.0312."""
+    if value == 0 or abs(value) >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def settings_table(one: dict[str, Any], names: Sequence[str]) -> list[str]:
@@ -275,7 +292,7 @@ def settings_table(one: dict[str, Any], names: Sequence[str]) -> list[str]:
     head = " | ".join(f"{name}, {units[name]}" if units[name] else name for name in names)
     lines = [f"| setting | {head} |", f"|---|{'---:|' * len(names)}"]
     for setting in dict.fromkeys(config for config, _ in medians):
-        cells = (f"{medians[setting, name]:.3g}" if (setting, name) in medians else "" for name in names)
+        cells = (number(medians[setting, name]) if (setting, name) in medians else "" for name in names)
         lines.append(f"| {setting} | {' | '.join(cells)} |")
     return lines
 
