@@ -103,7 +103,7 @@ TABLES = {
         ),
     ),
     "async soak table": Table(
-        "async",
+        "analysis/async",
         "async-soak-cpu-2cores",
         (
             *(f"from a killed {who} to the next step's end" for who in ("generation-1", *KILLED)),
@@ -111,7 +111,7 @@ TABLES = {
         ),
     ),
     "async rate table": Table(
-        "async",
+        "analysis/async",
         "async-rate-2x-h200",
         columns=(
             *("throughput over the step", "step time", "policy idle", "logprob", "train"),
@@ -119,7 +119,7 @@ TABLES = {
         ),
     ),
     "plan time table": Table(
-        "async",
+        "analysis/async",
         "plan-time-against-measured-cpu-2cores",
         tuple(
             f"{phase}: predicted over measured" for phase in ("generation", "logprob", "train", "refit", "step time")
