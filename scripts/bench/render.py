@@ -62,7 +62,7 @@ TABLES = {
         ),
     ),
     "largest table": Table(
-        "memory",
+        "analysis/memory",
         "largest-model-predicted-cpu-2cores",
         columns=("largest model, predicted", "its layers", "largest gpu_memory_utilization with 24 layers"),
     ),
