@@ -67,7 +67,7 @@ TABLES = {
         columns=("largest model, predicted", "its layers", "largest gpu_memory_utilization with 24 layers"),
     ),
     "apart table": Table(
-        "refit",
+        "analysis/refit",
         "refit-apart-qwen3-8b-2x-h200",
         columns=("refit time", "transfer alone"),
         settings=(
@@ -76,12 +76,12 @@ TABLES = {
         ),
     ),
     "NeMo-RL's transfer table": Table(
-        "refit",
+        "analysis/refit",
         "refit-nemo-apart-qwen3-8b-2x-h200",
         columns=("refit time",),
         settings=("1 GB buckets, 2 buffers", "NeMo-RL's packed transfer"),
     ),
-    "shared table": Table("refit", "refit-shared-qwen3-8b-2x-h200", columns=("refit time",)),
+    "shared table": Table("analysis/refit", "refit-shared-qwen3-8b-2x-h200", columns=("refit time",)),
     "LoRA refit table": Table(
         "supervised",
         "lora-refit-large-1x-h100",
@@ -139,7 +139,7 @@ TABLES = {
         ),
     ),
     "over TRL table": Table("performance", "speed-over-trl-large-1x-h200", columns=("step time",)),
-    "published table": Table("performance", "published-row-4-512-4x-h200", columns=PUBLISHED),
+    "published table": Table("analysis/published_row", "published-row-4-512-4x-h200", columns=PUBLISHED),
     "longest table": Table("gpus", "context-longest-qwen3-8b-1x-h100", columns=LONGEST),
     "longest shared table": Table("gpus", "context-longest-qwen3-8b-context-2-2x-h100", columns=LONGEST),
     "replay table": Table(
