@@ -83,15 +83,15 @@ TABLES = {
     ),
     "shared table": Table("analysis/refit", "refit-shared-qwen3-8b-2x-h200", columns=("refit time",)),
     "LoRA refit table": Table(
-        "supervised",
+        "analysis/supervised",
         "lora-refit-large-1x-h100",
         columns=(
             *("step time", "generation", "train", "refit", "refit, transfer and load", "bytes of a refit"),
             *("policy's memory in training", "GPU in use while generating"),
         ),
     ),
-    "SFT then GRPO table": Table("supervised", "learning-gsm8k-1x-h100"),
-    "throughput table": Table("supervised", "sft-throughput-qwen3-1.7b-1x-h100"),
+    "SFT then GRPO table": Table("analysis/supervised", "learning-gsm8k-1x-h100"),
+    "throughput table": Table("analysis/supervised", "sft-throughput-qwen3-1.7b-1x-h100"),
     "soak table": Table(
         "reliability",
         "soak-cpu-2cores",
@@ -140,10 +140,12 @@ TABLES = {
     ),
     "over TRL table": Table("performance", "speed-over-trl-large-1x-h200", columns=("step time",)),
     "published table": Table("analysis/published_row", "published-row-4-512-4x-h200", columns=PUBLISHED),
-    "longest table": Table("gpus", "context-longest-qwen3-8b-1x-h100", columns=LONGEST),
-    "longest shared table": Table("gpus", "context-longest-qwen3-8b-context-2-2x-h100", columns=LONGEST),
+    "longest table": Table("analysis/long_sequences", "context-longest-qwen3-8b-1x-h100", columns=LONGEST),
+    "longest shared table": Table(
+        "analysis/long_sequences", "context-longest-qwen3-8b-context-2-2x-h100", columns=LONGEST
+    ),
     "replay table": Table(
-        "gpus",
+        "analysis/moe",
         "experts-router-replay-qwen3-moe-1.5b-1x-h100",
         columns=(
             *("mean logprob difference", "max logprob difference", "gen_kl_error"),
@@ -151,7 +153,7 @@ TABLES = {
         ),
     ),
     "experts rate table": Table(
-        "gpus",
+        "analysis/moe",
         "experts-rate-2x-h100",
         columns=(
             *("throughput over the step", "generation", "logprob", "train", "MFU of training", "refit"),
