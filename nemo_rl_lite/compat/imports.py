@@ -51,7 +51,5 @@ def quick_imports() -> Iterator[None]:
         yield
     finally:
         importlib.metadata.packages_distributions = _packages_distributions
-        # Later collections need not look at what is there now.
-        gc.freeze()
         if collects:
             gc.enable()
