@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nemo_rl_lite.checkpoint.resume import checkpoints_around, locate
 from nemo_rl_lite.checkpoint.store import POLICY, Checkpoint
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, shown_as_message
 from nemo_rl_lite.system.machine import local_path
@@ -48,15 +49,16 @@ def export(run: Path, target: Path | None) -> Path:
     # Hide the libraries' progress bars and warnings; many warn while they are imported.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    import transformers
+    with quick_imports():
+        import transformers
 
-    from nemo_rl_lite.compat.megatron_cpu import prepare_import
+        from nemo_rl_lite.compat.megatron import auto_bridge
+
+        auto_bridge()
     from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, locate_model, with_template
     from nemo_rl_lite.observability.console import RunConsole
-    from nemo_rl_lite.system.machine import free_port
-
-    prepare_import()
     from nemo_rl_lite.policy.export import convert
+    from nemo_rl_lite.system.machine import free_port
 
     transformers.utils.logging.disable_progress_bar()
     console = RunConsole()

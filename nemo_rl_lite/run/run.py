@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from nemo_rl_lite.checkpoint.resume import Start, changed, checkpoint_store, find_start
 from nemo_rl_lite.cluster.runtime import ray_runtime
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.schema import Config
@@ -143,7 +144,7 @@ class _Attempts:
                 with setup("processes"):
                     reserved = reserve(config, folder)
                 # The workers import their packages and build while this process imports its own and reads the data.
-                with setup("packages"):
+                with setup("packages"), quick_imports():
                     imported(algorithm_of(config).job)
                     from transformers import AutoTokenizer  # noqa: F401
                 with setup("model"):
