@@ -186,7 +186,8 @@ def write_hf_folder(
     """Write `weights` (Hugging Face names, separate memory) to `target`, with the configuration and tokenizer files of
     `source`. Its generation_config.json names all tokens that end a response, the chat template's included.
 
-    The folder appears whole or not at all, and only if `check` of it does not raise. It replaces an existing one.
+    The folder appears whole or not at all, and only if `check` of it does not raise. It replaces an existing one. Its
+    files have the mode of the umask.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -196,10 +197,13 @@ def write_hf_folder(
         folder.mkdir()
         for file in source.iterdir():
             if file.is_file() and not file.name.endswith(WEIGHT_FILES):
-                shutil.copy2(file, folder)
+                shutil.copyfile(file, folder / file.name)
         _name_end_tokens(folder)
         _name_dtype(folder, weights)
         save_torch_state_dict(weights, folder)
+        for file in folder.glob("*.safetensors"):
+            # safetensors keeps its files from other users, whatever the umask says.
+            shutil.copymode(folder / "config.json", file)
         check(folder)
         if target.exists():
             target.rename(Path(unfinished) / "replaced")
@@ -219,8 +223,6 @@ def _name_dtype(folder: Path, weights: Mapping[str, "Tensor"]) -> None:
         section |= dict.fromkeys({"dtype", "torch_dtype"} & section.keys(), dtype)
     if not {"dtype", "torch_dtype"} & config.keys():
         config["dtype"] = dtype
-    # The copy may be as read-only as the source.
-    file.unlink()
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -240,6 +242,4 @@ def _name_end_tokens(folder: Path) -> None:
     if not file.exists():
         # With this file, transformers ignores these keys in config.json.
         known = {name: known[name] for name in ("bos_token_id", "pad_token_id") if name in known}
-    # The copy may be as read-only as the source.
-    file.unlink(missing_ok=True)
     file.write_text(json.dumps(known | {"eos_token_id": sorted(ends)}, indent=2) + "\n")

@@ -399,7 +399,7 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
     tolerance, differences = PROBE_TOLERANCE[config.policy.precision], []
 
     def check(folder: Path) -> None:
-        own_1T = _logprobs_of_folder(folder, tokens_1T, getattr(torch, policy.precision), device)
+        own_1T = _logprobs_of_folder(folder, tokens_1T, device)
         differences.append((own_1T - logprobs_1T).abs().mean().item())
         if not differences[0] <= tolerance:
             raise CheckpointError(
@@ -427,11 +427,11 @@ def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
     return replace(policy, megatron_cfg=parallel)
 
 
-def _logprobs_of_folder(folder: Path, tokens_1T: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the logprobs by transformers; entry t belongs to token t, entry 0 is 0."""
+def _logprobs_of_folder(folder: Path, tokens_1T: Tensor, device: torch.device) -> Tensor:
+    """Return the logprobs by transformers in the dtype of config.json; entry t belongs to token t, entry 0 is 0."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
     with torch.no_grad():
         logits = model(tokens_1T.to(device)).logits.float().cpu()
     logprobs = logits[:, :-1].log_softmax(-1).gather(-1, tokens_1T[:, 1:, None])[..., 0]
