@@ -14,6 +14,7 @@ from nemo_rl_lite.checkpoint.store import POLICY, Checkpoint
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, shown_as_message
+from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, adapter_folder, locate_model, with_template
 from nemo_rl_lite.system.machine import local_path
 from nemo_rl_lite.validation.compose import restore
 
@@ -23,7 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="nrl-lite export", description=__doc__)
     parser.add_argument("run", type=local_path, help="a run's folder (for its newest checkpoint), or one checkpoint's")
     parser.add_argument(
-        "folder", type=local_path, nargs="?", help="folder to write (default: hf-step-N in the run's folder)"
+        "folder",
+        type=local_path,
+        nargs="?",
+        help="folder to write (default: hf-step-N in the run's folder); LoRA's adapters go to FOLDER-adapter",
     )
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite export"):
@@ -31,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(run: Path, target: Path | None) -> Path:
-    """Write the newest checkpoint of a run, or one checkpoint, to `target`, check it, and return the folder.
+    """Write the newest checkpoint of a run, or one checkpoint, to `target`, check it, and return the folder. LoRA's
+    adapters are written to `adapter_folder(target)`.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is of another version of this package, or the target is among
@@ -40,12 +45,14 @@ def export(run: Path, target: Path | None) -> Path:
     found = locate(run)
     if found is None:
         raise CheckpointError(f"{run} has no complete checkpoint: name a run's folder, or one in its checkpoints/")
-    if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not empty: name another folder, or remove it")
     if target is not None and (checkpoints := checkpoints_around(target)):
         raise CheckpointError(f"{target} is among a run's checkpoints, {checkpoints}: name a folder outside")
+    config, named = _saved_config(found), target is not None
     target = target or found.path.parents[1] / f"hf-{found.path.name}"
-    config = _saved_config(found)
+    written = [target, adapter_folder(target)] if config.policy.megatron_cfg.peft.enabled else [target]
+    for folder in written if named else ():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise CheckpointError(f"{folder} exists and is not empty: name another folder, or remove it")
     # Hide the libraries' progress bars and warnings; many warn while they are imported.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -55,7 +62,6 @@ def export(run: Path, target: Path | None) -> Path:
         from nemo_rl_lite.compat.megatron import auto_bridge
 
         auto_bridge()
-    from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, locate_model, with_template
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.policy.export import convert
     from nemo_rl_lite.system.machine import free_port
@@ -75,7 +81,8 @@ def export(run: Path, target: Path | None) -> Path:
                 raise CheckpointError(f"{template}, the chat template of the run, does not exist: restore it")
             model = with_template(model, template, Path(scratch) / TEMPLATED)
         difference = convert(config, model, found.path / POLICY, target, console.say)
-    console.say(f"step {found.step} -> {target}; transformers' logprobs differ by {difference:.2g} nats on average")
+    shown = " and ".join(map(str, written))
+    console.say(f"step {found.step} -> {shown}; transformers' logprobs differ by {difference:.2g} nats on average")
     return target
 
 

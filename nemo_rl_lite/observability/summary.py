@@ -165,8 +165,9 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
         rows = [(what, f"{seconds:.3f} s") for what, seconds in waited]
         rows.append(("age of the tokens", f"{waits.token_age:.2f} steps"))
         console.table("policy and engines at the same time", ("", "median"), rows)
-    if (model := folder / "hf").is_dir():
-        console.say(f"model    {model}")
+    for label, written in (("model", folder / "hf"), ("adapter", folder / "adapter")):
+        if written.is_dir():
+            console.say(f"{label:<8} {written}")
     console.say(f"run      {folder}")
 
 
