@@ -79,6 +79,16 @@ def why_not_writable(folder: Path) -> str:
     return ""
 
 
+def cache_folder() -> Path:
+    """The folder for what a user's runs share; the working folder's `outputs` where it cannot be written."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        folder = (given if given.is_absolute() else Path("~/.cache").expanduser()) / "nemo_rl_lite"
+    except RuntimeError:  # the user has no home
+        return Path("outputs")
+    return Path("outputs") if why_not_writable(folder) else folder
+
+
 def free_port() -> int:
     """A free port of this machine. It is opened later, so the kernel must not use it for outgoing connections.
 
