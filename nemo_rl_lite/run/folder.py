@@ -138,7 +138,7 @@ def status_kept(folder: Path, saves: bool) -> Iterator[None]:
         write_ending(folder, "failed", LauncherError.exit_status, str(error))
         raise
     except KeyboardInterrupt:
-        write_ending(folder, "interrupted", interrupted_status(saves), "Ctrl-C, or a signal that ended it at once")
+        write_ending(folder, "interrupted", interrupted_status(saves), "Ctrl-C, or a request to end at once")
         raise
     except BaseException:
         message = "an error without a message: its traceback was printed"

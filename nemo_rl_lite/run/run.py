@@ -23,6 +23,7 @@ from nemo_rl_lite.errors import ConfigError, Violation, WorkerError
 from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.live import shown_to_others
 from nemo_rl_lite.observability.liveness import limited, watched
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked, view_of
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
@@ -80,7 +81,7 @@ def run(config: Config, folder: Path, command: str) -> Summary:
         check_folder(folder, whole_config)
         start = _find_start(config, whole_config, folder, console)
         write_start(folder, whole_config, command)
-        with status_kept(folder, saves=config.checkpoint.save_period > 0):
+        with status_kept(folder, saves=config.checkpoint.save_period > 0), shown_to_others(folder):
             summary = _with_restarts(config, folder, whole_config, start, console)
         if config.logger.plots:
             write_last_report(folder, console)
