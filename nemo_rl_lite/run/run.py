@@ -25,12 +25,13 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.live import shown_to_others
 from nemo_rl_lite.observability.liveness import limited, watched
+from nemo_rl_lite.observability.runs import LOCK_FILE
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked, view_of
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.planning.budget import size, size_of
 from nemo_rl_lite.planning.page import make_plan, show_plan
-from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked, status_kept, write_ending, write_error, write_start
+from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
 from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
 from nemo_rl_lite.system.stopping import was_asked_to_end
 from nemo_rl_lite.validation.compose import default_values

@@ -64,6 +64,11 @@ def was_asked_to_end() -> bool:
     return bool(_received or _request)
 
 
+def why_interrupted() -> str:
+    """Say what ended the run at once."""
+    return _request or "Ctrl-C, or a signal that ended it at once"
+
+
 def request_end(folder: Path, now: bool = False) -> None:
     """Ask the run in a folder to end after its step, with a checkpoint, or `now`. Raises OSError."""
     by = f"{getpass.getuser()} on {socket.gethostname()}"
@@ -91,8 +96,8 @@ def obey_request(folder: Path) -> str:
     _request, _at_once = asked, when == _AT_ONCE or not _waits_for_step
     if not _at_once:
         return f"{asked}: the run ends after this step, with a checkpoint"
-    # Elsewhere than in a command line, SIGTERM may be unhandled, and would end the process.
-    handled = [number for number in (signal.SIGTERM, signal.SIGINT) if callable(signal.getsignal(number))]
+    # Ray replaces the handler of SIGTERM. Elsewhere than in a command line, SIGUSR1 may be unhandled.
+    handled = [number for number in (signal.SIGUSR1, signal.SIGINT) if callable(signal.getsignal(number))]
     for number in handled[:1]:
         signal.pthread_kill(threading.main_thread().ident or 0, number)
     return f"{asked}: the run ends at once"
