@@ -24,13 +24,15 @@ from nemo_rl_lite.errors import ConfigError, Violation, WorkerError
 from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.live import shown_to_others
 from nemo_rl_lite.observability.liveness import limited, watched
+from nemo_rl_lite.observability.runs import LOCK_FILE
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked, view_of
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.planning.budget import size, size_of
 from nemo_rl_lite.planning.page import make_plan, show_plan
-from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked, status_kept, write_ending, write_error, write_start
+from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
 from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
 from nemo_rl_lite.system.stopping import was_asked_to_end
 from nemo_rl_lite.validation.compose import default_values
@@ -81,7 +83,7 @@ def run(config: Config, folder: Path, command: str) -> Summary:
         check_folder(folder, whole_config)
         start = _find_start(config, whole_config, folder, console)
         write_start(folder, whole_config, command)
-        with status_kept(folder, saves=config.checkpoint.save_period > 0):
+        with status_kept(folder, saves=config.checkpoint.save_period > 0), shown_to_others(folder):
             summary = _with_restarts(config, folder, whole_config, start, console)
         if config.logger.plots:
             write_last_report(folder, console)
