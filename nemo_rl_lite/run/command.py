@@ -145,7 +145,8 @@ def _run_all(
     fixed = [one for one in overrides if values_of(one) == [one]]
     parent = str(compose_job(check_overrides(fixed)[0]).hydra.sweep.dir) if flags.sweeps else None
     for number, (job, config) in enumerate(configs):
-        folder = make_folder(job, parent, number)
+        folder = folder_of(job, parent, number)
+        folder.mkdir(parents=True, exist_ok=True)
         end: Summary | int
         try:
             with logged_to(folder), _guarded(config, folder):
@@ -171,15 +172,14 @@ def _run_all(
     return [end for *_, end in sweep.ended if not isinstance(end, int)]
 
 
-def make_folder(overrides: Sequence[str], sweep: str | None = None, number: int = 0) -> Path:
-    """Make the folder of a run, or of a job of the sweep in the folder `sweep`."""
+def folder_of(overrides: Sequence[str], sweep: str | None = None, number: int = 0) -> Path:
+    """Return the folder of a run, or of a job of the sweep in the folder `sweep`."""
     from omegaconf import OmegaConf
 
     composed = compose_job(check_overrides(overrides)[0])
     OmegaConf.update(composed, "hydra.job.num", number, force_add=True)
     hydra = composed.hydra
     folder = Path(hydra.run.dir) if sweep is None else Path(sweep) / str(hydra.sweep.subdir)
-    folder.mkdir(parents=True, exist_ok=True)
     return folder.absolute()
 
 

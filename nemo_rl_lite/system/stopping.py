@@ -48,6 +48,11 @@ def was_asked_to_end() -> bool:
     return bool(_received)
 
 
+def forget_signals() -> None:
+    """Forget the signals of an earlier run of this process."""
+    _received.clear()
+
+
 class Stopping:
     """Decides whether a run should end: a signal came, or its time would run out in the next step."""
 
