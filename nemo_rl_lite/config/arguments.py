@@ -13,6 +13,8 @@ PathOf = Callable[[str, Any], str]
 """Returns the path by which a configuration names a function or class; the first argument is the key."""
 # Characters of keys that a mapping's literal can have.
 _PLAIN_KEY = re.compile(r"[\w./+-]+")
+# Texts that need no quotes.
+_PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z/][\w./:+-]*", re.IGNORECASE)
 
 
 def overrides_of(arguments: Mapping[str, Any], algorithm: str, path_of: PathOf) -> Iterator[str]:
@@ -65,7 +67,7 @@ def literal(key: str, value: Any, path_of: PathOf) -> str:
     if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return repr(value)
     if isinstance(value, str | Path):
-        return _quoted(str(value))
+        return text if _PLAIN_TEXT.fullmatch(text := str(value)) else _quoted(text)
     if isinstance(value, list | tuple):
         return f"[{','.join(literal(key, one, path_of) for one in value)}]"
     if isinstance(value, Mapping) and all(_PLAIN_KEY.fullmatch(str(one)) for one in value):

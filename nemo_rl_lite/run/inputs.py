@@ -5,8 +5,11 @@ So a run from Python reads what a command reads, and the command in its folder r
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,12 @@ from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.system.pool import as_call_error
 
 INPUTS = "inputs"
+_RANDOM_ID = re.compile(rb"[0-9a-f]{32}")
 
 
 class Inputs:
-    """Files of values in memory. Their names have a digest of what is in them, so that the same value has the same
-    name, and no file replaces another."""
+    """Files of values in memory. Their names have a digest of what is in them, so that the same value has the same name
+    when a run is resumed, and none replaces another."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -51,17 +55,38 @@ class Inputs:
             self._write(rows, key, ".jsonl", _lines(key, rows).encode(errors="surrogatepass"))
         return str(self._file_of(rows))
 
-    def move_to(self, folder: Path) -> None:
-        """Move the files to a run's folder, which may have some of them."""
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Raise the block's errors with the names of values in place of their files."""
+        try:
+            yield
+        except ConfigError as error:
+            shown = [Violation(*map(self._shown, astuple(one))) for one in error.violations]
+            raise ConfigError(shown) from None
+        except DataError as error:
+            raise DataError(self._shown(str(error))) from None
+
+    def _shown(self, text: Any) -> Any:
+        if not isinstance(text, str):
+            return text
+        for name, _ in self._named.values():
+            file, label = str(self._folder / name), name.rpartition("-")[0]
+            # A path of code ends with its label.
+            text = text.replace(f"{file}:", "") if name.endswith(PICKLED) else text.replace(file, label)
+        return text
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the files to a run's folder, which may have some of them, and name them there from now on."""
         place = folder.absolute() / INPUTS
         for name, _ in self._named.values():
             place.mkdir(parents=True, exist_ok=True)
-            if not (place / name).exists():
-                (place / name).write_bytes((self._folder / name).read_bytes())
+            shutil.copyfile(self._folder / name, place / name)
         self._folder = place
 
     def _write(self, value: Any, label: str, suffix: str, content: bytes) -> None:
-        name = f"{label}-{sha256(content).hexdigest()[:8]}{suffix}"
+        # cloudpickle gives each class a random id.
+        digest = sha256(_RANDOM_ID.sub(b"", content) if suffix == PICKLED else content).hexdigest()
+        name = f"{label}-{digest[:8]}{suffix}"
         (self._folder / name).write_bytes(content)
         self._named[id(value)] = (name, value)
 

@@ -5,6 +5,7 @@ A trainer makes the overrides of a command line and calls what the command calls
 
 import json
 import math
+import os
 import shlex
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from nemo_rl_lite.observability.timer import restart_clock
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.run.command import Flags, checked, folder_of, logged_to, run_in
 from nemo_rl_lite.run.inputs import Inputs
+from nemo_rl_lite.system.pool import ending_pools
 from nemo_rl_lite.system.stopping import forget_signals
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -142,7 +144,7 @@ class Trainer:
         """
         self._callbacks = callbacks = Callbacks(self._on_step, self._on_rollout)
         with _training(), self._checked() as (overrides, inputs, folder):
-            inputs.move_to(folder)
+            inputs.copy_to(folder)
             overrides = [*self._overrides(inputs), *overrides[-1:]]
             config = compose_config(overrides)
             folder.mkdir(parents=True, exist_ok=True)
@@ -192,9 +194,10 @@ class Trainer:
             overrides = self._overrides(inputs)
             folder = self._output_dir or folder_of(overrides)
             overrides.append(f"{RUN_FOLDER}={literal(RUN_FOLDER, folder, inputs.path_of)}")
-            [(_, config)] = checked(Flags(()), overrides)
-            self._check_algorithm(config)
-            yield overrides, inputs, folder.absolute()
+            with inputs.named():
+                [(_, config)] = checked(Flags(()), overrides)
+                self._check_algorithm(config)
+                yield overrides, inputs, folder.absolute()
 
     def _check_algorithm(self, config: "Config") -> None:
         if config.algorithm.name != self.algorithm:
@@ -343,12 +346,17 @@ def _training() -> Iterator[None]:
         )
     if not _TRAINING.acquire(blocking=False):
         raise LauncherError("a training of this process is not done; one runs at a time")
+    environ = dict(os.environ)
     try:
         forget_signals()
         restart_clock()
-        with hidden_event_loop():
+        with hidden_event_loop(), ending_pools():
             yield
     finally:
+        # Ray has read its secret once, for all runs of this process; it also sets PYTHONBREAKPOINT and others.
+        kept = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+        os.environ.clear()
+        os.environ.update(environ | kept)
         _TRAINING.release()
 
 

@@ -34,7 +34,7 @@ def test_a_value_comes_back_as_it_was(value):
 
 def test_values_of_other_types_become_plain_ones():
     assert literal("a", np.float32(0.5), path_of) == "0.5" and literal("a", np.int64(3), path_of) == "3"
-    assert literal("a", Path("b/c"), path_of) == "'b/c'" and literal("a", (1, 2), path_of) == "[1,2]"
+    assert literal("a", Path("b/c"), path_of) == "b/c" and literal("a", (1, 2), path_of) == "[1,2]"
     assert literal("a", [score], path_of) == "['a file.py:score']"
 
 
@@ -79,10 +79,10 @@ def test_groups_sections_and_code():
     }
     assert list(overrides_of(arguments, "grpo", path_of)) == [
         "generation=transformers",
-        "policy.precision='bfloat16'",
+        "policy.precision=bfloat16",
         "policy.megatron_cfg.optimizer.lr=0.0001",
         "reward.name='a file.py:score'",
-        "agent.name='my.py:play'",
+        "agent.name=my.py:play",
         "environment.name='a file.py:score'",
-        "environment.kwargs={tools:['x']}",
+        "environment.kwargs={tools:[x]}",
     ]

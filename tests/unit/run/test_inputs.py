@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl_lite.config.user_code import imported, own_name
 from nemo_rl_lite.data.rows import file_rows
-from nemo_rl_lite.errors import ConfigError, DataError
+from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.rewards.builtin import exact_match
 from nemo_rl_lite.run.inputs import Inputs
 
@@ -72,6 +72,25 @@ def test_what_can_be_imported_goes_by_its_name(tmp_path):
         assert own_name(path) == label and callable(imported(path))
 
 
+def test_a_class_has_one_name_in_every_process():
+    code = (
+        "import pathlib, tempfile\nfrom nemo_rl_lite.run.inputs import Inputs\n"
+        "class Score:\n    def __call__(self, response, answer):\n        return 1.0\n"
+        "print(Inputs(pathlib.Path(tempfile.mkdtemp())).path_of('reward', Score).rpartition('/')[2])"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in "12"]
+    assert runs[0].stdout == runs[1].stdout != ""
+
+
+def test_errors_name_values_and_not_their_files(tmp_path):
+    inputs = Inputs(tmp_path)
+    rows, code = inputs.rows("data", ROWS), inputs.path_of("reward", lambda: 0)
+    with pytest.raises(ConfigError, match=r"data.train_path = 'data'\n +data, row 1: .*lambda\n"), inputs.named():
+        raise ConfigError([Violation("data.train_path", rows, f"{rows}, row 1: no fit for {code}", "a fix")])
+    with pytest.raises(DataError, match=r"^data: no rows$"), inputs.named():
+        raise DataError(f"{rows}: no rows")
+
+
 def test_what_cannot_be_pickled_is_an_error_of_its_key(tmp_path):
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"(?s)reward = .*cannot be sent to other processes: TypeError.*lock"):
@@ -83,7 +102,7 @@ def test_a_folder_keeps_the_files_of_earlier_runs(tmp_path):
         (staged := tmp_path / "staged").mkdir(exist_ok=True)
         inputs = Inputs(staged)
         assert inputs.rows("data", rows) == inputs.rows("data", rows)
-        inputs.move_to(tmp_path / "run")
+        inputs.copy_to(tmp_path / "run")
         assert read(inputs.rows("data", rows)) == rows
         assert inputs.rows("data", rows).startswith(str(tmp_path / "run" / "inputs"))
     assert len(list((tmp_path / "run" / "inputs").iterdir())) == 2
