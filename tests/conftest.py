@@ -41,6 +41,7 @@ GROUPS = {
     "test_lora": "here",
     "test_judge": "here",
     "test_grpo": "here",
+    "test_python_api": "here",
     "test_resume": "here",
     "test_serving": "here",
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl_lite.checkpoint.store import Checkpoints
 from nemo_rl_lite.errors import RunStopped, TrainingError
+from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import ENGINES_IDLE, RunConsole
 from nemo_rl_lite.observability.liveness import note_progress
 from nemo_rl_lite.observability.memory import with_rest
@@ -106,15 +107,17 @@ class Steps:
     """Most steps in a row that may be skipped because their gradients are not finite."""
     around: Callable[[int], AbstractContextManager[None]]
     """Context of a step."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
     _warned: bool = field(default=False, init=False)
 
     def until(
         self, total: int, times: ValidationTimes, validate: Validate, prepare_to_save: Callable[[], None]
     ) -> Iterator[int]:
-        """Yield the steps to take, up to `total`. `prepare_to_save` brings the policy into its training phase if a run
-        ends early.
+        """Yield the steps to take, up to `total` or until a callback ends the run. `prepare_to_save` brings the policy
+        into its training phase if a run ends early.
 
         Raises:
+            CallbackError: a user's callback raised.
             RunStopped: a signal or a request came, or time is up; the state is saved.
             CheckpointError: the state could not be saved.
             TrainingError: too many steps in a row were skipped.
@@ -131,8 +134,15 @@ class Steps:
                     yield step
                 self._count_skipped()
                 self._warn_of_no_gradient(step)
-                if times.due(step, total):
+                if validated := times.due(step, total):
                     self.checkpoints.measured(step, validate(step))
+                if self.callbacks.step_done(step, self.metrics.history) and step < total:
+                    if not validated and times.due(step, step):
+                        self.checkpoints.measured(step, validate(step))
+                    if self.checkpoints.enabled:
+                        prepare_to_save()
+                        self.checkpoints.save(step)
+                    return
                 self.checkpoints.settle()
                 reason = self.stopping.after_step(self.checkpoints.longest_save_s)
                 if reason and step < total:

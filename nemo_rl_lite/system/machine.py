@@ -11,6 +11,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
@@ -256,6 +257,6 @@ def netrc_file(environment: Mapping[str, str]) -> Path:
 
 def close_to_others() -> None:
     """Make the Ray that this run starts serve only processes with a secret, which its workers inherit. Does nothing if
-    RAY_ADDRESS names a cluster, or RAY_AUTH_MODE is set. Call this before ray is imported: it reads the variables."""
-    if ray_address() in OWN_RAY and "RAY_AUTH_MODE" not in os.environ:
+    RAY_ADDRESS names a cluster, or RAY_AUTH_MODE is set, or ray is imported already: it reads the variables then."""
+    if ray_address() in OWN_RAY and "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

@@ -103,6 +103,11 @@ def obey_request(folder: Path) -> str:
     return f"{asked}: the run ends at once"
 
 
+def forget_signals() -> None:
+    """Forget the signals of an earlier run of this process."""
+    _received.clear()
+
+
 class Stopping:
     """Decides whether a run should end: a signal came, or its time would run out in the next step."""
 
