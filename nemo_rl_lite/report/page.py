@@ -128,7 +128,15 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}
+    """Return values as texts that are equal for equal numbers: a run's 600.0 is the default 600."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(_number(value), default=str)
+        for key, value in values.items()
+    }
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _view(algorithm: str) -> list[dict[str, Any]]:

@@ -75,6 +75,14 @@ def test_long_runs_are_thinned_and_keep_their_last_step(tmp_path):
     assert 500 < len(steps) <= 2001 and steps[-1] == values[-1] == 19_999
 
 
+def test_a_run_with_the_defaults_differs_in_no_number(tmp_path):
+    """The resolved configuration has 600.0 where the file has 600."""
+    data = data_of(page([read_run(make_run(tmp_path / "run", steps=1))]))
+    own, defaults = data["runs"][0]["config"], data["defaults"]["grpo"]
+    timeouts = [key for key in own if key.endswith("timeout_s")]
+    assert len(timeouts) > 3 and {key: own[key] for key in timeouts} == {key: defaults[key] for key in timeouts}
+
+
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
 def test_other_algorithms_have_their_own_defaults_and_views(tmp_path, algorithm):
     data = data_of(page([read_run(make_run(tmp_path / "run", f"algorithm={algorithm}"))]))
