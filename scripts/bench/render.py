@@ -1,6 +1,6 @@
 """Render docs/benchmarks/*.json into the tables of pages that `TABLES` names, and into the site's page of each record.
 
-render.py             writes the tables, and the picture and table of what the algorithms learned into README.md
+render.py             writes the tables and pictures
 render.py --check     writes nothing, and fails where a table is stale
 render.py --site      writes docs/benchmarks/NAME.md for each record, before `zensical build`; git ignores them
 """
@@ -16,9 +16,10 @@ from typing import Any
 
 import learning_figure
 import record
+import speed_figure
 
 DOCS = record.ROOT / "docs"
-README = record.ROOT / "README.md"
+LEARNING = DOCS / "analysis" / "learning.md"
 LIST = record.FOLDER / "records.md"
 
 
@@ -140,6 +141,7 @@ TABLES = {
     ),
     "over TRL table": Table("performance", "speed-over-trl-large-1x-h200", columns=("step time",)),
     "published table": Table("analysis/published_row", "published-row-4-512-4x-h200", columns=PUBLISHED),
+    "layouts table": Table("choosing", "choosing-predicted-cpu"),
     "longest table": Table("analysis/long_sequences", "context-longest-qwen3-8b-1x-h100", columns=LONGEST),
     "longest shared table": Table(
         "analysis/long_sequences", "context-longest-qwen3-8b-context-2-2x-h100", columns=LONGEST
@@ -207,7 +209,7 @@ def write_site(folder: Path) -> None:
 
 
 def pages(records: dict[str, dict[str, Any]]) -> dict[Path, str]:
-    """Return each page with its rendered text."""
+    """Return each page and drawing with its rendered text."""
     paths = {table.page: DOCS / f"{table.page}.md" for table in TABLES.values()}
     texts = {page: path.read_text() for page, path in paths.items()}
     for mark, table in TABLES.items():
@@ -215,13 +217,16 @@ def pages(records: dict[str, dict[str, Any]]) -> dict[Path, str]:
         after = rest.split(f"<!-- /{mark} -->")[1]
         lines = _table_lines(table, records[table.record])
         texts[table.page] = "\n".join([f"{before}<!-- {mark} -->", *lines, f"<!-- /{mark} -->{after}"])
-    before, rest = README.read_text().split("<!-- learning -->\n")
-    learned = "".join(f"{line}\n" for line in learning_figure.table(list(records.values()), "docs/"))
+    before, rest = LEARNING.read_text().split("<!-- learning -->\n")
+    learned = "".join(f"{line}\n" for line in learning_figure.table(list(records.values()), "../"))
     learned = f"{before}<!-- learning -->\n{learned}<!-- /learning -->{rest.split('<!-- /learning -->')[1]}"
-    return {README: learned} | {paths[page]: text for page, text in texts.items()}
+    speed = speed_figure.svg(records[speed_figure.RECORD])
+    return {LEARNING: learned, speed_figure.PICTURE: speed} | {paths[page]: text for page, text in texts.items()}
 
 
 def _table_lines(table: Table, one: dict[str, Any]) -> list[str]:
+    if "layouts" in one:
+        return layouts_table(one["layouts"])
     if table.settings:
         one = one | {"results": [row for row in one["results"] if row["config"] in table.settings]}
     return settings_table(one, table.columns) if table.columns else results_table(one, table.rows)
@@ -297,6 +302,17 @@ def settings_table(one: dict[str, Any], names: Sequence[str]) -> list[str]:
         cells = (number(medians[setting, name]) if (setting, name) in medians else "" for name in names)
         lines.append(f"| {setting} | {' | '.join(cells)} |")
     return lines
+
+
+def layouts_table(layouts: dict[str, str]) -> list[str]:
+    """Render a row for each model and kind of training, and a column for each number of GPUs."""
+    rows: dict[str, dict[str, str]] = {}
+    for setting, layout in layouts.items():
+        model, gpus = setting.rsplit(", ", 1)
+        rows.setdefault(model, {})["1 GPU" if gpus == "1 GPUs" else gpus] = layout
+    counts = list(next(iter(rows.values())))
+    lines = [f"| {' | '.join([model, *(row[count] for count in counts)])} |" for model, row in rows.items()]
+    return [f"| model, training | {' | '.join(counts)} |", f"|---|{'---|' * len(counts)}", *lines]
 
 
 def trial() -> None:
