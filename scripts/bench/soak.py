@@ -331,7 +331,9 @@ for worker in ("generation-0", "policy-0"):
 done = folder / "done"
 for step in range(int(done.read_text()) + 1 if done.exists() else 1, steps + 1):
     time.sleep(0.05)
-    done.write_text(str(step))
+    # A kill in between leaves the one before.
+    (folder / "next").write_text(str(step))
+    (folder / "next").replace(done)
     print(f"step {step:3}/{steps} reward 0.5 0.1 s ", flush=True)
 """
 
