@@ -4,7 +4,19 @@ import difflib
 import runpy
 import sys
 
-VERBS = ("train", "plan", "slurm", "quickstart", "export", "evaluate", "chat", "serve", "report", "doctor")
+VERBS = (
+    "train",
+    "plan",
+    "slurm",
+    "quickstart",
+    "export",
+    "evaluate",
+    "chat",
+    "serve",
+    "report",
+    "doctor",
+    "constraints",
+)
 USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
@@ -17,6 +29,7 @@ USAGE = """usage: nrl-lite VERB [arguments]
   report       one HTML page of one or several runs: curves, times, memory, samples, configuration
   quickstart   the embedded example, in two minutes on two CPU cores
   doctor       checks of this machine and its packages, with the fix for each problem
+  constraints  the file with the tested versions of all packages, for pip install -c
 """
 
 
