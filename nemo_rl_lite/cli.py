@@ -6,7 +6,7 @@ import sys
 
 VERBS = (
     *("train", "plan", "slurm", "runs", "status", "tail", "stop"),
-    *("quickstart", "export", "evaluate", "chat", "serve", "report", "doctor"),
+    *("quickstart", "export", "evaluate", "chat", "serve", "report", "doctor", "constraints"),
 )
 USAGE = """usage: nrl-lite VERB [arguments]
 
@@ -24,6 +24,7 @@ USAGE = """usage: nrl-lite VERB [arguments]
   report       one HTML page of one or several runs: curves, times, memory, samples, configuration
   quickstart   the embedded example, in two minutes on two CPU cores
   doctor       checks of this machine and its packages, with the fix for each problem
+  constraints  the file with the tested versions of all packages, for pip install -c
 """
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from nemo_rl_lite.checkpoint.store import POLICY, Checkpoint
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, shown_as_message
-from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, adapter_folder, locate_model, with_template
+from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, exported, locate_model, with_template
 from nemo_rl_lite.system.machine import local_path
 from nemo_rl_lite.validation.compose import restore
 
@@ -29,14 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nargs="?",
         help="folder to write (default: hf-step-N in the run's folder); LoRA's adapters go to FOLDER-adapter",
     )
+    parser.add_argument("--push-to-hub", metavar="NAME", help="also upload it to this repository (organisation/name)")
+    parser.add_argument("--public", action="store_true", help="make the repository a public one if it does not exist")
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite export"):
-        export(given.run.resolve(), given.folder.resolve() if given.folder else None)
+        folders = export(given.run.resolve(), given.folder.resolve() if given.folder else None)
+        if given.push_to_hub:
+            from nemo_rl_lite.run.publish import push
+
+            sys.stdout.write(f"pushed to {push(folders, given.push_to_hub, private=not given.public)}\n")
 
 
-def export(run: Path, target: Path | None) -> Path:
-    """Write the newest checkpoint of a run, or one checkpoint, to `target`, check it, and return the folder. LoRA's
-    adapters are written to `adapter_folder(target)`.
+def export(run: Path, target: Path | None) -> list[Path]:
+    """Write the newest checkpoint of a run, or one checkpoint, to `target`, and check it. Returns the `exported`
+    folders.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is of another version of this package, or the target is among
@@ -49,7 +56,7 @@ def export(run: Path, target: Path | None) -> Path:
         raise CheckpointError(f"{target} is among a run's checkpoints, {checkpoints}: name a folder outside")
     config, named = _saved_config(found), target is not None
     target = target or found.path.parents[1] / f"hf-{found.path.name}"
-    written = [target, adapter_folder(target)] if config.policy.megatron_cfg.peft.enabled else [target]
+    written = exported(config, target)
     for folder in written if named else ():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CheckpointError(f"{folder} exists and is not empty: name another folder, or remove it")
@@ -64,6 +71,7 @@ def export(run: Path, target: Path | None) -> Path:
         auto_bridge()
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.policy.export import convert
+    from nemo_rl_lite.run.publish import write_cards
     from nemo_rl_lite.system.machine import free_port
 
     transformers.utils.logging.disable_progress_bar()
@@ -81,9 +89,10 @@ def export(run: Path, target: Path | None) -> Path:
                 raise CheckpointError(f"{template}, the chat template of the run, does not exist: restore it")
             model = with_template(model, template, Path(scratch) / TEMPLATED)
         difference = convert(config, model, found.path / POLICY, target, console.say)
+    write_cards(target, config, found.path.parents[1], found.step)
     shown = " and ".join(map(str, written))
     console.say(f"step {found.step} -> {shown}; transformers' logprobs differ by {difference:.2g} nats on average")
-    return target
+    return written
 
 
 def _saved_config(found: Checkpoint) -> Config:

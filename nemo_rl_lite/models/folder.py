@@ -221,6 +221,11 @@ def adapter_folder(model: Path) -> Path:
     return model.with_name(beside if beside != model.name else f"{model.name}-adapter")
 
 
+def exported(config: Config, model: Path) -> list[Path]:
+    """Return the folders of an export: `model`, and with LoRA that of the adapters."""
+    return [model, adapter_folder(model)] if config.policy.megatron_cfg.peft.enabled else [model]
+
+
 def base_name(name: str, folder: Path) -> str:
     """Return the name by which other programs find the starting model. `name`: `policy.model_name`, in `folder`."""
     if is_hub_name(name):

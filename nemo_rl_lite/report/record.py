@@ -98,16 +98,16 @@ def read_run(folder: Path) -> RunRecord:
         rule = f"is no run's folder, and no run is below it: a run has {COMMAND_FILE} or {METRICS_FILE}"
         raise ReportError(f"nrl-lite report: {folder} {rule}")
     notes: list[str] = []
-    metrics, status = _read_metrics(folder / METRICS_FILE, notes), _read_json(folder / STATUS_FILE, notes)
+    metrics, status = read_metrics(folder / METRICS_FILE, notes), read_json(folder / STATUS_FILE, notes)
     trained = [file for file in rollout_files(folder) if file.stem.endswith("train")]
     return RunRecord(
         folder=folder,
-        config=dict(flatten(redact(_read_json(folder / CONFIG_FILE, notes)))),
+        config=dict(flatten(redact(read_json(folder / CONFIG_FILE, notes)))),
         metrics=with_every_age(metrics)[0],
         samples=_read_samples(folder, notes),
         timeline=_told(lambda: timeline(read_rollout(trained[-1])) if trained else None),
         waits=_told(lambda: waits(folder, metrics, is_done=status.get("state") == "done")),
-        environment=dict(flatten(_read_json(folder / ENVIRONMENT_FILE, notes))),
+        environment=dict(flatten(read_json(folder / ENVIRONMENT_FILE, notes))),
         status=status,
         error="\n".join(_read_text(folder / ERROR_FILE).splitlines()[:_ERROR_LINES]),
         command=redact_command((_read_text(folder / COMMAND_FILE).splitlines() or [""])[-1]),
@@ -130,7 +130,8 @@ def _read_text(file: Path) -> str:
         return ""
 
 
-def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
+def read_json(file: Path, notes: list[str]) -> dict[str, Any]:
+    """Return the mapping in a file; empty, with a note, where it is missing or damaged."""
     text = _read_text(file)
     if not text:
         notes.append(f"{file.name} is missing")
@@ -145,7 +146,8 @@ def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
     return dict(content)
 
 
-def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
+def read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
+    """Return the entries of metrics.jsonl, with a note where lines cannot be read."""
     lines = _read_text(file).splitlines()
     entries = [entry for line in lines if (entry := _entry(line)) is not None]
     if missing := len(lines) - len(entries):

@@ -359,7 +359,7 @@ def make_steps(
 
 def _finish(config: Config, folder: Path, policy: RemotePolicy, steps: Steps) -> None:
     policy.release_host_memory()
-    if config.checkpoint.export_hf_at_end:
+    if config.checkpoint.exports:
         policy.export_hf(str(folder / "hf"))
     # A failed checkpoint is an error only now that the trained weights are exported.
     steps.checkpoints.require()

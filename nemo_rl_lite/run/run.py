@@ -20,7 +20,8 @@ from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
-from nemo_rl_lite.errors import ConfigError, Violation, WorkerError
+from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, WorkerError
+from nemo_rl_lite.models.folder import exported
 from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import RunConsole
@@ -88,9 +89,30 @@ def run(config: Config, folder: Path, command: str, callbacks: Callbacks) -> Sum
         write_start(folder, whole_config, command)
         with status_kept(folder, saves=config.checkpoint.save_period > 0), shown_to_others(folder):
             summary = _Attempts(config, folder, whole_config, console, callbacks).until_done(start)
+        if config.checkpoint.exports:
+            _publish(config, folder, console)
         if config.logger.plots:
             write_last_report(folder, console)
         return summary
+
+
+def _publish(config: Config, folder: Path, console: RunConsole) -> None:
+    """Write the cards of the exported model, and push it if asked. An error is a message: the run is done."""
+    from nemo_rl_lite.run.publish import push, write_cards
+
+    model, options = folder / "hf", config.checkpoint
+    try:
+        write_cards(model, config, folder)
+    except Exception as error:  # cards of base models are anybody's
+        log.debug("the card's traceback", exc_info=True)
+        console.say(f"no model card was written ({type(error).__name__}: {error})")
+    if options.push_to_hub is not None:
+        try:
+            with console.busy(f"pushing {model} to {options.push_to_hub}"):
+                address = push(exported(config, model), options.push_to_hub, options.hub_private_repo)
+            console.say(f"hub      {address}")
+        except LauncherError as error:
+            console.say(str(error))
 
 
 def write_last_report(folder: Path, console: RunConsole) -> None:

@@ -23,6 +23,7 @@ def test_the_loss_falls_and_the_exported_model_has_it(tmp_path, model_folder):
     changed_by_a_low_rank(folder, model_folder)
     adapters_give_the_merged_weights(folder, model_folder)
     assert ChatTokenizer(folder / "adapter").end_tokens == ChatTokenizer(folder / "hf").end_tokens
+    assert all((folder / one / "README.md").is_file() for one in ("hf", "adapter"))
 
 
 def adapters_give_the_merged_weights(folder: Path, model_folder: Path) -> None:

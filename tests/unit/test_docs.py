@@ -24,7 +24,7 @@ PACKAGE = ROOT / "nemo_rl_lite"
 SECTIONS = [group for group in groups() if group not in ("offload", "recipes")]
 KEY = re.compile(rf"\+?((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?<!\.py)(?<!\.json)(?:=.*)?")
 METRIC = re.compile(r"(?:train|validation|timing|performance|refit|memory|offload)/[\w/]*\w")
-# Examples leave these to the reader: files, a model, code.
+# Examples leave these to the reader: files, a model, code, a token of the hub.
 READERS = {
     "algorithm.loss",
     "data.train_path",
@@ -35,6 +35,7 @@ READERS = {
     "environment.kwargs.tools",
     "agent.name",
     "teacher.model_name",
+    "checkpoint.push_to_hub",
 }
 
 
