@@ -285,7 +285,7 @@ class WandbConfig:
     project: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)] | None
     entity: str | None
-    mode: Literal["online", "offline"]
+    mode: Literal["online", "offline", "disabled"]
 
 
 @dataclass(frozen=True, config=STRICT)
