@@ -44,6 +44,8 @@ class Served:
     name: str
     folder: Path
     config: Config
+    of_run: bool = True
+    """False: no run has said what the model is for."""
 
     def __str__(self) -> str:
         where = "GPUs" if on_gpus(self.config) else "CPUs"
@@ -183,4 +185,4 @@ def _of_folder(folder: Path) -> Served:
         policy=replace(config.policy, precision=precision, max_total_sequence_length=longest),
         generation=replace(config.generation, backend=backend, max_new_tokens=min(_NEW_TOKENS, longest // 2)),
     )
-    return Served(folder.name, folder, config)
+    return Served(folder.name, folder, config, of_run=False)
