@@ -12,6 +12,7 @@ from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.observability.console import PHASES
 from nemo_rl_lite.observability.summary import LAST_STEPS, view_of
 from nemo_rl_lite.report.record import ReportError, RunRecord, defaults_of, read_run, runs_of
+from nemo_rl_lite.validation.rewards import HELD_OUT_REWARD, held_out_label
 
 PAGE = "report.html"
 ASSETS = Path(__file__).parent / "page"
@@ -81,6 +82,7 @@ def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
         "label": label,
         "folder": str(run.folder),
         "algorithm": run.algorithm,
+        "labels": _curve_labels(run),
         "status": run.status,
         "error": run.error,
         "command": run.command,
@@ -93,6 +95,12 @@ def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
         "timeline": run.timeline,
         "waits": run.waits,
     }
+
+
+def _curve_labels(run: RunRecord) -> dict[str, str]:
+    """Return the labels of the run's curves by metric."""
+    view = view_of(run.algorithm, held_out_label(run.config)) if run.algorithm in ALGORITHMS else ()
+    return {curve.metric: curve.label for panel in view for curve in panel.curves}
 
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
@@ -143,8 +151,8 @@ def _view(algorithm: str) -> list[dict[str, Any]]:
     return [
         {
             "title": panel.title,
-            "limits": panel.limits,
-            "curves": [{"metric": one.metric, "label": one.label, "heldOut": one.held_out} for one in panel.curves],
+            "isResult": panel.is_result,
+            "curves": [{"metric": one.metric, "heldOut": one.held_out} for one in panel.curves],
         }
-        for panel in view_of(algorithm)
+        for panel in view_of(algorithm, HELD_OUT_REWARD)
     ]

@@ -299,13 +299,14 @@ def _result(end: "Summary | int") -> str:
     if isinstance(end, int):
         return f"failed (status {end})"
     pairs = {
-        "accuracy": (end.accuracy_before, end.accuracy_after),
-        "validation loss": (end.val_loss_before, end.val_loss_after),
+        "held-out accuracy": (end.accuracy_before, end.accuracy_after),
+        "held-out reward": (end.reward_before, end.reward_after),
+        "held-out loss": (end.val_loss_before, end.val_loss_after),
     }
     shown = [
         f"{name} {'-' if before is None else f'{before:.3f}'} -> {after:.3f}"
         for name, (before, after) in pairs.items()
-        if after
+        if after is not None
     ]
     return ", ".join(shown) or f"{end.steps} steps"
 

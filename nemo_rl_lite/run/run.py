@@ -17,6 +17,7 @@ from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.algorithms import algorithm_of
+from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
@@ -38,6 +39,7 @@ from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_end
 from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
 from nemo_rl_lite.system.stopping import was_asked_to_end
 from nemo_rl_lite.validation.compose import default_values
+from nemo_rl_lite.validation.rewards import held_out_label
 from nemo_rl_lite.workers.reserve import StartingWorkers, begin, reserve
 
 log = logging.getLogger(__name__)
@@ -199,9 +201,10 @@ class _Attempts:
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
                 ):
                     peak_memory = self._job.run(metrics, begun, start, setup, self._callbacks)
-            summary = summarize(metrics, folder, peak_memory)
+            view = view_of(config.algorithm.name, held_out_label(dict(flatten(self._whole_config))))
+            summary = summarize(metrics, folder, peak_memory, view)
             metrics.log_summary(tracked(summary), charts(summary, metrics))
-            show_summary(summary, metrics, console, config.run_name, view_of(config.algorithm.name))
+            show_summary(summary, metrics, console, config.run_name, view)
         return summary
 
     def _last_words(self, error: WorkerError) -> None:

@@ -90,6 +90,12 @@ def test_other_algorithms_have_their_own_defaults_and_views(tmp_path, algorithm)
     assert any(curve["metric"] == "train/loss" for panel in data["views"][algorithm] for curve in panel["curves"])
 
 
+def test_each_run_has_its_own_word_for_held_out_rewards(tmp_path):
+    runs = [read_run(make_run(tmp_path / name, f"reward.binary={name}", steps=1)) for name in ("true", "false")]
+    labels = [run["labels"]["validation/accuracy"] for run in data_of(page(runs))["runs"]]
+    assert labels == ["held-out accuracy", "held-out reward"]
+
+
 def test_a_run_that_was_killed_early_has_a_page_that_says_so(tmp_path):
     folder = make_run(tmp_path / "run", steps=3)
     whole = (folder / "metrics.jsonl").read_text()
@@ -188,6 +194,10 @@ def test_curves_are_drawn_without_an_error(tab, report_file, tmp_path, width, sc
     points = [tuple(map(float, point.split(","))) for point in re.split("[ML]", path)[1:]]
     assert len(points) == 9 and all(0 <= x <= width and 0 <= y <= 210 for x, y in points)
     assert tab.evaluate("document.querySelectorAll('path.area').length") >= 4
+    titles = tab.evaluate("[...document.querySelectorAll('#curves ~ .grid h3')].map((one) => one.textContent)")
+    words = ("reward", "KL", "length", "truncated", "entropy", "gradient", "clipped")
+    assert all(word in title for word, title in zip(words, titles, strict=True))
+    assert "held-out accuracy" in tab.evaluate("document.querySelector('#runs').parentElement.textContent")
     assert tab.evaluate("document.documentElement.scrollWidth") <= width, "the page is wider than the window"
     assert tab.evaluate("document.title") == "2 runs – nemo_rl_lite"
     assert tab.evaluate(f"document.querySelector('#samples').parentElement.textContent.includes({json.dumps(HOSTILE)})")
