@@ -36,7 +36,7 @@ def runs(monkeypatch, tmp_path):
         callbacks.step_done(1, [LAST])
         (folder / "hf").mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(json.dumps(LAST) + "\n")
-        return Summary(str(folder), 1, None, 0.25, None, None, 1.0, {}, {})
+        return Summary(str(folder), 1, None, 0.25, None, None, None, None, 1.0, {}, {})
 
     monkeypatch.setattr(trainer_module, "run_in", run_in)
     return started
