@@ -22,7 +22,7 @@ from nemo_rl_lite.compat.ray import (
     end_broken_node,
     end_processes_behind,
     leave_the_launchers_session,
-    start_no_api_server,
+    start_no_helpers,
     was_slow,
 )
 from nemo_rl_lite.config.schema import Config
@@ -144,7 +144,7 @@ def ray_runtime() -> Iterator[None]:
     previous = {number: signal.signal(number, interrupt) for number in SIGNALS}
     os.environ.update(ENVIRONMENT)
     leave_the_launchers_session()
-    start_no_api_server()
+    start_no_helpers()
     try:
         _start_or_join()
         # ray.init has installed its own handler, which would end the process at once.
