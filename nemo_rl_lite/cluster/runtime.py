@@ -22,7 +22,7 @@ from nemo_rl_lite.compat.ray import (
     end_broken_node,
     end_processes_behind,
     leave_the_launchers_session,
-    start_no_api_server,
+    start_no_helpers,
     was_slow,
 )
 from nemo_rl_lite.config.schema import Config
@@ -146,7 +146,7 @@ def ray_runtime() -> Iterator[None]:
         log.warning("ray was imported before the run, so that other users of this machine can reach the run's Ray")
     os.environ.update(ENVIRONMENT)
     leave_the_launchers_session()
-    start_no_api_server()
+    start_no_helpers()
     try:
         try:
             _start_or_join()
