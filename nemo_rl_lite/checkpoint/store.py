@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.system.machine import why_full
 
 log = logging.getLogger(__name__)
 RECORD, PREFIX = "checkpoint.json", "step-"
@@ -429,8 +430,10 @@ class Checkpoints:
             self._fail(step, error)
 
     def _fail(self, step: int, error: Exception) -> None:
+        # Removing what was written frees space.
+        cause = why_full(self.store.folder, error.__cause__ or error) or error
         self.store.discard(step)
         newest = self.store.latest()
         there = f"the newest checkpoint is of step {newest.step}" if newest else "there is none yet"
-        self._failure = CheckpointError(f"the checkpoint of step {step} was not written: {error}; {there}")
+        self._failure = CheckpointError(f"the checkpoint of step {step} was not written: {cause}; {there}")
         self._say(f"warning: {self._failure}")

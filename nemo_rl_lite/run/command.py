@@ -28,6 +28,7 @@ from nemo_rl_lite.config.keys import (
 from nemo_rl_lite.config.overrides import check_overrides, given_keys, named_run_folder
 from nemo_rl_lite.config.sizes import all_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
+from nemo_rl_lite.planning.disk import little_space, too_little_space
 from nemo_rl_lite.system.machine import (
     OWN_RAY,
     RAY_ADDRESS,
@@ -37,6 +38,7 @@ from nemo_rl_lite.system.machine import (
     gpu_count,
     lacks_gpus,
     ray_address,
+    why_full,
     why_not_writable,
 )
 from nemo_rl_lite.system.stopping import INTERRUPTED, interrupted_status, was_asked_to_end
@@ -120,10 +122,13 @@ def checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], 
         wrong += _place_problems(overrides, key)
     if not flags.only_informs and not flags.dry_run:
         wrong += [problem for _, config in found for problem in _missing_gpus(config)]
+    if not flags.only_informs:
+        wrong += [problem for _, config in found for problem in too_little_space(config, _place(overrides, key))]
     if wrong:
         # Each job repeats what is wrong with the whole command.
         raise ConfigError(list({str(one): one for one in wrong}.values()))
     told = [note for job, config in found for note in (*notes(config, given_keys(job)), *notes_here(config))]
+    told += [note for _, config in found for note in little_space(config, _place(overrides, key))]
     show_notes(dict.fromkeys(told))
     return found
 
@@ -132,17 +137,21 @@ def _place_problems(overrides: Sequence[str], key: str) -> Iterator[Violation]:
     """Yield why the folder of the run or the sweep cannot be used, or why no run can start on this machine."""
     from nemo_rl_lite.run.folder import check_place
 
-    named = named_run_folder(overrides, key)
-    # Only Hydra can resolve a reference.
-    folder = "." if named is not None and "${" in named else "outputs" if named is None else named
-    if rule := why_not_writable(Path(folder)) if folder else "is empty":
-        yield Violation(key, folder, rule, "name another folder, or free some space")
+    folder = _place(overrides, key)
+    if rule := "is empty" if named_run_folder(overrides, key) == "" else why_not_writable(folder):
+        yield Violation(key, str(folder), rule, "name another folder, or free some space")
         return
-    for check in (partial(check_place, Path(folder), key), check_single_launcher, check_ray_address):
+    for check in (partial(check_place, folder, key), check_single_launcher, check_ray_address):
         try:
             check()
         except ConfigError as error:
             yield from error.violations
+
+
+def _place(overrides: Sequence[str], key: str) -> Path:
+    """The folder of the run or the sweep, as far as the command says it. Only Hydra can resolve a reference."""
+    named = named_run_folder(overrides, key)
+    return Path("outputs" if named is None else "." if "${" in named else named)
 
 
 def _missing_gpus(config: "Config") -> Iterator[Violation]:
@@ -243,7 +252,7 @@ def run_in(folder: Path, config: "Config", command: str, callbacks: "Callbacks")
         raise
     except OSError as error:
         log.info("the error's traceback", exc_info=True)
-        raise LauncherError(f"{folder}: {error}") from error
+        raise LauncherError(why_full(folder, error) or f"{folder}: {error}") from error
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from nemo_rl_lite.observability.environment import (
 from nemo_rl_lite.observability.runs import LOCK_FILE
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
+from nemo_rl_lite.system.machine import why_full
 from nemo_rl_lite.system.stopping import interrupted_status, why_interrupted
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ def status_kept(folder: Path, saves: bool) -> Iterator[None]:
         write_ending(folder, "stopped" if isinstance(error, RunStopped) else "failed", error.exit_status, str(error))
         raise
     except OSError as error:
-        write_ending(folder, "failed", LauncherError.exit_status, str(error))
+        write_ending(folder, "failed", LauncherError.exit_status, why_full(folder, error) or str(error))
         raise
     except KeyboardInterrupt:
         write_ending(folder, "interrupted", interrupted_status(saves), why_interrupted())

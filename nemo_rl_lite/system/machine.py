@@ -2,6 +2,7 @@
 run's Ray, whose ports would otherwise let anybody run code. Imports nothing heavy.
 """
 
+import errno
 import logging
 import math
 import netrc
@@ -29,6 +30,8 @@ ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
 LASTING_PORTS = range(20_000, 32_000)
 # Bytes that a starting run writes, and bytes of a file's name in all usual file systems.
 _ROOM, _LONGEST_NAME = 2**16, 255
+# A disk with fewer free bytes counts as full where writing has failed.
+_FULL = 2**26
 # The Ray cluster that a run joins. With a value in OWN_RAY, a run starts its own.
 RAY_ADDRESS = "RAY_ADDRESS"
 RAY_ADDRESS_FIX = "unset RAY_ADDRESS for a run on this machine alone, or start that cluster (ray start --head)"
@@ -78,6 +81,17 @@ def why_not_writable(folder: Path) -> str:
     except OSError as error:
         return f"{nearest} cannot be written: {error.strerror or error}"
     return ""
+
+
+def why_full(folder: Path, error: BaseException) -> str:
+    """Say that the disk of a folder is full, if an error or the free space shows that; or return ""."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return ""
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and usage.free >= _FULL:
+        return ""
+    return f"the disk is full: {folder} has {usage.free / MIB:,.0f} MiB free of {usage.total / MIB:,.0f} MiB"
 
 
 def cache_folder() -> Path:

@@ -1,5 +1,6 @@
 """Facts of this machine, and of what a command line names on it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from nemo_rl_lite import export
 from nemo_rl_lite.report import __main__ as report
 from nemo_rl_lite.system import machine
-from nemo_rl_lite.system.machine import gpu_bytes, gpu_name, lacks_gpus, local_path, why_not_writable
+from nemo_rl_lite.system.machine import gpu_bytes, gpu_name, lacks_gpus, local_path, why_full, why_not_writable
 
 
 def answering(folder: Path, text: str, status: int = 0) -> str:
@@ -63,6 +64,22 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     assert why_not_writable(tmp_path) == f"{tmp_path} cannot be written: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "full"),
+    [
+        (OSError(28, "No space left on device"), 2**40, True),
+        (OSError(122, "Disk quota exceeded"), 2**40, True),
+        (RuntimeError("a writer of torch failed"), 2**20, True),
+        (RuntimeError("a writer of torch failed"), 2**40, False),
+        (OSError(13, "Permission denied"), 2**40, False),
+    ],
+)
+def test_a_full_disk(tmp_path, monkeypatch, error, free, full):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**41, 0, free))
+    assert why_full(tmp_path, error).startswith(f"the disk is full: {tmp_path} has ") is full
+    assert why_full(tmp_path, error) != "" or not full
 
 
 def test_a_path_at_home(monkeypatch, tmp_path):
