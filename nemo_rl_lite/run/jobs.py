@@ -36,6 +36,7 @@ from nemo_rl_lite.losses.interface import make_loss
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Phase, Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Policy, Scored
@@ -186,7 +187,7 @@ class GRPOJob:
 
     def _loop(self, metrics: MetricsLog, start: Start, workers: Workers, collector: RolloutCollector) -> GRPO:
         config, console, groups = self._config, self._console, workers.groups
-        options = config.options(GRPOConfig)
+        options, values = config.options(GRPOConfig), dict(flatten(described(config)))
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
         resting = PromptCooldown(options.rest_epochs, self._epoch_length, saved.get("resting"), saved["position"])
         order = PromptOrder(self._training, resting, saved)
@@ -210,9 +211,10 @@ class GRPOJob:
             check=workers.weights.verify_with_probe,
             keep=self._rollout_log(metrics, start),
             held_out=len(self._validation),
-            held_out_label=held_out_label(dict(flatten(described(config)))),
+            held_out_label=held_out_label(values),
             steps=steps,
             report=Report(metrics, console, workers.policy, devices, policy_speed(config), system.take),
+            signals=WeakSignals(values),
             mismatch_warning=config.logger.mismatch_warning,
             reward_weights={term.label: term.weight for term in terms_of(config.reward)},
         )

@@ -25,6 +25,7 @@ from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import limited, watched
+from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked, view_of
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
@@ -167,8 +168,9 @@ class _Attempts:
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
                 ):
                     peak_memory = self._job.run(metrics, begun, start, setup)
-            view = view_of(config.algorithm.name, held_out_label(dict(flatten(self._whole_config))))
-            summary = summarize(metrics, folder, peak_memory, view)
+            values = dict(flatten(self._whole_config))
+            view = view_of(config.algorithm.name, held_out_label(values))
+            summary = summarize(metrics, folder, peak_memory, view, WeakSignals(values).at_end(metrics.history))
             metrics.log_summary(tracked(summary), charts(summary, metrics))
             show_summary(summary, metrics, console, config.run_name, view)
         return summary
