@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.loop import Report, Steps
 from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
@@ -154,7 +156,7 @@ class GRPOJob:
         with console.busy("checking that every prompt fits"):
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
         self._training, self._validation = fitted
-        self._data = data_identity(self._training.finite())
+        self._data = data_identity(self._training.finite(), self._validation)
         self._epoch_length = len(self._training.finite())
         check_epochs(config, self._epoch_length)
         check_texts(self._tokenizer, self._training)
@@ -276,7 +278,8 @@ class SupervisedJob:
             options, per_epoch = config.options(SupervisedConfig), self._training.steps_per_epoch
             note_total_steps(config, total_steps(options, per_epoch))
             self._validation = validation_examples(config, encoder, self._training.examples.finite())
-            self._data = data_identity(self._training.examples.finite())
+            held_out = [(np.asarray(row.tokens).tobytes(), np.asarray(row.mask).tobytes()) for row in self._validation]
+            self._data = data_identity(self._training.examples.finite(), held_out)
         if limits := shown_limits(options, per_epoch):
             console.say(limits)
 

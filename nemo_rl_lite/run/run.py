@@ -31,7 +31,16 @@ from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.planning.budget import size, size_of
 from nemo_rl_lite.planning.page import make_plan, show_plan
-from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked, status_kept, write_ending, write_error, write_start
+from nemo_rl_lite.run.folder import (
+    LOCK_FILE,
+    check_folder,
+    kept_unless_begun,
+    locked,
+    status_kept,
+    write_ending,
+    write_error,
+    write_start,
+)
 from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
 from nemo_rl_lite.system.stopping import was_asked_to_end
 from nemo_rl_lite.validation.compose import default_values
@@ -82,9 +91,11 @@ def run(config: Config, folder: Path, command: str) -> Summary:
     with locked(folder):
         check_folder(folder, whole_config)
         start = _find_start(config, whole_config, folder, console)
-        write_start(folder, whole_config, command)
-        with status_kept(folder, saves=config.checkpoint.save_period > 0):
-            summary = _with_restarts(config, folder, whole_config, start, console)
+        attempts = _Attempts(config, folder, whole_config, console)
+        with kept_unless_begun(folder, lambda: attempts.has_begun):
+            write_start(folder, whole_config, command)
+            with status_kept(folder, saves=config.checkpoint.save_period > 0):
+                summary = _with_restarts(attempts, start)
         if config.logger.plots:
             write_last_report(folder, console)
         return summary
@@ -101,10 +112,8 @@ def write_last_report(folder: Path, console: RunConsole) -> None:
         console.say(f"no report was written ({error}); to try again: nrl-lite report {folder}")
 
 
-def _with_restarts(
-    config: Config, folder: Path, whole_config: Mapping[str, Any], start: Start, console: RunConsole
-) -> Summary:
-    attempts, restarts = _Attempts(config, folder, whole_config, console), 0
+def _with_restarts(attempts: "_Attempts", start: Start) -> Summary:
+    restarts, most = 0, attempts.config.cluster.max_restarts
     while True:
         try:
             return attempts.run(start)
@@ -112,12 +121,12 @@ def _with_restarts(
             if was_asked_to_end():
                 # What asked this process to end may have ended the worker.
                 raise KeyboardInterrupt from error
-            if not error.lost or restarts == config.cluster.max_restarts:
+            if not error.lost or restarts == most:
                 raise
             restarts += 1
-            limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
-            console.say(f"{error}; starting again from the last checkpoint ({limit})")
-        start = _find_start(config, whole_config, folder, console)
+            limit = f"restart {restarts} of at most {most}, cluster.max_restarts"
+            attempts.console.say(f"{error}; starting again from the last checkpoint ({limit})")
+        start = _find_start(attempts.config, attempts.whole_config, attempts.folder, attempts.console)
 
 
 def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path, console: RunConsole) -> Start:
@@ -129,12 +138,14 @@ class _Attempts:
     """Runs attempts, each with its own Ray and workers; reads and checks the data once."""
 
     def __init__(self, config: Config, folder: Path, whole_config: Mapping[str, Any], console: RunConsole):
-        self._config, self._folder, self._whole_config, self._console = config, folder, whole_config, console
+        self.config, self.folder, self.whole_config, self.console = config, folder, whole_config, console
+        self.has_begun = False
+        """The data fits the checkpoint, so that the run changes what its folder has."""
         self._job: Job | None = None
         self._model: Path | None = None
 
     def run(self, start: Start) -> Summary:
-        config, folder, console, setup = self._config, self._folder, self._console, Timer()
+        config, folder, console, setup = self.config, self.folder, self.console, Timer()
         for line in start.lines():
             console.say(line)
         if self._job is None:
@@ -158,17 +169,18 @@ class _Attempts:
                     begun = begin(replace(reserved, config=config), model_path)
                 with setup("data"):
                     self._job = self._job or make_job(config, folder, console, begun.model_path)
-                with setup("loggers"):
-                    opened = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
-                metrics = stack.enter_context(closing(opened))
                 for line in self._job.resume_lines(start):
                     console.say(line)
+                self.has_begun = True
+                with setup("loggers"):
+                    opened = MetricsLog.open(config.logger, folder, self.whole_config, start.steps)
+                metrics = stack.enter_context(closing(opened))
                 with (
                     watched(self._last_words, lost_process),
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
                 ):
                     peak_memory = self._job.run(metrics, begun, start, setup)
-            values = dict(flatten(self._whole_config))
+            values = dict(flatten(self.whole_config))
             view = view_of(config.algorithm.name, held_out_label(values))
             summary = summarize(metrics, folder, peak_memory, view, WeakSignals(values).at_end(metrics.history))
             metrics.log_summary(tracked(summary), charts(summary, metrics))
@@ -177,8 +189,8 @@ class _Attempts:
 
     def _last_words(self, error: WorkerError) -> None:
         """Leave the error on the terminal and in the folder, where the main thread does not react any more."""
-        write_error(self._folder, error)
-        write_ending(self._folder, "failed", error.exit_status, str(error))
+        write_error(self.folder, error)
+        write_ending(self.folder, "failed", error.exit_status, str(error))
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
 
