@@ -78,11 +78,11 @@ class WeakSignals:
         zero, one = means.get(_ZERO) or 0.0, means.get(_ONE) or 0.0
         alike = "all 0" if zero >= 0.5 else "all 1" if one >= 0.5 else "all the same"
         return (
-            f"{share:.0%} of the prompts{where} have mixed rewards, and only these teach (most others: {alike}): "
-            f"try {', '.join(self._against_equal_rewards(zero, one))}"
+            f"{share:.0%} of the prompts{where} have mixed rewards, and only these teach (the others mostly {alike}): "
+            f"try {', '.join(self._against_equal_rewards(share, zero, one))}"
         )
 
-    def _against_equal_rewards(self, zero: float, one: float) -> Iterator[str]:
+    def _against_equal_rewards(self, share: float, zero: float, one: float) -> Iterator[str]:
         temperature = f"a higher generation.temperature (now {self._config.get('generation.temperature')})"
         samples = self._config.get("algorithm.num_generations_per_prompt")
         if one >= 0.5:
@@ -93,7 +93,8 @@ class WeakSignals:
             yield "a reward with more than one value"
         yield temperature
         yield f"more algorithm.num_generations_per_prompt (now {samples})"
-        if not self._config.get("algorithm.use_dynamic_sampling"):
+        # Where no prompt is mixed, it would sample in vain.
+        if share and not self._config.get("algorithm.use_dynamic_sampling"):
             yield "algorithm.use_dynamic_sampling=true"
 
     def _against_truncation(self) -> Iterator[str]:

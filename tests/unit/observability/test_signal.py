@@ -70,5 +70,9 @@ def test_the_end_looks_at_the_last_steps_too():
 
 def test_what_is_set_already_is_not_advised():
     given = CONFIG | {"algorithm.use_dynamic_sampling": True, "generation.stop_strings": ["end"]}
-    told = " ".join(WeakSignals(given).news(shares(0.0, zero=1.0, truncated=1.0)))
+    step = shares(0.05, zero=0.95, truncated=1.0)
+    told = " ".join(WeakSignals(given).news(step))
     assert "dynamic" not in told and "stop_strings" not in told
+    told = " ".join(WeakSignals(CONFIG).news(step))
+    assert "dynamic" in told and "stop_strings" in told
+    assert "dynamic" not in " ".join(WeakSignals(CONFIG).news(shares(0.0, zero=1.0)))
