@@ -14,6 +14,7 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import advantage_metrics, clip_advantages, group_advantages, separate_advantages
 from nemo_rl_lite.losses.interface import Loss
+from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.observability.trackers import under
 from nemo_rl_lite.offload.mover import Move, move_metrics
@@ -52,6 +53,7 @@ class GRPO:
     """Label of the mean reward on them."""
     steps: Steps
     report: Report
+    signals: WeakSignals
     mismatch_warning: float
     reward_weights: Mapping[str, float]
     """By the name of the reward's term."""
@@ -126,6 +128,7 @@ class GRPO:
         shown |= {} if rollout.engines_idle_s is None else {"age": ages["trajectory_age_mean"]}
         shown |= {"reward errors": sampled["reward_errors"]} if rollout.reward_errors else {}
         shown |= {"environment errors": sampled["environment_errors"]} if rollout.environment_errors else {}
+        shown |= self.signals.shown(sampled)
         self.report.step(
             step,
             config.max_num_steps,
@@ -140,6 +143,8 @@ class GRPO:
             | under("timing/rollout", rollout.seconds()),
             memory,
         )
+        for sentence in self.signals.news(sampled):
+            self.report.console.say(f"step {step}: {sentence}")
         self.keep(step, "train", rollout, timer.phases)
 
     def _advantages(self, rollout: Rollout, rewards_PG: Tensor) -> Tensor:

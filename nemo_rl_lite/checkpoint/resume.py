@@ -56,12 +56,20 @@ class Start:
             yield f"changed since then  {change}"
 
     def data_lines(self, now: Mapping[str, Any]) -> Iterator[str]:
-        """Lines for the terminal where the training rows `now` are not the checkpoint's."""
-        if self.data and dict(self.data) != dict(now):
-            counts = f"{self.data['rows']:,} then, {now['rows']:,} now" if now else "rows then, a generated task now"
+        """Lines for the terminal where the rows `now`, to train on or held out, are not the checkpoint's."""
+        then, now = dict(self.data), dict(now)
+        held_out_then, held_out_now = (one.pop("validation", None) for one in (then, now))
+        if then and then != now:
+            counts = f"{then['rows']:,} then, {now['rows']:,} now" if now else "rows then, a generated task now"
             yield (
                 f"changed since then  the training rows ({counts}): step {self.steps + 1} takes its place in their new "
                 "order, so rows may repeat or be left out in this epoch"
+            )
+        if held_out_then and held_out_now and held_out_then != held_out_now:
+            counts = f"{held_out_then['rows']:,} then, {held_out_now['rows']:,} now"
+            yield (
+                f"changed since then  the held-out rows ({counts}): validations after step {self.steps} do not compare "
+                "with those before, nor do their best checkpoints"
             )
 
 

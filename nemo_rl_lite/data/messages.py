@@ -1,12 +1,15 @@
 """Read the messages of a chat. This module imports nothing heavy."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from nemo_rl_lite.errors import DataError
 
+log = logging.getLogger(__name__)
 Message = dict[str, Any]
 """Role and content. An assistant's may have tool calls, and weight 0 where it is not trained on. A tool's message names
 the call that it answers."""
@@ -14,7 +17,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # The usual names of a column that holds whole chats.
 CHAT_COLUMNS = ("messages", "conversations")
 # The fields for the thoughts before an answer; messages are read with the first one alone.
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
 # Optional fields of a tool's message: the tool, and the call that it answers.
 _MORE = ("name", "tool_call_id")
 # Names of roles in ShareGPT's format and in OpenAI's older one, and of turns that hold tool calls as JSON.
@@ -132,6 +135,8 @@ def _linked(messages: list[Message]) -> tuple[Message, ...]:
 def _thoughts(value: Mapping[str, Any], where: str) -> list[str]:
     """Return the thoughts in the fields of an assistant's message, without those that are the same."""
     given = {key: value[key] for key in THOUGHTS if value.get(key)}
+    if not given and (details := _details(value.get("reasoning_details"))):
+        given = {"reasoning_details": details}
     for key, thoughts in given.items():
         if not isinstance(thoughts, str):
             raise DataError(f"{where}: its {key} must be text, found {type(thoughts).__name__}")
@@ -139,6 +144,21 @@ def _thoughts(value: Mapping[str, Any], where: str) -> list[str]:
     if len(different) > 1:
         raise DataError(f"{where}: its fields {' and '.join(given)} differ; leave one of them")
     return list(different.values())
+
+
+def _details(details: object) -> str:
+    """Return the text of OpenRouter's `reasoning_details`, which has parts that are text, a summary or encrypted."""
+    parts = [part for part in details if isinstance(part, Mapping)] if isinstance(details, list) else []
+    texts = [part.get("text") or part.get("summary") for part in parts]
+    found = "\n".join(text for text in texts if isinstance(text, str) and text.strip())
+    if parts and not found:
+        _tell_of_unreadable_details()
+    return found
+
+
+@cache
+def _tell_of_unreadable_details() -> None:
+    log.warning("messages have reasoning_details without text (encrypted): they are trained on without these thoughts")
 
 
 def _parts(parts: Sequence[object], role: str, where: str) -> tuple[str, list[str]]:

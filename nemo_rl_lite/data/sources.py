@@ -55,9 +55,13 @@ def validation_set[T: Prompted](
     return held_out[:limit]
 
 
-def data_identity(items: Sequence[Prompted]) -> dict[str, Any]:
-    """Return number and digest of training rows in their order, which tell whether a resumed run reads the same; empty
-    for a task that generates rows without end."""
+def data_identity(training: Sequence[object], held_out: Sequence[object] = ()) -> dict[str, Any]:
+    """Return number and digest of the rows in their order, which tell whether a resumed run reads the same; of held-out
+    rows as `validation`. A task that generates training rows without end has none of them."""
+    return _identity(training) | ({"validation": _identity(held_out)} if held_out else {})
+
+
+def _identity(items: Sequence[object]) -> dict[str, Any]:
     if not items:
         return {}
     digest = hashlib.sha256()

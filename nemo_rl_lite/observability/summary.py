@@ -1,7 +1,7 @@
 """The summary of a run that is done (a table on the terminal, and summary.json), and the metrics that it shows."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
@@ -128,6 +128,8 @@ class Summary:
     limit_shares: dict[str, float] = field(default_factory=dict)
     """By phase, the share of the GPU's bfloat16 peak, or of its memory's bandwidth in generation: medians over steps.
     Empty where the limits are not known."""
+    advice: Sequence[str] = ()
+    """See `WeakSignals.at_end`."""
 
 
 def view_of(algorithm: str, held_out: str) -> View:
@@ -140,7 +142,9 @@ def view_of(algorithm: str, held_out: str) -> View:
     )
 
 
-def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int], view: View) -> Summary:
+def summarize(
+    metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int], view: View, advice: Sequence[str] = ()
+) -> Summary:
     """Summarize the metrics. Raises LauncherError: no step was taken."""
     steps, totals = metrics.series("timing/train/total_step_time")
     if not steps:
@@ -176,6 +180,7 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
         limit_shares={
             phase: median(values) for phase, (_, name) in _LIMITS.items() if (values := metrics.series(name)[1])
         },
+        advice=advice,
     )
 
 
@@ -197,6 +202,8 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
         rows = [(what, f"{seconds:.3f} s") for what, seconds in waited]
         rows.append(("age of the tokens", f"{waits.token_age:.2f} steps"))
         console.table("policy and engines at the same time", ("", "median"), rows)
+    for sentence in summary.advice:
+        console.say(sentence)
     for label, written in (("model", folder / "hf"), ("adapter", folder / "adapter")):
         if written.is_dir():
             console.say(f"{label:<8} {written}")

@@ -27,6 +27,7 @@ from nemo_rl_lite.observability.environment import (
     redact_command,
 )
 from nemo_rl_lite.observability.runs import is_run, runs_below
+from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.sinks import spread, text_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
 from nemo_rl_lite.rollout.store import Times, read_rollout, read_spans, read_times, rollout_files, step_of
@@ -62,7 +63,7 @@ class ReportError(LauncherError):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of a run's folder. `notes` list what is missing or broken."""
+    """The content of a run's folder. `notes` list what is missing or broken, and weak signals."""
 
     folder: Path
     config: dict[str, Any]
@@ -100,9 +101,11 @@ def read_run(folder: Path) -> RunRecord:
     notes: list[str] = []
     metrics, status = read_metrics(folder / METRICS_FILE, notes), read_json(folder / STATUS_FILE, notes)
     trained = [file for file in rollout_files(folder) if file.stem.endswith("train")]
+    config = dict(flatten(redact(read_json(folder / CONFIG_FILE, notes))))
+    notes += WeakSignals(config).at_end(metrics)
     return RunRecord(
         folder=folder,
-        config=dict(flatten(redact(read_json(folder / CONFIG_FILE, notes)))),
+        config=config,
         metrics=with_every_age(metrics)[0],
         samples=_read_samples(folder, notes),
         timeline=_told(lambda: timeline(read_rollout(trained[-1])) if trained else None),

@@ -11,9 +11,11 @@ from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
+from nemo_rl_lite.rewards.faults import is_fault
 from nemo_rl_lite.rewards.registry import (
     INSTANT,
     WRONG_IF_LATE,
+    FaultyReward,
     LateReward,
     RewardError,
     UnavailableReward,
@@ -101,7 +103,8 @@ class RewardCalls:
             failure = error
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             raised = as_call_error(error)
-            failure = RewardError(f"{raised}{place_of(error)}", raised.details)
+            kind = FaultyReward if is_fault(error) else RewardError
+            failure = kind(f"{raised}{place_of(error)}", raised.details)
         failure.section = self._terms[label].section
         return failure
 
@@ -250,7 +253,7 @@ def try_reward(judge: Judge, problem: Problem) -> None:
     only a note, because it may be due to this response.
 
     Raises:
-        ConfigError: the function does not return a reward, or its server, model or file is missing.
+        ConfigError: the function's code is wrong, it does not return a reward, or its server, model or file is missing.
     """
 
     async def trial() -> Verdict:
@@ -260,6 +263,9 @@ def try_reward(judge: Judge, problem: Problem) -> None:
     said = verdict.late if isinstance(verdict, RewardResult) else verdict
     if isinstance(said, UnavailableReward):
         fix = f"start what it asks, or correct {said.section}.kwargs; every sample would be without a reward"
+        raise ConfigError([Violation(f"{said.section}.name", None, str(said), fix)])
+    if isinstance(said, FaultyReward):
+        fix = "correct the reward's code: this error does not depend on the response"
         raise ConfigError([Violation(f"{said.section}.name", None, str(said), fix)])
     if isinstance(said, WrongReward):
         fix = "return one number for one response; with batch_size, a list with one number for each response"

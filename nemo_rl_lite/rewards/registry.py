@@ -41,6 +41,10 @@ class WrongReward(RewardError):
     """A function that does not return a reward: it is written for something else."""
 
 
+class FaultyReward(WrongReward):
+    """A function whose code is wrong, whatever the response is."""
+
+
 class UnavailableReward(RewardError):
     """A server that does not answer, or a class that cannot be made. No run starts so; one that has started may
     continue (`reward.max_error_share`)."""

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 # A run that is done is resumed where only these keys changed.
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
 _SHOWN_CHANGES = 3
+# Files that a start replaces.
+_OF_A_START = (SUMMARY_FILE, ERROR_FILE, COMMAND_FILE, CONFIG_FILE, ENVIRONMENT_FILE, STATUS_FILE)
 
 
 @contextmanager
@@ -111,6 +113,25 @@ def write_start(folder: Path, whole_config: Mapping[str, Any], command: str) -> 
     for name, content in ((CONFIG_FILE, whole_config), (ENVIRONMENT_FILE, describe_environment())):
         (folder / name).unlink(missing_ok=True)
         _append(folder / name, json.dumps(content, indent=2) + "\n")
+
+
+@contextmanager
+def kept_unless_begun(folder: Path, has_begun: Callable[[], bool]) -> Iterator[None]:
+    """Put the files of an earlier start in the folder back where the block fails before the run has begun."""
+    earlier = {
+        file: (file.read_bytes(), file.stat().st_mode) for name in _OF_A_START if (file := folder / name).is_file()
+    }
+    is_resumed = (folder / METRICS_FILE).exists()
+    try:
+        yield
+    except BaseException:
+        if is_resumed and not has_begun():
+            for name in _OF_A_START:
+                (folder / name).unlink(missing_ok=True)
+            for file, (content, mode) in earlier.items():
+                file.write_bytes(content)
+                file.chmod(mode)
+        raise
 
 
 def write_error(folder: Path, error: WorkerError) -> None:

@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.loop import Report, Steps
 from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
@@ -37,6 +39,7 @@ from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Phase, Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Policy, Scored
@@ -154,7 +157,7 @@ class GRPOJob:
         with console.busy("checking that every prompt fits"):
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
         self._training, self._validation = fitted
-        self._data = data_identity(self._training.finite())
+        self._data = data_identity(self._training.finite(), self._validation)
         self._epoch_length = len(self._training.finite())
         check_epochs(config, self._epoch_length)
         check_texts(self._tokenizer, self._training)
@@ -196,7 +199,7 @@ class GRPOJob:
         callbacks: Callbacks,
     ) -> GRPO:
         config, console, groups = self._config, self._console, workers.groups
-        options = config.options(GRPOConfig)
+        options, values = config.options(GRPOConfig), dict(flatten(described(config)))
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
         resting = PromptCooldown(options.rest_epochs, self._epoch_length, saved.get("resting"), saved["position"])
         order = PromptOrder(self._training, resting, saved)
@@ -220,9 +223,10 @@ class GRPOJob:
             check=workers.weights.verify_with_probe,
             keep=self._rollout_log(metrics, start, callbacks),
             held_out=len(self._validation),
-            held_out_label=held_out_label(dict(flatten(described(config)))),
+            held_out_label=held_out_label(values),
             steps=steps,
             report=Report(metrics, console, workers.policy, devices, policy_speed(config), system.take),
+            signals=WeakSignals(values),
             mismatch_warning=config.logger.mismatch_warning,
             reward_weights={term.label: term.weight for term in terms_of(config.reward)},
         )
@@ -287,7 +291,8 @@ class SupervisedJob:
             options, per_epoch = config.options(SupervisedConfig), self._training.steps_per_epoch
             note_total_steps(config, total_steps(options, per_epoch))
             self._validation = validation_examples(config, encoder, self._training.examples.finite())
-            self._data = data_identity(self._training.examples.finite())
+            held_out = [(np.asarray(row.tokens).tobytes(), np.asarray(row.mask).tobytes()) for row in self._validation]
+            self._data = data_identity(self._training.examples.finite(), held_out)
         if limits := shown_limits(options, per_epoch):
             console.say(limits)
 

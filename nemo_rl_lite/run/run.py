@@ -30,12 +30,21 @@ from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.live import shown_to_others
 from nemo_rl_lite.observability.liveness import limited, watched
 from nemo_rl_lite.observability.runs import LOCK_FILE
+from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked, view_of
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.planning.budget import size, size_of
 from nemo_rl_lite.planning.page import make_plan, show_plan
-from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
+from nemo_rl_lite.run.folder import (
+    check_folder,
+    kept_unless_begun,
+    locked,
+    status_kept,
+    write_ending,
+    write_error,
+    write_start,
+)
 from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
 from nemo_rl_lite.system.stopping import was_asked_to_end
 from nemo_rl_lite.validation.compose import default_values
@@ -88,9 +97,11 @@ def run(config: Config, folder: Path, command: str, callbacks: Callbacks) -> Sum
     with locked(folder):
         check_folder(folder, whole_config)
         start = _find_start(config, whole_config, folder, console)
-        write_start(folder, whole_config, command)
-        with status_kept(folder, saves=config.checkpoint.save_period > 0), shown_to_others(folder):
-            summary = _Attempts(config, folder, whole_config, console, callbacks).until_done(start)
+        attempts = _Attempts(config, folder, whole_config, console, callbacks)
+        with kept_unless_begun(folder, lambda: attempts.has_begun):
+            write_start(folder, whole_config, command)
+            with status_kept(folder, saves=config.checkpoint.save_period > 0), shown_to_others(folder):
+                summary = attempts.until_done(start)
         if config.checkpoint.exports:
             _publish(config, folder, console)
         if config.logger.plots:
@@ -146,6 +157,8 @@ class _Attempts:
     ):
         self._config, self._folder, self._whole_config, self._console = config, folder, whole_config, console
         self._callbacks = callbacks
+        self.has_begun = False
+        """The data fits the checkpoint, so that the run changes what its folder has."""
         self._job: Job | None = None
         self._model: Path | None = None
 
@@ -191,18 +204,20 @@ class _Attempts:
                     begun = begin(replace(reserved, config=config), model_path)
                 with setup("data"):
                     self._job = self._job or make_job(config, folder, console, begun.model_path)
+                for line in self._job.resume_lines(start):
+                    console.say(line)
+                self.has_begun = True
                 with setup("loggers"):
                     opened = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
                 metrics = stack.enter_context(closing(opened))
-                for line in self._job.resume_lines(start):
-                    console.say(line)
                 with (
                     watched(self._last_words, lost_process),
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
                 ):
                     peak_memory = self._job.run(metrics, begun, start, setup, self._callbacks)
-            view = view_of(config.algorithm.name, held_out_label(dict(flatten(self._whole_config))))
-            summary = summarize(metrics, folder, peak_memory, view)
+            values = dict(flatten(self._whole_config))
+            view = view_of(config.algorithm.name, held_out_label(values))
+            summary = summarize(metrics, folder, peak_memory, view, WeakSignals(values).at_end(metrics.history))
             metrics.log_summary(tracked(summary), charts(summary, metrics))
             show_summary(summary, metrics, console, config.run_name, view)
         return summary

@@ -75,12 +75,13 @@ def as_call_error(error: BaseException) -> CallError:
 
 def place_of(error: BaseException) -> str:
     """Return the last line of the user's file in an error's traceback, as " (FILE, line N)"; "" if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Return True for a file of neither this package nor Python itself."""
     return not file.startswith((_PACKAGE, "<frozen ")) and (not file.startswith(_PYTHON) or _INSTALLED in file)
 
 

@@ -43,6 +43,8 @@ FACTS: dict[str, Callable[[Config], object]] = {
     "phases without the optimizer": lambda config: generates(config) or compares(config) or validates(config),
 }
 """What `ActiveIf` may name besides keys."""
+# A run with a smaller share of its learning rate, on average, learns little.
+_LITTLE = 0.25
 # Groups without a section of their own, and a key that their files set.
 _GROUPS = {"offload": "policy.offload_for_generation"}
 
@@ -56,6 +58,8 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
         yield idle
     if any(key.startswith(f"{MEGATRON}.scheduler.") for key in given):
         yield from _schedule_notes(config)
+    else:
+        yield from _little_learning_rate(config)
     if config.data.validation_fraction and not validates(config):
         key = f"data.validation_fraction = {config.data.validation_fraction:g}"
         yield f"{key}: these rows are withheld from training, and this run does not validate"
@@ -123,17 +127,42 @@ def note_total_steps(config: Config, total: int) -> None:
 
 def _schedule_notes(config: Config) -> Iterator[str]:
     """Yield that the learning rate never reaches its maximum or minimum, if the number of steps is known."""
-    steps, scheduler = config.algorithm.max_num_steps, config.policy.megatron_cfg.scheduler
+    steps, scheduler = _optimizer_steps_of_run(config), config.policy.megatron_cfg.scheduler
     if steps is None:
         return
-    if isinstance(config.algorithm, RolloutAlgorithmConfig):
-        steps *= max(1, samples_per_step(config) // config.policy.train_global_batch_size)
     if scheduler.lr_warmup_iters >= max(steps, 1):
         key, rule = f"{MEGATRON}.scheduler.lr_warmup_iters", "so the learning rate never reaches optimizer.lr"
         yield f"{key} = {scheduler.lr_warmup_iters}: the run has {steps} optimizer steps, {rule}"
     if scheduler.lr_decay_style != "constant" and 2 * steps <= scheduler.lr_decay_iters:
         key, rule = f"{MEGATRON}.scheduler.lr_decay_iters", "so the learning rate does not come near optimizer.min_lr"
         yield f"{key} = {scheduler.lr_decay_iters}: the run has {steps} optimizer steps, {rule}"
+
+
+def _little_learning_rate(config: Config) -> Iterator[str]:
+    """Yield that a run ends within the default warm-up, at a small part of its learning rate."""
+    steps, optimizer = _optimizer_steps_of_run(config), config.policy.megatron_cfg.optimizer
+    scheduler = config.policy.megatron_cfg.scheduler
+    warmup = scheduler.lr_warmup_iters
+    if steps is None or not 0 < steps <= warmup or not optimizer.lr:
+        return
+    first = scheduler.lr_warmup_init / optimizer.lr
+    mean = first + (1 - first) * (steps - 1) / (2 * warmup)
+    if mean < _LITTLE:
+        key = f"{MEGATRON}.scheduler.lr_warmup_iters"
+        learned = (
+            f"its mean learning rate is {mean:.0%} of optimizer.lr and little is learned"
+            if mean
+            else ("its learning rate is 0 and nothing is learned")
+        )
+        yield f"{key} = {warmup}: the run has {steps} optimizer step(s), so {learned} ({key}=0 has no warm-up)"
+
+
+def _optimizer_steps_of_run(config: Config) -> int | None:
+    """Return the optimizer steps up to `max_num_steps`; None without that limit."""
+    steps = config.algorithm.max_num_steps
+    if steps is None or not isinstance(config.algorithm, RolloutAlgorithmConfig):
+        return steps
+    return steps * max(1, samples_per_step(config) // config.policy.train_global_batch_size)
 
 
 def _kl_estimate(config: Config, loss: LossConfig) -> str:

@@ -104,6 +104,7 @@ def test_every_metric_is_documented_and_logged(run):
 def test_the_console_is_clean_and_shows_samples(done, run):
     """What frameworks print is in the workers' logs."""
     folder, output, _ = run
+    assert json.loads((folder / "summary.json").read_text())["advice"] == []
     (note,) = done.stderr.splitlines()
     assert "no effect" in note and "policy.offload_optimizer_states_for_logprob" in note
     frameworks = ("INFO", "WARNING", "raylet", "pid=", "vllm.", "megatron", "wandb:")

@@ -50,6 +50,9 @@ FIELDS = [
     {"reasoning_content": "two", "content": "4"},
     {"reasoning": "two", "content": "4"},
     {"thinking": "two", "content": "4"},
+    {"thought": "two", "content": "4"},
+    {"reasoning_details": [{"type": "reasoning.text", "text": "two"}], "content": "4"},
+    {"reasoning": "two", "reasoning_details": [{"type": "reasoning.summary", "summary": "2"}], "content": "4"},
     {"reasoning": "two", "reasoning_content": "two\n", "thinking": "", "content": "4"},
     {"content": [{"type": "thinking", "thinking": "two", "signature": "s"}, {"type": "text", "text": "4"}]},
     {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "two"}]}, {"type": "text", "text": "4"}]},
@@ -91,6 +94,13 @@ def test_thoughts_that_the_template_leaves_out_are_an_error(tmp_path, template, 
     words = r"(does not write the thoughts|without a chat template cannot be trained on thoughts) \(reasoning_content\)"
     with pytest.raises(DataError, match=rf"{words}.*write them into the content.*, or leave them out$"):
         turn(tmp_path, template, *said("u:2+2?"), answer(**fields))
+
+
+def test_thoughts_that_cannot_be_read_are_told_once(caplog):
+    encrypted = [{"type": "reasoning.encrypted", "data": "x"}]
+    row = [{"role": "assistant", "content": "4", "reasoning_details": encrypted}] * 2
+    assert all("reasoning_content" not in one for one in read_messages(row, "row 1"))
+    assert ["reasoning_details" in record.message for record in caplog.records] == [True]
 
 
 def test_thoughts_that_are_in_the_content_too_are_written_once(tmp_path):

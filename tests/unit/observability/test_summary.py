@@ -19,6 +19,7 @@ from nemo_rl_lite.observability.summary import (
 )
 from nemo_rl_lite.observability.trackers import MetricsLog
 
+ADVICE = ["try harder data"]
 GRPO_SECONDS = {"generation": 1.0, "policy_training": 0.5, "total_step_time": 2.0}
 
 
@@ -32,7 +33,7 @@ def run(first: dict, steps: list[dict], seconds: dict) -> MetricsLog:
 
 def reported(metrics: MetricsLog, folder, algorithm: str, held_out: str = "held-out accuracy") -> tuple[str, dict]:
     stream, view = io.StringIO(), view_of(algorithm, held_out)
-    summary = summarize(metrics, folder, {"policy-0": 7}, view)
+    summary = summarize(metrics, folder, {"policy-0": 7}, view, ADVICE)
     show_summary(summary, metrics, RunConsole(Console(file=stream, width=100)), "title", view)
     return stream.getvalue(), json.loads((folder / SUMMARY_FILE).read_text())
 
@@ -56,6 +57,7 @@ def test_rewards_that_are_no_accuracy_are_called_held_out_reward(tmp_path):
     metrics.log(1, {"validation/accuracy": 2.0})
     text, summary = reported(metrics, tmp_path, "grpo", "held-out reward")
     assert ["│", "held-out", "reward", "│", "-0.500", "│", "2.000", "│"] in [line.split() for line in text.splitlines()]
+    assert ADVICE[0] in text and summary["advice"] == ADVICE
     assert "accuracy" not in text and summary["accuracy_after"] is None
     assert (summary["reward_before"], summary["reward_after"]) == (-0.5, 2.0)
 

@@ -18,7 +18,15 @@ from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.environment import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, described
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
-from nemo_rl_lite.run.folder import check_folder, how_to_resume, locked, status_kept, write_error, write_start
+from nemo_rl_lite.run.folder import (
+    check_folder,
+    how_to_resume,
+    kept_unless_begun,
+    locked,
+    status_kept,
+    write_error,
+    write_start,
+)
 from nemo_rl_lite.run.run import run
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -52,6 +60,28 @@ def save(folder):
     store = checkpoint_store(compose_config(), folder)
     store.begin(10)
     store.finish(10, {}, {})
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_refused_resume_leaves_the_folder_as_it_was(folder, has_begun):
+    (folder / SUMMARY_FILE).write_text('{"steps": 4}')
+    (folder / SUMMARY_FILE).chmod(0o604)
+    with status_kept(folder, saves=True):
+        pass
+    before = {file.name: (file.read_bytes(), file.stat().st_mode) for file in folder.iterdir()}
+    with pytest.raises(ConfigError), kept_unless_begun(folder, lambda: has_begun):
+        write_start(folder, {"algorithm": "another"}, "another command")
+        with status_kept(folder, saves=True):
+            raise ConfigError([])
+    after = {file.name: (file.read_bytes(), file.stat().st_mode) for file in folder.iterdir()}
+    assert (after == before) is not has_begun and (folder / SUMMARY_FILE).exists() is not has_begun
+
+
+def test_a_first_start_that_fails_keeps_what_it_wrote(tmp_path):
+    with pytest.raises(ConfigError), kept_unless_begun(tmp_path, lambda: False):
+        write_start(tmp_path, {}, "the command")
+        raise ConfigError([])
+    assert (tmp_path / COMMAND_FILE).exists()
 
 
 def test_the_same_command_starts_again_where_nothing_was_saved(folder):

@@ -29,6 +29,12 @@ def told(*arguments: str) -> str:
         (f"{SCHEDULER}.lr_warmup_iters=119", ""),
         (f"{SCHEDULER}.lr_decay_style=cosine", f"{SCHEDULER}.lr_decay_iters"),
         ("algorithm.max_num_steps=1", ""),
+        # Two optimizer steps, at 0 and a quarter of the rate.
+        (f"algorithm.max_num_steps=2 {ONE_STEP}", f"{SCHEDULER}.lr_warmup_iters = 4: the run has 2 optimizer step"),
+        (f"algorithm.max_num_steps=1 {ONE_STEP}", "nothing is learned"),
+        (f"algorithm.max_num_steps=3 {ONE_STEP}", ""),
+        (f"algorithm.max_num_steps=1 {ONE_STEP} {SCHEDULER}.lr_warmup_iters=0", ""),
+        ("algorithm=sft algorithm.max_num_steps=2", "12% of optimizer.lr"),
         (
             "environment=tools environment.kwargs.tools=[math.sqrt] environment.timeout_s=3601",
             "environment.timeout_s = 3601",
