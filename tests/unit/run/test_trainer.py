@@ -82,6 +82,17 @@ def test_values_of_every_kind_are_in_the_configuration(runs):
     assert "it runs: python -m nemo_rl_lite.train algorithm=grpo" in (result.folder / "train.log").read_text()
 
 
+def test_data_is_a_file_a_dataset_of_the_hub_or_a_file_of_the_group(runs, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    GRPO(data="rows.jsonl", eval_data=tmp_path / "rows.jsonl", num_prompts_per_step=16).train()
+    GRPO(data="openai/gsm8k", subset="main", eval_data="test", output_dir="second").train()
+    GRPO(data="reverse_digits", output_dir="third").train()
+    first, second, third = (one.data for one in runs)
+    assert (first.train_path, first.validation_path) == ("rows.jsonl", str(tmp_path / "rows.jsonl"))
+    assert (second.name, second.path, second.validation_split) == ("hub", "openai/gsm8k", "test")
+    assert third.name == "reverse_digits"
+
+
 def test_rewards_are_added_up_and_a_name_is_a_file_of_the_group(runs):
     pattern = {"reward.terms.format.kwargs": {"pattern": "."}}
     GRPO(reward=[lambda response, answer: 1.0, "format"], overrides=pattern).train()
