@@ -48,6 +48,8 @@ class GRPO:
     """Records a rollout and the phases of its step."""
     held_out: int
     """Number of held-out problems."""
+    held_out_label: str
+    """Label of the mean reward on them."""
     steps: Steps
     report: Report
     mismatch_warning: float
@@ -159,10 +161,8 @@ class GRPO:
         if samples > 1:
             passed_P = passes(rewards_B.view(-1, samples).numpy()).sum(axis=1)
             measured["pass_at_k"] = float(pass_at_k(passed_P, samples, samples).mean())
-        # Only the mean of rewards that are right or wrong is an accuracy.
-        what = "accuracy" if all(reward in (0, 1) for reward in rewards_B.tolist()) else "mean reward"
         at_k = f", pass@{samples} {measured['pass_at_k']:.3f}" if samples > 1 else ""
-        self.report.validation(step, measured, timer, f"{what} {measured['accuracy']:.3f}{at_k}")
+        self.report.validation(step, measured, timer, f"{self.held_out_label} {measured['accuracy']:.3f}{at_k}")
         self.keep(step, "validation", rollout, timer.phases)
         return measured
 

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from nemo_rl_lite.checkpoint.store import Checkpoints
 from nemo_rl_lite.errors import RunStopped, TrainingError
 from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import ENGINES_IDLE, RunConsole
+from nemo_rl_lite.observability.liveness import note_progress
 from nemo_rl_lite.observability.memory import with_rest
 from nemo_rl_lite.observability.timer import PolicySpeed, Timer
 from nemo_rl_lite.observability.trackers import MetricsLog, under
@@ -117,16 +118,18 @@ class Steps:
 
         Raises:
             CallbackError: a user's callback raised.
-            RunStopped: a signal came, or time is up; the state is saved.
+            RunStopped: a signal or a request came, or time is up; the state is saved.
             CheckpointError: the state could not be saved.
             TrainingError: too many steps in a row were skipped.
         """
-        with self.stopping.listening() if self.checkpoints.enabled else nullcontext():
+        # Without checkpoints a signal ends the run at once.
+        with self.stopping.listening(signals=self.checkpoints.enabled):
             seen = {name for entry in self.metrics.history if entry["step"] == self.done for name in entry}
             has_validated = any(name.startswith("validation/") for name in seen)
             if times.due(self.done, total) and not has_validated:
                 self.checkpoints.measured(self.done, validate(self.done))
             for step in range(self.done + 1, total + 1):
+                note_progress(step=step, total=total)
                 with self.around(step):
                     yield step
                 self._count_skipped()
@@ -141,7 +144,7 @@ class Steps:
                         self.checkpoints.save(step)
                     return
                 self.checkpoints.settle()
-                reason = self.stopping.after_step(self.checkpoints.longest_save_s) if self.checkpoints.enabled else None
+                reason = self.stopping.after_step(self.checkpoints.longest_save_s)
                 if reason and step < total:
                     prepare_to_save()
                     self.checkpoints.save(step)

@@ -148,8 +148,11 @@ def ray_runtime() -> Iterator[None]:
     leave_the_launchers_session()
     start_no_api_server()
     try:
-        _start_or_join()
-        # ray.init has installed its own handler, which would end the process at once.
+        try:
+            _start_or_join()
+        except SystemExit:
+            # By the handler of SIGTERM that ray.init has installed.
+            interrupt(signal.SIGTERM, None)
         signal.signal(signal.SIGTERM, interrupt)
         yield
     finally:

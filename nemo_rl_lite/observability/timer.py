@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl_lite.observability.live import doing
 from nemo_rl_lite.observability.profiling import span
 
 TERA, GIGA = 1e12, 1e9
@@ -81,7 +82,7 @@ class Timer:
     def __call__(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            with span(name):
+            with span(name), doing(name):
                 yield
         finally:
             ended = time.perf_counter()

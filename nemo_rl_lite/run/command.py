@@ -26,8 +26,19 @@ from nemo_rl_lite.config.keys import (
     unknown_key,
 )
 from nemo_rl_lite.config.overrides import check_overrides, given_keys, named_run_folder
+from nemo_rl_lite.config.sizes import all_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
-from nemo_rl_lite.system.machine import check_ray_address, check_single_launcher, close_to_others, why_not_writable
+from nemo_rl_lite.system.machine import (
+    OWN_RAY,
+    RAY_ADDRESS,
+    check_ray_address,
+    check_single_launcher,
+    close_to_others,
+    gpu_count,
+    lacks_gpus,
+    ray_address,
+    why_not_writable,
+)
 from nemo_rl_lite.system.stopping import INTERRUPTED, interrupted_status, was_asked_to_end
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.validation.notes import notes, notes_here, show_notes
@@ -107,6 +118,8 @@ def checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], 
     key = SWEEP_FOLDER if flags.sweeps else RUN_FOLDER
     if not flags.only_informs and key not in [one.key for one in wrong]:
         wrong += _place_problems(overrides, key)
+    if not flags.only_informs and not flags.dry_run:
+        wrong += [problem for _, config in found for problem in _missing_gpus(config)]
     if wrong:
         # Each job repeats what is wrong with the whole command.
         raise ConfigError(list({str(one): one for one in wrong}.values()))
@@ -130,6 +143,17 @@ def _place_problems(overrides: Sequence[str], key: str) -> Iterator[Violation]:
             check()
         except ConfigError as error:
             yield from error.violations
+
+
+def _missing_gpus(config: "Config") -> Iterator[Violation]:
+    """Yield the GPUs that the run would wait for in a Ray of this machine alone."""
+    wanted = all_gpus(config)
+    if ray_address() in OWN_RAY and lacks_gpus(wanted):
+        nodes, count = config.cluster.num_nodes, gpu_count()
+        where = f" on {nodes} nodes" if nodes > 1 else ""
+        rule = f"the run needs {wanted} GPU{'s' * (wanted > 1)}{where}, and this machine has {count or 'none'}"
+        fix = f"--dry-run checks and plans it here; it runs where the GPUs are ({RAY_ADDRESS}, or nrl-lite slurm)"
+        yield Violation("cluster.gpus_per_node", config.cluster.gpus_per_node, rule, fix)
 
 
 # --- Runs
@@ -275,13 +299,14 @@ def _result(end: "Summary | int") -> str:
     if isinstance(end, int):
         return f"failed (status {end})"
     pairs = {
-        "accuracy": (end.accuracy_before, end.accuracy_after),
-        "validation loss": (end.val_loss_before, end.val_loss_after),
+        "held-out accuracy": (end.accuracy_before, end.accuracy_after),
+        "held-out reward": (end.reward_before, end.reward_after),
+        "held-out loss": (end.val_loss_before, end.val_loss_after),
     }
     shown = [
         f"{name} {'-' if before is None else f'{before:.3f}'} -> {after:.3f}"
         for name, (before, after) in pairs.items()
-        if after
+        if after is not None
     ]
     return ", ".join(shown) or f"{end.steps} steps"
 

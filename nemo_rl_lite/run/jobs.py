@@ -20,6 +20,7 @@ from nemo_rl_lite.cluster.heartbeat import SystemUsage
 from nemo_rl_lite.cluster.workers import StepProfiler, WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, has_teacher
 from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import all_gpus, has_endpoint, policy_ranks, previous_passes, repeats_first_pass
@@ -51,6 +52,7 @@ from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_spe
 from nemo_rl_lite.system.stopping import Stopping, seconds
 from nemo_rl_lite.validation.data import check_epochs
 from nemo_rl_lite.validation.notes import note_total_steps
+from nemo_rl_lite.validation.rewards import held_out_label
 from nemo_rl_lite.workers.launch import Workers, launch, launch_policy, peak_memory
 from nemo_rl_lite.workers.policy import RemotePolicy
 from nemo_rl_lite.workers.recovery import RecoveringGeneration
@@ -218,6 +220,7 @@ class GRPOJob:
             check=workers.weights.verify_with_probe,
             keep=self._rollout_log(metrics, start, callbacks),
             held_out=len(self._validation),
+            held_out_label=held_out_label(dict(flatten(described(config)))),
             steps=steps,
             report=Report(metrics, console, workers.policy, devices, policy_speed(config), system.take),
             mismatch_warning=config.logger.mismatch_warning,
@@ -359,7 +362,7 @@ def make_steps(
 
 def _finish(config: Config, folder: Path, policy: RemotePolicy, steps: Steps) -> None:
     policy.release_host_memory()
-    if config.checkpoint.export_hf_at_end:
+    if config.checkpoint.exports:
         policy.export_hf(str(folder / "hf"))
     # A failed checkpoint is an error only now that the trained weights are exported.
     steps.checkpoints.require()

@@ -14,26 +14,32 @@ from rich.markup import escape
 
 from nemo_rl_lite.checkpoint.resume import Start, changed, checkpoint_store, find_start
 from nemo_rl_lite.cluster.runtime import ray_runtime
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.algorithms import algorithm_of
+from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
-from nemo_rl_lite.errors import ConfigError, Violation, WorkerError
+from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, WorkerError
+from nemo_rl_lite.models.folder import exported
 from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.live import shown_to_others
 from nemo_rl_lite.observability.liveness import limited, watched
+from nemo_rl_lite.observability.runs import LOCK_FILE
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked, view_of
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.planning.budget import size, size_of
 from nemo_rl_lite.planning.page import make_plan, show_plan
-from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked, status_kept, write_ending, write_error, write_start
+from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
 from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
 from nemo_rl_lite.system.stopping import was_asked_to_end
 from nemo_rl_lite.validation.compose import default_values
+from nemo_rl_lite.validation.rewards import held_out_label
 from nemo_rl_lite.workers.reserve import StartingWorkers, begin, reserve
 
 log = logging.getLogger(__name__)
@@ -83,11 +89,32 @@ def run(config: Config, folder: Path, command: str, callbacks: Callbacks) -> Sum
         check_folder(folder, whole_config)
         start = _find_start(config, whole_config, folder, console)
         write_start(folder, whole_config, command)
-        with status_kept(folder, saves=config.checkpoint.save_period > 0):
+        with status_kept(folder, saves=config.checkpoint.save_period > 0), shown_to_others(folder):
             summary = _Attempts(config, folder, whole_config, console, callbacks).until_done(start)
+        if config.checkpoint.exports:
+            _publish(config, folder, console)
         if config.logger.plots:
             write_last_report(folder, console)
         return summary
+
+
+def _publish(config: Config, folder: Path, console: RunConsole) -> None:
+    """Write the cards of the exported model, and push it if asked. An error is a message: the run is done."""
+    from nemo_rl_lite.run.publish import push, write_cards
+
+    model, options = folder / "hf", config.checkpoint
+    try:
+        write_cards(model, config, folder)
+    except Exception as error:  # cards of base models are anybody's
+        log.debug("the card's traceback", exc_info=True)
+        console.say(f"no model card was written ({type(error).__name__}: {error})")
+    if options.push_to_hub is not None:
+        try:
+            with console.busy(f"pushing {model} to {options.push_to_hub}"):
+                address = push(exported(config, model), options.push_to_hub, options.hub_private_repo)
+            console.say(f"hub      {address}")
+        except LauncherError as error:
+            console.say(str(error))
 
 
 def write_last_report(folder: Path, console: RunConsole) -> None:
@@ -152,7 +179,7 @@ class _Attempts:
                 with setup("processes"):
                     reserved = reserve(config, folder)
                 # The workers import their packages and build while this process imports its own and reads the data.
-                with setup("packages"):
+                with setup("packages"), quick_imports():
                     imported(algorithm_of(config).job)
                     from transformers import AutoTokenizer  # noqa: F401
                 with setup("model"):
@@ -174,9 +201,10 @@ class _Attempts:
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
                 ):
                     peak_memory = self._job.run(metrics, begun, start, setup, self._callbacks)
-            summary = summarize(metrics, folder, peak_memory)
+            view = view_of(config.algorithm.name, held_out_label(dict(flatten(self._whole_config))))
+            summary = summarize(metrics, folder, peak_memory, view)
             metrics.log_summary(tracked(summary), charts(summary, metrics))
-            show_summary(summary, metrics, console, config.run_name, view_of(config.algorithm.name))
+            show_summary(summary, metrics, console, config.run_name, view)
         return summary
 
     def _last_words(self, error: WorkerError) -> None:

@@ -12,7 +12,7 @@ from nemo_rl_lite.checkpoint.store import Checkpoints, CheckpointStore, Retentio
 from nemo_rl_lite.errors import CallbackError, RunStopped, TrainingError
 from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.trackers import MetricsLog
-from nemo_rl_lite.system.stopping import Stopping
+from nemo_rl_lite.system.stopping import Stopping, obey_request, request_end
 
 OFTEN, NEVER = ValidationTimes(2, at_start=True, at_end=True), ValidationTimes(0, at_start=False, at_end=False)
 
@@ -106,6 +106,20 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(steps):
     with pytest.raises(RunStopped, match=r"stopped after step 2 of 9: SIGUSR1 .* give the same command") as stopped:
         take(steps, 9, NEVER, during)
     assert stopped.value.exit_status == 75
+    assert steps.checkpoints.store.latest().step == 2
+
+
+@pytest.mark.parametrize("period", [3, 0])
+def test_a_request_ends_the_run_after_the_step_with_a_checkpoint_in_any_case(steps, tmp_path, period):
+    steps.checkpoints = Checkpoints(steps.checkpoints.store, Policy(), period, True, {}, print)
+
+    def during(step):
+        if step == 2:
+            request_end(tmp_path)
+            obey_request(tmp_path)
+
+    with pytest.raises(RunStopped, match="stopped after step 2 of 9: nrl-lite stop asked for it"):
+        take(steps, 9, NEVER, during)
     assert steps.checkpoints.store.latest().step == 2
 
 
