@@ -201,7 +201,7 @@ class Trainer:
 
     def _check_algorithm(self, config: "Config") -> None:
         if config.algorithm.name != self.algorithm:
-            rule = f"is of algorithm={config.algorithm.name}, and {type(self).__name__} trains by {self.algorithm}"
+            rule = f"has algorithm={config.algorithm.name}, and {type(self).__name__} trains with {self.algorithm}"
             raise ConfigError([Violation("recipe", self._recipe, rule, "the class of the recipe's algorithm")])
 
     def _overrides(self, inputs: Inputs) -> list[str]:
@@ -323,7 +323,7 @@ def _rewards(reward: Any, inputs: Inputs) -> dict[str, Any]:
     if isinstance(reward, list | tuple):
         reward = dict.fromkeys(reward, 1.0)
     if not isinstance(reward, Mapping):
-        # A recipe's arguments are those of its own reward.
+        # The arguments of a recipe's reward do not fit another.
         return {"reward": reward} if isinstance(reward, str) else {"reward": "exact_match", "reward.name": reward}
     if not all(isinstance(weight, int | float) for weight in reward.values()):
         return {"reward": reward}

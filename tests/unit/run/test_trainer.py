@@ -1,4 +1,4 @@
-"""The Python API up to the run, whose place a stand-in takes; and the code of its page, as it stands there."""
+"""The Python API up to the run, whose place a stand-in takes; and the code of its page."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def runs(monkeypatch, tmp_path):
         callbacks.step_done(1, [LAST])
         (folder / "hf").mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(json.dumps(LAST) + "\n")
-        return Summary(str(folder), 1, None, 0.25, None, None, 1.0, {}, {})
+        return Summary(str(folder), 1, *[None] * 6, 1.0, {}, {})
 
     monkeypatch.setattr(trainer_module, "run_in", run_in)
     return started
@@ -126,7 +126,7 @@ def test_tools_and_an_environment_travel(runs):
 def test_recipes_keep_their_algorithm_and_overrides_come_last(runs):
     GRPO(recipe="grpo-tiny-1n0g-cpu", seed=5, overrides=["algorithm.seed=7"]).train()
     assert runs[0].run_name == "grpo-tiny-1n0g-cpu" and runs[0].algorithm.seed == 7
-    with pytest.raises(ConfigError, match=r"is of algorithm=grpo, and DPO trains by dpo"):
+    with pytest.raises(ConfigError, match=r"has algorithm=grpo, and DPO trains with dpo"):
         DPO(recipe="grpo-tiny-1n0g-cpu").train()
     assert len(runs) == 1
 
