@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 import nemo_rl_lite
 from nemo_rl_lite import DPO, GRPO, SFT, Distillation, TrainingResult
@@ -139,6 +140,8 @@ def test_all_problems_are_one_error_and_no_folder_is_made(runs, tmp_path):
         GRPO(data=[{"question": "?"}], eval_data=ROWS).train()
     with pytest.raises(DataError, match=r"data=data\['train'\]"):
         SFT(data={"train": ROWS}).train()
+    with pytest.raises(ConfigError, match=r"model\n +is a Module, and the workers load"):
+        SFT(torch.nn.Module(), data=ROWS, eval_data=ROWS).train()
     assert not runs and not list(tmp_path.iterdir())
 
 
