@@ -84,5 +84,5 @@ def _quoted(text: str) -> str:
 
 
 def _is_own(group: str, value: Any) -> bool:
-    """Return whether a value is no file of the group: a function, a class, or the path of one."""
+    """Return whether a value is a function, a class, or the path of one, and not a file of the group."""
     return callable(value) or (isinstance(value, str) and "." in value and value not in groups()[group])

@@ -8,7 +8,7 @@ from nemo_rl_lite.errors import CallbackError
 from nemo_rl_lite.system.pool import as_call_error, place_of
 
 STOP = "stop"
-"""What `on_step` returns, or True, to end the run."""
+"""Answer of `on_step` that ends the run, as True does."""
 
 Metrics = Mapping[str, float]
 OnStep = Callable[[dict[str, float]], Any]

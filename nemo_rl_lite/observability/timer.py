@@ -109,7 +109,7 @@ SETUP = Timer()
 
 
 _clock: list[float] = []
-"""When the clock was restarted, in seconds of `time.monotonic()`."""
+"""Restart of the clock, in seconds of `time.monotonic()`."""
 
 
 def restart_clock() -> None:

@@ -23,13 +23,13 @@ _RANDOM_ID = re.compile(rb"[0-9a-f]{32}")
 
 
 class Inputs:
-    """Files of values in memory. Their names have a digest of what is in them, so that the same value has the same name
-    when a run is resumed, and none replaces another."""
+    """Files of values in memory. A name has a digest of the content: a resumed run finds the same names, and no file
+    replaces another."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._named: dict[int, tuple[str, Any]] = {}
-        """By the id of a value: its file's name, and the value, so that no other gets its id."""
+        """File name and value by the value's id. The value stays alive, so that no other gets its id."""
 
     def path_of(self, key: str, value: Any) -> str:
         """Return the path of a function, class or callable object: dotted where it can be imported, else of its file.

@@ -201,7 +201,7 @@ class Trainer:
 
     def _check_algorithm(self, config: "Config") -> None:
         if config.algorithm.name != self.algorithm:
-            rule = f"is of algorithm={config.algorithm.name}, and {type(self).__name__} trains by {self.algorithm}"
+            rule = f"has algorithm={config.algorithm.name}, and {type(self).__name__} trains with {self.algorithm}"
             raise ConfigError([Violation("recipe", self._recipe, rule, "the class of the recipe's algorithm")])
 
     def _overrides(self, inputs: Inputs) -> list[str]:
@@ -217,7 +217,12 @@ class Trainer:
 
     def _arguments(self, inputs: Inputs) -> dict[str, Any]:
         """Return the named arguments, by key."""
-        return {} if self._model is None else {"policy.model_name": str(self._model)}
+        if self._model is None:
+            return {}
+        if not isinstance(self._model, str | Path):
+            rule = f"is a {type(self._model).__name__}, and the workers load the model themselves"
+            raise ConfigError([Violation("model", None, rule, "its name, or the folder of its `save_pretrained`")])
+        return {"policy.model_name": self._model}
 
     def _of_data(self, inputs: Inputs) -> list[str]:
         data, held_out, found = self._data, self._eval_data, []
@@ -241,11 +246,17 @@ class RolloutTrainer(Trainer):
         model: str | Path | None = None,
         *,
         reward: Code | Sequence[Code] | Mapping[Any, Any] | None = None,
+        data: Data | None = None,
+        eval_data: Data | None = None,
         environment: Code | Mapping[str, Any] | None = None,
         agent: Code | Mapping[str, Any] | None = None,
         tools: Sequence[Code] = (),
+        recipe: str | Path | None = None,
+        output_dir: str | Path | None = None,
+        on_step: OnStep | None = None,
         on_rollout: OnRollout | None = None,
-        **others: Any,
+        overrides: Sequence[str] | Mapping[str, Any] = (),
+        **keys: Any,
     ):
         """Describe a run; nothing is checked or started yet.
 
@@ -253,14 +264,17 @@ class RolloutTrainer(Trainer):
             model: a name of the hub, or a folder; None for the recipe's, or the embedded example.
             reward: a function `(response, answer) -> float`, or a class of such objects. Several are added up: a list,
                 or a mapping to their weights. None: the recipe's, or equality with the answer.
+            data: rows to train on, with a `prompt` and an `answer`.
+            eval_data: held-out rows, a file of them, or the split of a dataset of the hub.
             environment: a class that answers in episodes of several turns, or its section
                 (`{"name": MyEnvironment, "max_turns": 4}`).
             agent: a function that plays an episode by itself, or its section.
             tools: functions that the model may call.
+            recipe: see `Trainer`, as for `output_dir`, `on_step`, `overrides` and `keys`.
             on_rollout: gets the step and the samples of each rollout, as rows of `rollouts/`, once it was trained on.
-            others: what `Trainer` takes: `data`, `eval_data`, `recipe`, `output_dir`, `on_step`, `overrides`, keys.
         """
-        super().__init__(model, **others)
+        described = {"data": data, "eval_data": eval_data, "recipe": recipe, "output_dir": output_dir}
+        super().__init__(model, **described, on_step=on_step, overrides=overrides, **keys)
         self._reward, self._environment, self._agent, self._tools = reward, environment, agent, tools
         self._on_rollout = on_rollout
 
@@ -323,7 +337,7 @@ def _rewards(reward: Any, inputs: Inputs) -> dict[str, Any]:
     if isinstance(reward, list | tuple):
         reward = dict.fromkeys(reward, 1.0)
     if not isinstance(reward, Mapping):
-        # A recipe's arguments are those of its own reward.
+        # The arguments of a recipe's reward do not fit another.
         return {"reward": reward} if isinstance(reward, str) else {"reward": "exact_match", "reward.name": reward}
     if not all(isinstance(weight, int | float) for weight in reward.values()):
         return {"reward": reward}

@@ -1,4 +1,4 @@
-"""Trainings from Python: whole runs in this process, and with a real Ray in a process of their own."""
+"""Trainings from Python: whole runs in this process, and ten with a real Ray in another."""
 
 import asyncio
 import json

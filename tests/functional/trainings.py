@@ -37,7 +37,7 @@ OFFLINE = {name: value for name, value in SMALL.items() if not name.startswith("
 
 
 def state() -> dict[str, object]:
-    """What a training may not leave behind; children, as Ray's, may take a moment to end."""
+    """Return what a training may not leave behind. Children, such as Ray's, may take a moment to end."""
     me, deadline = psutil.Process(), time.monotonic() + 10
     while me.children(recursive=True) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -57,7 +57,7 @@ def state() -> dict[str, object]:
 
 
 async def trainings(count: int, folder: Path, model: str) -> None:
-    """Train in a running event loop, by GRPO, SFT and DPO in turn; the callback of every fourth raises."""
+    """Train in a running event loop with GRPO, SFT and DPO. The callback of every fourth training raises."""
 
     def score(response: str, answer: str) -> float:
         return len(set(response) & set(answer)) / len(PROBLEMS[0]["answer"])

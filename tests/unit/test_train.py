@@ -24,7 +24,7 @@ def run(config, folder, command, callbacks):
             raise LauncherError("a signal came, and the checkpoint cannot be written")
         case 75: raise RunStopped(3, 9, "SIGTERM was received", str(folder))
     print("done", config.algorithm.seed)
-    return Summary(str(folder), 1, None, None, None, None, 1.0, {}, {})
+    return Summary(str(folder), 1, *[None] * 6, 1.0, {}, {})
 
 sys.modules["nemo_rl_lite.run.run"] = types.SimpleNamespace(run=run)
 train.main(sys.argv[1:])

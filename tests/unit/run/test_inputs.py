@@ -1,19 +1,25 @@
 """Functions and rows in memory become files that other processes read."""
 
+import asyncio
 import datetime
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
 from nemo_rl_lite.config.user_code import imported, own_name
+from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.rows import file_rows
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.rewards.builtin import exact_match
+from nemo_rl_lite.rewards.judge import RewardResult, make_judge
+from nemo_rl_lite.rewards.registry import RewardError
 from nemo_rl_lite.run.inputs import Inputs
+from nemo_rl_lite.validation.compose import compose_config
 
 ROWS = [{"prompt": "é", "answer": 7}, {"prompt": [{"role": "user", "content": "a\nb"}], "answer": None}]
 
@@ -63,6 +69,24 @@ def test_a_function_travels_with_what_it_uses_to_another_process(tmp_path):
     code = f"from nemo_rl_lite.config.user_code import imported\nprint(imported({path!r})('a', ''))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout == "2.0\n"
+
+
+def test_a_function_in_memory_that_hangs_is_ended_in_time(tmp_path):
+    def score(response, answer):
+        while response == "hangs":
+            pass
+        return 1.0
+
+    config = replace(compose_config().reward, name=Inputs(tmp_path).path_of("reward", score), timeout_s=0.5)
+    problem = Problem(({"role": "user", "content": "?"},), "")
+
+    async def judged():
+        judge = make_judge(config)
+        return [await judge(response, problem) for response in ("ends", "hangs", "ends")]
+
+    first, late, last = asyncio.run(judged())
+    assert first == last == RewardResult(1.0)
+    assert isinstance(late, RewardError) and "reward.timeout_s" in str(late)
 
 
 def test_what_can_be_imported_goes_by_its_name(tmp_path):

@@ -1,4 +1,4 @@
-"""The Python API up to the run, whose place a stand-in takes; and the code of its page, as it stands there."""
+"""The Python API up to the run, whose place a stand-in takes; and the code of its page."""
 
 import dataclasses
 import json
@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 import nemo_rl_lite
 from nemo_rl_lite import DPO, GRPO, SFT, Distillation, TrainingResult
@@ -36,7 +37,7 @@ def runs(monkeypatch, tmp_path):
         callbacks.step_done(1, [LAST])
         (folder / "hf").mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(json.dumps(LAST) + "\n")
-        return Summary(str(folder), 1, None, 0.25, None, None, None, None, 1.0, {}, {})
+        return Summary(str(folder), 1, *[None] * 6, 1.0, {}, {})
 
     monkeypatch.setattr(trainer_module, "run_in", run_in)
     return started
@@ -82,6 +83,17 @@ def test_values_of_every_kind_are_in_the_configuration(runs):
     assert "it runs: python -m nemo_rl_lite.train algorithm=grpo" in (result.folder / "train.log").read_text()
 
 
+def test_data_is_a_file_a_dataset_of_the_hub_or_a_file_of_the_group(runs, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    GRPO(data="rows.jsonl", eval_data=tmp_path / "rows.jsonl", num_prompts_per_step=16).train()
+    GRPO(data="openai/gsm8k", subset="main", eval_data="test", output_dir="second").train()
+    GRPO(data="reverse_digits", output_dir="third").train()
+    first, second, third = (one.data for one in runs)
+    assert (first.train_path, first.validation_path) == ("rows.jsonl", str(tmp_path / "rows.jsonl"))
+    assert (second.name, second.path, second.validation_split) == ("hub", "openai/gsm8k", "test")
+    assert third.name == "reverse_digits"
+
+
 def test_rewards_are_added_up_and_a_name_is_a_file_of_the_group(runs):
     pattern = {"reward.terms.format.kwargs": {"pattern": "."}}
     GRPO(reward=[lambda response, answer: 1.0, "format"], overrides=pattern).train()
@@ -115,7 +127,7 @@ def test_tools_and_an_environment_travel(runs):
 def test_recipes_keep_their_algorithm_and_overrides_come_last(runs):
     GRPO(recipe="grpo-tiny-1n0g-cpu", seed=5, overrides=["algorithm.seed=7"]).train()
     assert runs[0].run_name == "grpo-tiny-1n0g-cpu" and runs[0].algorithm.seed == 7
-    with pytest.raises(ConfigError, match=r"is of algorithm=grpo, and DPO trains by dpo"):
+    with pytest.raises(ConfigError, match=r"has algorithm=grpo, and DPO trains with dpo"):
         DPO(recipe="grpo-tiny-1n0g-cpu").train()
     assert len(runs) == 1
 
@@ -128,6 +140,8 @@ def test_all_problems_are_one_error_and_no_folder_is_made(runs, tmp_path):
         GRPO(data=[{"question": "?"}], eval_data=ROWS).train()
     with pytest.raises(DataError, match=r"data=data\['train'\]"):
         SFT(data={"train": ROWS}).train()
+    with pytest.raises(ConfigError, match=r"model\n +is a Module, and the workers load"):
+        SFT(torch.nn.Module(), data=ROWS, eval_data=ROWS).train()
     assert not runs and not list(tmp_path.iterdir())
 
 
