@@ -17,10 +17,11 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.errors import printable, shown_as_message
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.run.model import CHAT_KEYS
-from nemo_rl_lite.run.serving import find_served, start_engine
+from nemo_rl_lite.run.serving import SampledBy, find_served, start_engine
 from nemo_rl_lite.serving.protocol import ChatRequest, RefusedError
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 
+_RESPONSE_TOKENS = 1024
 _RESET, _QUIT = "/reset", "/quit"
 Reply = Callable[[Sequence[Message]], str]
 """Returns the response to a conversation. Raises RefusedError: there is none."""
@@ -36,30 +37,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help=f"as for train; of {' and '.join(CHAT_KEYS)}")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
     parser.add_argument(
-        "--max-new-tokens", metavar="N", type=int, help="most tokens of a response (default: the run's)"
+        "--max-new-tokens", metavar="N", type=int, help=f"most tokens of a response (default: {_RESPONSE_TOKENS})"
     )
+    parser.add_argument("--top-p", metavar="P", type=float, help="as generation.top_p (default: the run's)")
+    parser.add_argument("--top-k", metavar="K", type=int, help="as generation.top_k (default: the run's)")
     given = parser.parse_intermixed_args(arguments)
     console = Console(stderr=True, highlight=False, markup=False)
     with shown_as_message("nrl-lite chat"):
-        served = find_served(given.run, given.overrides, given.max_new_tokens, console.print)
+        flags = SampledBy(given.max_new_tokens, given.temperature, given.top_p, given.top_k)
+        served = find_served(given.run, given.overrides, flags, console.print, _RESPONSE_TOKENS)
         with console.status(f"starting {served}"):
             queue, responder = start_engine(served)
         if sys.stdin.isatty():
             console.print(f"{served}; {_RESET} begins a new conversation, {_QUIT} or Ctrl-D ends")
         try:
-            refused = converse(replier(queue, responder, given.temperature, console.print), console)
+            refused = converse(replier(queue, responder, console.print), console)
         except KeyboardInterrupt:
             refused = 0
     sys.exit(1 if refused and not sys.stdin.isatty() else 0)
 
 
-def replier(
-    queue: RequestQueue, responder: ResponderConfig, temperature: float | None, say: Callable[[str], None]
-) -> Reply:
-    """Return a function that asks the engine at a temperature (None: the run's), and says when a response was cut."""
+def replier(queue: RequestQueue, responder: ResponderConfig, say: Callable[[str], None]) -> Reply:
+    """Return a function that asks the engine, and says when a response was cut."""
 
     async def reply(messages: Sequence[Message]) -> str:
-        asked = ChatRequest(messages=list(messages), temperature=temperature)
+        asked = ChatRequest(messages=list(messages))
         async with queue.serving() as requests:
             answer = await PublicHandler(responder, requests).respond(asked)
         (completion,) = answer.completions

@@ -1,6 +1,7 @@
 """`nrl-lite VERB ...`: each verb also runs as `python -m nemo_rl_lite.VERB`."""
 
 import difflib
+import os
 import runpy
 import sys
 
@@ -35,6 +36,9 @@ def main() -> None:
         sys.stdout.write(USAGE)
     elif verb in VERBS:
         sys.argv = [f"nrl-lite {verb}", *sys.argv[2:]]
+        if verb in ("chat", "serve"):
+            # Torch reads this where it is imported; else an answer begins with lines on NUMA nodes.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # Import only this verb: `doctor` must run where packages of the other verbs are missing.
         runpy.run_module(f"nemo_rl_lite.{verb}", run_name="__main__")
     else:

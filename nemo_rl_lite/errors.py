@@ -48,6 +48,12 @@ class DataError(LauncherError):
     exit_status = 2
 
 
+class UsageError(LauncherError):
+    """A command's flag cannot be followed here. The message names the flag."""
+
+    exit_status = 2
+
+
 class HostMemoryError(LauncherError):
     """There is too little host memory for an offload. The message says what is needed and what is free."""
 

@@ -5,17 +5,19 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from nemo_rl_lite.config.schema import ServeConfig
-from nemo_rl_lite.errors import shown_as_message
+from nemo_rl_lite.errors import ConfigError, UsageError, shown_as_message
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.run.model import CHAT_KEYS
-from nemo_rl_lite.run.serving import find_served, start_engine
+from nemo_rl_lite.run.serving import SampledBy, find_served, start_engine
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
-from nemo_rl_lite.serving.server import Endpoint
+from nemo_rl_lite.serving.server import Endpoint, bound_socket
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,7 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
     parser.add_argument("--port", type=_port, help="port to listen at (default: a free one)")
     parser.add_argument(
-        "--max-new-tokens", metavar="N", type=int, help="most tokens of a response (default: the run's)"
+        "--max-new-tokens",
+        metavar="N",
+        type=int,
+        help="most tokens of a response (default: as many as fit into the model's context)",
+    )
+    parser.add_argument("--temperature", metavar="T", type=float, help="of requests without one (default: the run's)")
+    parser.add_argument("--top-p", metavar="P", type=float, help="of requests without one (default: the run's)")
+    parser.add_argument("--top-k", metavar="K", type=int, help="of requests without one (default: the run's)")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name in requests (default: its folder's)"
     )
     parser.add_argument(
         "--api-key",
@@ -38,13 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_intermixed_args(arguments)
     with shown_as_message("nrl-lite serve"):
-        served = find_served(given.run, given.overrides, given.max_new_tokens, _tell)
-        _tell(f"starting {served}")
-        queue, responder = start_engine(served)
-        address = ServeConfig(True, given.host, given.port)
-        endpoint = Endpoint(address, responder.tokenizer, served.name, responder.max_length, given.api_key)
-        with endpoint.running():
-            asyncio.run(_answer(endpoint, queue, responder))
+        limits = SampledBy(given.max_new_tokens, given.temperature, given.top_p, given.top_k)
+        served = find_served(given.run, given.overrides, limits, _tell)
+        names = [given.served_model_name] if given.served_model_name else [served.name, *served.other_names]
+        # Another server at the port is found before the model loads.
+        with _bound(given.host, given.port) as bound:
+            _tell(f"starting {served}")
+            queue, responder = start_engine(served)
+            endpoint = Endpoint(bound, responder.tokenizer, names, responder.max_length, given.api_key)
+            with endpoint.running():
+                asyncio.run(_answer(endpoint, queue, responder))
 
 
 async def _answer(endpoint: Endpoint, queue: RequestQueue, responder: ResponderConfig) -> None:
@@ -57,6 +71,19 @@ async def _answer(endpoint: Endpoint, queue: RequestQueue, responder: ResponderC
         sys.stdout.flush()
         _tell(f"serving the model {endpoint.model!r} until Ctrl-C")
         await stopped.wait()
+
+
+@contextmanager
+def _bound(host: str, port: int | None) -> Iterator[socket.socket]:
+    """Yield a socket at the address. Raises LauncherError: the address cannot be used."""
+    with ExitStack() as stack:
+        try:
+            bound = stack.enter_context(bound_socket(ServeConfig(True, host, port)))
+        except ConfigError as error:
+            (violation,) = error.violations
+            fix = "name another --port, or none for a free one" if port else "name another --host"
+            raise UsageError(f"nrl-lite serve: {violation.value}: {violation.rule}; {fix}") from None
+        yield bound
 
 
 def _port(text: str) -> int:

@@ -111,6 +111,14 @@ class Engine(Protocol):
     """One engine replica in its own process. It works only while it is called: an engine that nobody polls is
     paused, and keeps its requests, even while it gets new weights."""
 
+    version: int
+    """The step that made the weights."""
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and response together."""
+        ...
+
     def submit(self, requests: Mapping[int, Request]) -> None:
         """Take requests, each under a number that no other unfinished request has."""
         ...

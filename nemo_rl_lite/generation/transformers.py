@@ -28,16 +28,16 @@ class LocalReplica:
     def __init__(self, make: Callable[[], Engine]):
         """`make` makes the engine, in its thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._engine = self._thread.submit(make).result()
+        self.engine = self._thread.submit(make).result()
         self.unfinished_tokens = 0
 
     async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
         """See `Replica.exchange`."""
 
         def work() -> dict[int, Completion]:
-            self._engine.submit(submitted)
-            self._engine.abort(aborted)
-            finished, self.unfinished_tokens = self._engine.poll(_SLICE_S), self._engine.unfinished_tokens()
+            self.engine.submit(submitted)
+            self.engine.abort(aborted)
+            finished, self.unfinished_tokens = self.engine.poll(_SLICE_S), self.engine.unfinished_tokens()
             return finished
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -68,10 +68,12 @@ class TransformersEngine:
         self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._model.generation_config = Defaults()
         self._tokenizer = load_tokenizer(Path(model_path))
+        self.max_length = policy.max_total_sequence_length
         self._batch_size = generation.vllm_cfg.max_num_seqs
         self._requests: dict[int, Request] = {}
         self._decoded = Decoded()
-        self._version = 0
+        self.version = 0
+        """The step that made the weights."""
 
     def submit(self, requests: Mapping[int, Request]) -> None:
         """See `Engine.submit`. Raises RefitError: the engine's weights are not those of one policy."""
@@ -127,7 +129,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def receive_weights(self, version: int) -> list[RefitReport]:
-        started, loader, self._version = time.perf_counter(), EngineLoader(self._load), version
+        started, loader, self.version = time.perf_counter(), EngineLoader(self._load), version
         with self._weights.replacing():
             report = self._receiver.receive(loader)
             stale = [name for name, _ in self._model.named_parameters() if name not in (loader.filled or ())]
@@ -186,7 +188,7 @@ class TransformersEngine:
             if tokens[end - 1] in stops or any(stop in text for stop in strings):
                 length, reason = end, "stop"
                 break
-        return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), reason, (self._version,) * length)
+        return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), reason, (self.version,) * length)
 
 
 def _decoded(requests: Sequence[Request], completions: Sequence[Completion]) -> Decoded:

@@ -108,10 +108,11 @@ class Playing:
                 # FastAPI takes a second to import, and few runs need it.
                 from nemo_rl_lite.rollout.agents import AgentPlay
                 from nemo_rl_lite.serving.public import ResponderConfig
-                from nemo_rl_lite.serving.server import Endpoint, ServedGeneration
+                from nemo_rl_lite.serving.server import Endpoint, ServedGeneration, bound_socket
 
                 sampling = Sampling.of(config.generation, tokenizer.end_tokens)
-                endpoint, responder = Endpoint(config.generation.serve, tokenizer, config.run_name, longest), None
+                bound, responder = stack.enter_context(bound_socket(config.generation.serve)), None
+                endpoint = Endpoint(bound, tokenizer, [config.run_name], longest)
                 stack.enter_context(endpoint.running())
                 if config.generation.serve.enabled:
                     responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config).temperatures)

@@ -32,13 +32,20 @@ class PublicHandler:
     async def respond(self, asked: ApiRequest) -> Answer:
         usual, tokenizer, max_length = self._sampling(asked), self.config.tokenizer, self.config.max_length
         prompts = await tokenized(asked, lambda: asked.prompts(tokenizer), tokenizer, max_length)
-        samplings = [limited(usual, asked, len(prompt), max_length) for prompt in prompts]
+        samplings = [self._limited(usual, asked, len(prompt)) for prompt in prompts]
         # vLLM's first model runner ignores all seeds of a batch on a CPU where one request has none.
         seed = random.getrandbits(_SEED_BITS) if asked.seed is None else asked.seed
         seeds = [(seed + index) % 2**_SEED_BITS for index in range(asked.n or 1)]
         requests = [Request(*one, seed) for one in zip(prompts, samplings, strict=True) for seed in seeds]
         sampled = await asyncio.gather(*map(self.requests.sample, requests))
         return Answer(prompts, tuple(completion for completion, _ in sampled))
+
+    def _limited(self, usual: Sampling, asked: ApiRequest, prompt_tokens: int) -> Sampling:
+        """Set the limit on new tokens: the request's, or else what the context has room for. See `limited`."""
+        room = self.config.max_length - prompt_tokens
+        if asked.most_tokens is None and room > 0:
+            usual = replace(usual, max_new_tokens=min(usual.max_new_tokens, room))
+        return limited(usual, asked, prompt_tokens, self.config.max_length)
 
     def _sampling(self, asked: ApiRequest) -> Sampling:
         usual, (lowest, highest) = self.config.sampling, self.config.temperatures
@@ -70,10 +77,11 @@ def limited(sampling: Sampling, asked: ApiRequest, prompt_tokens: int, max_lengt
         fix = "ask for no more, or raise that key (nrl-lite serve --max-new-tokens)"
         raise RefusedError(400, f"max_tokens = {most}: {limit}; {fix}", "max_tokens")
     if prompt_tokens + most > max_length:
+        fix = "send less" if asked.most_tokens is None else "ask for less with max_tokens, or send less"
         raise RefusedError(
             400,
-            f"{prompt_tokens} tokens of {asked.source} and {most} of the response exceed "
-            f"policy.max_total_sequence_length = {max_length}: ask for less with max_tokens, or end the conversation",
+            f"{prompt_tokens} tokens of {asked.source} and {most} of the response exceed the {max_length} of the "
+            f"context (policy.max_total_sequence_length): {fix}",
             asked.source,
             FULL,
         )

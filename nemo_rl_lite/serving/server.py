@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -119,28 +119,31 @@ class Endpoint:
     """OpenAI's API of the engines of a run."""
 
     def __init__(
-        self, config: ServeConfig, tokenizer: ChatTokenizer, model: str, max_length: int, token: str | None = None
+        self,
+        bound: socket.socket,
+        tokenizer: ChatTokenizer,
+        models: Sequence[str],
+        max_length: int,
+        token: str | None = None,
     ):
-        """`max_length`: most tokens of prompt and response; `token`: key of requests that belong to no episode, by
-        default a new one."""
-        self.model, self.token = model, token or secrets.token_urlsafe(24)
-        self._config, self._max_length = config, max_length
-        self.gate = LoopBridge(self.token, tokenizer, model)
-        self._address = ("", 0)
+        """`bound`: see `bound_socket`; `models`: the model's names, the first of which answers have; `max_length`: most
+        tokens of prompt and response; `token`: key of requests that belong to no episode, by default a new one."""
+        self.model, self.token = models[0], token or secrets.token_urlsafe(24)
+        self._bound, self._models, self._max_length = bound, models, max_length
+        self.gate = LoopBridge(self.token, tokenizer, self.model)
 
     @property
     def url(self) -> str:
         """Base URL for clients on this machine."""
-        host, port = self._address
+        host, port = self._bound.getsockname()[:2]
         shown = "127.0.0.1" if host in _EVERYWHERE else host
         return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1"
 
     @contextmanager
     def running(self) -> Iterator["Endpoint"]:
-        """Run the server. Raises ConfigError: the address cannot be used."""
-        listening = self._listen()
+        """Run the server."""
         options = uvicorn.Config(
-            _application(self.gate, self.model, self._max_length),
+            _application(self.gate, self._models, self._max_length),
             http=BoundedProtocol,
             log_config=None,
             log_level="error",
@@ -149,14 +152,13 @@ class Endpoint:
             timeout_graceful_shutdown=1,
         )
         server = uvicorn.Server(options)
-        thread = threading.Thread(target=server.run, args=([listening],), name="endpoint", daemon=True)
+        thread = threading.Thread(target=server.run, args=([self._bound],), name="endpoint", daemon=True)
         thread.start()
         try:
             yield self
         finally:
             server.should_exit = True
             thread.join(_LIMIT_S)
-            listening.close()
 
     @asynccontextmanager
     async def answering(self, anybody: CompletionHandler | None) -> AsyncIterator[None]:
@@ -164,24 +166,28 @@ class Endpoint:
         async with self.gate.open(), self.gate.session(anybody, self.token) if anybody else nullcontext():
             yield
 
-    def _listen(self) -> socket.socket:
-        host, port = self._config.host, self._config.port or 0
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.socket(family)
+
+@contextmanager
+def bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
+    """Yield a socket at the address, which listens from now on.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    host, port = config.host, config.port or 0
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as bound:
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((host, port))
-            listening.listen(2048)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, port))
+            bound.listen(2048)
         except OSError as error:
-            listening.close()
             rule = f"cannot listen there: {error.strerror or error}"
-            fix = "generation.serve.port=null (nrl-lite serve without --port) finds a free port"
+            fix = "generation.serve.port=null finds a free port"
             raise ConfigError([Violation("generation.serve.host", f"{host}:{port}", rule, fix)]) from error
-        self._address = listening.getsockname()[:2]
-        return listening
+        yield bound
 
 
-def _application(gate: LoopBridge, model: str, max_length: int) -> FastAPI:
+def _application(gate: LoopBridge, names: Sequence[str], max_length: int) -> FastAPI:
     """Routes of the server. All but `/health` need a key."""
     app = FastAPI(openapi_url=None)
     started = int(time.time())
@@ -204,7 +210,7 @@ def _application(gate: LoopBridge, model: str, max_length: int) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         _key(request, gate)
-        described = {"id": model, "object": "model", "created": started, "owned_by": "nemo_rl_lite"}
+        described = {"id": names[0], "object": "model", "created": started, "owned_by": "nemo_rl_lite"}
         return {"object": "list", "data": [{**described, "max_model_len": max_length}]}
 
     @app.post("/v1/chat/completions")
@@ -222,8 +228,8 @@ def _application(gate: LoopBridge, model: str, max_length: int) -> FastAPI:
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
         asked = read_request(kind, _parsed(body))
-        if asked.model not in (None, model):
-            rule = f"there is no model {asked.model!r:.100} here, only {model!r}"
+        if asked.model not in (None, *names):
+            rule = f"there is no model {asked.model!r:.100} here, only {names[0]!r}"
             raise RefusedError(404, rule, "model", "model_not_found")
         written = await _unless_gone(request, asyncio.wrap_future(gate.ask(key, asked)))
         if written is None:

@@ -89,7 +89,7 @@ class VLLMEngine:
         else:
             # vLLM's sampler on CPUs fails where a request has a seed and its prompt is cut into chunks.
             own = {"enable_chunked_prefill": False}
-        own |= _configured(generation.vllm_kwargs)
+        own |= {"max_model_len": policy.max_total_sequence_length} | _configured(generation.vllm_kwargs)
         if self._lora is not None:
             own |= extension.engine_options(self._lora, settings.tensor_parallel_size)
         if on_gpu and not settings.enforce_eager:
@@ -107,7 +107,6 @@ class VLLMEngine:
         arguments = EngineArgs(
             model=model_path,
             dtype=policy.precision,
-            max_model_len=policy.max_total_sequence_length,
             tensor_parallel_size=ranks,
             # Inside a placement group vLLM would ask Ray for workers, and wait for GPUs that the engine itself holds.
             distributed_executor_backend="mp" if ranks > 1 else "uni",
@@ -129,7 +128,9 @@ class VLLMEngine:
             self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if policy.router_replay.enabled and not on_gpu:
             self._engine.apply_model(record_cpu_experts)
-        self._version = 0
+        self.version = 0
+        """The step that made the weights."""
+        self.max_length: int = self._engine.vllm_config.model_config.max_model_len
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
         self._adapter = None if self._lora is None else extension.adapter_request()
         self._unfinished: dict[str, UnfinishedResponse] = {}
@@ -147,7 +148,7 @@ class VLLMEngine:
         engine, tasks = self._engine, self._engine.get_supported_tasks()
         for number, request in requests.items():
             # The salt separates the prefix caches of different weights.
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(self._version))
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(self.version))
             core_request = engine.input_processor.process_inputs(
                 str(number), prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
             )
@@ -240,8 +241,8 @@ class VLLMEngine:
             # Asynchronous scheduling may have begun a step.
             finish_begun_steps(self._engine, self._step)
             for response in self._unfinished.values():
-                response.note_version(self._version)
-        self._version = version
+                response.note_version(self.version)
+        self.version = version
         with self._weights.replacing():
             reports: list[RefitReport] = self._engine.collective_rpc("refit_receive")
             # Without this, vLLM keeps the caches of unfinished requests, which it cannot reset.
@@ -271,7 +272,7 @@ class VLLMEngine:
                 reason = "stop"
             if reason is not None:
                 del self._unfinished[output.request_id]
-                self._finished[int(output.request_id)] = response.completion(reason, self._version)
+                self._finished[int(output.request_id)] = response.completion(reason, self.version)
         self._engine.engine_core.abort_requests(stopped)
         statistics = None if given.scheduler_stats is None else given.scheduler_stats.spec_decoding_stats
         drafts = Drafts()

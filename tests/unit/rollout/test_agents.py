@@ -14,7 +14,7 @@ from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.agents import AgentPlay
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.play import Turns
-from nemo_rl_lite.serving.server import Endpoint, ServedGeneration
+from nemo_rl_lite.serving.server import Endpoint, ServedGeneration, bound_socket
 from tests.unit.pages import DOCS, blocks
 from tests.unit.rollout.script import Letters, completion, judged_by, plain
 from tests.unit.serving.served import LOCAL, SAMPLING
@@ -60,7 +60,7 @@ def config(name, timeout_s=60.0, **kwargs):
 
 def collect(engines, agent, share=0.0, max_length=200, samples=1):
     """Play some episodes of one prompt."""
-    with Endpoint(LOCAL, Letters(), "own", max_length).running() as endpoint:
+    with bound_socket(LOCAL) as bound, Endpoint(bound, Letters(), ["own"], max_length).running() as endpoint:
         play = AgentPlay(Agents(agent, "127.0.0.1"), endpoint, SAMPLING)
         return collector(ServedGeneration(engines, endpoint, None), play, share, max_length).collect(task(samples))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import socket
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -11,9 +12,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 
 from nemo_rl_lite import chat, serve
-from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError
+from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError, UsageError
+from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.run import serving
-from nemo_rl_lite.run.serving import find_served
+from nemo_rl_lite.run.serving import SampledBy, find_served
 from nemo_rl_lite.serving.protocol import RefusedError
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -33,8 +35,14 @@ def model_folder(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def find(folder: Path, most: int | None = None, *overrides: str) -> serving.Served:
-    return find_served(folder, overrides, most, lambda message: None)
+def find(folder: Path, most: int | None = None, *overrides: str, **flags: float) -> serving.Served:
+    return find_served(folder, overrides, SampledBy(most, **flags), lambda message: None)
+
+
+def exported(run: Path, **changes: object) -> Path:
+    """A run's folder with an exported model."""
+    model_folder(run / "hf", **changes)
+    return run
 
 
 @pytest.fixture
@@ -45,27 +53,52 @@ def model_of_the_hub(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def test_a_runs_exported_model_has_its_engine_and_its_limits(tmp_path):
-    run = run_folder(tmp_path, "generation=transformers", "generation.max_new_tokens=12", "generation.temperature=0.5")
-    (run / "hf").mkdir()
+def test_a_runs_exported_model_has_its_engine_and_its_sampling(tmp_path):
+    (run := tmp_path / "mine").mkdir()
+    exported(run_folder(run, "generation=transformers", "generation.max_new_tokens=12", "generation.temperature=0.5"))
+    (run / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4, "loss": 1}\n')
     served = find(run)
     generation = served.config.generation
-    assert (served.name, served.folder) == ("grpo-reverse_digits", run / "hf")
-    assert (generation.backend, generation.max_new_tokens, generation.temperature) == ("transformers", 12, 0.5)
+    assert (served.name, served.folder, served.step) == ("mine", run / "hf", 4)
+    assert served.other_names == ("grpo-reverse_digits", str(run))
+    assert (generation.backend, generation.temperature) == ("transformers", 0.5)
     assert generation.colocated.enabled is False and "on CPUs" in str(served)
-    assert find(run, 20).config.generation.max_new_tokens == 20
-    with pytest.raises(LauncherError, match="--max-new-tokens 32: a chat and its response have 32 tokens together"):
-        find(run, 32)
+    flags = find(run, 20, temperature=0).flags.applied(Sampling.of(generation, ()))
+    assert (flags.max_new_tokens, flags.temperature, flags.top_p) == (20, 0, generation.top_p)
+    # The model's folder has the run's name, and not its own, which is "hf".
+    assert find(run / "hf").name == "mine"
 
 
-def test_a_hugging_face_folder_has_what_its_model_can(tmp_path):
-    served = find(model_folder(tmp_path / "mine"))
-    policy, generation = served.config.policy, served.config.generation
-    assert (served.name, policy.max_total_sequence_length, generation.max_new_tokens) == ("mine", 600, 300)
-    assert policy.precision == "bfloat16"
+def test_a_models_own_context_limits_a_chat(tmp_path):
+    (run := tmp_path / "run").mkdir()
+    exported(run_folder(run, "policy.max_total_sequence_length=96", "generation.max_new_tokens=48"))
+    for folder in (run, model_folder(tmp_path / "mine")):
+        config = find(folder).config
+        assert (config.policy.max_total_sequence_length, config.generation.max_new_tokens) == (600, 599)
     long = find(model_folder(tmp_path / "long", max_position_embeddings=10**6, dtype="float32")).config
-    assert (long.policy.max_total_sequence_length, long.generation.max_new_tokens) == (8192, 512)
-    assert long.policy.precision == "float32"
+    assert (long.policy.max_total_sequence_length, long.policy.precision) == (8192, "float32")
+    usual = find_served(run, (), SampledBy(), lambda message: None, usual_tokens=64)
+    assert usual.config.generation.max_new_tokens == 64
+
+
+def test_on_a_gpu_vllm_takes_what_fits_of_the_context(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "gpu_bytes", lambda: 80 << 30)
+    config = find(model_folder(tmp_path / "long", max_position_embeddings=10**6)).config
+    assert config.policy.max_total_sequence_length == 10**6 and config.generation.vllm_kwargs["max_model_len"] == -1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"most": 600}, "--max-new-tokens 600: a chat and its response have 600 tokens together"),
+        ({"temperature": -1}, "--temperature -1: this engine takes"),
+        ({"top_p": 2}, "--top-p 2 is not"),
+        ({"top_k": 0}, "--top-k 0 is not"),
+    ],
+)
+def test_a_flag_out_of_range_is_named(tmp_path, flags, said):
+    with pytest.raises(UsageError, match=said):
+        find(model_folder(tmp_path / "mine"), **flags)
 
 
 TEMPLATE, THINKS = "policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs.enable_thinking"
@@ -74,8 +107,7 @@ TEMPLATE, THINKS = "policy.tokenizer.chat_template", "policy.tokenizer.chat_temp
 def test_a_command_says_how_the_chats_of_any_model_are_written(tmp_path):
     (template := tmp_path / "own.jinja").write_text("{{ messages }}")
     (run := tmp_path / "run").mkdir()
-    run_folder(run, f"{TEMPLATE}={template}", f"{THINKS}=true", r"data.system_prompt='\${not.filled.in}'")
-    (run / "hf").mkdir()
+    exported(run_folder(run, f"{TEMPLATE}={template}", f"{THINKS}=true", r"data.system_prompt='\${not.filled.in}'"))
     own = find(run).config
     # The exported model has the run's template.
     assert own.policy.tokenizer.chat_template is None
@@ -180,6 +212,18 @@ def test_a_response_does_not_control_the_terminal(monkeypatch, capsys, at_termin
     chat.converse(lambda messages: "\x1b]52;c;eA==\x07\u202eé\n\tx", Console(file=io.StringIO()))
     escaped = "\\x1b]52;c;eA==\\x07\\u202eé\n\tx\n"
     assert capsys.readouterr().out == (escaped if at_terminal else "\x1b]52;c;eA==\x07\u202eé\n\tx\n")
+
+
+def test_a_port_in_use_is_found_before_the_model_loads(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(serve, "start_engine", lambda served: pytest.fail("the model loads"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(SystemExit) as ended:
+            serve.main([str(model_folder(tmp_path / "mine")), f"--port={port}"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"127.0.0.1:{port}" in said and "--port" in said and "generation" not in said
 
 
 @pytest.mark.parametrize("port", ["0", "99999", "-1", "http"])

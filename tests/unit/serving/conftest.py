@@ -2,14 +2,14 @@
 
 import pytest
 
-from nemo_rl_lite.serving.server import Endpoint
+from nemo_rl_lite.serving.server import Endpoint, bound_socket
 from tests.unit.rollout.script import Letters
 from tests.unit.serving.served import LOCAL, Echo, answering
 
 
 @pytest.fixture(scope="module")
 def endpoint():
-    with Endpoint(LOCAL, Letters(), "own", 100).running() as running:
+    with bound_socket(LOCAL) as bound, Endpoint(bound, Letters(), ["own", "runs/own"], 100).running() as running:
         yield running
 
 

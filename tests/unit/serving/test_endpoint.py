@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.serving import connections
-from nemo_rl_lite.serving.server import Endpoint
+from nemo_rl_lite.serving.server import bound_socket
 from tests.unit.rollout.script import END, Letters
 from tests.unit.serving.served import SAMPLING, Client, Echo, answering, leaving_client
 
@@ -50,7 +50,7 @@ def test_a_request_may_choose_its_sampling_and_every_request_has_a_seed(endpoint
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not supported here: leave it out"),
         ({"temperature": 3}, 400, "temperature = 3: this engine takes 0 and 0.01 to 2"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "the last one is the assistant's"),
-        ({"messages": [{"role": "user", "content": "a" * 60}]}, 400, "exceed policy.max_total_sequence_length = 100"),
+        ({"messages": [{"role": "user", "content": "a" * 70}], "max_tokens": 39}, 400, "exceed the 100 of the context"),
         ({"model": "gpt"}, 404, "there is no model 'gpt' here, only 'own'"),
     ],
 )
@@ -205,4 +205,4 @@ def test_an_address_that_is_taken_is_named():
         other.listen()
         config = ServeConfig(True, "127.0.0.1", other.getsockname()[1])
         with pytest.raises(ConfigError, match=r"cannot listen there.*\n.*generation.serve.port=null"):
-            Endpoint(config, Letters(), "own", 100).running().__enter__()
+            bound_socket(config).__enter__()

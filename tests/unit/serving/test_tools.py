@@ -9,7 +9,7 @@ from openai import BadRequestError, OpenAI
 
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.serving.public import ResponderConfig
-from nemo_rl_lite.serving.server import Endpoint
+from nemo_rl_lite.serving.server import Endpoint, bound_socket
 from tests.unit.rollout.test_tool_turns import HERMES, LLAMA, TAGS, template, tokenizer_of
 from tests.unit.serving.served import LOCAL, answering
 
@@ -49,7 +49,7 @@ def speaking(folder, name, end):
     """A model with a chat template of TRL's, and one token a letter."""
     tokenizer = tokenizer_of(folder, template(name), end)
     sampling = Sampling(1.0, 1.0, None, 100, tokenizer.end_tokens, ())
-    with Endpoint(LOCAL, tokenizer, "own", LONGEST, "my-key").running() as endpoint:
+    with bound_socket(LOCAL) as bound, Endpoint(bound, tokenizer, ["own"], LONGEST, "my-key").running() as endpoint:
         model = Speaking(tokenizer, endpoint)
         with model.client, answering(endpoint, model, ResponderConfig(tokenizer, sampling, LONGEST, (0.01, 2.0))):
             yield model
