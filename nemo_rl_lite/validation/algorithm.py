@@ -308,7 +308,8 @@ def check_trackers(config: Config) -> Iterator[Violation]:
         fix = "run `wandb login`, set WANDB_API_KEY, or logger.wandb.mode=offline"
         yield Violation("logger.wandb.mode", "online", "W&B has no API key on this machine", fix)
     if config.logger.mlflow_enabled and find_spec("mlflow") is None:
-        fix = "pip install -c constraints.txt 'nemo_rl_lite[mlflow]' (mlflow-skinny), or logger.mlflow_enabled=false"
+        install = """pip install -c "$(nrl-lite constraints)" 'nemo_rl_lite[mlflow]' (mlflow-skinny)"""
+        fix = f"{install}, or logger.mlflow_enabled=false"
         yield Violation("logger.mlflow_enabled", True, "MLflow's client is not installed here", fix)
 
 
