@@ -14,8 +14,9 @@ from nemo_rl_lite.checkpoint.resume import checkpoints_around, locate
 from nemo_rl_lite.checkpoint.store import POLICY, Checkpoint
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import CheckpointError, ConfigError, shown_as_message
+from nemo_rl_lite.errors import CheckpointError, ConfigError, Violation, shown_as_message
 from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, exported, locate_model, with_template
+from nemo_rl_lite.models.shape import push_problems
 from nemo_rl_lite.system.machine import local_path
 from nemo_rl_lite.validation.compose import restore
 
@@ -34,11 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--public", action="store_true", help="make the repository a public one if it does not exist")
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite export"):
+        name = given.push_to_hub
+        if name and (violations := [Violation("--push-to-hub", name, *problem) for problem in push_problems(name)]):
+            raise ConfigError(violations)
         folders = export(given.run.resolve(), given.folder.resolve() if given.folder else None)
-        if given.push_to_hub:
+        if name:
             from nemo_rl_lite.run.publish import push
 
-            sys.stdout.write(f"pushed to {push(folders, given.push_to_hub, private=not given.public)}\n")
+            sys.stdout.write(f"pushed to {push(folders, name, private=not given.public)}\n")
 
 
 def export(run: Path, target: Path | None) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,20 @@ def is_hub_name(name: str) -> bool:
     well_formed = len(parts) == 2 and all(re.fullmatch(r"[\w.-]+", part) for part in parts)
     is_folder = name.startswith((".", "~", "/")) or parts[0] == MODELS_FOLDER
     return well_formed and not is_folder and not Path(name).exists()
+
+
+def push_problems(name: str) -> Iterator[tuple[str, str]]:
+    """Yield why no model can be pushed to the repository `name` of the hub from this machine, each with its fix."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import get_token, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        yield "is no name of a repository on the hub", "name it organisation/name"
+    if get_token() is None:
+        fix = "run `hf auth login`, set HF_TOKEN, or leave it out: `hf upload` pushes the folder later"
+        yield "the hub's token is missing on this machine", fix
 
 
 def read_model_shape(name: str) -> ModelShape | None:

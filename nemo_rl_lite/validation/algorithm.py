@@ -21,6 +21,7 @@ from nemo_rl_lite.config.schema_algorithm import (
 from nemo_rl_lite.config.sizes import as_teacher, optimizer_steps, samples_per_step, validates
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.models.shape import push_problems
 from nemo_rl_lite.system.machine import WANDB, wandb_login
 from nemo_rl_lite.validation.compose import rule
 from nemo_rl_lite.validation.layout import (
@@ -308,25 +309,15 @@ def check_trackers(config: Config) -> Iterator[Violation]:
         fix = "run `wandb login`, set WANDB_API_KEY, or logger.wandb.mode=offline"
         yield Violation("logger.wandb.mode", "online", "W&B has no API key on this machine", fix)
     if config.logger.mlflow_enabled and find_spec("mlflow") is None:
-        fix = "pip install -c constraints.txt 'nemo_rl_lite[mlflow]' (mlflow-skinny), or logger.mlflow_enabled=false"
+        install = """pip install -c "$(nrl-lite constraints)" 'nemo_rl_lite[mlflow]' (mlflow-skinny)"""
+        fix = f"{install}, or logger.mlflow_enabled=false"
         yield Violation("logger.mlflow_enabled", True, "MLflow's client is not installed here", fix)
 
 
 @rule("checkpoint.push_to_hub")
 def check_hub(config: Config) -> Iterator[Violation]:
-    key, name = "checkpoint.push_to_hub", config.checkpoint.push_to_hub
-    if name is None:
-        return
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import get_token, validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        yield Violation(key, name, "is no name of a repository on the hub", f"{key}=organisation/name")
-    if get_token() is None:
-        fix = "run `hf auth login`, set HF_TOKEN, or leave it out: `hf upload` pushes the folder later"
-        yield Violation(key, name, "the hub's token is missing on this machine", fix)
+    if (name := config.checkpoint.push_to_hub) is not None:
+        yield from (Violation("checkpoint.push_to_hub", name, *problem) for problem in push_problems(name))
 
 
 def _has_wandb_key() -> bool:

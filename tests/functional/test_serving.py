@@ -25,6 +25,7 @@ SMALL = (
 AGENT = ("agent.name=tests.unit.rollout.players.player", "+agent.kwargs.how='two turns'", "agent.processes=1")
 # The run's model is that of its checkpoint.
 SAVED = ("checkpoint.save_period=2", "checkpoint.export_hf_at_end=false", "generation.serve.enabled=true")
+SAVED += ("policy.megatron_cfg.peft.enabled=true",)
 # The model's template writes `=` after a message, and this one writes it twice where it is told to.
 TEMPLATE = build_tokenizer().chat_template.replace("{% else %}=", "{% else %}={% if twice %}={% endif %}")
 
@@ -90,3 +91,5 @@ def test_its_checkpoint_is_served_until_it_is_told_to_stop(run):
     assert continued["choices"][0]["token_ids"] == first["token_ids"]
     assert refused.status_code == 400 and "generation.max_new_tokens = 6" in json.dumps(refused.json())
     assert (folder / "hf-step-00000002" / "chat_template.jinja").read_text() == TEMPLATE
+    adapters = folder / "adapter-step-00000002"
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= {one.name for one in adapters.iterdir()}

@@ -16,6 +16,14 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path, capsys):
     assert f"{tmp_path} has no complete checkpoint: name a run's folder" in capsys.readouterr().err
 
 
+def test_a_push_that_cannot_work_is_refused_before_the_export(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.utils.get_token", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        export.main([str(tmp_path), "--push-to-hub", "no/such/name"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "--push-to-hub = 'no/such/name'" in said and "hf auth login" in said
+
+
 def saved(folder, record):
     store = CheckpointStore(folder / "checkpoints", Retention(1, 0, None, True))
     store.begin(3)
