@@ -14,16 +14,18 @@ class LauncherError(Exception):
 
 @dataclass(frozen=True)
 class Violation:
-    """One problem of a configuration: the key, its value, the rule it violates, and the fix."""
+    """One problem of a configuration: the key, its value, the rule it violates, and the fix; the place in a file."""
 
     key: str
     value: object
     rule: str
     fix: str
+    place: str | None = None
 
     def __str__(self) -> str:
         shown = "" if self.value is None else f" = {self.value!r}"
-        return f"{self.key}{shown}\n      {self.rule}\n      fix: {self.fix}"
+        where = "" if self.place is None else f"  ({self.place})"
+        return f"{self.key}{shown}{where}\n      {self.rule}\n      fix: {self.fix}"
 
 
 class ConfigError(LauncherError):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_rl_lite.config.experiments import expanded
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     try:
+        given.overrides = expanded(given.overrides)
         if given.model_config and "policy.model_name" in given_keys(given.overrides):
             rule = "describes another model than policy.model_name, which the command gives as well"
             raise ConfigError([Violation("--model-config", str(given.model_config), rule, "one of the two")])
