@@ -5,6 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+# Stands for a secret in what is written to disk.
+HIDDEN = "REDACTED"
+
 
 class LauncherError(Exception):
     """The base of all errors that are shown as a message without a traceback."""

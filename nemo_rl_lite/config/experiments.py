@@ -2,22 +2,24 @@
 
 A file has keys and, as built-in recipes do, a defaults list: files of groups, files beside it, and a recipe to begin
 with. Each of its keys becomes an override that knows its file and line, so every check applies to it as to a typed one.
+`--like RUN` takes the keys of a run's record in the same way.
 """
 
 import difflib
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_lite.config.keys import CONFIG_NAME, HYDRA_PACKAGE, groups, known_keys, parse_override
-from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.config.keys import CONFIG_NAME, HYDRA_PACKAGE, compose_files, groups, known_keys, parse_override
+from nemo_rl_lite.errors import HIDDEN, ConfigError, Violation
 
 RECIPES, SEARCH_PATH = "recipes", f"{HYDRA_PACKAGE}.searchpath"
 _SUFFIXES = (".yaml", ".yml")
@@ -25,6 +27,13 @@ _SUFFIXES = (".yaml", ".yml")
 _SECTIONS = {RECIPES: "", "offload": "policy"}
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 _KEY = re.compile(r"[A-Za-z_][\w.-]*")
+# Options that name files, as words of the command line.
+_OPTIONS = {
+    "--like": "like={}",
+    **dict.fromkeys(("--config", "--config-name", "-cn"), "recipes={}"),
+    **dict.fromkeys(("--config-dir", "-cd", "--config-path", "-cp"), SEARCH_PATH + "=[{}]"),
+}
+LIKE, _RECORD = "like", "config.json"
 _ITEM = re.compile(r"(?:(?:override|optional)\s+)*/?(?P<group>[\w/-]+)(?:@\S+)?")
 
 
@@ -37,6 +46,18 @@ class FromFile(str):
         made = super().__new__(cls, text)
         made.place = place
         return made
+
+
+def as_words(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with each option that names a file as a word: `--like RUN` as `like=RUN`."""
+    words, rest = [], list(arguments)
+    while rest:
+        name, mark, value = rest.pop(0).partition("=")
+        if name in _OPTIONS and (mark or rest):
+            words.append(_OPTIONS[name].format(value if mark else rest.pop(0)))
+        else:
+            words.append(f"{name}{mark}{value}")
+    return words
 
 
 def expanded(arguments: Sequence[str], folders: Sequence[Path] = ()) -> list[str]:
@@ -55,6 +76,8 @@ def expanded(arguments: Sequence[str], folders: Sequence[Path] = ()) -> list[str
     for argument in arguments:
         if isinstance(argument, FromFile):
             reader.found.append(argument)
+        elif argument.startswith(f"{LIKE}="):
+            reader.read_record(Path(argument.partition("=")[2]).expanduser(), {_target(one) for one in arguments})
         elif chosen := reader.file_named_by(argument):
             reader.read(*chosen, "")
         elif argument.partition("=")[0].lstrip("+") != SEARCH_PATH:
@@ -167,11 +190,44 @@ class _Reader:
                     if one.is_file():
                         return one
         if name not in groups()[group]:
-            places = [folder, *self._folders]
-            for one in (place / group / f"{name}{suffix}" for place in places for suffix in _SUFFIXES):
+            places = [folder / group, *(place / group for place in self._folders)]
+            places += self._folders if group == RECIPES else []
+            for one in (place / f"{name}{suffix}" for place in places for suffix in _SUFFIXES):
                 if one.is_file():
                     return one
         return None
+
+    # --- A run
+
+    def read_record(self, run: Path, typed: Collection[str]) -> None:
+        """Add what makes the configuration of a run: the values of its record that are not today's defaults."""
+        file = run if run.is_file() else run / _RECORD
+        try:
+            record = json.loads(file.read_text())
+        except (OSError, ValueError):
+            record = None
+        # A model's folder has a config.json as well.
+        if not (isinstance(record, dict) and isinstance(record.get("algorithm"), dict)):
+            jobs = sorted(one.parent.name for one in run.glob(f"*/{_RECORD}"))
+            fix = f"--like {run / jobs[0]}" if jobs else "--like outputs/NAME/DATE, a folder that train has written"
+            self._refuse(f"--like {run}", f"there is no run: {file} is no record of one", fix, "")
+            return
+        chosen = [f"{group}={name}" for group in groups() if (name := _file_of(group, record)) in groups()[group]]
+        values = dict(_leaves(record))
+        composed = compose_files(chosen)
+        plain = dict(_leaves(OmegaConf.to_container(composed, resolve=False)))  # pyrefly: ignore[bad-argument-type]
+        # Defaults that depend on other keys come last: they follow from those.
+        derived = [key for key in values if "${" in str(plain.get(key))]
+        pinned = {key: value for key, value in values.items() if key not in derived and value != plain.get(key, ...)}
+        pinned.pop("algorithm.name", None)
+        with open_dict(composed):
+            for key, value in pinned.items():
+                OmegaConf.update(composed, key, value, force_add=True)
+        pinned |= {key: values[key] for key in derived if _resolved(composed, key) != values[key]}
+        for key, value in pinned.items():
+            if HIDDEN in str(value) and key not in typed:
+                self._refuse(key, "is a secret, which the record does not have", f"{key}=...", str(file))
+        self.found += [FromFile(one, str(file)) for one in (*chosen, *(as_override(*one) for one in pinned.items()))]
 
     # --- One file
 
@@ -273,6 +329,20 @@ class _Reader:
 
     def _refuse(self, key: str, rule: str, fix: str, place: str) -> None:
         self.wrong.append(Violation(key, None, rule, fix, place or None))
+
+
+def _file_of(group: str, record: Mapping[str, Any]) -> str | None:
+    """Return the name of the file that a section of a record began with, where it says so."""
+    section = record.get(group)
+    return section.get("name") if isinstance(section, dict) else None
+
+
+def _resolved(composed: DictConfig, key: str) -> Any:
+    try:
+        value = OmegaConf.select(composed, key)
+    except (OmegaConfBaseException, ValueError):
+        return ...
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _near(group: str, file: Path) -> str:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from nemo_rl_lite.config.experiments import expanded
+from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.keys import (
     CONFIG_NAME,
     RUN_FOLDER,
@@ -58,7 +58,7 @@ FLAGS = (*_INFORMATION, *_OF_CFG, *SWEEP, DRY_RUN)
 
 def launch(arguments: Sequence[str]) -> "list[Summary]":
     """Run the command line, and return the summary of each run (several with -m, none with --help and the like)."""
-    flags, overrides = split_arguments(arguments)
+    flags, overrides = split_arguments(as_words(arguments))
     try:
         overrides = expanded(overrides)
         configs = _checked(flags, overrides)

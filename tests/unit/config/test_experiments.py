@@ -2,13 +2,15 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.config.experiments import as_override, expanded
+from nemo_rl_lite.config.experiments import as_override, as_words, expanded
 from nemo_rl_lite.config.keys import config_dir, parse_override
 from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.run.command import jobs
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -134,3 +136,60 @@ def test_a_sweep_runs_over_files():
     write("two.yaml", "algorithm.max_num_steps: 2\n")
     composed = [compose_config(job) for job in jobs(expanded(["recipes=one.yaml,two.yaml", "algorithm.seed=1,2"]))]
     assert [(one.algorithm.max_num_steps, one.algorithm.seed) for one in composed] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "recipes=grpo-tiny-1n0g-cpu-tp2 algorithm.max_num_steps=3 generation=transformers",
+        "algorithm=sft policy.max_total_sequence_length=48 policy.train_global_batch_size=16 offload=pinned",
+        "+reward.terms.x={name:format,weight:1,kwargs:{pattern:9}} environment=calculator",
+        "policy.megatron_cfg.optimizer.lr=1e-3 policy.megatron_cfg.peft.enabled=true run_name=its",
+    ],
+)
+def test_a_run_is_repeated_from_its_record(words, folder):
+    config = compose_config(shlex.split(words))
+    (folder / "run").mkdir()
+    (folder / "run" / "config.json").write_text(json.dumps(described(config)))
+    assert compose_config(as_words(["--like", "run"])) == config
+    again = compose_config(as_words(["--like=run/config.json", "algorithm.seed=77"]))
+    assert again.algorithm.seed == 77 and again.policy == config.policy
+
+
+def test_what_follows_from_a_changed_key_follows_in_a_repetition(folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.json").write_text(json.dumps(described(compose_config(["algorithm.max_num_steps=5"]))))
+    words = ["like=run", "policy.max_total_sequence_length=64"]
+    assert compose_config(words) == compose_config(["algorithm.max_num_steps=5", *words[1:]])
+
+
+def test_a_secret_of_a_record_is_to_be_given(folder):
+    (folder / "run").mkdir()
+    config = compose_config(["+generation.vllm_kwargs.hf_token=abc"])
+    (folder / "run" / "config.json").write_text(json.dumps(described(config)))
+    with pytest.raises(ConfigError, match=r"generation.vllm_kwargs.hf_token=\.\.\."):
+        compose_config(["like=run"])
+    assert compose_config(["like=run", "+generation.vllm_kwargs.hf_token=abc"]) == config
+
+
+@pytest.mark.parametrize("name", ["gone", "sweep"])
+def test_a_folder_without_a_record_is_answered(name, folder):
+    (folder / "sweep" / "0").mkdir(parents=True)
+    (folder / "sweep" / "0" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="--like sweep/0" if name == "sweep" else "a folder that train has written"):
+        compose_config([f"like={name}"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--config lab/mine.yaml",
+        "--config-dir lab --config-name mine",
+        "-cd lab recipes=mine",
+        "--config-dir=lab -cn=mine",
+    ],
+)
+def test_options_name_files_too(words):
+    write("lab/mine.yaml", STEPS)
+    assert compose_config(as_words(words.split())).algorithm.max_num_steps == 7
