@@ -5,6 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+# Stands for a secret in what is written to disk.
+HIDDEN = "REDACTED"
+
 
 class LauncherError(Exception):
     """The base of all errors that are shown as a message without a traceback."""
@@ -14,16 +17,18 @@ class LauncherError(Exception):
 
 @dataclass(frozen=True)
 class Violation:
-    """One problem of a configuration: the key, its value, the rule it violates, and the fix."""
+    """One problem of a configuration: the key, its value, the rule it violates, and the fix; the place in a file."""
 
     key: str
     value: object
     rule: str
     fix: str
+    place: str | None = None
 
     def __str__(self) -> str:
         shown = "" if self.value is None else f" = {self.value!r}"
-        return f"{self.key}{shown}\n      {self.rule}\n      fix: {self.fix}"
+        where = "" if self.place is None else f"  ({self.place})"
+        return f"{self.key}{shown}{where}\n      {self.rule}\n      fix: {self.fix}"
 
 
 class ConfigError(LauncherError):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
@@ -28,13 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host-memory", help="of one machine, such as 2TiB; default: not checked")
     parser.add_argument("--model-config", type=local_path, help="the model's config.json, where the model is not here")
     parser.add_argument("--mean-length", type=float, metavar="TOKENS", help="of responses; default: half of the most")
-    given = parser.parse_intermixed_args(arguments)
+    given = parser.parse_intermixed_args(as_words(sys.argv[1:] if arguments is None else arguments))
     try:
         gpu = size_of(given.gpu)
         host = parse_size(given.host_memory) if given.host_memory else None
     except ValueError as error:
         parser.error(str(error))
     try:
+        given.overrides = expanded(given.overrides)
         if given.model_config and "policy.model_name" in given_keys(given.overrides):
             rule = "describes another model than policy.model_name, which the command gives as well"
             raise ConfigError([Violation("--model-config", str(given.model_config), rule, "one of the two")])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 
+from nemo_rl_lite.config.experiments import expanded, names_file, placed
 from nemo_rl_lite.config.keys import (
     DEFAULT_ALGORITHM,
     HYDRA_PACKAGE,
@@ -31,7 +32,11 @@ def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[lis
 
     `key=value`, `+key=value` and `++key=value` are the same. A key of another algorithm is accepted here, and refused
     once the algorithm is known. Only where it `sweeps` may a key have several values.
+
+    Raises:
+        ConfigError: an experiment file cannot be read.
     """
+    arguments = expanded(arguments)
     violations: list[Violation] = []
     accepted: list[str] = []
     chosen: dict[str, str] = {}
@@ -50,7 +55,7 @@ def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[lis
     if unknown:
         algorithm = _algorithm([one for one in accepted if one.partition("=")[0] in ("algorithm", "recipes")])
         violations += [unknown_key(one.key_or_group, _given(one), algorithm) for one in unknown]
-    return accepted, violations
+    return accepted, placed(violations, arguments)
 
 
 def named_run_folder(arguments: Sequence[str], key: str = RUN_FOLDER) -> str | None:
@@ -147,7 +152,12 @@ def _group_problem(override: Override) -> Violation | None:
     if override.is_delete():
         return Violation(group, None, "deletes a section, and every section is needed", f"{group}=FILE")
     for name in _files(override):
-        if name in files or (group == "recipes" and name is None):
+        # Each job of a sweep reads its own file.
+        if (
+            name in files
+            or (group == "recipes" and name is None)
+            or (override.is_sweep_override() and names_file(name))
+        ):
             continue
         close = difflib.get_close_matches(str(name).lower(), files, n=1, cutoff=0.7)
         listing = ", ".join(files) or "none"

@@ -68,7 +68,7 @@ class ToolEnvironment(ABC):
 
 
 class Functions(ToolEnvironment):
-    """Offers functions by their paths, see `imported`. Their signatures and docstrings become their schemas."""
+    """Offers functions that `imported` finds. Their signatures and docstrings become their schemas."""
 
     def __init__(self, tools: Sequence[str], max_characters: int):
         """An answer that is longer than `max_characters` loses its end.

@@ -18,9 +18,9 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engines, on_gpus
 from nemo_rl_lite.config.user_code import file_of
 from nemo_rl_lite.data.sources import validation_source
-from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.errors import HIDDEN, ConfigError, Violation
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.observability.environment import HIDDEN, described
+from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.run.model import CHAT_KEYS, as_composed, with_effect
 from nemo_rl_lite.run.serving import Served, alone

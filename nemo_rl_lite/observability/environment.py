@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 import nemo_rl_lite
+from nemo_rl_lite.errors import HIDDEN
 
 PACKAGES = (
     "torch",
@@ -32,7 +33,6 @@ PACKAGES = (
 CONFIG_FILE, COMMAND_FILE, ENVIRONMENT_FILE = "config.json", "command.txt", "environment.json"
 STATUS_FILE, ERROR_FILE = "status.json", "error.txt"
 _LIMIT_S = 10
-HIDDEN = "REDACTED"
 _KINDS = (
     r"(?:api|access|secret|private)[_-]?keys?|secrets?|passwords?|passwd|passphrase|pwd|token|auth(?:orization)?|bearer"
     r"|pat|cookies?|sig(?:nature)?|credentials?"

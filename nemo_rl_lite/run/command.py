@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.keys import (
     CONFIG_NAME,
     RUN_FOLDER,
@@ -71,8 +72,9 @@ FLAGS = (*_INFORMATION, *_OF_CFG, *SWEEP, DRY_RUN)
 
 def launch(arguments: Sequence[str]) -> "list[Summary]":
     """Run the command line, and return the summary of each run (several with -m, none with --help and the like)."""
-    flags, overrides = split_arguments(arguments)
+    flags, overrides = split_arguments(as_words(arguments))
     try:
+        overrides = expanded(overrides)
         configs = checked(flags, overrides)
         if flags.dry_run:
             from nemo_rl_lite.run.run import dry_run
@@ -127,7 +129,7 @@ def checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], 
     if wrong:
         # Each job repeats what is wrong with the whole command.
         raise ConfigError(list({str(one): one for one in wrong}.values()))
-    told = [note for job, config in found for note in (*notes(config, given_keys(job)), *notes_here(config))]
+    told = [note for job, config in found for note in (*notes(config, given_keys(expanded(job))), *notes_here(config))]
     told += [note for _, config in found for note in little_space(config, _place(overrides, key))]
     show_notes(dict.fromkeys(told))
     return found

@@ -199,7 +199,7 @@ def _of_run(run: Path, say: Say) -> Served:
     own = replace(config.policy.tokenizer, chat_template=None)
     config = replace(config, policy=replace(config.policy, tokenizer=own))
     folder, step = _exported(run, say)
-    return Served(run.name, folder, config, step, (config.run_name,))
+    return Served(run.name, folder, config, step=step, other_names=(config.run_name,))
 
 
 def _exported(run: Path, say: Say) -> tuple[Path, int]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.overrides import given_keys, named_run_folder
 from nemo_rl_lite.config.schema import Config
@@ -51,8 +52,10 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 sbatch failed, 2 bad arguments or configuration."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    given = _parser().parse_intermixed_args(words)
+    given = _parser().parse_intermixed_args(as_words(words))
     with shown_as_message("nrl-lite slurm"):
+        # The job has the keys of a file as they are now, however the file changes while the job waits.
+        given.overrides = expanded(given.overrides)
         config, run_folder = compose_config(given.overrides), named_run_folder(given.overrides)
         if given.log.endswith("/") or Path(given.log).is_dir():
             given.log = f"{given.log.rstrip('/')}/slurm-%j.out"

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
+from nemo_rl_lite.config.experiments import expanded, placed
 from nemo_rl_lite.config.keys import DEFAULT_ALGORITHM, compose_files, groups, known_keys, unknown_key, variables_of
 from nemo_rl_lite.config.overrides import check_overrides
 from nemo_rl_lite.config.schema import Config
@@ -210,6 +211,7 @@ def compose_config(arguments: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: listing every violation: of the arguments, of types and ranges, of the rules.
     """
+    arguments = expanded(arguments)
     overrides, violations = check_overrides(arguments)
     if violations and not overrides:
         # Only defaults are left, which are valid.
@@ -217,7 +219,7 @@ def compose_config(arguments: Sequence[str] = ()) -> Config:
     try:
         config = resolve(compose_files(overrides))
     except ConfigError as error:
-        raise ConfigError([*violations, *error.violations]) from None
+        raise ConfigError([*violations, *placed(error.violations, arguments)]) from None
     if violations:
         raise ConfigError(violations)
     return config

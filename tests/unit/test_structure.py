@@ -11,9 +11,9 @@ import pytest
 from tests.unit.pages import DOCS, ROOT
 
 PACKAGE = ROOT / "nemo_rl_lite"
-VERBS = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "errors"}
+VERBS = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__", "errors"}
 # Every room may import these.
-COMMON = {"errors", "__init__"}
+COMMON = {"errors", "__init__", "__main__"}
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -85,7 +85,9 @@ def test_the_page_describes_every_room():
 
 
 def test_no_room_imports_a_verb():
-    assert [f"{module} -> {one}" for module, all_of_it in GRAPH.items() for one in all_of_it & VERBS] == []
+    assert [
+        f"{module} -> {one}" for module, all_of_it in GRAPH.items() for one in all_of_it & VERBS if module != "__main__"
+    ] == []
 
 
 def test_modules_import_each_other_in_no_circle():

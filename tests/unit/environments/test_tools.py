@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from nemo_rl_lite.config.keys import parse_override
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.registry import check_environment, make_environments
 from nemo_rl_lite.environments.tools import Functions, Python
@@ -97,6 +98,16 @@ def test_functions_are_offered_and_their_calls_are_answered_in_order():
     )
     assert asyncio.run(made.step(PROBLEM, [{"role": "assistant", "content": "6"}])).done
     assert answers(made, calls(("later", {"text": "x" * 40}))) == ["x" * 100 + "\n[20 more characters]"]
+
+
+def test_a_tool_is_named_by_its_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = 'def twice(a: int) -> int:\n    """Double.\n\n    Args:\n        a: A number.\n    """\n    return 2 * a\n'
+    (tmp_path / "own.py").write_text(text)
+    given = parse_override("environment.kwargs.tools=[own.py:twice]")
+    own = config("tools", tools=given.value(), max_characters=100)
+    assert [tool["function"]["name"] for tool in check_environment(own)] == ["twice"]
+    assert answers(Functions(**own.kwargs), calls(("twice", {"a": 4}))) == ["8"]
 
 
 def test_what_a_tool_raises_is_told_to_the_model_and_once_to_people(capfd):
