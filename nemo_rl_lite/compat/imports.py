@@ -5,6 +5,7 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 from nemo_rl_lite.compat.versions import written_for
 
@@ -14,7 +15,8 @@ written_for("transformers", "5.12", __name__)
 class _Distributions(Mapping[str, list[str]]):
     """The distributions of each package, as `importlib.metadata.packages_distributions` returns them.
 
-    The table of all of them takes a second: it is made for a package whose distribution has another name.
+    The table of all of them takes a second. It is made for a package whose distribution has another name, and by `get`,
+    with which transformers looks for all distributions of a package.
     """
 
     def __getitem__(self, package: str) -> list[str]:
@@ -22,6 +24,9 @@ class _Distributions(Mapping[str, list[str]]):
             return [importlib.metadata.distribution(package).name]
         except importlib.metadata.PackageNotFoundError:
             return self._all[package]
+
+    def get(self, package: str, default: Any = None) -> Any:
+        return self._all.get(package, default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all)
