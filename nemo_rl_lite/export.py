@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from pathlib import Path
 
 from nemo_rl_lite.checkpoint.resume import checkpoints_around, locate
 from nemo_rl_lite.checkpoint.store import POLICY, Checkpoint
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, shown_as_message
+from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, exported, locate_model, with_template
 from nemo_rl_lite.system.machine import local_path
 from nemo_rl_lite.validation.compose import restore
 
@@ -22,15 +25,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="nrl-lite export", description=__doc__)
     parser.add_argument("run", type=local_path, help="a run's folder (for its newest checkpoint), or one checkpoint's")
     parser.add_argument(
-        "folder", type=local_path, nargs="?", help="folder to write (default: hf-step-N in the run's folder)"
+        "folder",
+        type=local_path,
+        nargs="?",
+        help="folder to write (default: hf-step-N in the run's folder); LoRA's adapters go to FOLDER-adapter",
     )
+    parser.add_argument("--push-to-hub", metavar="NAME", help="also upload it to this repository (organisation/name)")
+    parser.add_argument("--public", action="store_true", help="make the repository a public one if it does not exist")
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite export"):
-        export(given.run.resolve(), given.folder.resolve() if given.folder else None)
+        folders = export(given.run.resolve(), given.folder.resolve() if given.folder else None)
+        if given.push_to_hub:
+            from nemo_rl_lite.run.publish import push
+
+            sys.stdout.write(f"pushed to {push(folders, given.push_to_hub, private=not given.public)}\n")
 
 
-def export(run: Path, target: Path | None) -> Path:
-    """Write the newest checkpoint of a run, or one checkpoint, to `target`, check it, and return the folder.
+def export(run: Path, target: Path | None) -> list[Path]:
+    """Write the newest checkpoint of a run, or one checkpoint, to `target`, and check it. Returns the `exported`
+    folders.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is of another version of this package, or the target is among
@@ -39,24 +52,27 @@ def export(run: Path, target: Path | None) -> Path:
     found = locate(run)
     if found is None:
         raise CheckpointError(f"{run} has no complete checkpoint: name a run's folder, or one in its checkpoints/")
-    if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not empty: name another folder, or remove it")
     if target is not None and (checkpoints := checkpoints_around(target)):
         raise CheckpointError(f"{target} is among a run's checkpoints, {checkpoints}: name a folder outside")
+    config, named = _saved_config(found), target is not None
     target = target or found.path.parents[1] / f"hf-{found.path.name}"
-    config = _saved_config(found)
+    written = exported(config, target)
+    for folder in written if named else ():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise CheckpointError(f"{folder} exists and is not empty: name another folder, or remove it")
     # Hide the libraries' progress bars and warnings; many warn while they are imported.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    import transformers
+    with quick_imports():
+        import transformers
 
-    from nemo_rl_lite.compat.megatron_cpu import prepare_import
-    from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, locate_model, with_template
+        from nemo_rl_lite.compat.megatron import auto_bridge
+
+        auto_bridge()
     from nemo_rl_lite.observability.console import RunConsole
-    from nemo_rl_lite.system.machine import free_port
-
-    prepare_import()
     from nemo_rl_lite.policy.export import convert
+    from nemo_rl_lite.run.publish import write_cards
+    from nemo_rl_lite.system.machine import free_port
 
     transformers.utils.logging.disable_progress_bar()
     console = RunConsole()
@@ -73,8 +89,10 @@ def export(run: Path, target: Path | None) -> Path:
                 raise CheckpointError(f"{template}, the chat template of the run, does not exist: restore it")
             model = with_template(model, template, Path(scratch) / TEMPLATED)
         difference = convert(config, model, found.path / POLICY, target, console.say)
-    console.say(f"step {found.step} -> {target}; transformers' logprobs differ by {difference:.2g} nats on average")
-    return target
+    write_cards(target, config, found.path.parents[1], found.step)
+    shown = " and ".join(map(str, written))
+    console.say(f"step {found.step} -> {shown}; transformers' logprobs differ by {difference:.2g} nats on average")
+    return written
 
 
 def _saved_config(found: Checkpoint) -> Config:

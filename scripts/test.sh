@@ -18,8 +18,8 @@ trap 'rm -f "$log"' EXIT
   exit "$failed"
 ) >"$log" 2>&1 &
 checks=$!
-# Two groups at a time: starting processes is what most tests wait for.
-(($#)) || set -- -n 2 --dist loadscope
+# Three groups at a time on two cores: many tests wait for processes to start, meet or end.
+(($#)) || set -- -n 3 --dist loadscope
 status=0
 pytest "$@" || status=$?
 wait "$checks" || status=$((status ? status : 1))

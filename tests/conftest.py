@@ -5,11 +5,13 @@ items no longer have in pytest 9.2: it runs each test wherever there is room, an
 """
 
 import zlib
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
 import pytest
 
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.system import stopping
 
 # Functional modules by group: the tests of a group share a process and what it has imported. Every other module is a
@@ -41,6 +43,7 @@ GROUPS = {
     "test_lora": "here",
     "test_judge": "here",
     "test_grpo": "here",
+    "test_python_api": "here",
     "test_resume": "here",
     "test_serving": "here",
 }
@@ -52,7 +55,8 @@ _PLACES = {module: place for place, module in enumerate(GROUPS)}
 @pytest.fixture(autouse=True)
 def no_signal_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps in mind that it was asked to end."""
-    monkeypatch.setattr(stopping, "_received", [])
+    for name, value in (("_received", []), ("_request", ""), ("_at_once", False), ("_waits_for_step", False)):
+        monkeypatch.setattr(stopping, name, value)
 
 
 def module_of(nodeid: str) -> tuple[str, str]:
@@ -66,6 +70,13 @@ def group_of(nodeid: str) -> str:
     module, path = module_of(nodeid)
     parts = PARTS.get(PurePath(path).stem, 1)
     return GROUPS.get(module, path) + (f" {zlib.crc32(nodeid.encode()) % parts}" if parts > 1 else "")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Every process imports all modules, and most of what they test."""
+    with quick_imports():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -59,7 +59,7 @@ class GRPO:
     """By the name of the reward's term."""
 
     def run(self) -> None:
-        sampling, config, total = self.sampling, self.config, self.config.max_num_steps
+        sampling, config, step = self.sampling, self.config, self.steps.done
         if sampling.top_p < 1 or sampling.top_k is not None:
             log.warning(
                 "generation.top_p or top_k cuts the distribution that is sampled from, but not the one the policy's "
@@ -67,15 +67,15 @@ class GRPO:
             )
         setup = Timer()
         with setup("first_refit"):
-            refitted = self.rollouts.publish(self.steps.done)
-        self.report.metrics.log(self.steps.done, under("refit", refitted) | under("timing/setup", setup.take()))
+            refitted = self.rollouts.publish(step)
+        self.report.metrics.log(step, under("refit", refitted) | under("timing/setup", setup.take()))
         times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
-        for step in self.steps.until(total, times, self.validate, self._prepare_to_save):
+        for step in self.steps.until(config.max_num_steps, times, self.validate, self._prepare_to_save):
             self.step(step)
         self.steps.checkpoints.finish()
         self.rollouts.finish_generation()
         self.policy.prepare_for_logprob()
-        self.report.metrics.log(total, under("refit", self.check()))
+        self.report.metrics.log(step, under("refit", self.check()))
 
     def step(self, step: int) -> None:
         """Take one rollout and the optimizer steps on it."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.system.machine import why_full
 
 log = logging.getLogger(__name__)
 RECORD, PREFIX = "checkpoint.json", "step-"
@@ -378,8 +379,8 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Save the state after `step`, once, in the policy's training phase. Training may continue when this returns,
-        overlapped with the writing."""
-        if not self._period or step == self._saved:
+        overlapped with the writing. A run without a period saves where it is asked to end."""
+        if step == self._saved:
             return
         self.finish()
         self._saved, self._failure, self._begun_s = step, None, time.monotonic()
@@ -429,8 +430,10 @@ class Checkpoints:
             self._fail(step, error)
 
     def _fail(self, step: int, error: Exception) -> None:
+        # Removing what was written frees space.
+        cause = why_full(self.store.folder, error.__cause__ or error) or error
         self.store.discard(step)
         newest = self.store.latest()
         there = f"the newest checkpoint is of step {newest.step}" if newest else "there is none yet"
-        self._failure = CheckpointError(f"the checkpoint of step {step} was not written: {error}; {there}")
+        self._failure = CheckpointError(f"the checkpoint of step {step} was not written: {cause}; {there}")
         self._say(f"warning: {self._failure}")

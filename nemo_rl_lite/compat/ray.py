@@ -71,14 +71,16 @@ def leave_the_launchers_session() -> None:
     utils.set_kill_on_parent_death_linux = in_child
 
 
-def start_no_api_server() -> None:
-    """Make `ray.init` start no API server.
+def start_no_helpers() -> None:
+    """Make `ray.init` start none of the helper processes that a run does not use.
 
-    It serves the dashboard and usage reports, which are off here. `ray.init` waits for it, and has no option that
-    leaves it out.
+    The API server serves the dashboard and usage reports, which are off here; `ray.init` waits for it. The log monitor
+    copies workers' output to the driver, and workers write to their own logs. The monitor starts machines. Each takes a
+    second of CPU time while workers import, and `ray.init` has no option that leaves them out.
     """
 
     def start_none(node: Any, **_: Any) -> None:
         node._webui_url = ""
 
-    ray._private.node.Node.start_api_server = start_none  # pyrefly: ignore
+    node = ray._private.node.Node
+    node.start_api_server = node.start_log_monitor = node.start_monitor = start_none  # pyrefly: ignore

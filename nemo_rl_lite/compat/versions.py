@@ -2,8 +2,16 @@
 
 import logging
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+
+def constraints_file() -> Path:
+    """Return constraints.txt: inside the package in a wheel, next to it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    own = package / "constraints.txt"
+    return own if own.is_file() else package.parent / "constraints.txt"
 
 
 def installed(library: str) -> str | None:

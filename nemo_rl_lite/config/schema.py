@@ -285,7 +285,7 @@ class WandbConfig:
     project: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)] | None
     entity: str | None
-    mode: Literal["online", "offline"]
+    mode: Literal["online", "offline", "disabled"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -324,6 +324,13 @@ class CheckpointConfig:
     must_save_by: Annotated[PositiveInt | Annotated[str, Field(pattern=DURATION)] | None, ActiveIf(".save_period")]
     resume_from: Annotated[str, Field(min_length=1)] | None
     export_hf_at_end: bool
+    push_to_hub: str | None
+    hub_private_repo: Annotated[bool, ActiveIf(".push_to_hub")]
+
+    @property
+    def exports(self) -> bool:
+        """Return whether the run writes the trained model at its end."""
+        return self.export_hf_at_end or self.push_to_hub is not None
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl_lite.compat.versions import constraints_file
 from nemo_rl_lite.diagnosis.check import (
     EVERY_RUN,
     FAIL,
@@ -151,9 +152,7 @@ def installed(name: str) -> str | None:
 
 def tested_versions() -> dict[str, str]:
     """The versions in constraints.txt of the checkout, or in the installed package's copy."""
-    copy = ROOT / "nemo_rl_lite" / "constraints.txt"
-    file = copy if copy.is_file() else ROOT / "constraints.txt"
-    return dict(re.findall(r"^([^#=\s]+)==(\S+)", file.read_text(), re.M))
+    return dict(re.findall(r"^([^#=\s]+)==(\S+)", constraints_file().read_text(), re.M))
 
 
 def torch_cuda() -> str:

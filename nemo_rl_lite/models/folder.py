@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,17 +160,30 @@ def with_template(model: Path, template: Path, target: Path) -> Path:
     if target.is_symlink() or (target.exists() and not made_here):
         raise NoModelError(f"{target} has files of its own, and the model with another chat template would replace it")
     text = template.read_text()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as unfinished:
-        folder = Path(unfinished) / target.name
-        folder.mkdir()
+    with replacing(target) as folder:
         for entry in model.iterdir():
             if entry.name not in (TEMPLATE_FILE, _MORE_TEMPLATES):
                 (folder / entry.name).symlink_to(entry.resolve())
         (folder / TEMPLATE_FILE).write_text(text)
-        shutil.rmtree(target, ignore_errors=True)
-        folder.rename(target)
     return target
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield an empty folder, which becomes `target` at the end of the block, in place of an existing one. If the block
+    raises, nothing changes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as unfinished:
+        folder = Path(unfinished) / target.name
+        folder.mkdir()
+        yield folder
+        for file in folder.glob("*.safetensors"):
+            # safetensors keeps the files that it writes from other users; links are to files of other folders.
+            if not file.is_symlink():
+                file.chmod(folder.stat().st_mode & 0o666)
+        if target.exists():
+            target.rename(Path(unfinished) / "replaced")
+        folder.rename(target)
 
 
 def on_host(weights: Iterable[tuple[str, "Tensor"]]) -> dict[str, "Tensor"]:
@@ -186,24 +200,37 @@ def write_hf_folder(
     """Write `weights` (Hugging Face names, separate memory) to `target`, with the configuration and tokenizer files of
     `source`. Its generation_config.json names all tokens that end a response, the chat template's included.
 
-    The folder appears whole or not at all, and only if `check` of it does not raise. It replaces an existing one.
+    The folder appears whole or not at all, and only if `check` of it does not raise. It replaces an existing one. Its
+    files have the mode of the umask.
     """
     from huggingface_hub import save_torch_state_dict
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as unfinished:
-        folder = Path(unfinished) / target.name
-        folder.mkdir()
+    with replacing(target) as folder:
         for file in source.iterdir():
             if file.is_file() and not file.name.endswith(WEIGHT_FILES):
-                shutil.copy2(file, folder)
+                shutil.copyfile(file, folder / file.name)
         _name_end_tokens(folder)
         _name_dtype(folder, weights)
         save_torch_state_dict(weights, folder)
         check(folder)
-        if target.exists():
-            target.rename(Path(unfinished) / "replaced")
-        folder.rename(target)
+
+
+def adapter_folder(model: Path) -> Path:
+    """Return the folder of the adapters that are merged into the exported folder `model`: `adapter` beside `hf`."""
+    beside = re.sub(r"^hf(?=-|$)", "adapter", model.name)
+    return model.with_name(beside if beside != model.name else f"{model.name}-adapter")
+
+
+def exported(config: Config, model: Path) -> list[Path]:
+    """Return the folders of an export: `model`, and with LoRA that of the adapters."""
+    return [model, adapter_folder(model)] if config.policy.megatron_cfg.peft.enabled else [model]
+
+
+def base_name(name: str, folder: Path) -> str:
+    """Return the name by which other programs find the starting model. `name`: `policy.model_name`, in `folder`."""
+    if is_hub_name(name):
+        return name
+    return str(folder if name == embedded.NAME else Path(name).expanduser().resolve())
 
 
 def _name_dtype(folder: Path, weights: Mapping[str, "Tensor"]) -> None:
@@ -219,8 +246,6 @@ def _name_dtype(folder: Path, weights: Mapping[str, "Tensor"]) -> None:
         section |= dict.fromkeys({"dtype", "torch_dtype"} & section.keys(), dtype)
     if not {"dtype", "torch_dtype"} & config.keys():
         config["dtype"] = dtype
-    # The copy may be as read-only as the source.
-    file.unlink()
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -240,6 +265,4 @@ def _name_end_tokens(folder: Path) -> None:
     if not file.exists():
         # With this file, transformers ignores these keys in config.json.
         known = {name: known[name] for name in ("bos_token_id", "pad_token_id") if name in known}
-    # The copy may be as read-only as the source.
-    file.unlink(missing_ok=True)
     file.write_text(json.dumps(known | {"eos_token_id": sorted(ends)}, indent=2) + "\n")

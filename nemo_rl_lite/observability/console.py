@@ -5,13 +5,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from nemo_rl_lite.errors import printable
+from nemo_rl_lite.observability.live import doing
 from nemo_rl_lite.observability.sinks import Sample
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog, under
@@ -39,8 +40,8 @@ _RECENT_STEPS = 20
 _SHOWN_CHARACTERS = 600
 # The width of a table without a terminal, where rich would take 80 columns.
 PLAIN_WIDTH = 100
-# Shorter parts of the start are left out of its line, in seconds.
-_SHOWN_S = 0.05
+# The longest parts of the start that its line names, and the share of the start of the shortest one.
+_SHOWN_PARTS, _SHOWN_SHARE = 3, 0.1
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
@@ -57,27 +58,30 @@ class RunConsole:
 
     def say(self, message: str) -> None:
         log.info(message)
-        self.console.print(message, markup=False)
+        # Without a terminal each message stays on one line; a terminal would break words.
+        self.console.print(message, markup=False, soft_wrap=not self.console.is_terminal)
 
     @contextmanager
     def busy(self, what: str, announced: bool = True) -> Iterator[Callable[[str], None]]:
         """Show that a long operation is running. The block may report its progress as often as it likes; without a
         terminal that is a line at times, after one at the start if `announced`."""
-        if self.console.is_terminal:
-            with self.console.status(what) as status:
-                yield lambda progress: status.update(f"{what}: {progress}")
-            return
-        if announced:
-            self.say(f"{what} ...")
         said = time.monotonic()
+        with ExitStack() as stack:
+            tell_others = stack.enter_context(doing(what))
+            status = stack.enter_context(self.console.status(what)) if self.console.is_terminal else None
+            if status is None and announced:
+                self.say(f"{what} ...")
 
-        def tell(progress: str) -> None:
-            nonlocal said
-            if time.monotonic() - said >= _TOLD_EVERY_S:
-                said = time.monotonic()
-                self.say(f"{what}: {progress}")
+            def tell(progress: str) -> None:
+                nonlocal said
+                tell_others(progress)
+                if status is not None:
+                    status.update(f"{what}: {progress}")
+                elif time.monotonic() - said >= _TOLD_EVERY_S:
+                    said = time.monotonic()
+                    self.say(f"{what}: {progress}")
 
-        yield tell
+            yield tell
 
     def step(
         self,
@@ -112,12 +116,14 @@ class RunConsole:
         self.console.print(table)
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(title=title, title_justify="left", title_style="bold")
+        table = Table()
         for index, header in enumerate(headers):
             table.add_column(header, justify="left" if index == 0 else "right")
         for row in rows:
             table.add_row(*row)
-        self.console.print(table)
+        # As the table's own title, it would be wrapped to the width of the table.
+        self.console.print(Text(title, style="bold"), soft_wrap=not self.console.is_terminal)
+        self.console.print(table, soft_wrap=not self.console.is_terminal)
 
 
 def _step_line(
@@ -222,15 +228,10 @@ def report_start(setup: Timer, step: int, metrics: MetricsLog, console: RunConso
 
 
 def start_line(seconds: Mapping[str, float]) -> str:
-    """Return one line with the total, the launcher's parts in order, and each group's parts."""
+    """Return one short line with the total and the longest of the launcher's parts; the metrics have all of them."""
+    total = seconds["total"]
     own = {name: value for name, value in seconds.items() if "/" not in name and name != "total"}
-    own["other"] = seconds["total"] - sum(own.values())
-    shown = [f"started in {seconds['total']:.1f} s: {_parts(own)}"]
-    for group in dict.fromkeys(name.partition("/")[0] for name in seconds if "/" in name):
-        inside = {name.partition("/")[2]: value for name, value in seconds.items() if name.startswith(f"{group}/")}
-        shown.append(f"{group}'s processes: {_parts(inside)}")
-    return "; ".join(shown)
-
-
-def _parts(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= _SHOWN_S)
+    own["other"] = total - sum(own.values())
+    longest = sorted(own.items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
+    shown = [f"{name.replace('_', ' ')} {value:.1f}" for name, value in longest if value >= _SHOWN_SHARE * total]
+    return f"started in {total:.1f} s" + (f": {', '.join(shown)}" if shown else "")

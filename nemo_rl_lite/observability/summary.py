@@ -204,8 +204,9 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
         console.table("policy and engines at the same time", ("", "median"), rows)
     for sentence in summary.advice:
         console.say(sentence)
-    if (model := folder / "hf").is_dir():
-        console.say(f"model    {model}")
+    for label, written in (("model", folder / "hf"), ("adapter", folder / "adapter")):
+        if written.is_dir():
+            console.say(f"{label:<8} {written}")
     console.say(f"run      {folder}")
 
 

@@ -256,6 +256,11 @@ def trained_parameters(
     return Parameters(dense // dims.tp, experts)
 
 
+def whole_trained_parameters(shape: ModelShape, peft: LoraConfig, grouped: bool) -> int:
+    """Count the parameters with gradients of the whole model, see `trained_parameters`."""
+    return trained_parameters(shape, _ONE_RANK, peft, stage=0, grouped=grouped).total
+
+
 def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
     """Count the elements of the adapters that engines get: A and B of each projection. Those that Megatron fuses share
     their A in the policy."""

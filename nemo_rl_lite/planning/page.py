@@ -28,6 +28,7 @@ from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning import time
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import Budget, budget, headers, last_that, refit_bytes, render, size, speed_of, title
+from nemo_rl_lite.planning.disk import DiskUse
 from nemo_rl_lite.planning.memory import micro_batch, token_cache_bytes
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -141,6 +142,7 @@ def _verdict(plan: Plan, presets: dict[str, Budget | str]) -> Iterator[str]:
         for_what = ", for what leaves the GPUs and for reference weights" if on_gpus(plan.config) else ""
         word = "host memory" if plan.fits_host(one) else "HOST MEMORY DOES NOT SUFFICE"
         yield f"{word}: {size(one.host)}{there} a machine{for_what}"
+    yield f"disk: {DiskUse.of(plan.config, plan.shape)}"
     if generates(plan.config) and one.gpu_bytes is not None:
         yield f"a refit: {size(refit_bytes(plan.config, plan.shape))}"
     if not plan.fits:
@@ -150,7 +152,7 @@ def _verdict(plan: Plan, presets: dict[str, Budget | str]) -> Iterator[str]:
 
 def _preset_row(plan: Plan, name: str, one: Budget | str) -> list[str]:
     if isinstance(one, str):
-        return [name, "-", "-", "-", "refused here"]
+        return [name, "-", "-", "-", "refused, see below"]
     word = "too large" if not one.fits_device else "fits" if plan.fits_host(one) else "host too small"
     return [name, one.fullest.value, size(one.device[one.fullest]), size(one.host) if one.host else "-", word]
 

@@ -288,7 +288,7 @@ def rows(present: GpuSplit, others: Sequence[GpuSplit]) -> list[list[str]]:
         gpus = [f"{'all ' if one.colocated else ''}{one.engine_gpus}{' (now)' if one is present else ''}"]
         gpus.append("the same" if one.colocated else str(one.policy_gpus))
         if one.time is None:
-            table.append([*gpus, *["-"] * 5, "refused"])
+            table.append([*gpus, *["-"] * 5, "refused, see below"])
         else:
             overlapped = "-" if one.colocated else _seconds(one.time.overlapped)
             table.append([*gpus, *map(_seconds, [*astuple(one.time), one.time.in_turn]), overlapped])

@@ -8,10 +8,9 @@ the two parts of its CPU optimizer; these are completed.
 import os
 import pickle
 import re
-import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,6 @@ _OPTIMIZER_FORMATS = {
     "data_parallel": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
 _FORMAT = "resume_layouts"
-# A disk with fewer free bytes counts as full.
-_FULL = 64 << 20
 
 # The file name that torch.distributed.checkpoint uses.
 INDEX_FILE = ".metadata"
@@ -226,13 +223,7 @@ class _Writing:
             for finalize in self._finalize:
                 finalize()
         except (CheckpointException, OSError) as error:
-            said = _cause(error)
-            with suppress(OSError):
-                free = shutil.disk_usage(self._folder).free
-                said += f" ({free / 2**30:.1f} GiB are free there)"
-                if free < _FULL:
-                    said = f"no space is left on the disk of {self._folder}: {said}"
-            raise CheckpointError(said) from error
+            raise CheckpointError(_cause(error)) from error
         return self._digests
 
 

@@ -11,6 +11,7 @@ a `Sender`, whose `send` is called at each refit. All are collective. A new conn
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,9 @@ from torch import Tensor
 from nemo_rl_lite.compat import megatron
 from nemo_rl_lite.config.schema import Config, PolicyConfig, RefitConfig
 from nemo_rl_lite.config.sizes import bucket_size
+from nemo_rl_lite.data.tokenizer import load_tokenizer
 from nemo_rl_lite.errors import CheckpointError
-from nemo_rl_lite.models.folder import on_host, write_hf_folder
+from nemo_rl_lite.models.folder import adapter_folder, base_name, on_host, replacing, write_hf_folder
 from nemo_rl_lite.policy.checkpoint import PolicyState
 from nemo_rl_lite.policy.micro_batches import Layout
 from nemo_rl_lite.policy.model import MegatronModel, build_model
@@ -367,8 +369,23 @@ def export_folder(model: MegatronModel, rank: int, source: Path, target: Path) -
             pass
 
 
+@contextmanager
+def exported_adapters(model: MegatronModel, rank: int, base: str, source: Path, target: Path) -> Iterator[None]:
+    """Export LoRA's adapters in PEFT's format, with the tokenizer of the folder `source`; they become the folder
+    `target` at the end of the block. `base`: the name of the model that they belong to. Collective: rank 0 writes.
+    """
+    with replacing(target) if rank == 0 else nullcontext(target) as folder:
+        model.bridge.save_hf_adapter(
+            model.chunks, folder, peft_config=model.lora, base_model_name_or_path=base, show_progress=False
+        )
+        if rank == 0:
+            load_tokenizer(source).save_pretrained(folder)
+        yield
+
+
 def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Callable[[str], None]) -> float:
-    """Write the weights of the checkpoint's policy folder `saved` to the folder `target`, without Ray.
+    """Write the weights of the checkpoint's policy folder `saved` to the folder `target`, and LoRA's adapters to
+    `adapter_folder(target)`, without Ray.
 
     transformers first reads them back, and its logprobs of a sequence are compared with megatron-core's. Returns the
     mean difference in nats. `model_path`: the model that the run started from. RANK, WORLD_SIZE, MASTER_ADDR and
@@ -391,15 +408,10 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
         raise RuntimeError("one process has the whole model, and so its logits")
     logprobs_1T = scored["logprobs"]
     weights, device = on_host(export_weights(model)), model.device
-    # Make room for the folder's model.
-    del model
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
     tolerance, differences = PROBE_TOLERANCE[config.policy.precision], []
 
     def check(folder: Path) -> None:
-        own_1T = _logprobs_of_folder(folder, tokens_1T, getattr(torch, policy.precision), device)
+        own_1T = _logprobs_of_folder(folder, tokens_1T, device)
         differences.append((own_1T - logprobs_1T).abs().mean().item())
         if not differences[0] <= tolerance:
             raise CheckpointError(
@@ -407,8 +419,17 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
                 f"average (limit {tolerance:g} in {config.policy.precision}); {target} was not written"
             )
 
-    say("writing the folder and reading it back")
-    write_hf_folder(weights, model_path, target, check)
+    with ExitStack() as stack:
+        if model.lora is not None:
+            base = base_name(policy.model_name, model_path)
+            stack.enter_context(exported_adapters(model, 0, base, model_path, adapter_folder(target)))
+        # Make room for the folder's model.
+        del model
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+        say("writing the folder and reading it back")
+        write_hf_folder(weights, model_path, target, check)
     return differences[0]
 
 
@@ -427,11 +448,11 @@ def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
     return replace(policy, megatron_cfg=parallel)
 
 
-def _logprobs_of_folder(folder: Path, tokens_1T: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the logprobs by transformers; entry t belongs to token t, entry 0 is 0."""
+def _logprobs_of_folder(folder: Path, tokens_1T: Tensor, device: torch.device) -> Tensor:
+    """Return the logprobs by transformers in the dtype of config.json; entry t belongs to token t, entry 0 is 0."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
     with torch.no_grad():
         logits = model(tokens_1T.to(device)).logits.float().cpu()
     logprobs = logits[:, :-1].log_softmax(-1).gather(-1, tokens_1T[:, 1:, None])[..., 0]

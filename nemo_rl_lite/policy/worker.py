@@ -17,13 +17,14 @@ from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.grpo import mismatch_metrics
 from nemo_rl_lite.losses.interface import Loss, Normalizers, combine_metrics, floats, loss_of
+from nemo_rl_lite.models.folder import adapter_folder, base_name
 from nemo_rl_lite.observability.liveness import note_progress
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.checkpoint import PolicyState
-from nemo_rl_lite.policy.export import export_folder, plan_refit
+from nemo_rl_lite.policy.export import export_folder, exported_adapters, plan_refit
 from nemo_rl_lite.policy.graphs import CudaRecorder, MicroBatchGraphs
 from nemo_rl_lite.policy.memory import clear_module_caches, kept_reference, phase_memory, require_weights
 from nemo_rl_lite.policy.micro_batches import Layout
@@ -73,6 +74,7 @@ class MegatronWorker:
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._model_path, self._rank = Path(model_path), int(os.environ["RANK"])
+        self._base = base_name(policy.model_name, self._model_path)
         self._seed, self._temperature = seed, temperature
         self._weight_decay = policy.megatron_cfg.optimizer.weight_decay
         with SETUP("model"):
@@ -285,10 +287,16 @@ class MegatronWorker:
         self._phases.recount()
 
     def export_hf(self, path: str) -> None:
-        """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
+        """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`, and LoRA's
+        adapters in PEFT's format to `adapter_folder(path)`."""
         require_weights(self._model, self._phases)
         self._model.in_engine.check()
-        export_folder(self._model, self._rank, self._model_path, Path(path))
+        target = Path(path)
+        export_folder(self._model, self._rank, self._model_path, target)
+        if self._model.lora is not None:
+            folder = adapter_folder(target)
+            with exported_adapters(self._model, self._rank, self._base, self._model_path, folder):
+                pass
 
     def close(self) -> None:
         """Drop the model with all that belongs to it. This process may then build another worker. Collective."""

@@ -26,6 +26,7 @@ from nemo_rl_lite.observability.environment import (
     redact,
     redact_command,
 )
+from nemo_rl_lite.observability.runs import is_run, runs_below
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.sinks import spread, text_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
@@ -52,8 +53,6 @@ _ACTIVITIES = {timer: phase for phase, (timers, _) in PHASES.items() for timer i
 }
 Interval = tuple[float, float]
 Entry = Mapping[str, float | None]
-# The levels below a folder that are searched for runs: outputs/NAME/sweep-TIME/0.
-_LEVELS = 3
 
 
 class ReportError(LauncherError):
@@ -89,34 +88,20 @@ class RunRecord:
 
 def runs_of(folder: Path) -> list[Path]:
     """The runs in a folder, by name, and a sweep's by number; the folder itself if it is a run or has none."""
-    return _runs_below(folder, _LEVELS) or [folder]
-
-
-def _runs_below(folder: Path, levels: int) -> list[Path]:
-    if _is_run(folder):
-        return [folder]
-    if not levels or not folder.is_dir():
-        return []
-    inside = sorted(folder.iterdir(), key=lambda path: (int(path.name) if path.name.isdecimal() else -1, path.name))
-    return [run for path in inside for run in _runs_below(path, levels - 1)]
-
-
-def _is_run(folder: Path) -> bool:
-    # A model's folder has a config.json as well.
-    return any((folder / name).exists() for name in (COMMAND_FILE, METRICS_FILE))
+    return runs_below(folder) or [folder]
 
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run. Raises ReportError: `folder` is no run's folder."""
     if not folder.is_dir():
         raise ReportError(f"nrl-lite report: {folder} is not a folder: name a run's, such as outputs/NAME/TIME")
-    if not _is_run(folder):
+    if not is_run(folder):
         rule = f"is no run's folder, and no run is below it: a run has {COMMAND_FILE} or {METRICS_FILE}"
         raise ReportError(f"nrl-lite report: {folder} {rule}")
     notes: list[str] = []
-    metrics, status = _read_metrics(folder / METRICS_FILE, notes), _read_json(folder / STATUS_FILE, notes)
+    metrics, status = read_metrics(folder / METRICS_FILE, notes), read_json(folder / STATUS_FILE, notes)
     trained = [file for file in rollout_files(folder) if file.stem.endswith("train")]
-    config = dict(flatten(redact(_read_json(folder / CONFIG_FILE, notes))))
+    config = dict(flatten(redact(read_json(folder / CONFIG_FILE, notes))))
     notes += WeakSignals(config).at_end(metrics)
     return RunRecord(
         folder=folder,
@@ -125,7 +110,7 @@ def read_run(folder: Path) -> RunRecord:
         samples=_read_samples(folder, notes),
         timeline=_told(lambda: timeline(read_rollout(trained[-1])) if trained else None),
         waits=_told(lambda: waits(folder, metrics, is_done=status.get("state") == "done")),
-        environment=dict(flatten(_read_json(folder / ENVIRONMENT_FILE, notes))),
+        environment=dict(flatten(read_json(folder / ENVIRONMENT_FILE, notes))),
         status=status,
         error="\n".join(_read_text(folder / ERROR_FILE).splitlines()[:_ERROR_LINES]),
         command=redact_command((_read_text(folder / COMMAND_FILE).splitlines() or [""])[-1]),
@@ -148,7 +133,8 @@ def _read_text(file: Path) -> str:
         return ""
 
 
-def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
+def read_json(file: Path, notes: list[str]) -> dict[str, Any]:
+    """Return the mapping in a file; empty, with a note, where it is missing or damaged."""
     text = _read_text(file)
     if not text:
         notes.append(f"{file.name} is missing")
@@ -163,7 +149,8 @@ def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
     return dict(content)
 
 
-def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
+def read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
+    """Return the entries of metrics.jsonl, with a note where lines cannot be read."""
     lines = _read_text(file).splitlines()
     entries = [entry for line in lines if (entry := _entry(line)) is not None]
     if missing := len(lines) - len(entries):

@@ -23,6 +23,7 @@ from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import ENGINE, Budget, Gpu, budget, headers, known_by_name, render, size, title
+from nemo_rl_lite.planning.disk import DiskUse
 from nemo_rl_lite.planning.memory import Bytes, DecodingBytes, predicted_metrics
 from nemo_rl_lite.system.machine import free_host_bytes, gpu_bytes, gpu_name
 from nemo_rl_lite.validation.algorithm import TEACHER, with_teachers_keys
@@ -177,6 +178,7 @@ def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metr
     # The KV cache is a share of the GPU. Without the GPU's size it is shown as 0 bytes.
     planned = budget(config, shape, 0 if unknown else device_bytes)
     console.table(title(config, shape, device_bytes), headers(residency), render(residency, planned.prediction))
+    console.say(str(DiskUse.of(config, shape)) or "no checkpoint is saved, and no model exported")
     if unknown and residency.engines_share_device:
         console.say("nvidia-smi reports no GPU memory on this machine, so the KV cache is not predicted")
     metrics.log(step, predicted_metrics(planned.prediction))

@@ -14,17 +14,22 @@ from rich.markup import escape
 
 from nemo_rl_lite.checkpoint.resume import Start, changed, checkpoint_store, find_start
 from nemo_rl_lite.cluster.runtime import ray_runtime
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
-from nemo_rl_lite.errors import ConfigError, Violation, WorkerError
+from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, WorkerError
+from nemo_rl_lite.models.folder import exported
 from nemo_rl_lite.models.shape import find_shape
+from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.live import shown_to_others
 from nemo_rl_lite.observability.liveness import limited, watched
+from nemo_rl_lite.observability.runs import LOCK_FILE
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked, view_of
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
@@ -32,7 +37,6 @@ from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.planning.budget import size, size_of
 from nemo_rl_lite.planning.page import make_plan, show_plan
 from nemo_rl_lite.run.folder import (
-    LOCK_FILE,
     check_folder,
     kept_unless_begun,
     locked,
@@ -61,7 +65,9 @@ class Job(Protocol):
         """
         ...
 
-    def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
+    def run(
+        self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
+    ) -> dict[str, int]:
         """Train in the processes that have begun, from `start` on; returns each worker's peak memory in bytes. `setup`
         has timed the start so far, and `run` times the rest of it."""
         ...
@@ -77,7 +83,7 @@ def make_job(config: Config, folder: Path, console: RunConsole, model_path: Path
     return imported(algorithm_of(config).job)(config, folder, console, model_path)
 
 
-def run(config: Config, folder: Path, command: str) -> Summary:
+def run(config: Config, folder: Path, command: str, callbacks: Callbacks) -> Summary:
     """Train in `folder`, from the starting weights or the folder's newest checkpoint. Where a worker's process dies,
     restart from the newest checkpoint, at most `cluster.max_restarts` times.
 
@@ -91,14 +97,35 @@ def run(config: Config, folder: Path, command: str) -> Summary:
     with locked(folder):
         check_folder(folder, whole_config)
         start = _find_start(config, whole_config, folder, console)
-        attempts = _Attempts(config, folder, whole_config, console)
+        attempts = _Attempts(config, folder, whole_config, console, callbacks)
         with kept_unless_begun(folder, lambda: attempts.has_begun):
             write_start(folder, whole_config, command)
-            with status_kept(folder, saves=config.checkpoint.save_period > 0):
-                summary = _with_restarts(attempts, start)
+            with status_kept(folder, saves=config.checkpoint.save_period > 0), shown_to_others(folder):
+                summary = attempts.until_done(start)
+        if config.checkpoint.exports:
+            _publish(config, folder, console)
         if config.logger.plots:
             write_last_report(folder, console)
         return summary
+
+
+def _publish(config: Config, folder: Path, console: RunConsole) -> None:
+    """Write the cards of the exported model, and push it if asked. An error is a message: the run is done."""
+    from nemo_rl_lite.run.publish import push, write_cards
+
+    model, options = folder / "hf", config.checkpoint
+    try:
+        write_cards(model, config, folder)
+    except Exception as error:  # cards of base models are anybody's
+        log.debug("the card's traceback", exc_info=True)
+        console.say(f"no model card was written ({type(error).__name__}: {error})")
+    if options.push_to_hub is not None:
+        try:
+            with console.busy(f"pushing {model} to {options.push_to_hub}"):
+                address = push(exported(config, model), options.push_to_hub, options.hub_private_repo)
+            console.say(f"hub      {address}")
+        except LauncherError as error:
+            console.say(str(error))
 
 
 def write_last_report(folder: Path, console: RunConsole) -> None:
@@ -112,23 +139,6 @@ def write_last_report(folder: Path, console: RunConsole) -> None:
         console.say(f"no report was written ({error}); to try again: nrl-lite report {folder}")
 
 
-def _with_restarts(attempts: "_Attempts", start: Start) -> Summary:
-    restarts, most = 0, attempts.config.cluster.max_restarts
-    while True:
-        try:
-            return attempts.run(start)
-        except WorkerError as error:
-            if was_asked_to_end():
-                # What asked this process to end may have ended the worker.
-                raise KeyboardInterrupt from error
-            if not error.lost or restarts == most:
-                raise
-            restarts += 1
-            limit = f"restart {restarts} of at most {most}, cluster.max_restarts"
-            attempts.console.say(f"{error}; starting again from the last checkpoint ({limit})")
-        start = _find_start(attempts.config, attempts.whole_config, attempts.folder, attempts.console)
-
-
 def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path, console: RunConsole) -> Start:
     checkpoint_store(config, folder).tidy()
     return find_start(config, whole_config, folder, console.busy)
@@ -137,15 +147,40 @@ def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path, c
 class _Attempts:
     """Runs attempts, each with its own Ray and workers; reads and checks the data once."""
 
-    def __init__(self, config: Config, folder: Path, whole_config: Mapping[str, Any], console: RunConsole):
-        self.config, self.folder, self.whole_config, self.console = config, folder, whole_config, console
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        whole_config: Mapping[str, Any],
+        console: RunConsole,
+        callbacks: Callbacks,
+    ):
+        self._config, self._folder, self._whole_config, self._console = config, folder, whole_config, console
+        self._callbacks = callbacks
         self.has_begun = False
         """The data fits the checkpoint, so that the run changes what its folder has."""
         self._job: Job | None = None
         self._model: Path | None = None
 
-    def run(self, start: Start) -> Summary:
-        config, folder, console, setup = self.config, self.folder, self.console, Timer()
+    def until_done(self, start: Start) -> Summary:
+        """Run from `start`, and again from the newest checkpoint where a worker is lost."""
+        config, restarts = self._config, 0
+        while True:
+            try:
+                return self._run(start)
+            except WorkerError as error:
+                if was_asked_to_end():
+                    # What asked this process to end may have ended the worker.
+                    raise KeyboardInterrupt from error
+                if not error.lost or restarts == config.cluster.max_restarts:
+                    raise
+                restarts += 1
+                limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
+                self._console.say(f"{error}; starting again from the last checkpoint ({limit})")
+            start = _find_start(config, self._whole_config, self._folder, self._console)
+
+    def _run(self, start: Start) -> Summary:
+        config, folder, console, setup = self._config, self._folder, self._console, Timer()
         for line in start.lines():
             console.say(line)
         if self._job is None:
@@ -157,7 +192,7 @@ class _Attempts:
                 with setup("processes"):
                     reserved = reserve(config, folder)
                 # The workers import their packages and build while this process imports its own and reads the data.
-                with setup("packages"):
+                with setup("packages"), quick_imports():
                     imported(algorithm_of(config).job)
                     from transformers import AutoTokenizer  # noqa: F401
                 with setup("model"):
@@ -173,14 +208,14 @@ class _Attempts:
                     console.say(line)
                 self.has_begun = True
                 with setup("loggers"):
-                    opened = MetricsLog.open(config.logger, folder, self.whole_config, start.steps)
+                    opened = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
                 metrics = stack.enter_context(closing(opened))
                 with (
                     watched(self._last_words, lost_process),
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
                 ):
-                    peak_memory = self._job.run(metrics, begun, start, setup)
-            values = dict(flatten(self.whole_config))
+                    peak_memory = self._job.run(metrics, begun, start, setup, self._callbacks)
+            values = dict(flatten(self._whole_config))
             view = view_of(config.algorithm.name, held_out_label(values))
             summary = summarize(metrics, folder, peak_memory, view, WeakSignals(values).at_end(metrics.history))
             metrics.log_summary(tracked(summary), charts(summary, metrics))
@@ -189,8 +224,8 @@ class _Attempts:
 
     def _last_words(self, error: WorkerError) -> None:
         """Leave the error on the terminal and in the folder, where the main thread does not react any more."""
-        write_error(self.folder, error)
-        write_ending(self.folder, "failed", error.exit_status, str(error))
+        write_error(self._folder, error)
+        write_ending(self._folder, "failed", error.exit_status, str(error))
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
 

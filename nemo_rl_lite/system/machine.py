@@ -2,14 +2,17 @@
 run's Ray, whose ports would otherwise let anybody run code. Imports nothing heavy.
 """
 
+import errno
 import logging
 import math
 import netrc
 import os
 import random
 import secrets
+import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
@@ -27,11 +30,15 @@ ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
 LASTING_PORTS = range(20_000, 32_000)
 # Bytes that a starting run writes, and bytes of a file's name in all usual file systems.
 _ROOM, _LONGEST_NAME = 2**16, 255
+# A disk with fewer free bytes counts as full where writing has failed.
+_FULL = 2**26
 # The Ray cluster that a run joins. With a value in OWN_RAY, a run starts its own.
 RAY_ADDRESS = "RAY_ADDRESS"
 RAY_ADDRESS_FIX = "unset RAY_ADDRESS for a run on this machine alone, or start that cluster (ray start --head)"
 OWN_RAY = ("", "local")
 _ANSWER_LIMIT_S = 4.0
+# The driver's device, which a container without nvidia-smi may have.
+_NVIDIA_DEVICE = Path("/dev/nvidiactl")
 # torchrun and accelerate set all of these in each process that they start.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 # The number of tasks of one srun (SLURM_NTASKS is the job's, and a batch script has that as well), and of one mpirun.
@@ -76,6 +83,27 @@ def why_not_writable(folder: Path) -> str:
     return ""
 
 
+def why_full(folder: Path, error: BaseException) -> str:
+    """Say that the disk of a folder is full, if an error or the free space shows that; or return ""."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return ""
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and usage.free >= _FULL:
+        return ""
+    return f"the disk is full: {folder} has {usage.free / MIB:,.0f} MiB free of {usage.total / MIB:,.0f} MiB"
+
+
+def cache_folder() -> Path:
+    """The folder for what a user's runs share; the working folder's `outputs` where it cannot be written."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        folder = (given if given.is_absolute() else Path("~/.cache").expanduser()) / "nemo_rl_lite"
+    except RuntimeError:  # the user has no home
+        return Path("outputs")
+    return Path("outputs") if why_not_writable(folder) else folder
+
+
 def free_port() -> int:
     """A free port of this machine. It is opened later, so the kernel must not use it for outgoing connections.
 
@@ -102,6 +130,14 @@ def gpu_count(command: str = "nvidia-smi") -> int:
     there = len(_of_gpus("name", command))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return there if visible is None else min(there, len([one for one in visible.split(",") if one.strip()]))
+
+
+def lacks_gpus(wanted: int, command: str = "nvidia-smi") -> bool:
+    """Return whether this machine certainly has fewer GPUs: not where they are split by MIG, or nothing lists them."""
+    if not wanted or gpu_count(command) >= wanted:
+        return False
+    unlisted = shutil.which(command) is None and _NVIDIA_DEVICE.exists()
+    return not unlisted and "Enabled" not in _of_gpus("mig.mode.current", command)
 
 
 def gpu_name(command: str = "nvidia-smi") -> str | None:
@@ -235,6 +271,6 @@ def netrc_file(environment: Mapping[str, str]) -> Path:
 
 def close_to_others() -> None:
     """Make the Ray that this run starts serve only processes with a secret, which its workers inherit. Does nothing if
-    RAY_ADDRESS names a cluster, or RAY_AUTH_MODE is set. Call this before ray is imported: it reads the variables."""
-    if ray_address() in OWN_RAY and "RAY_AUTH_MODE" not in os.environ:
+    RAY_ADDRESS names a cluster, or RAY_AUTH_MODE is set, or ray is imported already: it reads the variables then."""
+    if ray_address() in OWN_RAY and "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

@@ -312,6 +312,23 @@ def check_trackers(config: Config) -> Iterator[Violation]:
         yield Violation("logger.mlflow_enabled", True, "MLflow's client is not installed here", fix)
 
 
+@rule("checkpoint.push_to_hub")
+def check_hub(config: Config) -> Iterator[Violation]:
+    key, name = "checkpoint.push_to_hub", config.checkpoint.push_to_hub
+    if name is None:
+        return
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import get_token, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        yield Violation(key, name, "is no name of a repository on the hub", f"{key}=organisation/name")
+    if get_token() is None:
+        fix = "run `hf auth login`, set HF_TOKEN, or leave it out: `hf upload` pushes the folder later"
+        yield Violation(key, name, "the hub's token is missing on this machine", fix)
+
+
 def _has_wandb_key() -> bool:
     # A self-hosted server may need no key.
     if os.environ.get("WANDB_BASE_URL"):

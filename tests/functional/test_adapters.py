@@ -11,7 +11,6 @@ from nemo_rl_lite.config.schema import LoraConfig
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.memory import served_adapters
-from tests.functional.conftest import train
 from tests.functional.here import train_here
 from tests.functional.ranks import run_ranks
 from tests.functional.supervised import series
@@ -87,9 +86,9 @@ def test_engines_that_apply_adapters_agree_with_the_policy(tmp_path, model_folde
 
 
 def test_so_do_they_with_shards_of_some_adapters(tmp_path, model_folder):
-    """With real Ray, and layers of which the engine has no adapters."""
-    some = ["cluster.cpu_ranks=2", TENSOR, f"{PEFT}.target_modules=[linear_fc1]"]
-    _, metrics = train(tmp_path / "run", model_folder, *SMALL, *LORA, *some, "generation.vllm_cfg.lora=adapters")
+    """With layers of which the engine has no adapters."""
+    some = ["cluster.cpu_ranks=2", TENSOR, f"{PEFT}.target_modules=[linear_fc1]", "generation.vllm_cfg.lora=adapters"]
+    _, metrics = train_here(tmp_path / "run", model_folder, *SMALL, *LORA, *some, elsewhere=["policy", "generation"])
     check(metrics, model_folder)
 
 

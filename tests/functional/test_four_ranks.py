@@ -18,7 +18,7 @@ from tests.functional.conftest import train
 from tests.functional.here import train_here
 from tests.functional.ranks import run_ranks
 from tests.functional.supervised import DPO, LORA, SFT, series, write_data, write_pairs
-from tests.functional.test_lora import changed_by_a_low_rank
+from tests.functional.test_lora import adapters_give_the_merged_weights, changed_by_a_low_rank
 
 pytestmark = pytest.mark.functional
 
@@ -83,6 +83,7 @@ def test_as_many_parameters_are_trained_as_predicted(folders, ranks):
 
 def test_shards_of_adapters_are_exported_merged(folders, model_folder):
     changed_by_a_low_rank(folders[4] / "lora", model_folder)
+    adapters_give_the_merged_weights(folders[4] / "lora", model_folder)
     one, four = (load_file(folders[ranks] / "lora" / "hf" / "model.safetensors") for ranks in (1, 4))
     assert all(torch.allclose(four[name], one[name], atol=2e-3) for name in one)
 

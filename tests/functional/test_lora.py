@@ -1,11 +1,13 @@
 """Low-rank adapters, whole runs in this process, for all three algorithms."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from tests.functional.here import train_here
 from tests.functional.supervised import DPO, LORA, SFT, Scorer, read_rows, series, write_data, write_pairs
 
@@ -19,6 +21,29 @@ def test_the_loss_falls_and_the_exported_model_has_it(tmp_path, model_folder):
     assert held_out[-1] < held_out[0] - 0.3
     assert held_out == pytest.approx([Scorer(path).loss(rows) for path in (model_folder, folder / "hf")], abs=1e-4)
     changed_by_a_low_rank(folder, model_folder)
+    adapters_give_the_merged_weights(folder, model_folder)
+    assert ChatTokenizer(folder / "adapter").end_tokens == ChatTokenizer(folder / "hf").end_tokens
+    assert all((folder / one / "README.md").is_file() for one in ("hf", "adapter"))
+
+
+def adapters_give_the_merged_weights(folder: Path, model_folder: Path) -> None:
+    """Apply the adapters as PEFT does: by the names and numbers of adapter_config.json alone."""
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(model_folder)
+    scale, targets = config["lora_alpha"] / config["r"], config["target_modules"]
+    assert (config["peft_type"], config["task_type"]) == ("LORA", "CAUSAL_LM") and not config["use_rslora"]
+    before, after = load_file(model_folder / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
+    file = folder / "adapter" / "adapter_model.safetensors"
+    assert file.stat().st_mode == (folder / "adapter" / "adapter_config.json").stat().st_mode
+    adapters = load_file(file)
+    for name, weight in before.items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in targets:
+            first, second = (adapters.pop(f"base_model.model.{module}.lora_{one}.weight") for one in "AB")
+            assert first.shape[0] == config["r"]
+            weight = weight + scale * second @ first
+        torch.testing.assert_close(after[name], weight, atol=1e-5, rtol=1e-5)
+    assert not adapters
 
 
 def changed_by_a_low_rank(folder: Path, model_folder: Path) -> None:

@@ -1,6 +1,7 @@
 """When checkpoints are written, with a policy that only takes notes."""
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,6 @@ def test_with_period_0_nothing_is_saved(tmp_path):
         CheckpointStore(tmp_path, Retention(2, 1, None, True)), NotingPolicy(), 0, True, {}, print
     )
     checkpoints.save_if_due(1, last=True)
-    checkpoints.save(1)
     checkpoints.finish()
     assert not checkpoints.enabled and list(tmp_path.iterdir()) == []
 
@@ -92,6 +92,19 @@ def test_what_was_measured_belongs_to_its_checkpoint(run, measured_late):
     checkpoints.settle()
     assert [one.metrics for one in store.complete()] == [{"accuracy": 0.5}, {}]
     assert store.best()[0].step == 2
+
+
+def test_a_full_disk_is_named_before_what_was_written_is_removed(run, monkeypatch):
+    checkpoints, policy, store, said = run
+
+    def free(_: object) -> object:
+        return shutil._ntuple_diskusage(2**23, 0, 2**20 if list(store.folder.glob(".step*")) else 2**23)
+
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    policy.written = policy.full = True
+    checkpoints.save_if_due(2, last=False)
+    checkpoints.settle()
+    assert f"the disk is full: {store.folder} has 1 MiB free of 8 MiB; there is none yet" in said[0]
 
 
 def test_a_full_disk_is_told_of_and_training_goes_on(run):

@@ -1,6 +1,7 @@
 """A written Hugging Face folder names the tokens that end a response, and the precision of its weights."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,18 @@ def test_the_precision_is_that_of_the_weights(base, names):
     own = dict.fromkeys(names or ("dtype",), "float32")
     assert config == plain | own | ({"text_config": own} if names else {})
     assert Qwen3Config.from_pretrained(base.parent / "exported").dtype == torch.float32
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_have_the_mode_of_the_umask(base, umask):
+    for file in base.iterdir():
+        file.chmod(0o400)
+    before = os.umask(umask)
+    try:
+        write_hf_folder({"w": torch.zeros(1)}, base, base.parent / "exported")
+    finally:
+        os.umask(before)
+    folder = base.parent / "exported"
+    modes = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {0o666 & ~umask}
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~umask

@@ -55,7 +55,7 @@ def test_whole_machines_where_there_are_several():
 
 def test_what_the_rules_refuse_or_does_not_fit_has_its_reason():
     present, others, said = divisions(f"{TENSOR}=4", "policy.train_global_batch_size=512", gib=20)
-    assert [row[-1] for row in rows(present, others)] == ["-", *["refused"] * 7]
+    assert [row[-1] for row in rows(present, others)] == ["-", *["refused, see below"] * 7]
     assert others[3].refusal == "it does not fit the GPUs' memory" and "must divide the 7 policy ranks" in said
     assert "no other division" in said
 

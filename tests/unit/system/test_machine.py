@@ -1,12 +1,14 @@
 """Facts of this machine, and of what a command line names on it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_lite import export
 from nemo_rl_lite.report import __main__ as report
-from nemo_rl_lite.system.machine import gpu_bytes, gpu_name, local_path, why_not_writable
+from nemo_rl_lite.system import machine
+from nemo_rl_lite.system.machine import gpu_bytes, gpu_name, lacks_gpus, local_path, why_full, why_not_writable
 
 
 def answering(folder: Path, text: str, status: int = 0) -> str:
@@ -29,6 +31,24 @@ def test_gpus_have_a_name_where_all_are_of_one_kind(tmp_path):
     assert gpu_name(str(tmp_path / "absent")) is None
 
 
+@pytest.mark.parametrize(
+    ("wanted", "listed", "lacks"), [(0, "", False), (2, "H200\\nH200\\n", False), (2, "H200\\n", True)]
+)
+def test_gpus_that_are_not_here(tmp_path, monkeypatch, wanted, listed, lacks):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert lacks_gpus(wanted, answering(tmp_path, listed)) is lacks
+    # Parts of GPUs that are split by MIG are not counted.
+    assert not lacks_gpus(3, answering(tmp_path, "Enabled\\n"))
+
+
+def test_gpus_that_nothing_lists(tmp_path, monkeypatch):
+    absent = str(tmp_path / "absent")
+    monkeypatch.setattr(machine, "_NVIDIA_DEVICE", tmp_path / "nvidiactl")
+    assert lacks_gpus(1, absent)
+    (tmp_path / "nvidiactl").touch()
+    assert not lacks_gpus(1, absent)
+
+
 def test_a_folder_that_can_be_made_is_left_unmade(tmp_path):
     assert why_not_writable(tmp_path / "a" / "b") == why_not_writable(tmp_path) == ""
     assert list(tmp_path.iterdir()) == []
@@ -44,6 +64,22 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     assert why_not_writable(tmp_path) == f"{tmp_path} cannot be written: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "full"),
+    [
+        (OSError(28, "No space left on device"), 2**40, True),
+        (OSError(122, "Disk quota exceeded"), 2**40, True),
+        (RuntimeError("a writer of torch failed"), 2**20, True),
+        (RuntimeError("a writer of torch failed"), 2**40, False),
+        (OSError(13, "Permission denied"), 2**40, False),
+    ],
+)
+def test_a_full_disk(tmp_path, monkeypatch, error, free, full):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**41, 0, free))
+    assert why_full(tmp_path, error).startswith(f"the disk is full: {tmp_path} has ") is full
+    assert why_full(tmp_path, error) != "" or not full
 
 
 def test_a_path_at_home(monkeypatch, tmp_path):

@@ -1,0 +1,20 @@
+"""`nrl-lite constraints`: print the path of the file with the versions that were tested together, for `pip install -c`.
+
+Needs no other package, so that it runs before they are installed.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from nemo_rl_lite.compat.versions import constraints_file
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    argparse.ArgumentParser(prog="nrl-lite constraints", description=__doc__).parse_args(arguments)
+    sys.stdout.write(f"{constraints_file()}\n")
+
+
+if __name__ == "__main__":
+    main()
