@@ -78,7 +78,7 @@ class WeakSignals:
         zero, one = means.get(_ZERO) or 0.0, means.get(_ONE) or 0.0
         alike = "all 0" if zero >= 0.5 else "all 1" if one >= 0.5 else "all the same"
         return (
-            f"{share:.0%} of the prompts{where} have mixed rewards, and only these teach (the others mostly {alike}): "
+            f"{share:.0%} of the prompts{where} have mixed rewards, and only these teach (the others: mostly {alike}): "
             f"try {', '.join(self._against_equal_rewards(share, zero, one))}"
         )
 

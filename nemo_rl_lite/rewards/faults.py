@@ -44,9 +44,9 @@ def _places(place: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_beside(place: TracebackType, reward: TracebackType) -> bool:
-    """Return True in the reward's own file, or another one of its folder."""
+    """Return True in the reward's own file or notebook cell, or another file of its folder."""
     file, own = (Path(one.tb_frame.f_code.co_filename) for one in (place, reward))
-    return file.parent == own.parent and file.is_file()
+    return (file == own and file.is_absolute()) or (file.parent == own.parent and file.is_file())
 
 
 def _is_of_parameter(place: TracebackType, value: object) -> bool:

@@ -59,7 +59,7 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     if any(key.startswith(f"{MEGATRON}.scheduler.") for key in given):
         yield from _schedule_notes(config)
     else:
-        yield from _little_learning_rate(config)
+        yield from _warmup_note(config, _LITTLE)
     if config.data.validation_fraction and not validates(config):
         key = f"data.validation_fraction = {config.data.validation_fraction:g}"
         yield f"{key}: these rows are withheld from training, and this run does not validate"
@@ -128,33 +128,25 @@ def note_total_steps(config: Config, total: int) -> None:
 def _schedule_notes(config: Config) -> Iterator[str]:
     """Yield that the learning rate never reaches its maximum or minimum, if the number of steps is known."""
     steps, scheduler = _optimizer_steps_of_run(config), config.policy.megatron_cfg.scheduler
-    if steps is None:
-        return
-    if scheduler.lr_warmup_iters >= max(steps, 1):
-        key, rule = f"{MEGATRON}.scheduler.lr_warmup_iters", "so the learning rate never reaches optimizer.lr"
-        yield f"{key} = {scheduler.lr_warmup_iters}: the run has {steps} optimizer steps, {rule}"
-    if scheduler.lr_decay_style != "constant" and 2 * steps <= scheduler.lr_decay_iters:
+    yield from _warmup_note(config, 1.0)
+    if steps is not None and scheduler.lr_decay_style != "constant" and 2 * steps <= scheduler.lr_decay_iters:
         key, rule = f"{MEGATRON}.scheduler.lr_decay_iters", "so the learning rate does not come near optimizer.min_lr"
         yield f"{key} = {scheduler.lr_decay_iters}: the run has {steps} optimizer steps, {rule}"
 
 
-def _little_learning_rate(config: Config) -> Iterator[str]:
-    """Yield that a run ends within the default warm-up, at a small part of its learning rate."""
+def _warmup_note(config: Config, least: float) -> Iterator[str]:
+    """Yield that a run ends within its warm-up, with a smaller share of the learning rate, on average, than `least`."""
     steps, optimizer = _optimizer_steps_of_run(config), config.policy.megatron_cfg.optimizer
     scheduler = config.policy.megatron_cfg.scheduler
-    warmup = scheduler.lr_warmup_iters
+    warmup, key = scheduler.lr_warmup_iters, f"{MEGATRON}.scheduler.lr_warmup_iters"
     if steps is None or not 0 < steps <= warmup or not optimizer.lr:
         return
     first = scheduler.lr_warmup_init / optimizer.lr
     mean = first + (1 - first) * (steps - 1) / (2 * warmup)
-    if mean < _LITTLE:
-        key = f"{MEGATRON}.scheduler.lr_warmup_iters"
-        learned = (
-            f"its mean learning rate is {mean:.0%} of optimizer.lr and little is learned"
-            if mean
-            else ("its learning rate is 0 and nothing is learned")
-        )
-        yield f"{key} = {warmup}: the run has {steps} optimizer step(s), so {learned} ({key}=0 has no warm-up)"
+    if mean < least:
+        learned = f"{mean:.0%} of optimizer.lr on average" if mean else "0, and nothing is learned"
+        rule = f"so its learning rate is {learned}; {key}=0 has no warm-up"
+        yield f"{key} = {warmup}: the run has {steps} optimizer step(s), {rule}"
 
 
 def _optimizer_steps_of_run(config: Config) -> int | None:
