@@ -68,7 +68,7 @@ class ToolEnvironment(ABC):
 
 
 class Functions(ToolEnvironment):
-    """Offers functions by their paths, see `imported`. Their signatures and docstrings become their schemas."""
+    """Offers functions that `imported` finds. Their signatures and docstrings become their schemas."""
 
     def __init__(self, tools: Sequence[str], max_characters: int):
         """An answer that is longer than `max_characters` loses its end.
@@ -80,7 +80,7 @@ class Functions(ToolEnvironment):
             raise ValueError("tools names no function")
         self._functions: dict[str, Callable[..., Any]] = {}
         for path in tools:
-            name, function = own_name(path), imported(path)
+            function, name = imported(path), own_name(path)
             if not callable(function) or name in self._functions:
                 raise ValueError(f"{path} is no function, or another tool has its name")
             self._functions[name] = function
