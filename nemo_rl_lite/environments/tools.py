@@ -80,7 +80,7 @@ class Functions(ToolEnvironment):
             raise ValueError("tools names no function")
         self._functions: dict[str, Callable[..., Any]] = {}
         for path in tools:
-            name, function = own_name(path), imported(path)
+            function, name = imported(path), own_name(path)
             if not callable(function) or name in self._functions:
                 raise ValueError(f"{path} is no function, or another tool has its name")
             self._functions[name] = function
