@@ -5,23 +5,18 @@ import runpy
 import sys
 
 VERBS = (
-    "train",
-    "plan",
-    "slurm",
-    "quickstart",
-    "export",
-    "evaluate",
-    "chat",
-    "serve",
-    "report",
-    "doctor",
-    "constraints",
+    *("train", "plan", "slurm", "runs", "status", "tail", "stop"),
+    *("quickstart", "export", "evaluate", "chat", "serve", "report", "doctor", "constraints"),
 )
 USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
   plan         what a run needs and whether it fits, without a GPU, in seconds; arguments as for train
   slurm        the same run as a Slurm job: prints a script for sbatch, or submits it; resumes after a time limit
+  runs         a table of the runs below outputs/: state, step, reward or loss, seconds a step
+  status       what a run does now, how far it is, its memory, checkpoint and problems; RUN, a name, or last
+  tail         the console of a run as it is written, until the run ends
+  stop         end a run after its current step, with a checkpoint, from any machine that sees its folder
   export       a run's checkpoint as a Hugging Face folder, read back and compared with the checkpoint
   evaluate     avg@k and pass@k of a run's model, or of a Hugging Face folder, on held-out problems
   chat         a conversation with a run's model in the terminal

@@ -60,6 +60,10 @@ class TrainingError(LauncherError):
     """Training makes no progress. The message says what was seen, and which key limits it."""
 
 
+class CallbackError(LauncherError):
+    """A user's callback raised; its own error is the cause. The message names the callback, the error and its line."""
+
+
 class RunStopped(LauncherError):
     """The run was asked to end before its last step. It is saved, and the same command resumes it."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nemo_rl_lite.checkpoint.resume import checkpoints_around, locate
 from nemo_rl_lite.checkpoint.store import POLICY, Checkpoint
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, Violation, shown_as_message
 from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, exported, locate_model, with_template
@@ -66,15 +67,16 @@ def export(run: Path, target: Path | None) -> list[Path]:
     # Hide the libraries' progress bars and warnings; many warn while they are imported.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    import transformers
+    with quick_imports():
+        import transformers
 
-    from nemo_rl_lite.compat.megatron_cpu import prepare_import
+        from nemo_rl_lite.compat.megatron import auto_bridge
+
+        auto_bridge()
     from nemo_rl_lite.observability.console import RunConsole
+    from nemo_rl_lite.policy.export import convert
     from nemo_rl_lite.run.publish import write_cards
     from nemo_rl_lite.system.machine import free_port
-
-    prepare_import()
-    from nemo_rl_lite.policy.export import convert
 
     transformers.utils.logging.disable_progress_bar()
     console = RunConsole()

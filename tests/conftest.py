@@ -41,6 +41,7 @@ GROUPS = {
     "test_lora": "here",
     "test_judge": "here",
     "test_grpo": "here",
+    "test_python_api": "here",
     "test_resume": "here",
     "test_serving": "here",
 }
@@ -52,7 +53,8 @@ _PLACES = {module: place for place, module in enumerate(GROUPS)}
 @pytest.fixture(autouse=True)
 def no_signal_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps in mind that it was asked to end."""
-    monkeypatch.setattr(stopping, "_received", [])
+    for name, value in (("_received", []), ("_request", ""), ("_at_once", False), ("_waits_for_step", False)):
+        monkeypatch.setattr(stopping, name, value)
 
 
 def module_of(nodeid: str) -> tuple[str, str]:

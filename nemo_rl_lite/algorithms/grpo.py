@@ -48,6 +48,8 @@ class GRPO:
     """Records a rollout and the phases of its step."""
     held_out: int
     """Number of held-out problems."""
+    held_out_label: str
+    """Label of the mean reward on them."""
     steps: Steps
     report: Report
     mismatch_warning: float
@@ -55,7 +57,7 @@ class GRPO:
     """By the name of the reward's term."""
 
     def run(self) -> None:
-        sampling, config, total = self.sampling, self.config, self.config.max_num_steps
+        sampling, config, step = self.sampling, self.config, self.steps.done
         if sampling.top_p < 1 or sampling.top_k is not None:
             log.warning(
                 "generation.top_p or top_k cuts the distribution that is sampled from, but not the one the policy's "
@@ -63,15 +65,15 @@ class GRPO:
             )
         setup = Timer()
         with setup("first_refit"):
-            refitted = self.rollouts.publish(self.steps.done)
-        self.report.metrics.log(self.steps.done, under("refit", refitted) | under("timing/setup", setup.take()))
+            refitted = self.rollouts.publish(step)
+        self.report.metrics.log(step, under("refit", refitted) | under("timing/setup", setup.take()))
         times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
-        for step in self.steps.until(total, times, self.validate, self._prepare_to_save):
+        for step in self.steps.until(config.max_num_steps, times, self.validate, self._prepare_to_save):
             self.step(step)
         self.steps.checkpoints.finish()
         self.rollouts.finish_generation()
         self.policy.prepare_for_logprob()
-        self.report.metrics.log(total, under("refit", self.check()))
+        self.report.metrics.log(step, under("refit", self.check()))
 
     def step(self, step: int) -> None:
         """Take one rollout and the optimizer steps on it."""
@@ -159,10 +161,8 @@ class GRPO:
         if samples > 1:
             passed_P = passes(rewards_B.view(-1, samples).numpy()).sum(axis=1)
             measured["pass_at_k"] = float(pass_at_k(passed_P, samples, samples).mean())
-        # Only the mean of rewards that are right or wrong is an accuracy.
-        what = "accuracy" if all(reward in (0, 1) for reward in rewards_B.tolist()) else "mean reward"
         at_k = f", pass@{samples} {measured['pass_at_k']:.3f}" if samples > 1 else ""
-        self.report.validation(step, measured, timer, f"{what} {measured['accuracy']:.3f}{at_k}")
+        self.report.validation(step, measured, timer, f"{self.held_out_label} {measured['accuracy']:.3f}{at_k}")
         self.keep(step, "validation", rollout, timer.phases)
         return measured
 

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from nemo_rl_lite.checkpoint.store import Checkpoints
 from nemo_rl_lite.errors import RunStopped, TrainingError
+from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import ENGINES_IDLE, RunConsole
+from nemo_rl_lite.observability.liveness import note_progress
 from nemo_rl_lite.observability.memory import with_rest
 from nemo_rl_lite.observability.timer import PolicySpeed, Timer
 from nemo_rl_lite.observability.trackers import MetricsLog, under
@@ -105,33 +107,44 @@ class Steps:
     """Most steps in a row that may be skipped because their gradients are not finite."""
     around: Callable[[int], AbstractContextManager[None]]
     """Context of a step."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
     _warned: bool = field(default=False, init=False)
 
     def until(
         self, total: int, times: ValidationTimes, validate: Validate, prepare_to_save: Callable[[], None]
     ) -> Iterator[int]:
-        """Yield the steps to take, up to `total`. `prepare_to_save` brings the policy into its training phase if a run
-        ends early.
+        """Yield the steps to take, up to `total` or until a callback ends the run. `prepare_to_save` brings the policy
+        into its training phase if a run ends early.
 
         Raises:
-            RunStopped: a signal came, or time is up; the state is saved.
+            CallbackError: a user's callback raised.
+            RunStopped: a signal or a request came, or time is up; the state is saved.
             CheckpointError: the state could not be saved.
             TrainingError: too many steps in a row were skipped.
         """
-        with self.stopping.listening() if self.checkpoints.enabled else nullcontext():
+        # Without checkpoints a signal ends the run at once.
+        with self.stopping.listening(signals=self.checkpoints.enabled):
             seen = {name for entry in self.metrics.history if entry["step"] == self.done for name in entry}
             has_validated = any(name.startswith("validation/") for name in seen)
             if times.due(self.done, total) and not has_validated:
                 self.checkpoints.measured(self.done, validate(self.done))
             for step in range(self.done + 1, total + 1):
+                note_progress(step=step, total=total)
                 with self.around(step):
                     yield step
                 self._count_skipped()
                 self._warn_of_no_gradient(step)
-                if times.due(step, total):
+                if validated := times.due(step, total):
                     self.checkpoints.measured(step, validate(step))
+                if self.callbacks.step_done(step, self.metrics.history) and step < total:
+                    if not validated and times.due(step, step):
+                        self.checkpoints.measured(step, validate(step))
+                    if self.checkpoints.enabled:
+                        prepare_to_save()
+                        self.checkpoints.save(step)
+                    return
                 self.checkpoints.settle()
-                reason = self.stopping.after_step(self.checkpoints.longest_save_s) if self.checkpoints.enabled else None
+                reason = self.stopping.after_step(self.checkpoints.longest_save_s)
                 if reason and step < total:
                     prepare_to_save()
                     self.checkpoints.save(step)

@@ -37,7 +37,7 @@ class Supervised:
         for step in self.steps.until(total, times, self.validate, self.policy.prepare_for_training):
             if self._has_stopped_improving():
                 self.policy.prepare_for_training()
-                self.steps.checkpoints.save(step - 1)
+                self.steps.checkpoints.save_if_due(step - 1, last=True)
                 break
             self.step(step, total)
         self.steps.checkpoints.finish()

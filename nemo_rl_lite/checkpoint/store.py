@@ -378,8 +378,8 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Save the state after `step`, once, in the policy's training phase. Training may continue when this returns,
-        overlapped with the writing."""
-        if not self._period or step == self._saved:
+        overlapped with the writing. A run without a period saves where it is asked to end."""
+        if step == self._saved:
             return
         self.finish()
         self._saved, self._failure, self._begun_s = step, None, time.monotonic()

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from nemo_rl_lite.cluster.heartbeat import HeartbeatThread
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.observability import profiling
 from nemo_rl_lite.observability.timer import SETUP, seconds_since_start
 from nemo_rl_lite.system.machine import free_port, log_to_stderr
@@ -66,7 +67,7 @@ class WorkerActor:
         log_to_stderr()
         os.environ.update(environment)
         module_name, _, class_name = class_path.rpartition(".")
-        with self._heartbeat.during("import", None), SETUP("import"):
+        with self._heartbeat.during("import", None), SETUP("import"), quick_imports():
             module = importlib.import_module(module_name)
             if hasattr(module, "preload"):
                 module.preload()

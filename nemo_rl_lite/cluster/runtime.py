@@ -142,12 +142,17 @@ def ray_runtime() -> Iterator[None]:
     SIGTERM and SIGUSR1 end the block like Ctrl-C does, so that no worker outlives the run.
     """
     previous = {number: signal.signal(number, interrupt) for number in SIGNALS}
+    if ray_address() in OWN_RAY and "RAY_AUTH_MODE" not in os.environ:
+        log.warning("ray was imported before the run, so that other users of this machine can reach the run's Ray")
     os.environ.update(ENVIRONMENT)
     leave_the_launchers_session()
     start_no_api_server()
     try:
-        _start_or_join()
-        # ray.init has installed its own handler, which would end the process at once.
+        try:
+            _start_or_join()
+        except SystemExit:
+            # By the handler of SIGTERM that ray.init has installed.
+            interrupt(signal.SIGTERM, None)
         signal.signal(signal.SIGTERM, interrupt)
         yield
     finally:

@@ -50,6 +50,10 @@ _RULES = tuple(
         (r"""init_process_group\((["'])nccl\1""", r"init_process_group(\1gloo\1"),
         # torch's Adam has a state, the number of steps, that checkpoints keep once for all parameters.
         (r"isinstance\(tensors\[key\], torch\.Tensor\)", "isinstance(tensors.get(key), torch.Tensor)"),
+        # torch's compiler takes a second to import, and gains nothing here.
+        (r"jit_fuser = torch\.compile\b", "jit_fuser = noop_decorator"),
+        (r"@torch\.compile\b(\(.*\))?\n", "\n"),
+        (r"\btorch\.compile\((\w+)\)", r"\1"),
         # Without transformer_engine these names are None in megatron-core, which takes them for present.
         (r"\bHAVE_TE = all\(", "HAVE_TE = TEColumnParallelGroupedLinear is not None and all("),
     )
@@ -95,8 +99,8 @@ def _digest(rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
 
 class _RewritingLoader(importlib.machinery.SourceFileLoader):
     def source_to_code(self, data: Any, path: Any) -> CodeType:  # pyrefly: ignore
-        names_cuda = b"cuda" in data or b"nccl" in data
-        return super().source_to_code(rewrite(data.decode()) if names_cuda else data, path)
+        is_rewritten = any(word in data for word in (b"cuda", b"nccl", b"torch.compile"))
+        return super().source_to_code(rewrite(data.decode()) if is_rewritten else data, path)
 
     def get_data(self, path: str) -> bytes:
         return super().get_data(_own(path))

@@ -30,7 +30,7 @@ DEFAULT_ALGORITHM = "grpo"
 _LIKE = 0.8
 # Guess by the last part of a key only if at most this many keys share it.
 _FEW = 3
-_VARIABLE = re.compile(r"\boc\.env:(\w+)")
+_VARIABLE = re.compile(r"\b(?:oc\.env|variable):(\w+)")
 _OWN_VARIABLES = "NRL_REFIT_"
 
 
@@ -132,6 +132,14 @@ def _readable_errors() -> Iterator[None]:
 def known_variables() -> frozenset[str]:
     """Return the environment variables that the files refer to."""
     return frozenset(name for file in config_dir().rglob("*.yaml") for name in _VARIABLE.findall(file.read_text()))
+
+
+def _variable(name: str, otherwise: Any) -> Any:
+    """`${variable:NAME,B}`: an environment variable, or B where it is empty or not set."""
+    return os.environ.get(name) or otherwise
+
+
+OmegaConf.register_new_resolver("variable", _variable, replace=True)
 
 
 def unread_variables() -> list[str]:

@@ -285,7 +285,7 @@ class WandbConfig:
     project: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)] | None
     entity: str | None
-    mode: Literal["online", "offline"]
+    mode: Literal["online", "offline", "disabled"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -374,6 +374,7 @@ class RewardTerm:
 class RewardConfig:
     name: Annotated[str, Field(min_length=1)]
     kwargs: dict[str, Any]
+    binary: bool | None
     batch_size: PositiveInt | None
     terms: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardTerm]
     timeout_s: PositiveFloat | None

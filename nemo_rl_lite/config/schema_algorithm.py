@@ -16,7 +16,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 # A dotted path, or a file and a name in it.
-USER_CODE = r"^(\w+(\.\w+)+|.+\.py:\w+)$"
+USER_CODE = r"^(\w+(\.\w+)+|.+\.(py|pkl):\w+)$"
 DURATION = r"^(\d+:){1,3}\d{1,2}$"
 # The name is part of a path, so it must not lead to another folder.
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"

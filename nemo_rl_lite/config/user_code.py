@@ -1,7 +1,8 @@
-"""Import what a configuration names: `package.module.name`, or `path/to/file.py:name`.
+"""Import what a configuration names: `package.module.name`, `path/to/file.py:name`, or `path/to/file.pkl:name`.
 
 A file is imported as a module below this one, whose name holds the file's absolute path. So its functions and classes
-can be pickled: a process that loads them imports this module, which finds the file again.
+can be pickled: a process that loads them imports this module, which finds the file again. A .pkl file holds one object,
+pickled by cloudpickle with the code of its functions (`run/inputs.py` writes it).
 """
 
 import importlib
@@ -9,6 +10,7 @@ import re
 import socket
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -16,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-_IN_A_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
+_IN_A_FILE = re.compile(r"(?P<file>.+\.(?:py|pkl)):(?P<name>\w+)")
+PICKLED = ".pkl"
 # Python asks for modules below this one only if it is a package, which has a search path.
 __path__: list[str] = []
 
@@ -28,6 +31,8 @@ def imported(path: str) -> Any:
         ImportError: there is no such module, file or name.
     """
     file, name = file_of(path), own_name(path)
+    if file is not None and file.suffix == PICKLED:
+        return _unpickled(file)
     # Quoted dots, because a dot would separate packages.
     quoted = quote(str(file), safe="").replace(".", "%2E")
     module = importlib.import_module(path.rpartition(".")[0] if file is None else f"{__name__}.{quoted}")
@@ -38,7 +43,7 @@ def imported(path: str) -> Any:
 
 
 def file_of(path: str) -> Path | None:
-    """Return the absolute path of the file in `path/to/file.py:name`; None for a dotted path."""
+    """Return the absolute path of the file in `FILE:name`; None for a dotted path."""
     found = _IN_A_FILE.fullmatch(path)
     return Path(found["file"]).expanduser().absolute() if found else None
 
@@ -49,6 +54,20 @@ def own_name(path: str) -> str:
     return found["name"] if found else path.rpartition(".")[2]
 
 
+@cache
+def _unpickled(file: Path) -> Any:
+    """Load an object. Its file's name holds a digest of it."""
+    import cloudpickle
+
+    if not file.is_file():
+        raise ImportError(_missing(file))
+    return cloudpickle.loads(file.read_bytes())
+
+
+def _missing(file: Path) -> str:
+    return f"there is no file {file} on {socket.gethostname()}; every machine of a run needs it at the same place"
+
+
 class _UserFiles(MetaPathFinder):
     """Finds a user's file by the name of its module."""
 
@@ -57,8 +76,7 @@ class _UserFiles(MetaPathFinder):
             return None
         file = Path(unquote(fullname.removeprefix(f"{__name__}.")))
         if not file.is_file():
-            where = f"on {socket.gethostname()}; every machine of a run needs it at the same place"
-            raise ModuleNotFoundError(f"there is no file {file} {where}", name=fullname)
+            raise ModuleNotFoundError(_missing(file), name=fullname)
         return spec_from_file_location(fullname, file)
 
 

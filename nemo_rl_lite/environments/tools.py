@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-import importlib
 import inspect
 import operator
 import re
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
+from nemo_rl_lite.config.user_code import imported, own_name
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool
@@ -68,7 +68,7 @@ class ToolEnvironment(ABC):
 
 
 class Functions(ToolEnvironment):
-    """Offers functions by their dotted paths. Their signatures and docstrings become their schemas."""
+    """Offers functions by their paths, see `imported`. Their signatures and docstrings become their schemas."""
 
     def __init__(self, tools: Sequence[str], max_characters: int):
         """An answer that is longer than `max_characters` loses its end.
@@ -80,8 +80,7 @@ class Functions(ToolEnvironment):
             raise ValueError("tools names no function")
         self._functions: dict[str, Callable[..., Any]] = {}
         for path in tools:
-            module, _, name = path.rpartition(".")
-            function = getattr(importlib.import_module(module), name)
+            name, function = own_name(path), imported(path)
             if not callable(function) or name in self._functions:
                 raise ValueError(f"{path} is no function, or another tool has its name")
             self._functions[name] = function

@@ -273,6 +273,7 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
         playing, judge = Playing(evaluation.config), make_judge(evaluation.config.reward)
         tokenizer = chat_tokenizer(evaluation.served.folder, evaluation.config)
         asked = _problems(evaluation, playing, judge, tokenizer, console)
+        console.say(evaluation.describe(len(asked)))
         journal = Journal(folder, asked)
         if journal.done:
             console.say(f"{len(journal.done)} of {len(asked)} problems are in {folder} already")
@@ -331,7 +332,7 @@ def _sampled(
         with console.busy(f"starting {evaluation.served}" + (f", {count} engines" if count > 1 else "")):
             started = stack.enter_context(running_engines(evaluation.served, folder, console.say))
         collector = stack.enter_context(playing.collecting(started, tokenizer, judge, folder, console.say))
-        with console.busy(f"sampling {samples} response(s) to each of {len(asked)} problems") as tell:
+        with console.busy(f"sampling {samples * len(asked)} responses") as tell:
 
             def shown(progress: str) -> None:
                 tell(progress)

@@ -25,7 +25,7 @@ from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.run.model import CHAT_KEYS, as_composed, with_effect
 from nemo_rl_lite.run.serving import Served, alone
 from nemo_rl_lite.system.machine import gpu_count
-from nemo_rl_lite.validation.compose import resolve
+from nemo_rl_lite.validation.compose import is_of, resolve
 
 SECTIONS = ("data", "reward", "environment", "agent", "generation")
 _KEYS = (
@@ -68,6 +68,20 @@ class Evaluation:
     def sampling(self, end_tokens: Sequence[int]) -> Sampling:
         sampling = Sampling.of(self.config.generation, end_tokens)
         return replace(sampling, temperature=self.temperature) if self.temperature else sampling.greedy()
+
+    def describe(self, problems: int) -> str:
+        """Say what is asked, how the answers are judged and how they are sampled."""
+        config, samples = self.config, self.options.samples
+        data, generation = config.data, config.generation
+        source = {"file": validation_source(data) or data.train_path, "hub": data.path, "reasoning_gym": data.task}
+        rewards = " + ".join(term.name for term in terms_of(config.reward))
+        playing = config.environment.name or config.agent.name
+        return (
+            f"asking {self.served.name} {problems} held-out problems of {source.get(data.name) or data.name}"
+            f"{f', in {playing}' if playing else ''}; reward {rewards}; {samples} response{'s' * (samples > 1)} "
+            f"to each, of at most {generation.max_new_tokens} tokens, "
+            + (f"temperature {self.temperature:g}" if self.temperature else "greedy")
+        )
 
     def identity(self) -> dict[str, Any]:
         """Everything that decides the samples and their rewards, as JSON without secrets."""
@@ -116,6 +130,10 @@ def compose(model: Served, arguments: Sequence[str], options: Options) -> Evalua
         raise ConfigError(violations)
     overrides = with_effect(overrides, (*SECTIONS, *_KEYS))
     given = given_keys(overrides)
+    if not model.of_run and not any(is_of(key, ["data"]) for key in given):
+        rule = f"is not named, and {model.folder} is no run that has its own"
+        fix = "data=file data.validation_path=FILE.jsonl, or another: data=math500 reward=math"
+        raise ConfigError([Violation("data", None, rule, fix)])
     config = _resolved(lay_over(_base(model), overrides), given)
     evaluation = Evaluation(replace(model, config=_with_own_engines(config)), options)
     whole = {section: asdict(getattr(config, section)) for section in SECTIONS}

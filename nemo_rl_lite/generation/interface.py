@@ -119,6 +119,10 @@ class Engine(Protocol):
         """Work until nothing is left to do, or for about `seconds`; return what has finished since the last call."""
         ...
 
+    def unfinished_tokens(self) -> int:
+        """Return the number of tokens that unfinished requests have so far, as far as the engine knows it."""
+        ...
+
     def abort(self, numbers: Sequence[int]) -> None:
         """Forget requests; numbers of finished ones are ignored."""
         ...
@@ -165,6 +169,11 @@ class Requests(Protocol):
     @property
     def are_in_work(self) -> bool:
         """True while an engine has a call that it must answer within a limit of its own."""
+        ...
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of unfinished responses."""
         ...
 
     async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:

@@ -181,6 +181,9 @@ class Assignment:
 class Replica(Protocol):
     """An engine as the queue drives it."""
 
+    unfinished_tokens: int
+    """Tokens of unfinished responses after the last exchange."""
+
     async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
         """Submit and abort requests, let the engine work for a moment, and return what has finished. Exchanges that
         begin before earlier ones have ended follow them in order."""
@@ -287,6 +290,11 @@ class RequestQueue:
     def are_in_work(self) -> bool:
         """See `Requests.are_in_work`."""
         return bool(self._running)
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """See `Requests.unfinished_tokens`."""
+        return sum(self._replicas[replica].unfinished_tokens for replica in self._assignment.alive)
 
     @property
     def idle_s(self) -> float:

@@ -29,6 +29,7 @@ class LocalReplica:
         """`make` makes the engine, in its thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._engine = self._thread.submit(make).result()
+        self.unfinished_tokens = 0
 
     async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
         """See `Replica.exchange`."""
@@ -36,7 +37,8 @@ class LocalReplica:
         def work() -> dict[int, Completion]:
             self._engine.submit(submitted)
             self._engine.abort(aborted)
-            return self._engine.poll(_SLICE_S)
+            finished, self.unfinished_tokens = self._engine.poll(_SLICE_S), self._engine.unfinished_tokens()
+            return finished
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
@@ -87,6 +89,10 @@ class TransformersEngine:
             self._decoded += _decoded(list(batch.values()), completions)
             finished |= zip(batch, completions, strict=True)
         return finished
+
+    def unfinished_tokens(self) -> int:
+        """Return 0: a batch is generated to its end."""
+        return 0
 
     def abort(self, numbers: Sequence[int]) -> None:
         """See `Engine.abort`."""

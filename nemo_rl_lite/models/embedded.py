@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.system.machine import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -67,11 +68,15 @@ def embedded_digits(config: Config) -> int:
 
 
 def embedded_folder(config: Config) -> Path:
-    """Return the folder of this configuration's embedded model; its name depends on all that the model depends on."""
+    """Return the folder of this configuration's embedded model: in the user's cache, or below the working folder, which
+    all nodes of a run see and where earlier versions made it. Its name depends on all that the model depends on."""
     recipe = json.dumps([MODEL_CONFIG, CHAT_TEMPLATE, TOKENS, TARGET_LOSS, MAX_STEPS, BATCH, LEARNING_RATE])
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
     name = f"reverse-{embedded_digits(config)}-digits-seed{config.algorithm.seed}-{digest}"
-    return (Path("outputs") / "models" / name).resolve()
+    here = (Path("outputs") / "models" / name).resolve()
+    if here.is_dir() or config.cluster.num_nodes > 1:
+        return here
+    return (cache_folder() / "models" / name).resolve()
 
 
 def prepare(

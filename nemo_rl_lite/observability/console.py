@@ -5,13 +5,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from nemo_rl_lite.errors import printable
+from nemo_rl_lite.observability.live import doing
 from nemo_rl_lite.observability.sinks import Sample
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog, under
@@ -63,21 +64,23 @@ class RunConsole:
     def busy(self, what: str, announced: bool = True) -> Iterator[Callable[[str], None]]:
         """Show that a long operation is running. The block may report its progress as often as it likes; without a
         terminal that is a line at times, after one at the start if `announced`."""
-        if self.console.is_terminal:
-            with self.console.status(what) as status:
-                yield lambda progress: status.update(f"{what}: {progress}")
-            return
-        if announced:
-            self.say(f"{what} ...")
         said = time.monotonic()
+        with ExitStack() as stack:
+            tell_others = stack.enter_context(doing(what))
+            status = stack.enter_context(self.console.status(what)) if self.console.is_terminal else None
+            if status is None and announced:
+                self.say(f"{what} ...")
 
-        def tell(progress: str) -> None:
-            nonlocal said
-            if time.monotonic() - said >= _TOLD_EVERY_S:
-                said = time.monotonic()
-                self.say(f"{what}: {progress}")
+            def tell(progress: str) -> None:
+                nonlocal said
+                tell_others(progress)
+                if status is not None:
+                    status.update(f"{what}: {progress}")
+                elif time.monotonic() - said >= _TOLD_EVERY_S:
+                    said = time.monotonic()
+                    self.say(f"{what}: {progress}")
 
-        yield tell
+            yield tell
 
     def step(
         self,

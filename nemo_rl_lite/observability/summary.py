@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -42,15 +42,16 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share a vertical axis, and the limits of that axis where they are known."""
+    """Curves that share a vertical axis. Tables show the start and the end of results alone."""
 
     title: str
     curves: tuple[Curve, ...]
-    limits: tuple[float, float] | None = None
+    is_result: bool = True
 
 
 View = tuple[Panel, ...]
 _ACCURACY = Curve("validation/accuracy", "held-out accuracy", 3)
+_HELD_OUT_REWARD = Curve("validation/accuracy", "held-out reward", 3)
 _REWARD = Curve("train/reward", "training reward", 3)
 _TRAINING_ACCURACY = Curve("train/accuracy", "training accuracy", 3)
 _KL = Curve("train/kl_penalty", "KL to the start", 4)
@@ -60,21 +61,38 @@ _LOSSES = (
     Curve("validation/val_loss", "held-out loss", 4),
     Curve("train/loss", "training loss", 4),
 )
+_LENGTH = Curve("train/mean_gen_tokens_per_sample", "response length", 1)
+_SHARES = (
+    Curve("train/baseline_reward/pct_mixed", "prompts with mixed rewards", 3),
+    Curve("train/truncation_rate", "truncated responses", 3),
+)
+_CLIPPED = (Curve("train/clip_ratio/low", "clipped below", 4), Curve("train/clip_ratio/high", "clipped above", 4))
+_NORM = Panel("gradient norm", (_GRADIENT_NORM,), is_result=False)
+_ROLLOUTS = (
+    Panel("response length (tokens)", (_LENGTH,)),
+    Panel("mixed prompts and truncated responses (share)", _SHARES, is_result=False),
+    Panel("entropy (nats a token)", (Curve("train/entropy", "entropy", 3),), is_result=False),
+    _NORM,
+    Panel("clipped tokens (share)", _CLIPPED, is_result=False),
+)
 REWARD: View = (
-    Panel("reward", (_ACCURACY, _REWARD), limits=(0, 1.02)),
+    Panel("reward", (_HELD_OUT_REWARD, _REWARD)),
     Panel("KL to the starting policy (nats a token)", (_KL,)),
+    *_ROLLOUTS,
 )
 PREFERENCE: View = (
-    Panel("preference accuracy", (_ACCURACY, _TRAINING_ACCURACY), limits=(0, 1.02)),
+    Panel("preference accuracy", (_ACCURACY, _TRAINING_ACCURACY)),
     Panel("loss", _LOSSES),
     Panel("reward margin", (_MARGIN,)),
+    _NORM,
 )
-UNPAIRED: View = (Panel("loss", _LOSSES), Panel("reward margin", (_MARGIN,)))
+UNPAIRED: View = (Panel("loss", _LOSSES), Panel("reward margin", (_MARGIN,)), _NORM)
 TEACHER: View = (
     Panel("KL to the teacher (nats a token)", (Curve("train/teacher_kl", "KL to the teacher", 4),)),
-    Panel("reward", (_ACCURACY, _REWARD), limits=(0, 1.02)),
+    Panel("reward", (_HELD_OUT_REWARD, _REWARD)),
+    *_ROLLOUTS,
 )
-LOSS: View = (Panel("loss (nats a response token)", _LOSSES), Panel("gradient norm", (_GRADIENT_NORM,)))
+LOSS: View = (Panel("loss (nats a response token)", _LOSSES), _NORM)
 
 
 @dataclass(frozen=True)
@@ -91,13 +109,15 @@ class Waits:
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of summary.json. Accuracies and validation losses (nats a token) are those before the first and after
-    the last step (None: not measured); seconds are medians over steps."""
+    """The content of summary.json. Accuracies, held-out rewards that are none, and validation losses (nats a token) are
+    those before the first and after the last step (None: not measured); seconds are medians over steps."""
 
     run_folder: str
     steps: int
     accuracy_before: float | None
     accuracy_after: float | None
+    reward_before: float | None
+    reward_after: float | None
     val_loss_before: float | None
     val_loss_after: float | None
     seconds_a_step: float
@@ -110,19 +130,28 @@ class Summary:
     Empty where the limits are not known."""
 
 
-def view_of(algorithm: str) -> View:
-    """Return the view of an algorithm."""
-    return imported(ALGORITHMS[algorithm].view)
+def view_of(algorithm: str, held_out: str) -> View:
+    """Return the view of an algorithm. `held_out`: the label of the mean reward on held-out problems."""
+    own = replace(_HELD_OUT_REWARD, label=held_out)
+    panels: View = imported(ALGORITHMS[algorithm].view)
+    return tuple(
+        replace(panel, curves=tuple(own if curve == _HELD_OUT_REWARD else curve for curve in panel.curves))
+        for panel in panels
+    )
 
 
-def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int]) -> Summary:
+def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int], view: View) -> Summary:
     """Summarize the metrics. Raises LauncherError: no step was taken."""
     steps, totals = metrics.series("timing/train/total_step_time")
     if not steps:
         reason = "the checkpoint that the run was resumed from has all of them"
         raise LauncherError(f"no step was left to take: {reason}; set a larger algorithm.max_num_steps")
     timers = {name.removeprefix("timing/train/") for entry in metrics.history for name in entry}
-    accuracy_before, accuracy_after = _held_out(metrics, "validation/accuracy")
+    measured, nothing = _held_out(metrics, "validation/accuracy"), (None, None)
+    is_accuracy = any(_ACCURACY in panel.curves for panel in view)
+    (accuracy_before, accuracy_after), (reward_before, reward_after) = (
+        (measured, nothing) if is_accuracy else (nothing, measured)
+    )
     val_loss_before, val_loss_after = _held_out(metrics, "validation/val_loss")
     names = ("timing/train/generation", ENGINES_IDLE, "train/trajectory_age_mean")
     waited = [metrics.series(name)[1] for name in names]
@@ -136,6 +165,8 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
         steps=len(steps),
         accuracy_before=accuracy_before,
         accuracy_after=accuracy_after,
+        reward_before=reward_before,
+        reward_after=reward_after,
         val_loss_before=val_loss_before,
         val_loss_after=val_loss_after,
         seconds_a_step=median(totals),
@@ -152,7 +183,8 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
     """Write summary.json and print its tables."""
     folder = Path(summary.run_folder)
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
-    rows = [row for panel in view for curve in panel.curves if (row := _row(curve, metrics))]
+    results = [curve for panel in view if panel.is_result for curve in panel.curves]
+    rows = [row for curve in results if (row := _row(curve, metrics))]
     console.table(title, ("", "at the start", "at the end"), rows)
     headers, shares = ("phase", "s", "GPU") if summary.limit_shares else ("phase", "s"), summary.limit_shares
     phases = []

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl_lite.observability.live import doing
 from nemo_rl_lite.observability.profiling import span
 
 TERA, GIGA = 1e12, 1e9
@@ -81,7 +82,7 @@ class Timer:
     def __call__(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            with span(name):
+            with span(name), doing(name):
                 yield
         finally:
             ended = time.perf_counter()
@@ -107,9 +108,20 @@ SETUP = Timer()
 """Times the parts of a worker process' start; `WorkerActor.start` takes them."""
 
 
+_clock: list[float] = []
+"""When the clock was restarted, in seconds of `time.monotonic()`."""
+
+
+def restart_clock() -> None:
+    """Make `seconds_since_start` count from now: this process has done other work before the run."""
+    _clock[:] = [time.monotonic()]
+
+
 def seconds_since_start() -> float:
-    """Return the seconds since this process was started. Linux notes the start in hundredths of a second after the
-    machine's start; the Unix time of that is known to the second only."""
+    """Return the seconds since this process, or its clock, was started. Linux notes the process' start
+    in hundredths of a second after the machine's start; the Unix time of that is known to the second only."""
+    if _clock:
+        return time.monotonic() - _clock[-1]
     # The name of the program, in parentheses, may have spaces.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
@@ -29,6 +30,18 @@ class Work:
 
     scoring: float
     training: float
+
+
+@dataclass(frozen=True)
+class TeacherScores:
+    """Scores of a teacher for the N tokens of some rows, joined end to end; see `TokenRow`."""
+
+    logprobs: np.ndarray
+    """[N]."""
+    topk_logits: np.ndarray | None
+    """[N, k]."""
+    topk_ids: np.ndarray | None
+    """[N, k], int32."""
 
 
 class Teacher(Protocol):

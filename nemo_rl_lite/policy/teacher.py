@@ -5,7 +5,6 @@ A plain class; `cluster/` hosts it in its own actor, because a process has one p
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.host_memory import HostArena
 from nemo_rl_lite.offload.mover import FrozenWeights, Move
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
+from nemo_rl_lite.policy.interface import TeacherScores
 from nemo_rl_lite.policy.logprobs import TopLogits
 from nemo_rl_lite.policy.memory import CPUMemory, GPUMemory, host_registrar
 from nemo_rl_lite.policy.micro_batches import Layout
@@ -25,20 +25,8 @@ from nemo_rl_lite.policy.passes import forward_scores
 from nemo_rl_lite.policy.worker import preload
 from nemo_rl_lite.system import numa
 
-__all__ = ["TeacherScores", "TeacherWorker", "preload"]
+__all__ = ["TeacherWorker", "preload"]
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TeacherScores:
-    """Scores of a teacher for the N tokens of some rows, joined end to end; see `TokenRow`."""
-
-    logprobs: np.ndarray
-    """[N]."""
-    topk_logits: np.ndarray | None
-    """[N, k]."""
-    topk_ids: np.ndarray | None
-    """[N, k], int32."""
 
 
 class TeacherWorker:

@@ -12,6 +12,7 @@ from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.observability.console import PHASES
 from nemo_rl_lite.observability.summary import LAST_STEPS, view_of
 from nemo_rl_lite.report.record import ReportError, RunRecord, defaults_of, read_run, runs_of
+from nemo_rl_lite.validation.rewards import HELD_OUT_REWARD, held_out_label
 
 PAGE = "report.html"
 ASSETS = Path(__file__).parent / "page"
@@ -81,6 +82,7 @@ def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
         "label": label,
         "folder": str(run.folder),
         "algorithm": run.algorithm,
+        "labels": _curve_labels(run),
         "status": run.status,
         "error": run.error,
         "command": run.command,
@@ -93,6 +95,12 @@ def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
         "timeline": run.timeline,
         "waits": run.waits,
     }
+
+
+def _curve_labels(run: RunRecord) -> dict[str, str]:
+    """Return the labels of the run's curves by metric."""
+    view = view_of(run.algorithm, held_out_label(run.config)) if run.algorithm in ALGORITHMS else ()
+    return {curve.metric: curve.label for panel in view for curve in panel.curves}
 
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
@@ -128,15 +136,23 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}
+    """Return values as texts that are equal for equal numbers: a run's 600.0 is the default 600."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(_number(value), default=str)
+        for key, value in values.items()
+    }
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _view(algorithm: str) -> list[dict[str, Any]]:
     return [
         {
             "title": panel.title,
-            "limits": panel.limits,
-            "curves": [{"metric": one.metric, "label": one.label, "heldOut": one.held_out} for one in panel.curves],
+            "isResult": panel.is_result,
+            "curves": [{"metric": one.metric, "heldOut": one.held_out} for one in panel.curves],
         }
-        for panel in view_of(algorithm)
+        for panel in view_of(algorithm, HELD_OUT_REWARD)
     ]

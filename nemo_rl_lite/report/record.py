@@ -26,6 +26,7 @@ from nemo_rl_lite.observability.environment import (
     redact,
     redact_command,
 )
+from nemo_rl_lite.observability.runs import is_run, runs_below
 from nemo_rl_lite.observability.sinks import spread, text_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
 from nemo_rl_lite.rollout.store import Times, read_rollout, read_spans, read_times, rollout_files, step_of
@@ -51,8 +52,6 @@ _ACTIVITIES = {timer: phase for phase, (timers, _) in PHASES.items() for timer i
 }
 Interval = tuple[float, float]
 Entry = Mapping[str, float | None]
-# The levels below a folder that are searched for runs: outputs/NAME/sweep-TIME/0.
-_LEVELS = 3
 
 
 class ReportError(LauncherError):
@@ -88,28 +87,14 @@ class RunRecord:
 
 def runs_of(folder: Path) -> list[Path]:
     """The runs in a folder, by name, and a sweep's by number; the folder itself if it is a run or has none."""
-    return _runs_below(folder, _LEVELS) or [folder]
-
-
-def _runs_below(folder: Path, levels: int) -> list[Path]:
-    if _is_run(folder):
-        return [folder]
-    if not levels or not folder.is_dir():
-        return []
-    inside = sorted(folder.iterdir(), key=lambda path: (int(path.name) if path.name.isdecimal() else -1, path.name))
-    return [run for path in inside for run in _runs_below(path, levels - 1)]
-
-
-def _is_run(folder: Path) -> bool:
-    # A model's folder has a config.json as well.
-    return any((folder / name).exists() for name in (COMMAND_FILE, METRICS_FILE))
+    return runs_below(folder) or [folder]
 
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run. Raises ReportError: `folder` is no run's folder."""
     if not folder.is_dir():
         raise ReportError(f"nrl-lite report: {folder} is not a folder: name a run's, such as outputs/NAME/TIME")
-    if not _is_run(folder):
+    if not is_run(folder):
         rule = f"is no run's folder, and no run is below it: a run has {COMMAND_FILE} or {METRICS_FILE}"
         raise ReportError(f"nrl-lite report: {folder} {rule}")
     notes: list[str] = []

@@ -92,6 +92,9 @@ REWARDS = {
     NONE: "nemo_rl_lite.rewards.builtin.nothing",
 }
 
+# Rewards that are 0 or 1. `program` is one without its `share`.
+BINARY = frozenset({"exact_match", "last_number", "math"})
+
 # Rewards that need no process of their own to end in time.
 INSTANT = frozenset({"exact_match", "last_number", NONE})
 

@@ -178,13 +178,15 @@ class RolloutTask:
         filled = [*kept, *others[: self.count - len(kept)]]
         return [group for group in groups if group in filled]
 
-    def progress(self) -> str:
-        """Say how many prompts are done, how fast tokens came in finished responses, and what episodes wait for."""
+    def progress(self, unfinished_tokens: int = 0) -> str:
+        """Say how many prompts are done, how fast tokens come, and what episodes wait for. `unfinished_tokens`: of
+        responses under way."""
         groups, seconds = list(self.groups), time.perf_counter() - self.began
         episodes = [episode for group in groups for episode in group.episodes]
         done = sum(group.is_done for group in groups)
         said = [f"{done} of {max(self.count, len(groups))} prompts"]
-        if tokens := sum(episode.generated for episode in episodes):
+        before = sum(episode.generated for own in self.done.values() for episode in own)
+        if tokens := sum(episode.generated for episode in episodes) - before + unfinished_tokens:
             said.append(f"{tokens / seconds:,.0f} tokens/s")
         waiting = [episode for episode in episodes if episode.waits_for]
         if generating := [episode.spans[-1].seconds for episode in waiting if episode.waits_for == "generate"]:
@@ -233,7 +235,7 @@ class RolloutCollector:
                     progressed()
                 answers = task.answers
                 await asyncio.sleep(_LOOK_S)
-                show(progress := task.progress())
+                show(progress := task.progress(requests.unfinished_tokens))
                 note_state(progress)
 
         # It returns nothing, because asyncio formats its result where it gives SIGINT back: a part of a second.

@@ -326,13 +326,15 @@ class AsyncRolloutSource:
             if now != seen:
                 seen, since = now, time.monotonic()
                 progressed()
-            waits = "; ".join([queue.describe(), *(one.progress() for one in sampled[:1])])
+            # With several rollouts, nobody knows to which of them an engine's tokens belong.
+            tokens = queue.unfinished_tokens if len(sampled) == 1 else 0
+            waits = "; ".join([queue.describe(), *(one.progress(tokens) for one in sampled[:1])])
             note_state(waits)
             if time.monotonic() - since > self._stall_s:
                 limit = f"{self._stall_s:g} s (cluster.phase_timeout_s)"
                 raise WorkerError("rollouts", "generate", f"no engine worked for {limit}, and nothing else: {waits}")
             if sampled:
                 others = f"; {len(sampled) - 1} more rollouts under way" if len(sampled) > 1 else ""
-                show(sampled[0].progress() + others)
+                show(sampled[0].progress(tokens) + others)
 
         return self._thread_loop.wait(coroutine, look)

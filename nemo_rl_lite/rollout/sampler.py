@@ -169,6 +169,10 @@ class _PrioritizedRequests:
     def are_in_work(self) -> bool:
         return self.requests.are_in_work
 
+    @property
+    def unfinished_tokens(self) -> int:
+        return self.requests.unfinished_tokens
+
     def submit_as_batch(self) -> AbstractContextManager[None]:
         return self.requests.submit_as_batch()
 

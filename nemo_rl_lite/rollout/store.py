@@ -83,7 +83,7 @@ class RolloutFiles:
         partial = file.with_name(f".{file.name}")
         try:
             self._folder.mkdir(exist_ok=True)
-            rows = [{"step": step, "split": split, **row} for row in _rows(rollout)][: self._limit]
+            rows = rollout_rows(step, split, rollout)[: self._limit]
             began = _began(rollout)
             times = {
                 "began": None if began is None else unix_time(began),
@@ -124,6 +124,11 @@ def read_spans(file: Path) -> list[dict[str, Any]]:
 
 def _began(rollout: Rollout) -> float | None:
     return min((span.begin for episode in rollout.episodes for span in episode.spans), default=None)
+
+
+def rollout_rows(step: int, split: Split, rollout: Rollout) -> list[dict[str, Any]]:
+    """Return a row for each sample, with the columns of the files."""
+    return [{"step": step, "split": split, **row} for row in _rows(rollout)]
 
 
 def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,22 +26,33 @@ from nemo_rl_lite.config.keys import (
     unknown_key,
 )
 from nemo_rl_lite.config.overrides import check_overrides, given_keys, named_run_folder
+from nemo_rl_lite.config.sizes import all_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
-from nemo_rl_lite.system.machine import check_ray_address, check_single_launcher, close_to_others, why_not_writable
+from nemo_rl_lite.system.machine import (
+    OWN_RAY,
+    RAY_ADDRESS,
+    check_ray_address,
+    check_single_launcher,
+    close_to_others,
+    gpu_count,
+    lacks_gpus,
+    ray_address,
+    why_not_writable,
+)
 from nemo_rl_lite.system.stopping import INTERRUPTED, interrupted_status, was_asked_to_end
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.validation.notes import notes, notes_here, show_notes
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from nemo_rl_lite.config.schema import Config
+    from nemo_rl_lite.observability.callbacks import Callbacks
     from nemo_rl_lite.observability.summary import Summary
 
 log = logging.getLogger(__name__)
 
 # This launcher's own flag: do everything up to the first process.
 DRY_RUN = "--dry-run"
+LOG_FILE = "train.log"
 SWEEP = ("--multirun", "-m")
 _CFG, _INFO = ("--cfg", "-c"), ("--info", "-i")
 # The values that may follow a flag (None: any). That of --info may be left out.
@@ -59,7 +71,7 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
     """Run the command line, and return the summary of each run (several with -m, none with --help and the like)."""
     flags, overrides = split_arguments(arguments)
     try:
-        configs = _checked(flags, overrides)
+        configs = checked(flags, overrides)
         if flags.dry_run:
             from nemo_rl_lite.run.run import dry_run
 
@@ -85,7 +97,7 @@ def fail(error: LauncherError, *more: str) -> NoReturn:
     sys.exit(error.exit_status)
 
 
-def _checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], Config]]":
+def checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], Config]]":
     """Return the overrides and the configuration of each job, and print notes.
 
     Raises:
@@ -106,6 +118,8 @@ def _checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str],
     key = SWEEP_FOLDER if flags.sweeps else RUN_FOLDER
     if not flags.only_informs and key not in [one.key for one in wrong]:
         wrong += _place_problems(overrides, key)
+    if not flags.only_informs and not flags.dry_run:
+        wrong += [problem for _, config in found for problem in _missing_gpus(config)]
     if wrong:
         # Each job repeats what is wrong with the whole command.
         raise ConfigError(list({str(one): one for one in wrong}.values()))
@@ -131,6 +145,17 @@ def _place_problems(overrides: Sequence[str], key: str) -> Iterator[Violation]:
             yield from error.violations
 
 
+def _missing_gpus(config: "Config") -> Iterator[Violation]:
+    """Yield the GPUs that the run would wait for in a Ray of this machine alone."""
+    wanted = all_gpus(config)
+    if ray_address() in OWN_RAY and lacks_gpus(wanted):
+        nodes, count = config.cluster.num_nodes, gpu_count()
+        where = f" on {nodes} nodes" if nodes > 1 else ""
+        rule = f"the run needs {wanted} GPU{'s' * (wanted > 1)}{where}, and this machine has {count or 'none'}"
+        fix = f"--dry-run checks and plans it here; it runs where the GPUs are ({RAY_ADDRESS}, or nrl-lite slurm)"
+        yield Violation("cluster.gpus_per_node", config.cluster.gpus_per_node, rule, fix)
+
+
 # --- Runs
 
 
@@ -138,14 +163,18 @@ def _run_all(
     flags: "Flags", overrides: Sequence[str], configs: "Sequence[tuple[list[str], Config]]", command: str
 ) -> "list[Summary]":
     """Run the jobs one after the other. One that fails does not end a sweep; one that is ended does."""
+    from nemo_rl_lite.observability.callbacks import Callbacks
+
     sweep = Sweep(overrides)
     fixed = [one for one in overrides if values_of(one) == [one]]
     parent = str(compose_job(check_overrides(fixed)[0]).hydra.sweep.dir) if flags.sweeps else None
     for number, (job, config) in enumerate(configs):
-        folder = _begin(compose_job(check_overrides(job)[0]), parent, number)
+        folder = folder_of(job, parent, number)
+        folder.mkdir(parents=True, exist_ok=True)
         end: Summary | int
         try:
-            end = _guarded(config, folder, command)
+            with logged_to(folder), _guarded(config, folder):
+                end = run_in(folder, config, command, Callbacks())
         except SystemExit as status:
             # What the user or the scheduler ends also ends the sweep.
             was_ended = status.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
@@ -167,37 +196,68 @@ def _run_all(
     return [end for *_, end in sweep.ended if not isinstance(end, int)]
 
 
-def _begin(composed: "DictConfig", parent: str | None, number: int) -> Path:
-    """Make the folder of a run, or of a job of the sweep in `parent`, and log to it as Hydra does."""
-    from hydra.core.utils import configure_log
+def folder_of(overrides: Sequence[str], sweep: str | None = None, number: int = 0) -> Path:
+    """Return the folder of a run, or of a job of the sweep in the folder `sweep`."""
     from omegaconf import OmegaConf
 
+    composed = compose_job(check_overrides(overrides)[0])
     OmegaConf.update(composed, "hydra.job.num", number, force_add=True)
     hydra = composed.hydra
-    folder = Path(hydra.run.dir) if parent is None else Path(parent) / str(hydra.sweep.subdir)
-    folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.update(composed, "hydra.runtime.output_dir", str(folder.absolute()), force_add=True)
-    configure_log(hydra.job_logging, hydra.verbose)
+    folder = Path(hydra.run.dir) if sweep is None else Path(sweep) / str(hydra.sweep.subdir)
     return folder.absolute()
 
 
-def _guarded(config: "Config", folder: Path, command: str) -> "Summary":
-    """Run in `folder`; an error that a user can act on ends the process with its message and status."""
+@contextmanager
+def logged_to(folder: Path) -> Iterator[None]:
+    """Log to train.log of a run's folder, and warnings to standard error, during the block. The root logger's own
+    handlers are back after it."""
+    root, file, terminal = logging.getLogger(), logging.FileHandler(folder / LOG_FILE), logging.StreamHandler()
+    file.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] %(message)s"))
+    terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    terminal.setLevel(logging.WARNING)
+    before, level = root.handlers, root.level
+    root.handlers = [terminal, file]
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.handlers = before
+        root.setLevel(level)
+        file.close()
+
+
+def run_in(folder: Path, config: "Config", command: str, callbacks: "Callbacks") -> "Summary":
+    """Train in `folder`.
+
+    Raises:
+        LauncherError: any error that a user can act on. A worker's has its traceback in the folder.
+    """
     close_to_others()
-    from nemo_rl_lite.observability.environment import ERROR_FILE
-    from nemo_rl_lite.run.folder import how_to_resume, write_error
+    from nemo_rl_lite.run.folder import write_error
     from nemo_rl_lite.run.run import run
 
     try:
-        return run(config, folder, command)
+        return run(config, folder, command, callbacks)
     except WorkerError as error:
         write_error(folder, error)
+        raise
+    except OSError as error:
+        log.info("the error's traceback", exc_info=True)
+        raise LauncherError(f"{folder}: {error}") from error
+
+
+@contextmanager
+def _guarded(config: "Config", folder: Path) -> Iterator[None]:
+    """End the process with the message and the status of an error that a user can act on."""
+    from nemo_rl_lite.observability.environment import ERROR_FILE
+    from nemo_rl_lite.run.folder import how_to_resume
+
+    try:
+        yield
+    except WorkerError as error:
         fail(error, f"its traceback: {folder / ERROR_FILE}", f"its log: {folder / 'logs'}")
     except LauncherError as error:
         fail(error)
-    except OSError as error:
-        log.info("the error's traceback", exc_info=True)
-        fail(LauncherError(f"{folder}: {error}"))
     except KeyboardInterrupt:
         saves = config.checkpoint.save_period > 0
         sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}; {how_to_resume(folder)}\n")
@@ -239,13 +299,14 @@ def _result(end: "Summary | int") -> str:
     if isinstance(end, int):
         return f"failed (status {end})"
     pairs = {
-        "accuracy": (end.accuracy_before, end.accuracy_after),
-        "validation loss": (end.val_loss_before, end.val_loss_after),
+        "held-out accuracy": (end.accuracy_before, end.accuracy_after),
+        "held-out reward": (end.reward_before, end.reward_after),
+        "held-out loss": (end.val_loss_before, end.val_loss_after),
     }
     shown = [
         f"{name} {'-' if before is None else f'{before:.3f}'} -> {after:.3f}"
         for name, (before, after) in pairs.items()
-        if after
+        if after is not None
     ]
     return ", ".join(shown) or f"{end.steps} steps"
 

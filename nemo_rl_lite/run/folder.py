@@ -26,12 +26,12 @@ from nemo_rl_lite.observability.environment import (
     redact_command,
     redact_text,
 )
+from nemo_rl_lite.observability.runs import LOCK_FILE
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
-from nemo_rl_lite.system.stopping import interrupted_status
+from nemo_rl_lite.system.stopping import interrupted_status, why_interrupted
 
 log = logging.getLogger(__name__)
-LOCK_FILE = ".lock"
 # A run that is done is resumed where only these keys changed.
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
 _SHOWN_CHANGES = 3
@@ -138,7 +138,7 @@ def status_kept(folder: Path, saves: bool) -> Iterator[None]:
         write_ending(folder, "failed", LauncherError.exit_status, str(error))
         raise
     except KeyboardInterrupt:
-        write_ending(folder, "interrupted", interrupted_status(saves), "Ctrl-C, or a signal that ended it at once")
+        write_ending(folder, "interrupted", interrupted_status(saves), why_interrupted())
         raise
     except BaseException:
         message = "an error without a message: its traceback was printed"

@@ -20,6 +20,7 @@ from nemo_rl_lite.cluster.heartbeat import SystemUsage
 from nemo_rl_lite.cluster.workers import StepProfiler, WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, has_teacher
 from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import all_gpus, has_endpoint, policy_ranks, previous_passes, repeats_first_pass
@@ -33,6 +34,7 @@ from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.interface import make_loss
 from nemo_rl_lite.models.shape import described_shape
+from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.timer import Phase, Timer, seconds_since_start
@@ -45,11 +47,12 @@ from nemo_rl_lite.rollout.play import EpisodeRunner, SingleTurn, Turns
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler, fitting_prompts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
-from nemo_rl_lite.rollout.store import RolloutFiles, Split, load_rollouts
+from nemo_rl_lite.rollout.store import RolloutFiles, Split, load_rollouts, rollout_rows
 from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
 from nemo_rl_lite.system.stopping import Stopping, seconds
 from nemo_rl_lite.validation.data import check_epochs
 from nemo_rl_lite.validation.notes import note_total_steps
+from nemo_rl_lite.validation.rewards import held_out_label
 from nemo_rl_lite.workers.launch import Workers, launch, launch_policy, peak_memory
 from nemo_rl_lite.workers.policy import RemotePolicy
 from nemo_rl_lite.workers.recovery import RecoveringGeneration
@@ -162,7 +165,9 @@ class GRPOJob:
         """See `Job.resume_lines`."""
         return start.data_lines(self._data)
 
-    def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
+    def run(
+        self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
+    ) -> dict[str, int]:
         config, console = self._config, self._console
         with setup("memory_plan"):
             show_memory_plan(config, self._model_path, console, metrics, start.steps)
@@ -174,7 +179,7 @@ class GRPOJob:
         with self._playing.collecting(
             workers.generation, self._tokenizer, self._judge, self._folder, console.say
         ) as collector:
-            loop = self._loop(metrics, start, workers, collector)
+            loop = self._loop(metrics, start, workers, collector, callbacks)
             try:
                 loop.run()
             finally:
@@ -182,7 +187,14 @@ class GRPOJob:
         _finish(config, self._folder, workers.policy, loop.steps)
         return peak_memory(workers.groups)
 
-    def _loop(self, metrics: MetricsLog, start: Start, workers: Workers, collector: RolloutCollector) -> GRPO:
+    def _loop(
+        self,
+        metrics: MetricsLog,
+        start: Start,
+        workers: Workers,
+        collector: RolloutCollector,
+        callbacks: Callbacks,
+    ) -> GRPO:
         config, console, groups = self._config, self._console, workers.groups
         options = config.options(GRPOConfig)
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
@@ -192,7 +204,7 @@ class GRPOJob:
         sampler = Sampler(options, collector, sampling, self._validation, order, saved.get("useful_share", 1.0))
         rollouts = self._source(sampler, workers.generation, start)
         steps = make_steps(
-            config, self._folder, start, workers.policy, metrics, console, groups, self._data, rollouts.save
+            config, self._folder, start, workers.policy, metrics, console, groups, callbacks, self._data, rollouts.save
         )
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
@@ -206,8 +218,9 @@ class GRPOJob:
             scored=_scored(config),
             decoding_speed=decoding_speed(config, described_shape(self._model_path), workers.generation.take_decoded),
             check=workers.weights.verify_with_probe,
-            keep=self._rollout_log(metrics, start),
+            keep=self._rollout_log(metrics, start, callbacks),
             held_out=len(self._validation),
+            held_out_label=held_out_label(dict(flatten(described(config)))),
             steps=steps,
             report=Report(metrics, console, workers.policy, devices, policy_speed(config), system.take),
             mismatch_warning=config.logger.mismatch_warning,
@@ -229,7 +242,9 @@ class GRPOJob:
         done, steps, saves = start.steps, options.max_num_steps, options.rollouts.save_begun
         return AsyncRolloutSource(sampler, generation, staleness, done, steps, ahead, stall_s, saves)
 
-    def _rollout_log(self, metrics: MetricsLog, start: Start) -> Callable[[int, Split, Rollout, Sequence[Phase]], None]:
+    def _rollout_log(
+        self, metrics: MetricsLog, start: Start, callbacks: Callbacks
+    ) -> Callable[[int, Split, Rollout, Sequence[Phase]], None]:
         options, console = self._config.logger, self._console
         files, period = RolloutFiles(self._folder, options.log_samples, start.steps), options.show_samples_period
 
@@ -238,6 +253,7 @@ class GRPOJob:
             if split == "train" and period and step % period == 0:
                 console.samples(step, rollout.samples(SHOWN))
                 metrics.log_samples(step, rollout.samples(TRACKED))
+            callbacks.rollout_done(step, lambda: rollout_rows(step, split, rollout))
 
         return keep
 
@@ -287,7 +303,9 @@ class SupervisedJob:
             raise ConfigError([Violation(key, epochs, rule, f"{key}={(epochs or 0) + 1}, or {key}=null")])
         return start.data_lines(self._data)
 
-    def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
+    def run(
+        self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
+    ) -> dict[str, int]:
         config, console = self._config, self._console
         with setup("memory_plan"):
             show_memory_plan(config, self._model_path, console, metrics, start.steps)
@@ -295,7 +313,7 @@ class SupervisedJob:
             policy = launch_policy(begun, start.policy, setup)
         report_start(setup, start.steps, metrics, console)
         options = config.options(SupervisedConfig)
-        steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group], self._data)
+        steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group], callbacks, self._data)
         system = SystemUsage(policy.group.processes)
         Supervised(
             config=options,
@@ -320,6 +338,7 @@ def make_steps(
     metrics: MetricsLog,
     console: RunConsole,
     groups: Sequence[WorkerGroup],
+    callbacks: Callbacks,
     data: Mapping[str, Any],
     rollouts: SaveRollouts = save_none,
 ) -> Steps:
@@ -338,7 +357,7 @@ def make_steps(
     )
     stopping = Stopping(seconds(options.must_save_by) if options.save_period else None, seconds_since_start)
     around = StepProfiler(config.profile, folder, groups).around
-    return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around)
+    return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around, callbacks)
 
 
 def _finish(config: Config, folder: Path, policy: RemotePolicy, steps: Steps) -> None:

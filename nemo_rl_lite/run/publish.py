@@ -17,10 +17,11 @@ from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.models.folder import exported
 from nemo_rl_lite.models.shape import is_hub_name
 from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE, described
-from nemo_rl_lite.observability.summary import view_of
+from nemo_rl_lite.observability.summary import View, view_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.report.record import Entry, read_json, read_metrics
 from nemo_rl_lite.validation.compose import default_values
+from nemo_rl_lite.validation.rewards import held_out_label
 
 CARD = "README.md"
 _TAG = "nemo_rl_lite"
@@ -87,8 +88,8 @@ def write_cards(model: Path, config: Config, run: Path, step: int | None = None)
 
 
 def push(folders: Sequence[Path], name: str, private: bool) -> str:
-    """Upload the `exported` folders to the repository `name` of the hub, which is made if it is missing: the model, and
-    adapters to the subfolder `adapter`. Returns its address.
+    """Upload the `exported` folders to the repository `name` of the hub, which is made if it is missing. Adapters go to
+    the subfolder `adapter`. Returns the repository's address.
 
     Raises:
         LauncherError: the upload failed; its message has the commands that repeat it.
@@ -118,12 +119,13 @@ def _front_matter(card: Path) -> dict[str, Any]:
 
 
 def _text(config: Config, base: str, run: Path, step: int | None) -> str:
-    """Return the text of a card, with `_USE` in the place of its example."""
+    """Return the text of a card, with `_USE` instead of its example."""
     algorithm, environment = config.algorithm.name, read_json(run / ENVIRONMENT_FILE, [])
     last = math.inf if step is None else step
     measured = [entry for entry in read_metrics(run / METRICS_FILE, []) if (entry["step"] or 0) <= last]
     taken = max((entry["step"] or 0 for entry in measured), default=step or 0)
-    rows = [f"| {label} | {before} | {after} |" for label, before, after in _results(algorithm, measured)]
+    view = view_of(algorithm, held_out_label(dict(flatten(described(config)))))
+    rows = [f"| {label} | {before} | {after} |" for label, before, after in _results(view, measured)]
     results = ["## Results", "", "| | at the start | at the end |", "|---|---:|---:|", *rows, ""] if rows else []
     link = f"[{base}](https://huggingface.co/{base})" if is_hub_name(base) else f"`{base}`"
     title = algorithm if algorithm == "distillation" else algorithm.upper()
@@ -144,9 +146,9 @@ def _text(config: Config, base: str, run: Path, step: int | None) -> str:
     )
 
 
-def _results(algorithm: str, measured: Sequence[Entry]) -> Iterator[tuple[str, str, str]]:
-    """Yield label, first and last value of each curve of the algorithm that was measured more than once."""
-    for curve in (curve for panel in view_of(algorithm) for curve in panel.curves):
+def _results(view: View, measured: Sequence[Entry]) -> Iterator[tuple[str, str, str]]:
+    """Yield label, first and last value of each curve of the view that was measured more than once."""
+    for curve in (curve for panel in view for curve in panel.curves):
         values = [value for entry in measured if (value := entry.get(curve.metric)) is not None]
         if len(values) > 1:
             yield curve.label, f"{values[0]:.{curve.decimals}f}", f"{values[-1]:.{curve.decimals}f}"

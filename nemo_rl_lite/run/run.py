@@ -14,26 +14,32 @@ from rich.markup import escape
 
 from nemo_rl_lite.checkpoint.resume import Start, changed, checkpoint_store, find_start
 from nemo_rl_lite.cluster.runtime import ray_runtime
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.algorithms import algorithm_of
+from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, WorkerError
 from nemo_rl_lite.models.folder import exported
 from nemo_rl_lite.models.shape import find_shape
+from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.live import shown_to_others
 from nemo_rl_lite.observability.liveness import limited, watched
+from nemo_rl_lite.observability.runs import LOCK_FILE
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked, view_of
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.planning.budget import size, size_of
 from nemo_rl_lite.planning.page import make_plan, show_plan
-from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked, status_kept, write_ending, write_error, write_start
+from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
 from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
 from nemo_rl_lite.system.stopping import was_asked_to_end
 from nemo_rl_lite.validation.compose import default_values
+from nemo_rl_lite.validation.rewards import held_out_label
 from nemo_rl_lite.workers.reserve import StartingWorkers, begin, reserve
 
 log = logging.getLogger(__name__)
@@ -50,7 +56,9 @@ class Job(Protocol):
         """
         ...
 
-    def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
+    def run(
+        self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
+    ) -> dict[str, int]:
         """Train in the processes that have begun, from `start` on; returns each worker's peak memory in bytes. `setup`
         has timed the start so far, and `run` times the rest of it."""
         ...
@@ -66,7 +74,7 @@ def make_job(config: Config, folder: Path, console: RunConsole, model_path: Path
     return imported(algorithm_of(config).job)(config, folder, console, model_path)
 
 
-def run(config: Config, folder: Path, command: str) -> Summary:
+def run(config: Config, folder: Path, command: str, callbacks: Callbacks) -> Summary:
     """Train in `folder`, from the starting weights or the folder's newest checkpoint. Where a worker's process dies,
     restart from the newest checkpoint, at most `cluster.max_restarts` times.
 
@@ -81,8 +89,8 @@ def run(config: Config, folder: Path, command: str) -> Summary:
         check_folder(folder, whole_config)
         start = _find_start(config, whole_config, folder, console)
         write_start(folder, whole_config, command)
-        with status_kept(folder, saves=config.checkpoint.save_period > 0):
-            summary = _with_restarts(config, folder, whole_config, start, console)
+        with status_kept(folder, saves=config.checkpoint.save_period > 0), shown_to_others(folder):
+            summary = _Attempts(config, folder, whole_config, console, callbacks).until_done(start)
         if config.checkpoint.exports:
             _publish(config, folder, console)
         if config.logger.plots:
@@ -120,25 +128,6 @@ def write_last_report(folder: Path, console: RunConsole) -> None:
         console.say(f"no report was written ({error}); to try again: nrl-lite report {folder}")
 
 
-def _with_restarts(
-    config: Config, folder: Path, whole_config: Mapping[str, Any], start: Start, console: RunConsole
-) -> Summary:
-    attempts, restarts = _Attempts(config, folder, whole_config, console), 0
-    while True:
-        try:
-            return attempts.run(start)
-        except WorkerError as error:
-            if was_asked_to_end():
-                # What asked this process to end may have ended the worker.
-                raise KeyboardInterrupt from error
-            if not error.lost or restarts == config.cluster.max_restarts:
-                raise
-            restarts += 1
-            limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
-            console.say(f"{error}; starting again from the last checkpoint ({limit})")
-        start = _find_start(config, whole_config, folder, console)
-
-
 def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path, console: RunConsole) -> Start:
     checkpoint_store(config, folder).tidy()
     return find_start(config, whole_config, folder, console.busy)
@@ -147,12 +136,37 @@ def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path, c
 class _Attempts:
     """Runs attempts, each with its own Ray and workers; reads and checks the data once."""
 
-    def __init__(self, config: Config, folder: Path, whole_config: Mapping[str, Any], console: RunConsole):
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        whole_config: Mapping[str, Any],
+        console: RunConsole,
+        callbacks: Callbacks,
+    ):
         self._config, self._folder, self._whole_config, self._console = config, folder, whole_config, console
+        self._callbacks = callbacks
         self._job: Job | None = None
         self._model: Path | None = None
 
-    def run(self, start: Start) -> Summary:
+    def until_done(self, start: Start) -> Summary:
+        """Run from `start`, and again from the newest checkpoint where a worker is lost."""
+        config, restarts = self._config, 0
+        while True:
+            try:
+                return self._run(start)
+            except WorkerError as error:
+                if was_asked_to_end():
+                    # What asked this process to end may have ended the worker.
+                    raise KeyboardInterrupt from error
+                if not error.lost or restarts == config.cluster.max_restarts:
+                    raise
+                restarts += 1
+                limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
+                self._console.say(f"{error}; starting again from the last checkpoint ({limit})")
+            start = _find_start(config, self._whole_config, self._folder, self._console)
+
+    def _run(self, start: Start) -> Summary:
         config, folder, console, setup = self._config, self._folder, self._console, Timer()
         for line in start.lines():
             console.say(line)
@@ -165,7 +179,7 @@ class _Attempts:
                 with setup("processes"):
                     reserved = reserve(config, folder)
                 # The workers import their packages and build while this process imports its own and reads the data.
-                with setup("packages"):
+                with setup("packages"), quick_imports():
                     imported(algorithm_of(config).job)
                     from transformers import AutoTokenizer  # noqa: F401
                 with setup("model"):
@@ -186,10 +200,11 @@ class _Attempts:
                     watched(self._last_words, lost_process),
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
                 ):
-                    peak_memory = self._job.run(metrics, begun, start, setup)
-            summary = summarize(metrics, folder, peak_memory)
+                    peak_memory = self._job.run(metrics, begun, start, setup, self._callbacks)
+            view = view_of(config.algorithm.name, held_out_label(dict(flatten(self._whole_config))))
+            summary = summarize(metrics, folder, peak_memory, view)
             metrics.log_summary(tracked(summary), charts(summary, metrics))
-            show_summary(summary, metrics, console, config.run_name, view_of(config.algorithm.name))
+            show_summary(summary, metrics, console, config.run_name, view)
         return summary
 
     def _last_words(self, error: WorkerError) -> None:

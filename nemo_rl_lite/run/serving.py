@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from nemo_rl_lite.checkpoint.resume import locate
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.keys import compose_files
 from nemo_rl_lite.config.schema import Config
@@ -43,6 +44,8 @@ class Served:
     name: str
     folder: Path
     config: Config
+    of_run: bool = True
+    """False: no run has said what the model is for."""
 
     def __str__(self) -> str:
         where = "GPUs" if on_gpus(self.config) else "CPUs"
@@ -111,8 +114,9 @@ def start_engine(served: Served) -> tuple[RequestQueue, ResponderConfig]:
     engine = engine_of(config)
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.update(engine.environment(config.generation, on_gpu) | quiet | ({} if on_gpu else ON_CPUS))
-    tokenizer = chat_tokenizer(served.folder, config)
-    made = imported(engine.worker)
+    with quick_imports():
+        made = imported(engine.worker)
+        tokenizer = chat_tokenizer(served.folder, config)
     replica = LocalReplica(
         lambda: made(config.generation, config.policy, str(served.folder), config.algorithm.seed, on_gpu)
     )
@@ -181,4 +185,4 @@ def _of_folder(folder: Path) -> Served:
         policy=replace(config.policy, precision=precision, max_total_sequence_length=longest),
         generation=replace(config.generation, backend=backend, max_new_tokens=min(_NEW_TOKENS, longest // 2)),
     )
-    return Served(folder.name, folder, config)
+    return Served(folder.name, folder, config, of_run=False)

@@ -39,7 +39,9 @@ rm -rf -- "$meeting"
 
 state=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%T || true)
 if ((rc == 75)) && [[ $requeue == true && $state == RUNNING ]]; then
-  if [[ $(newest_checkpoint) == "$before" ]]; then
+  if [[ -s $run_folder/stop ]]; then
+    echo "slurm job $SLURM_JOB_ID: stopped by nrl-lite stop; not requeued"
+  elif [[ $(newest_checkpoint) == "$before" ]]; then
     echo "slurm job $SLURM_JOB_ID: stopped without a new checkpoint in $run_folder; not requeued, because it would make no progress" >&2
   else
     echo "slurm job $SLURM_JOB_ID: stopped with a checkpoint; requeued, to resume from it"

@@ -8,8 +8,10 @@ import netrc
 import os
 import random
 import secrets
+import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
@@ -32,6 +34,8 @@ RAY_ADDRESS = "RAY_ADDRESS"
 RAY_ADDRESS_FIX = "unset RAY_ADDRESS for a run on this machine alone, or start that cluster (ray start --head)"
 OWN_RAY = ("", "local")
 _ANSWER_LIMIT_S = 4.0
+# The driver's device, which a container without nvidia-smi may have.
+_NVIDIA_DEVICE = Path("/dev/nvidiactl")
 # torchrun and accelerate set all of these in each process that they start.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 # The number of tasks of one srun (SLURM_NTASKS is the job's, and a batch script has that as well), and of one mpirun.
@@ -76,6 +80,16 @@ def why_not_writable(folder: Path) -> str:
     return ""
 
 
+def cache_folder() -> Path:
+    """The folder for what a user's runs share; the working folder's `outputs` where it cannot be written."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        folder = (given if given.is_absolute() else Path("~/.cache").expanduser()) / "nemo_rl_lite"
+    except RuntimeError:  # the user has no home
+        return Path("outputs")
+    return Path("outputs") if why_not_writable(folder) else folder
+
+
 def free_port() -> int:
     """A free port of this machine. It is opened later, so the kernel must not use it for outgoing connections.
 
@@ -102,6 +116,14 @@ def gpu_count(command: str = "nvidia-smi") -> int:
     there = len(_of_gpus("name", command))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return there if visible is None else min(there, len([one for one in visible.split(",") if one.strip()]))
+
+
+def lacks_gpus(wanted: int, command: str = "nvidia-smi") -> bool:
+    """Return whether this machine certainly has fewer GPUs: not where they are split by MIG, or nothing lists them."""
+    if not wanted or gpu_count(command) >= wanted:
+        return False
+    unlisted = shutil.which(command) is None and _NVIDIA_DEVICE.exists()
+    return not unlisted and "Enabled" not in _of_gpus("mig.mode.current", command)
 
 
 def gpu_name(command: str = "nvidia-smi") -> str | None:
@@ -235,6 +257,6 @@ def netrc_file(environment: Mapping[str, str]) -> Path:
 
 def close_to_others() -> None:
     """Make the Ray that this run starts serve only processes with a secret, which its workers inherit. Does nothing if
-    RAY_ADDRESS names a cluster, or RAY_AUTH_MODE is set. Call this before ray is imported: it reads the variables."""
-    if ray_address() in OWN_RAY and "RAY_AUTH_MODE" not in os.environ:
+    RAY_ADDRESS names a cluster, or RAY_AUTH_MODE is set, or ray is imported already: it reads the variables then."""
+    if ray_address() in OWN_RAY and "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -127,6 +127,20 @@ class Call:
             self.future.set_result(value)
 
 
+_pools: "weakref.WeakSet[CallPool]" = weakref.WeakSet()
+
+
+@contextmanager
+def ending_pools() -> Iterator[None]:
+    """End, after the block, the pools that it has made: the traceback of an error keeps them alive."""
+    before = set(_pools)
+    try:
+        yield
+    finally:
+        for pool in set(_pools) - before:
+            pool.end()
+
+
 class CallPool:
     """At most `processes` processes with at most `at_once` calls each. The first starts now, the others when there is
     work; they live as long as the pool.
@@ -137,7 +151,9 @@ class CallPool:
 
     def __init__(self, target: Target, processes: int, at_once: int, timeout_s: float | None):
         self._manager = _Manager(target, processes, at_once, timeout_s)
-        weakref.finalize(self, self._manager.stop)
+        self.end = weakref.finalize(self, self._manager.stop)
+        """Ends all processes, once."""
+        _pools.add(self)
         threading.Thread(target=self._manager.run, name=f"calls of {target.title}", daemon=True).start()
 
     def submit(self, method: str, *arguments: Any, session: int | None = None) -> Future:

@@ -1,10 +1,17 @@
-"""Ends a run on request, after its current step and with a checkpoint."""
+"""Ends a run on request, after its current step and with a checkpoint.
 
+A request is a signal, or the file `stop` in the run's folder, which works from any machine that sees the folder.
+"""
+
+import getpass
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from nemo_rl_lite.errors import RunStopped
@@ -16,6 +23,14 @@ _STANDARD_ERROR = 2
 INTERRUPTED = 130
 # The signals received so far. They are noted here because Ray replaces the exception that a handler raises.
 _received: list[signal.Signals] = []
+# The request in the run's file, in words, and that it cannot wait for the step.
+_request, _at_once = "", False
+# A loop keeps requests until its step is done, or the run is about to end by itself.
+_waits_for_step = False
+STOP_FILE = "stop"
+"""Empty in the folder of a run, until a request is written into it: readers of a network file system see new content
+sooner than a new file."""
+_AT_ONCE, _AFTER_STEP = "now", "step"
 # A second signal within this time is the same request: `timeout` sends one to the process and one to its group.
 _SAME_REQUEST_S = 1.0
 
@@ -27,7 +42,8 @@ def note_signal(number: int) -> None:
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Handle a signal as Ctrl-C."""
-    note_signal(number)
+    if not _at_once:
+        note_signal(number)
     raise KeyboardInterrupt
 
 
@@ -44,8 +60,52 @@ def interrupted_status(saves: bool) -> int:
 
 
 def was_asked_to_end() -> bool:
-    """Whether this process has received one of SIGNALS."""
-    return bool(_received)
+    """Whether this process has received one of SIGNALS, or its run a request."""
+    return bool(_received or _request)
+
+
+def why_interrupted() -> str:
+    """Say what ended the run at once."""
+    return _request or "Ctrl-C, or a signal that ended it at once"
+
+
+def request_end(folder: Path, now: bool = False) -> None:
+    """Ask the run in a folder to end after its step, with a checkpoint, or `now`. Raises OSError."""
+    by = f"{getpass.getuser()} on {socket.gethostname()}"
+    (folder / STOP_FILE).write_text(f"{_AT_ONCE if now else _AFTER_STEP} by {by}\n")
+
+
+def forget_request(folder: Path) -> None:
+    """Begin a run in a folder, without the request that ended an earlier one."""
+    global _request, _at_once, _waits_for_step
+    _request, _at_once, _waits_for_step = "", False, False
+    with suppress(OSError):
+        (folder / STOP_FILE).write_text("")
+
+
+def obey_request(folder: Path) -> str:
+    """Read the request in a folder, if there is a new one, and return what will happen. Any thread may call this."""
+    global _request, _at_once
+    try:
+        when, _, by = (folder / STOP_FILE).read_text().strip().partition(" ")
+    except OSError:
+        return ""
+    asked = f"nrl-lite stop{' --now' * (when == _AT_ONCE)} asked for it {by}".strip()
+    if not when or asked == _request:
+        return ""
+    _request, _at_once = asked, when == _AT_ONCE or not _waits_for_step
+    if not _at_once:
+        return f"{asked}: the run ends after this step, with a checkpoint"
+    # Ray replaces the handler of SIGTERM. Elsewhere than in a command line, SIGUSR1 may be unhandled.
+    handled = [number for number in (signal.SIGUSR1, signal.SIGINT) if callable(signal.getsignal(number))]
+    for number in handled[:1]:
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+    return f"{asked}: the run ends at once"
+
+
+def forget_signals() -> None:
+    """Forget the signals of an earlier run of this process."""
+    _received.clear()
 
 
 class Stopping:
@@ -60,12 +120,17 @@ class Stopping:
         self._step_started = time.monotonic()
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """During the block, keep a first signal for `after_step`; a second one interrupts like Ctrl-C."""
-        previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        self._step_started = time.monotonic()
+    def listening(self, signals: bool = True) -> Iterator[None]:
+        """During the block, keep a request, and a first signal where `signals`, for `after_step`; a second signal
+        interrupts like Ctrl-C."""
+        global _waits_for_step
+        previous = {number: signal.signal(number, self._receive) for number in SIGNALS} if signals else {}
+        self._step_started, _waits_for_step = time.monotonic(), True
         try:
             yield
+        except BaseException:
+            _waits_for_step = False
+            raise
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -76,11 +141,15 @@ class Stopping:
         self._longest_s, self._step_started = max(self._longest_s, now - self._step_started), now
         if self._signal is not None:
             return f"{self._signal.name} was received"
+        if _request:
+            return _request
         if self._limit_s is not None and self._elapsed_s() + self._longest_s + save_s > self._limit_s:
             return f"another step could end after checkpoint.must_save_by = {self._limit_s:g} s"
         return None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if _at_once:
+            raise KeyboardInterrupt
         note_signal(number)
         now = time.monotonic()
         if self._signal is not None:

@@ -1,9 +1,10 @@
 """Rules about rewards, environments and agents. A user's code is imported; a run calls it once before it starts."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from itertools import islice
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -19,13 +20,14 @@ from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.rewards.judge import Term, terms_of
 from nemo_rl_lite.rewards.llm_judge import JudgeOptions
-from nemo_rl_lite.rewards.registry import NONE, REWARDS, find_batch_reward, find_reward
+from nemo_rl_lite.rewards.registry import BINARY, NONE, REWARDS, find_batch_reward, find_reward
 from nemo_rl_lite.validation.compose import described, rule
 
 log = logging.getLogger(__name__)
 
 # These rewards compare a response with the answer of its row.
 _COMPARING = ("exact_match", "last_number", "math")
+HELD_OUT_REWARD = "held-out reward"
 # What these environments say is of use to a later turn alone.
 _ANSWERING = ("calculator", "tools", "python")
 
@@ -133,6 +135,18 @@ def check_reward_present(config: Config) -> Iterator[Violation]:
         fix = "reward=exact_match or another, or algorithm=distillation, which learns from a teacher"
         # Not a key of the reward: an evaluation without one learns nothing, and is allowed.
         yield Violation("algorithm.name", config.algorithm.name, rule_text, fix)
+
+
+def held_out_label(values: Mapping[str, Any]) -> str:
+    """Return the label of the mean reward on held-out problems by the configuration's dotted keys: an accuracy only
+    where every reward is 0 or 1."""
+    binary = values.get("reward.binary")
+    if binary is None:
+        name, is_sum = values.get("reward.name"), any(key.startswith("reward.terms.") for key in values)
+        by_reward = name in BINARY or (name == "program" and not values.get("reward.kwargs.share"))
+        plays = values.get("agent.name") or values.get("environment.name") not in (None, *_ANSWERING)
+        binary = by_reward and not is_sum and not plays
+    return "held-out accuracy" if binary else HELD_OUT_REWARD
 
 
 def _is_judged(config: Config) -> bool:

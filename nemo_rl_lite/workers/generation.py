@@ -22,6 +22,7 @@ class RemoteReplica:
 
     group: WorkerGroup
     rank: int
+    unfinished_tokens: int = 0
     _before: asyncio.Future[None] | None = None
     """Done when the worker has done the previous exchange."""
 
@@ -34,14 +35,14 @@ class RemoteReplica:
         """
         methods: list[tuple[str, tuple]] = [("submit", (submitted,))] if submitted else []
         methods += [("abort", (aborted,))] if aborted else []
-        call = self.group.call_one(self.rank, [*methods, ("poll", (SLICE_S,))], "generate")
+        call = self.group.call_one(self.rank, [*methods, ("poll", (SLICE_S,)), ("unfinished_tokens", ())], "generate")
         before, own = self._before, asyncio.get_running_loop().create_future()
         self._before = own
         try:
             if before is not None:
                 # The time limit is for this exchange, not for the previous one.
                 await before
-            *_, finished = await result(call)
+            *_, finished, self.unfinished_tokens = await result(call)
         finally:
             own.done() or own.set_result(None)
         for completion in finished.values():

@@ -19,10 +19,9 @@ from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, m
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.memory import SequenceFlops, forward_flops
-from nemo_rl_lite.policy.interface import BatchRef, Scored, Work
+from nemo_rl_lite.policy.interface import BatchRef, Scored, TeacherScores, Work
 from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares, even_shares
 from nemo_rl_lite.policy.model import ParallelPlace
-from nemo_rl_lite.policy.teacher import TeacherScores
 from nemo_rl_lite.refit.interface import WeightSource
 from nemo_rl_lite.refit.ipc import SharedWeights
 from nemo_rl_lite.refit.layout import RefitPlan

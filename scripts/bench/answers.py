@@ -5,10 +5,12 @@ math-verify alone gets the reference between dollars and the response as it is.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import math_verify
 import record
@@ -40,13 +42,13 @@ def main(arguments: list[str]) -> None:
             "right answers": sum(one.right == "1" for one in pairs),
             "right answers paid": sum(one.right == "1" for one in pairs) - sum(one.right == "1" for one in wrong),
             "wrong answers paid": sum(one.right == "0" for one in wrong),
-            "judged wrongly": len(wrong),
+            "wrong verdicts": len(wrong),
         }
         results += [record.result(quantity, name, "", [count]) for quantity, count in found.items()]
     print(*ours, sep="\n")
     bars = [
         record.bar("pairs", len(pairs), 300, at_least=True),
-        record.bar("judged wrongly", len(ours), 0, at_least=False),
+        record.bar("wrong verdicts", len(ours), 0, at_least=False),
     ]
     print(
         record.write("answers", results, bars, more={"wrongly_judged": [one._asdict() for one in ours]}, machine=False)
@@ -78,7 +80,10 @@ def plain_math_verify(response: str, answer: str) -> float:
 
 
 def trial() -> None:
-    main([])
+    """Judge a few pairs."""
+    few = read_pairs()[::20]
+    with patch.object(sys.modules[__name__], "read_pairs", lambda: few):
+        main([])
 
 
 if __name__ == "__main__":

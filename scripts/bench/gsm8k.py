@@ -162,7 +162,7 @@ def _write(given: argparse.Namespace) -> Path:
         results += _accuracies(found[stage], setting) if stage in found else []
     for stage, setting in TRAINED.items():
         if stage in found:
-            results.append(record.result("whole job", setting, "s", [found[stage]["seconds"]]))
+            results.append(record.result("end to end", setting, "s", [found[stage]["seconds"]]))
     if rewards := found.get("grpo", {}).get("rewards"):
         for what, part in (("first", rewards[:LAST]), ("last", rewards[-LAST:])):
             mean = sum(part) / len(part)

@@ -248,10 +248,13 @@ def summary(name: str, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         record.result("held-out accuracy before", config, "share", [run["validation"][0]["accuracy"] for run in runs]),
         record.result("held-out accuracy after", config, "share", [run["validation"][-1]["accuracy"] for run in runs]),
         record.result(
-            "the commonest answer's share", config, "share", [run["validation"][0]["commonest_answer"] for run in runs]
+            "share of the most common answer",
+            config,
+            "share",
+            [run["validation"][0]["commonest_answer"] for run in runs],
         ),
         record.result(f"mean reward of the last {LAST} steps", config, "share", last),
-        record.result("step, several runs on the GPU", config, "s", [run["step_seconds"] for run in runs]),
+        record.result("step time, several runs on the GPU", config, "s", [run["step_seconds"] for run in runs]),
     ]
 
 

@@ -138,15 +138,15 @@ def predicted(case: str, planned: Budget, seconds: float | None) -> list[dict[st
         "host memory, predicted": planned.host,
     }
     memory = [record.result(name, case, "GiB", [value / 2**30]) for name, value in values.items()]
-    return memory + ([record.result("step, predicted", case, "s", [seconds])] if seconds else [])
+    return memory + ([record.result("step time, predicted", case, "s", [seconds])] if seconds else [])
 
 
 def measured(case: str, tokens: int, gpus: int, found: Sequence[dict[str, list[float]]]) -> list[dict[str, Any]]:
     """Return the results of a length: of all ranks, the slowest and the fullest."""
     most = {name: [max(reps) for reps in zip(*(own[name] for own in found), strict=True)] for name in found[0]}
-    results = [record.result(name, case, "s" if name == "step" else "GiB", reps) for name, reps in most.items()]
-    rates = [tokens / seconds / gpus for seconds in most["step"]]
-    return [*results, record.result("tokens a second and GPU", case, "1/s", rates)]
+    results = [record.result(name, case, "s" if name == "step time" else "GiB", reps) for name, reps in most.items()]
+    rates = [tokens / seconds / gpus for seconds in most["step time"]]
+    return [*results, record.result("throughput per GPU", case, "tokens/s", rates)]
 
 
 def lengths(
@@ -239,7 +239,8 @@ def one_length(worker: Any, vocabulary: int, tokens: int, steps: int) -> dict[st
         "GPU in use": "device_bytes/train",
     }
     memory = worker.take_memory()
-    return {"step": times[1:]} | {name: [memory[metric] / 2**30] for name, metric in names.items() if metric in memory}
+    peaks = {name: [memory[metric] / 2**30] for name, metric in names.items() if metric in memory}
+    return {"step time": times[1:]} | peaks
 
 
 def trial() -> None:

@@ -71,7 +71,7 @@ PHASES = {
     "logprob": ("policy_and_reference_logprobs",),
     "train": ("policy_training",),
     "refit": ("prepare_for_generation/transfer_and_update_weights", "refit_check"),
-    "whole step": ("total_step_time",),
+    "step time": ("total_step_time",),
 }
 Compared = tuple[str, str, float, float]
 """Phase, run, predicted and measured seconds."""
@@ -211,7 +211,7 @@ def of_run(run: dict[str, Any]) -> Iterator[Compared]:
     shape = shape_of(config.policy.model_name)
     if generates(config):
         time = predict_step(config, shape, nbytes, lengths_of(run))
-        predicted = dataclasses.asdict(time) | {"whole step": time.in_turn}
+        predicted = dataclasses.asdict(time) | {"step time": time.in_turn}
     else:
         chat = median(run, "train/total_num_tokens") / sequences_per_optimizer_step(config)
         lengths = Lengths(0, chat, config.policy.max_total_sequence_length)

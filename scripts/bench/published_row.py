@@ -144,10 +144,10 @@ def predicted_rows(gpu: str, gpus: int, batch: int, apart: bool) -> Iterator[dic
     step = time.overlapped if apart else time.in_turn
     for phase, seconds in zip(PHASES, astuple(time), strict=True):
         yield record.result(phase, name, "s", [seconds])
-    yield record.result("whole step", name, "s", [step])
+    yield record.result("step time", name, "s", [step])
     rate = samples_per_step(config) * (PROMPT + MEAN) / step / gpus
-    yield record.result("tokens a second and GPU", name, "1/s", [rate])
-    yield record.result("fullest GPU", name, "GiB", [memory.device[memory.fullest] / 2**30])
+    yield record.result("throughput per GPU", name, "tokens/s", [rate])
+    yield record.result("GPU with the highest use", name, "GiB", [memory.device[memory.fullest] / 2**30])
 
 
 def predict() -> Path:
@@ -194,12 +194,12 @@ def write(given: argparse.Namespace, config: Config, overrides: list[str], steps
         return record.result(what, "measured", unit, values)
 
     step = [one[STEP] for one in steps]
-    results = [measured("whole step", "s", step)]
+    results = [measured("step time", "s", step)]
     for phase, names in PHASES.items():
-        what = "policy waits for a rollout" if given.apart and phase == "generation" else phase
+        what = "policy idle" if given.apart and phase == "generation" else phase
         results.append(measured(what, "s", [sum(one[name] for name in names) for one in steps]))
     rates = [one["train/total_num_tokens"] / one[STEP] / max(1, all_gpus(config)) for one in steps]
-    results.append(measured("tokens a second and GPU", "1/s", rates))
+    results.append(measured("throughput per GPU", "tokens/s", rates))
     for names, unit, by in ((SHARES, "share", 1), (MEMORY, "GiB", 2**30), (LENGTHS, "tokens", 1)):
         for what, name in names.items():
             results += [measured(what, unit, [one[name] / by for one in steps])] if name in steps[0] else []
@@ -212,7 +212,7 @@ def write(given: argparse.Namespace, config: Config, overrides: list[str], steps
 def beside(overrides: list[str], shape: ModelShape, apart: bool) -> Iterator[dict[str, Any]]:
     """What the plan says of this machine."""
     _, memory, time = planned(overrides, shape, size_of(None)[1])
-    yield record.result("whole step", "planned", "s", [time.overlapped if apart else time.in_turn])
+    yield record.result("step time", "planned", "s", [time.overlapped if apart else time.in_turn])
     for phase, seconds in zip(PHASES, astuple(time), strict=True):
         yield record.result(phase, "planned", "s", [seconds])
     nbytes = [memory.policy[Phase.TRAIN], memory.policy[Phase.LOGPROB]]

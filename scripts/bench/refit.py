@@ -340,7 +340,7 @@ def measure(pair: Pair, config: Config, given: argparse.Namespace) -> None:
 
     def keep_stages(setting: str) -> None:
         whole, stages = pair.times("ours")
-        keep("whole refit", setting, "s", whole)
+        keep("refit time", setting, "s", whole)
         for stage, values in stages.items():
             keep(stage, setting, "s", values)
 
@@ -360,16 +360,16 @@ def measure(pair: Pair, config: Config, given: argparse.Namespace) -> None:
     for verify in ("sample", "full"):
         setting = "direct" if direct else f"{bucket} buckets, 2 buffers"
         pair.connect(replace(base, bucket_bytes=size, verify=verify, direct=direct))
-        keep("whole refit", f"{setting}, verify={verify}", "s", pair.times("ours")[0])
+        keep("refit time", f"{setting}, verify={verify}", "s", pair.times("ours")[0])
     pair.connect(replace(base, bucket_bytes=size), by_the_bridge=True)
     if ON_GPU:
-        keep("whole refit", "bridge's export and the engine's loader", "s", pair.times("loader")[0])
+        keep("refit time", "bridge's export and the engine's loader", "s", pair.times("loader")[0])
     if not shared:
         keep("repeated raw broadcast", f"{RAW_BYTES} bytes", "GB/s", pair.both("raw")[0])
     if ON_GPU and not shared:
-        keep("whole refit", "tensor by tensor, one step after the other", "s", pair.times("serial")[0])
+        keep("refit time", "tensor by tensor, sequential", "s", pair.times("serial")[0])
         pair.both("packed_join", free_port(), given.nemo_rl)
-        keep("whole refit", f"{peer}'s packed transfer", "s", pair.times("packed")[0])
+        keep("refit time", f"{peer}'s packed transfer", "s", pair.times("packed")[0])
     keep("bytes of a refit", setting, "GB", [nbytes / 1e9])
     found = bars(medians, nbytes / 1e9, None if shared else peer) if ON_GPU else []
     name = f"refit-{'nemo-' if given.nemo_rl else ''}{given.where}-{Path(model).name}"
@@ -378,7 +378,7 @@ def measure(pair: Pair, config: Config, given: argparse.Namespace) -> None:
 
 def bars(medians: dict[tuple[str, str], float], gigabytes: float, peer: str | None) -> list[dict]:
     """Return the bars; `peer`: whose packed transfer was measured, None where both sides share a GPU."""
-    whole = {setting: value for (name, setting), value in medians.items() if name == "whole refit"}
+    whole = {setting: value for (name, setting), value in medians.items() if name == "refit time"}
     plain = {setting: value for setting, value in whole.items() if setting.endswith(("buffers", "direct"))}
     best = min(plain.values())
     loader = whole["bridge's export and the engine's loader"]
@@ -387,7 +387,7 @@ def bars(medians: dict[tuple[str, str], float], gigabytes: float, peer: str | No
             record.bar("whole refit, s", best, 0.15, at_least=False),
             record.bar("times faster than export and loader", loader / best, 3, at_least=True),
         ]
-    serial = whole["tensor by tensor, one step after the other"]
+    serial = whole["tensor by tensor, sequential"]
     raw = medians["repeated raw broadcast", f"{RAW_BYTES} bytes"]
     wire = max(value for (name, _), value in medians.items() if name == "transfer alone")
     packed = whole[f"{peer}'s packed transfer"]

@@ -1,11 +1,12 @@
 """Render docs/benchmarks/*.json into the tables of pages that `TABLES` names, and into the site's page of each record.
 
-render.py             writes the tables, and the picture and table of what the algorithms learned into README.md
+render.py             writes the tables and pictures
 render.py --check     writes nothing, and fails where a table is stale
 render.py --site      writes docs/benchmarks/NAME.md for each record, before `zensical build`; git ignores them
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ from typing import Any
 
 import learning_figure
 import record
+import speed_figure
 
 DOCS = record.ROOT / "docs"
-README = record.ROOT / "README.md"
+LEARNING = DOCS / "analysis" / "learning.md"
 LIST = record.FOLDER / "records.md"
 
 
@@ -35,11 +37,11 @@ class Table:
 
 KILLED = ("generation-0", "policy-0", "launcher", "gcs_server", "raylet", "process group")
 PUBLISHED = (
-    *("whole step", "generation", "logprob", "train", "refit", "tokens a second and GPU"),
+    *("step time", "generation", "logprob", "train", "refit", "throughput per GPU"),
     *("policy's peak in training", "GPU in use while generating"),
 )
 LONGEST = (
-    *("step", "step, predicted", "tokens a second and GPU", "policy's peak", "policy's peak, predicted"),
+    *("step time", "step time, predicted", "throughput per GPU", "policy's peak", "policy's peak, predicted"),
     *("GPU in use", "GPU in use, predicted"),
 )
 # The key is the mark around the table.
@@ -48,7 +50,7 @@ TABLES = {
         "quickstart",
         "quickstart-cpu-2cores",
         (
-            *("held-out accuracy before", "held-out accuracy after", "whole job, warm start included"),
+            *("held-out accuracy before", "held-out accuracy after", "end to end, with the warm-up"),
             "GRPO step (median of a run)",
         ),
     ),
@@ -56,99 +58,107 @@ TABLES = {
         "memory",
         "offload-presets-1x-h100",
         columns=(
-            *("whole step", "GPU in use while generating", "policy's peak in logprob", "policy's peak in training"),
-            *("moves, all copies of a step", "moves, waited for in a step"),
+            *("step time", "GPU in use while generating", "policy's peak in logprob", "policy's peak in training"),
+            *("copies per step", "exposed copies per step"),
         ),
     ),
     "largest table": Table(
-        "memory",
+        "analysis/memory",
         "largest-model-predicted-cpu-2cores",
         columns=("largest model, predicted", "its layers", "largest gpu_memory_utilization with 24 layers"),
     ),
     "apart table": Table(
-        "refit",
+        "analysis/refit",
         "refit-apart-qwen3-8b-2x-h200",
-        columns=("whole refit", "transfer alone"),
+        columns=("refit time", "transfer alone"),
         settings=(
             *("1 GB buckets, 1 buffers", "1 GB buckets, 2 buffers", "1 GB buckets, 2 buffers, verify=full"),
-            *("tensor by tensor, one step after the other", "vLLM's packed transfer"),
+            *("tensor by tensor, sequential", "vLLM's packed transfer"),
         ),
     ),
     "NeMo-RL's transfer table": Table(
-        "refit",
+        "analysis/refit",
         "refit-nemo-apart-qwen3-8b-2x-h200",
-        columns=("whole refit",),
+        columns=("refit time",),
         settings=("1 GB buckets, 2 buffers", "NeMo-RL's packed transfer"),
     ),
-    "shared table": Table("refit", "refit-shared-qwen3-8b-2x-h200", columns=("whole refit",)),
+    "shared table": Table("analysis/refit", "refit-shared-qwen3-8b-2x-h200", columns=("refit time",)),
     "LoRA refit table": Table(
-        "supervised",
+        "analysis/supervised",
         "lora-refit-large-1x-h100",
         columns=(
-            *("whole step", "generation", "train", "refit", "refit, transfer and load", "bytes of a refit"),
+            *("step time", "generation", "train", "refit", "refit, transfer and load", "bytes of a refit"),
             *("policy's memory in training", "GPU in use while generating"),
         ),
     ),
-    "SFT then GRPO table": Table("supervised", "learning-gsm8k-1x-h100"),
-    "throughput table": Table("supervised", "sft-throughput-qwen3-1.7b-1x-h100"),
+    "SFT then GRPO table": Table("analysis/supervised", "learning-gsm8k-1x-h100"),
+    "throughput table": Table("analysis/supervised", "sft-throughput-qwen3-1.7b-1x-h100"),
     "soak table": Table(
         "reliability",
         "soak-cpu-2cores",
-        (*(f"from a killed {who} to the next step's end" for who in KILLED), "kills", "steps taken again", "whole run"),
+        (
+            *(f"from a killed {who} to the next step's end" for who in KILLED),
+            "kills",
+            "steps taken again",
+            "end to end",
+        ),
     ),
     "async soak table": Table(
-        "async",
+        "analysis/async",
         "async-soak-cpu-2cores",
         (
             *(f"from a killed {who} to the next step's end" for who in ("generation-1", *KILLED)),
-            *("kills", "steps taken again", "whole run", "largest age of a step's tokens"),
+            *("kills", "steps taken again", "end to end", "maximum staleness"),
         ),
     ),
     "async rate table": Table(
-        "async",
+        "analysis/async",
         "async-rate-2x-h200",
         columns=(
-            *("generated tokens a second, whole step", "whole step", "policy waits for a rollout", "logprob", "train"),
-            *("refit", "engines idle", "mean age of a token"),
+            *("throughput over the step", "step time", "policy idle", "logprob", "train"),
+            *("refit", "engines idle", "mean staleness"),
         ),
     ),
     "plan time table": Table(
-        "async",
+        "analysis/async",
         "plan-time-against-measured-cpu-2cores",
         tuple(
-            f"{phase}: predicted over measured" for phase in ("generation", "logprob", "train", "refit", "whole step")
+            f"{phase}: predicted over measured" for phase in ("generation", "logprob", "train", "refit", "step time")
         ),
     ),
     "engine settings table": Table(
         "rollouts",
         "engine-settings-1x-h100",
-        columns=("tokens a second", "start", "bandwidth share of decoding"),
+        columns=("throughput", "start", "bandwidth share of decoding"),
     ),
     "precision table": Table(
         "rollouts",
         "engine-precision-smollm2-135m-instruct-1x-h100",
         columns=(
-            *("mean absolute logprob difference", "gen_kl_error", "token_mult_prob_error"),
-            *("generated tokens a second", "generation", "refit", "engine's weights", "whole step"),
+            *("mean logprob difference", "gen_kl_error", "token_mult_prob_error"),
+            *("throughput while generating", "generation", "refit", "engine's weights", "step time"),
         ),
     ),
-    "over TRL table": Table("performance", "speed-over-trl-large-1x-h200", columns=("whole step",)),
-    "published table": Table("performance", "published-row-4-512-4x-h200", columns=PUBLISHED),
-    "longest table": Table("gpus", "context-longest-qwen3-8b-1x-h100", columns=LONGEST),
-    "longest shared table": Table("gpus", "context-longest-qwen3-8b-context-2-2x-h100", columns=LONGEST),
+    "over TRL table": Table("performance", "speed-over-trl-large-1x-h200", columns=("step time",)),
+    "published table": Table("analysis/published_row", "published-row-4-512-4x-h200", columns=PUBLISHED),
+    "layouts table": Table("choosing", "choosing-predicted-cpu"),
+    "longest table": Table("analysis/long_sequences", "context-longest-qwen3-8b-1x-h100", columns=LONGEST),
+    "longest shared table": Table(
+        "analysis/long_sequences", "context-longest-qwen3-8b-context-2-2x-h100", columns=LONGEST
+    ),
     "replay table": Table(
-        "gpus",
+        "analysis/moe",
         "experts-router-replay-qwen3-moe-1.5b-1x-h100",
         columns=(
-            *("mean absolute logprob difference", "largest logprob difference", "gen_kl_error"),
-            *("token_mult_prob_error", "generation", "logprob", "train", "whole step"),
+            *("mean logprob difference", "max logprob difference", "gen_kl_error"),
+            *("token_mult_prob_error", "generation", "logprob", "train", "step time"),
         ),
     ),
     "experts rate table": Table(
-        "gpus",
+        "analysis/moe",
         "experts-rate-2x-h100",
         columns=(
-            *("tokens a second, whole step", "generation", "logprob", "train", "MFU of training", "refit"),
+            *("throughput over the step", "generation", "logprob", "train", "MFU of training", "refit"),
             *("bytes of a refit", "mean logprob difference", "policy's peak, train"),
         ),
     ),
@@ -199,7 +209,7 @@ def write_site(folder: Path) -> None:
 
 
 def pages(records: dict[str, dict[str, Any]]) -> dict[Path, str]:
-    """Return each page with its rendered text."""
+    """Return each page and drawing with its rendered text."""
     paths = {table.page: DOCS / f"{table.page}.md" for table in TABLES.values()}
     texts = {page: path.read_text() for page, path in paths.items()}
     for mark, table in TABLES.items():
@@ -207,13 +217,16 @@ def pages(records: dict[str, dict[str, Any]]) -> dict[Path, str]:
         after = rest.split(f"<!-- /{mark} -->")[1]
         lines = _table_lines(table, records[table.record])
         texts[table.page] = "\n".join([f"{before}<!-- {mark} -->", *lines, f"<!-- /{mark} -->{after}"])
-    before, rest = README.read_text().split("<!-- learning -->\n")
-    learned = "".join(f"{line}\n" for line in learning_figure.table(list(records.values()), "docs/"))
+    before, rest = LEARNING.read_text().split("<!-- learning -->\n")
+    learned = "".join(f"{line}\n" for line in learning_figure.table(list(records.values()), "../"))
     learned = f"{before}<!-- learning -->\n{learned}<!-- /learning -->{rest.split('<!-- /learning -->')[1]}"
-    return {README: learned} | {paths[page]: text for page, text in texts.items()}
+    speed = speed_figure.svg(records[speed_figure.RECORD])
+    return {LEARNING: learned, speed_figure.PICTURE: speed} | {paths[page]: text for page, text in texts.items()}
 
 
 def _table_lines(table: Table, one: dict[str, Any]) -> list[str]:
+    if "layouts" in one:
+        return layouts_table(one["layouts"])
     if table.settings:
         one = one | {"results": [row for row in one["results"] if row["config"] in table.settings]}
     return settings_table(one, table.columns) if table.columns else results_table(one, table.rows)
@@ -244,7 +257,9 @@ def bars_table(one: dict[str, Any]) -> list[str]:
     """Render the targets, a row each; nothing where there are none."""
     if not one["bars"]:
         return []
-    rows = (f"| {b['name']} | {b['target']} | {b['value']:.3g} | {'yes' if b['met'] else 'no'} |" for b in one["bars"])
+    rows = (
+        f"| {b['name']} | {b['target']} | {number(b['value'])} | {'yes' if b['met'] else 'no'} |" for b in one["bars"]
+    )
     return ["| target | wanted | measured | met |", "|---|---:|---:|---|", *rows, ""]
 
 
@@ -254,18 +269,27 @@ def results_table(one: dict[str, Any], names: Sequence[str] = ()) -> list[str]:
     several = len({row["config"] for row in one["results"]}) > 1
     setting, line = (" setting |", "---|") if several else ("", "")
     repeated = any(len(row["reps"]) > 1 for row in rows)
-    columns, lines = ("median | least | most", "---:|---:|---:") if repeated else ("value", "---:")
+    columns, lines = ("median | min | max", "---:|---:|---:") if repeated else ("value", "---:")
     table = [
         f"| measured |{setting} {columns} | unit |{' runs |' * repeated}",
         f"|---|{line}{lines}|---|{'---:|' * repeated}",
     ]
     for row in rows:
         reps = row["reps"]
-        ends = (f"{min(reps):.3g}", f"{max(reps):.3g}") if len(reps) > 1 else ("", "")
-        numbers = " | ".join([f"{row['median']:.3g}", *(ends if repeated else ())])
+        ends = (f"{number(min(reps))}", f"{number(max(reps))}") if len(reps) > 1 else ("", "")
+        numbers = " | ".join([number(row["median"]), *(ends if repeated else ())])
         which = f" {row['config']} |" if several else ""
         table.append(f"| {row['name']} |{which} {numbers} | {row['unit']} |{f' {len(reps)} |' if repeated else ''}")
     return table
+
+
+def number(value: float) -> str:
+    """Return three significant digits without an exponent, such as 11,300 or 0.0312."""
+    if value == 0 or abs(value) >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def settings_table(one: dict[str, Any], names: Sequence[str]) -> list[str]:
@@ -275,9 +299,20 @@ def settings_table(one: dict[str, Any], names: Sequence[str]) -> list[str]:
     head = " | ".join(f"{name}, {units[name]}" if units[name] else name for name in names)
     lines = [f"| setting | {head} |", f"|---|{'---:|' * len(names)}"]
     for setting in dict.fromkeys(config for config, _ in medians):
-        cells = (f"{medians[setting, name]:.3g}" if (setting, name) in medians else "" for name in names)
+        cells = (number(medians[setting, name]) if (setting, name) in medians else "" for name in names)
         lines.append(f"| {setting} | {' | '.join(cells)} |")
     return lines
+
+
+def layouts_table(layouts: dict[str, str]) -> list[str]:
+    """Render a row for each model and kind of training, and a column for each number of GPUs."""
+    rows: dict[str, dict[str, str]] = {}
+    for setting, layout in layouts.items():
+        model, gpus = setting.rsplit(", ", 1)
+        rows.setdefault(model, {})["1 GPU" if gpus == "1 GPUs" else gpus] = layout
+    counts = list(next(iter(rows.values())))
+    lines = [f"| {' | '.join([model, *(row[count] for count in counts)])} |" for model, row in rows.items()]
+    return [f"| model, training | {' | '.join(counts)} |", f"|---|{'---|' * len(counts)}", *lines]
 
 
 def trial() -> None:

@@ -116,7 +116,7 @@ def measure(model: Path, overrides: list[str], prompts: int, samples: int) -> Fo
             rates.append(len(requests) * tokens / seconds)
             metrics = speed.metrics(decoded.steps, decoded.cached, seconds)
             shares += [value for name, value in metrics.items() if name.endswith("bandwidth_share")]
-    found: Found = {"tokens a second": ("tokens/s", rates), "start": ("s", [start])}
+    found: Found = {"throughput": ("tokens/s", rates), "start": ("s", [start])}
     return found | ({"bandwidth share of decoding": ("share", shares)} if shares else {})
 
 

@@ -172,8 +172,8 @@ def presets(runs: list[Run]) -> tuple[list, list]:
             results.append(record.result(name, preset, "GiB", [value / 2**30 for value in values(run, metric)[1:]]))
         exposed, transfer = (_moves(run, ending) for ending in ("_exposed_s", "_s"))
         if transfer:
-            results.append(record.result("moves, all copies of a step", preset, "s", transfer))
-            results.append(record.result("moves, waited for in a step", preset, "s", exposed))
+            results.append(record.result("copies per step", preset, "s", transfer))
+            results.append(record.result("exposed copies per step", preset, "s", exposed))
         if preset == "pinned":
             share = statistics.median(waited / copied for waited, copied in zip(exposed, transfer, strict=True))
             bars.append(record.bar("pinned, waited for, share of its copies", share, 0.25, at_least=False))
@@ -209,7 +209,7 @@ def largest(runs: list[Run]) -> tuple[list, list]:
         billions = parameter_count(model_shape(family)) / 1e9
         results.append(record.result("model that trained", preset, "B parameters", [billions]))
         results.append(record.result("its layers", preset, "", [int(layers)]))
-        for name, metric in (("whole step", "total_step_time"), ("train", "policy_training")):
+        for name, metric in (("step time", "total_step_time"), ("train", "policy_training")):
             results.append(record.result(name, preset, "s", values(run, f"timing/train/{metric}")[1:]))
         peak = max(values(run, "memory/policy_peak_bytes/train")) / 2**30
         results.append(record.result("policy's peak in training", preset, "GiB", [peak]))
@@ -239,8 +239,8 @@ def _trained(run: Run, setting: str, step: str) -> list[dict[str, Any]]:
         record.result("held-out loss before", setting, "nats", losses[:1]),
         record.result("held-out loss after", setting, "nats", losses[-1:]),
         record.result(step, setting, "s", [statistics.median(values(run, PHASES[0][2]))]),
-        record.result("tokens a second and GPU", setting, "1/s", [statistics.median(rate)]),
-        record.result("whole job", setting, "s", [run["seconds"]]),
+        record.result("throughput per GPU", setting, "tokens/s", [statistics.median(rate)]),
+        record.result("end to end", setting, "s", [run["seconds"]]),
     ]
 
 

@@ -196,8 +196,8 @@ def soak_sync(steps: int, folder: Path) -> None:
         started = time.monotonic()
         soak.run()
         clocks[soak.folder.name] = time.monotonic() - started
-        results.append(record.result("whole run", soak.folder.name, "s", [clocks[soak.folder.name]]))
-        results.append(record.result("step", soak.folder.name, "s", [statistics.median(soak.step_s)]))
+        results.append(record.result("end to end", soak.folder.name, "s", [clocks[soak.folder.name]]))
+        results.append(record.result("step time", soak.folder.name, "s", [statistics.median(soak.step_s)]))
     results += rough.recovered()
     undone = (rough.folder / "metrics-undone.jsonl").read_text().count('"train/loss"')
     results.append(record.result("steps taken again", "disturbed", "", [undone]))
@@ -224,7 +224,7 @@ def soak_async(steps: int, folder: Path) -> None:
     soak = Soak(folder / "async", steps, random.Random(0), ASYNC, (*WORKERS, "generation-1"), 30.0, 0.15)
     started = time.monotonic()
     soak.run()
-    results = [record.result("whole run", "async", "s", [time.monotonic() - started]), *soak.recovered()]
+    results = [record.result("end to end", "async", "s", [time.monotonic() - started]), *soak.recovered()]
     trained, repeated = samples_of(soak.folder, ROLLOUTS), samples_of(soak.folder, f"{ROLLOUTS}-undone")
     wanted = Counter(_prompts(PROMPTS * steps))
     found = Counter(prompt for own in trained.values() for prompt in own)
@@ -235,7 +235,7 @@ def soak_async(steps: int, folder: Path) -> None:
         record.result("kills", "async", "", [len(soak.kills)]),
         record.result("steps taken again", "async", "", [len(_series(soak.folder, "train/loss", "-undone"))]),
         record.result("prompts trained", "async", "", [found.total()]),
-        record.result("largest age of a step's tokens", "async", "steps", list(ages.values())),
+        record.result("maximum staleness", "async", "steps", list(ages.values())),
     ]
     others = sum(own != trained[step] for step, own in repeated.items())
     unused = len(left["ahead"]) + len(left.get("returned", ())) + abs(left["position"] - PROMPTS * steps)
@@ -331,7 +331,9 @@ for worker in ("generation-0", "policy-0"):
 done = folder / "done"
 for step in range(int(done.read_text()) + 1 if done.exists() else 1, steps + 1):
     time.sleep(0.05)
-    done.write_text(str(step))
+    # A kill in between leaves the one before.
+    (folder / "next").write_text(str(step))
+    (folder / "next").replace(done)
     print(f"step {step:3}/{steps} reward 0.5 0.1 s ", flush=True)
 """
 

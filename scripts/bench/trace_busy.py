@@ -21,7 +21,7 @@ from nemo_rl_lite.observability.console import PHASES
 from nemo_rl_lite.observability.profiling import DRIVER, SUFFIX
 
 # The timers of a phase in the launcher's trace.
-TIMERS = {phase: timers for phase, (timers, _) in PHASES.items()} | {"whole step": ("total_step_time",)}
+TIMERS = {phase: timers for phase, (timers, _) in PHASES.items()} | {"step time": ("total_step_time",)}
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 Interval = tuple[float, float]
 

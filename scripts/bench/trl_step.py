@@ -142,7 +142,7 @@ def _keep(given: argparse.Namespace, clock: Clock) -> None:
         return
     bench = "speed-trl-large" if given.micro_batch == 8 else f"speed-trl-mb{given.micro_batch}-large"
     bench = bench if given.lora is None else f"lora-trl-large-{given.lora}"
-    results = [record.result("whole step", "TRL, large", "s", clock.seconds[WARM:])]
+    results = [record.result("step time", "TRL, large", "s", clock.seconds[WARM:])]
     if clock.gpu_bytes:
         in_use = [nbytes / 2**30 for nbytes in clock.gpu_bytes[WARM:]]
         results.append(record.result("GPU in use after training", "TRL, large", "GiB", in_use))
@@ -195,7 +195,7 @@ def sft(given: argparse.Namespace) -> None:
 
 
 def _write_sft(model: str, rates: dict[str, list[float]]) -> None:
-    results = [record.result("tokens a second and device", name, "1/s", found) for name, found in rates.items()]
+    results = [record.result("throughput per device", name, "tokens/s", found) for name, found in rates.items()]
     faster = statistics.median(rates[OURS]) / statistics.median(rates[THEIRS])
     bars = [record.bar("times faster than TRL", faster, 1, at_least=True)]
     print(record.write(f"sft-throughput-{model}", results, bars))
@@ -249,10 +249,8 @@ def ratio(given: argparse.Namespace) -> None:
     rivals = {_micro_batch(file): json.loads(file.read_text()) for file in found}
     steps = {size: _steps(one, "TRL, large") for size, one in rivals.items()}
     mine, best = _steps(ours, given.way), min(steps, key=lambda size: statistics.median(steps[size]))
-    results = [record.result("whole step", f"nemo_rl_lite, {given.way}", "s", mine)]
-    results += [
-        record.result("whole step", f"TRL, micro-batches of {size}", "s", steps[size]) for size in sorted(steps)
-    ]
+    results = [record.result("step time", f"nemo_rl_lite, {given.way}", "s", mine)]
+    results += [record.result("step time", f"TRL, micro-batches of {size}", "s", steps[size]) for size in sorted(steps)]
     value = statistics.median(mine) / statistics.median(steps[best])
     bars = [record.bar("step, ours over TRL's at its best, medians", value, TARGET, at_least=False)]
     origin = {name: ours[name] for name in ("date", "commit", "hardware", "versions")}
@@ -271,7 +269,7 @@ def _micro_batch(file: Path) -> int:
 
 
 def _steps(measured: dict[str, Any], config: str) -> list[float]:
-    return next(one["reps"] for one in measured["results"] if (one["name"], one["config"]) == ("whole step", config))
+    return next(one["reps"] for one in measured["results"] if (one["name"], one["config"]) == ("step time", config))
 
 
 def trial() -> None:
@@ -288,7 +286,7 @@ def trial() -> None:
     os.environ.clear()
     os.environ.update(before)
     trl = json.loads(next(own.glob("speed-trl-large-*.json")).read_text())
-    results = [record.result("whole step", "way", "s", [1.0])]
+    results = [record.result("step time", "way", "s", [1.0])]
     record.save("speed-ablation-large", {name: trl[name] for name in trl if name not in ("bench", "bars")}, results, [])
     main(["ratio", "way", "--folder", str(own)])
 

@@ -59,8 +59,8 @@ SHARES: list[Quantity] = [
     ("bandwidth share of decoding", "share", "performance/generation_bandwidth_share", 1),
 ]
 MISMATCH: list[Quantity] = [
-    ("mean absolute logprob difference", "nats", "train/logprob_abs_diff_mean", 1),
-    ("largest logprob difference", "nats", "train/logprob_abs_diff_max", 1),
+    ("mean logprob difference", "nats", "train/logprob_abs_diff_mean", 1),
+    ("max logprob difference", "nats", "train/logprob_abs_diff_max", 1),
     ("gen_kl_error", "nats", "train/gen_kl_error", 1),
     ("token_mult_prob_error", "factor", "train/token_mult_prob_error", 1),
 ]
@@ -71,16 +71,16 @@ REFITS: list[Quantity] = [
     ("engine wakes", "s", "refit/wake_s", 1),
 ]
 RATES: list[Quantity] = [
-    ("tokens a second, whole step", "tokens/s", "performance/tokens_per_sec", 1),
-    ("generated tokens a second", "tokens/s", "performance/generation_tokens_per_sec", 1),
+    ("throughput over the step", "tokens/s", "performance/tokens_per_sec", 1),
+    ("throughput while generating", "tokens/s", "performance/generation_tokens_per_sec", 1),
 ]
 WHOLE_RATE = "tokens of responses/seconds of the step"
 """Computed here from two metrics."""
 AHEAD_QUANTITIES: list[Quantity] = [
-    ("generated tokens a second, whole step", "1/s", WHOLE_RATE, 1),
-    *(PHASES[0], ("policy waits for a rollout", "s", "timing/train/generation", 1), *PHASES[2:]),
+    ("throughput over the step", "tokens/s", WHOLE_RATE, 1),
+    *(PHASES[0], ("policy idle", "s", "timing/train/generation", 1), *PHASES[2:]),
     ("engines idle", "s", "timing/rollout/engines_idle", 1),
-    ("mean age of a token", "steps", "train/trajectory_age_mean", 1),
+    ("mean staleness", "steps", "train/trajectory_age_mean", 1),
 ]
 Medians = dict[str, dict[str, float]]
 """By way and quantity."""
@@ -103,7 +103,7 @@ def _cumulative(changes: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _lora_bars(medians: Medians) -> list[dict[str, Any]]:
-    merged, adapters = (medians.get(f"{way}, 16 dimensions") for way in ("merged", "adapters"))
+    merged, adapters = (medians.get(f"{way}, rank 16") for way in ("merged", "adapters"))
     if merged is None or adapters is None:
         return []
     share = adapters["bytes of a refit"] / merged["bytes of a refit"]
@@ -123,10 +123,10 @@ def _replay_bars(medians: Medians) -> list[dict[str, Any]]:
 
 def _async_bars(medians: Medians) -> list[dict[str, Any]]:
     name = AHEAD_QUANTITIES[0][0]
-    if not {"in turn, 1 + 1", "one step off, 1 + 1"} <= medians.keys():
+    if not {"sync, 1 + 1 GPUs", "one step off, 1 + 1 GPUs"} <= medians.keys():
         return []
-    faster = medians["one step off, 1 + 1"][name] / medians["in turn, 1 + 1"][name]
-    return [record.bar("tokens a second, one step off, 1 + 1 over in turn, 1 + 1", faster, 1.5, at_least=True)]
+    faster = medians["one step off, 1 + 1 GPUs"][name] / medians["sync, 1 + 1 GPUs"][name]
+    return [record.bar("throughput, one step off over sync, 1 + 1 GPUs", faster, 1.5, at_least=True)]
 
 
 LORA = [*LARGE, *AUTO, f"{MEGATRON}.peft.enabled=true", f"{MEGATRON}.peft.dim=16", f"{MEGATRON}.peft.alpha=32"]
@@ -160,9 +160,7 @@ COMPARISONS = {
                 "no pass that repeats": ["algorithm.loss_fn.force_on_policy_ratio=null"],
                 "packs of 16,384": [f"{PACKS}.train_mb_tokens=16384"],
                 "auto, and half of the GPU for the engine": [*AUTO, "generation.vllm_cfg.gpu_memory_utilization=0.5"],
-                "a short way through the scheduler": [
-                    f"{SCHEDULER}=nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"
-                ],
+                "fast scheduler": [f"{SCHEDULER}=nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"],
                 "logits kept": [f"{MEGATRON}.keep_logits=true"],
             }
         ),
@@ -172,8 +170,8 @@ COMPARISONS = {
         "lora-refit-large",
         LORA,
         {
-            "merged, 16 dimensions": ["generation.vllm_cfg.lora=merged"],
-            "adapters, 16 dimensions": [ADAPTERS],
+            "merged, rank 16": ["generation.vllm_cfg.lora=merged"],
+            "adapters, rank 16": [ADAPTERS],
         },
         [*PHASES, *REFITS, *MEMORY],
         _lora_bars,
@@ -183,8 +181,8 @@ COMPARISONS = {
         "lora-copies-large",
         [*LORA, f"{PACKS}.train_mb_tokens=16384"],
         {
-            "one_copy, 16 dimensions": [ADAPTERS, AWAKE],
-            "two_copies, 16 dimensions": [ADAPTERS, AWAKE, "refit.direct=false"],
+            "one copy, rank 16": [ADAPTERS, AWAKE],
+            "two copies, rank 16": [ADAPTERS, AWAKE, "refit.direct=false"],
         },
         [*PHASES, *REFITS, *MEMORY],
         warm=3,
@@ -235,10 +233,10 @@ COMPARISONS = {
         "async-rate",
         ASYNC,
         {
-            "in turn, engine sleeps": [*SHARED, "generation.colocated.sleep=true"],
-            "in turn, engine awake": [*SHARED, AWAKE],
+            "sync, engine sleeps": [*SHARED, "generation.colocated.sleep=true"],
+            "sync, engine awake": [*SHARED, AWAKE],
             "one step off, engine awake": [*SHARED, AWAKE, *ONE_STEP_OFF],
-            "queue, age 2, in flight, engine awake": [*SHARED, AWAKE, *QUEUE],
+            "queue, staleness 2, engine awake": [*SHARED, AWAKE, *QUEUE],
         },
         AHEAD_QUANTITIES,
         warm=2,
@@ -247,10 +245,10 @@ COMPARISONS = {
         "async-rate",
         ASYNC,
         {
-            "in turn, 1 + 1": APART,
-            "one step off, 1 + 1": [*APART, *ONE_STEP_OFF],
-            "queue, age 2, in flight, 1 + 1": [*APART, *QUEUE],
-            "in turn, both colocated": [
+            "sync, 1 + 1 GPUs": APART,
+            "one step off, 1 + 1 GPUs": [*APART, *ONE_STEP_OFF],
+            "queue, staleness 2, 1 + 1 GPUs": [*APART, *QUEUE],
+            "sync, colocated": [
                 *(*TWO, "generation.vllm_cfg.gpu_memory_utilization=0.4", "generation.colocated.sleep=true"),
             ],
         },

@@ -27,7 +27,7 @@ STEP = "timing/train/total_step_time"
 Quantity = tuple[str, str, str, float]
 """Name, unit, metric, and the number that the metric is divided by."""
 PHASES: list[Quantity] = [
-    ("whole step", "s", STEP, 1),
+    ("step time", "s", STEP, 1),
     ("generation", "s", "timing/train/generation", 1),
     ("logprob", "s", "timing/train/policy_and_reference_logprobs", 1),
     ("train", "s", "timing/train/policy_training", 1),

@@ -5,8 +5,11 @@ import os
 # As on the policy's ranks, and in vLLM's engines on CPUs.
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
-from nemo_rl_lite.generation.vllm import worker as engine
-from nemo_rl_lite.policy import worker as policy
+from nemo_rl_lite.compat.imports import quick_imports
 
-policy.preload()
-engine.preload()
+with quick_imports():
+    from nemo_rl_lite.generation.vllm import worker as engine
+    from nemo_rl_lite.policy import worker as policy
+
+    policy.preload()
+    engine.preload()

@@ -37,6 +37,7 @@ from ray.exceptions import RayTaskError
 from nemo_rl_lite.cluster import calls, heartbeat
 from nemo_rl_lite.cluster.calls import Call
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.observability.system import System, Usage
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.run import run as run_module
@@ -52,9 +53,10 @@ from tests.functional.ranks import preloaded
 def import_class(path: str) -> Any:
     """The worker class, with everything that it will need."""
     module_name, _, class_name = path.rpartition(".")
-    module, wandb = importlib.import_module(module_name), sys.modules.get("wandb")
+    wandb = sys.modules.get("wandb")
     # megatron-bridge logs for ever to what is the standard error now, and pytest's ends with the test.
-    with redirect_stderr(sys.__stderr__):
+    with redirect_stderr(sys.__stderr__), quick_imports():
+        module = importlib.import_module(module_name)
         getattr(module, "preload", lambda: None)()
     # A policy's process goes without it, the launcher's does not.
     sys.modules.pop("wandb", None)

@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-_FORKED, _FRESH = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+_FORKED = multiprocessing.get_context("forkserver")
 
 
 def free_ports(count: int = 40) -> int:
@@ -32,15 +32,11 @@ def free_ports(count: int = 40) -> int:
     raise RuntimeError("no free ports")
 
 
-def run_ranks(
-    script: Path, arguments: Sequence[str], ranks: int, fresh: bool = False, timeout_s: float = 900
-) -> list[str]:
+def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float = 900) -> list[str]:
     """Run `script` once a rank, with torch.distributed's environment, and return what each rank printed. Fails with
-    what the ranks that failed printed.
-
-    Ranks are forked from one process, which has imported megatron-core; `fresh` ones import it themselves.
-    """
+    what the ranks that failed printed."""
     port, processes, folder = free_ports(), [], Path(tempfile.mkdtemp())
+    gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or list(range(ranks))
     try:
         for rank in range(ranks):
             place = {
@@ -48,11 +44,11 @@ def run_ranks(
                 "LOCAL_RANK": rank,
                 "WORLD_SIZE": ranks,
                 "MASTER_PORT": port,
-                "CUDA_VISIBLE_DEVICES": rank,
+                "CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)],
             }
             own = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             environ = dict(os.environ) | own | {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-            processes.append(start_script(script, arguments, environ, folder / str(rank), fresh))
+            processes.append(start_script(script, arguments, environ, folder / str(rank)))
         deadline = time.monotonic() + timeout_s
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
@@ -69,13 +65,10 @@ def run_ranks(
     return outputs
 
 
-def start_script(
-    script: Path, arguments: Sequence[str | Path], environ: Mapping[str, str], log: Path, fresh: bool = False
-) -> BaseProcess:
+def start_script(script: Path, arguments: Sequence[str | Path], environ: Mapping[str, str], log: Path) -> BaseProcess:
     """Start what `python script arguments` would do in this environment, with its output in the file `log`. The process
-    is forked from one that has imported megatron-core and vLLM, unless it is to be a `fresh` one."""
-    context = _FRESH if fresh else preloaded()
-    process = context.Process(target=_run, args=(str(script), list(map(str, arguments)), dict(environ), str(log)))
+    is forked from one that has imported megatron-core and vLLM."""
+    process = preloaded().Process(target=_run, args=(str(script), list(map(str, arguments)), dict(environ), str(log)))
     process.start()
     return process
 

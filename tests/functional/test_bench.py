@@ -3,14 +3,12 @@
 import importlib
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.functional.conftest import PYTHONPATH
+from tests.functional.ranks import run_script
 
 pytestmark = pytest.mark.functional
 
@@ -37,9 +35,8 @@ def scripts_are_importable(monkeypatch):
 def out(tmp_path_factory) -> Path:
     """The folder of the records of all trials. They run in one process, which shares imports and a small run."""
     folder = tmp_path_factory.mktemp("records")
-    environ = os.environ | {"NRL_BENCH_OUT": str(folder), "NRL_BENCH_COMMIT": "trial", "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, "-m", "tests.functional.bench_trials", str(folder), *SCRIPTS]
-    subprocess.run(command, env=environ, cwd=ROOT, check=True, capture_output=True, timeout=900)
+    own = {"NRL_BENCH_OUT": str(folder), "NRL_BENCH_COMMIT": "trial", "TORCH_COMPILE_DISABLE": "1"}
+    run_script(Path(__file__).with_name("bench_trials.py"), [folder, *SCRIPTS], os.environ | own, folder / "log", 900)
     return folder
 
 

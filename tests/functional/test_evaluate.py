@@ -66,6 +66,7 @@ def command(tmp_path: Path, model: Path, *more: str) -> list[str]:
     reward = [f"reward.name={tmp_path / 'mine.py'}:even", "reward.timeout_s=null"]
     return [
         str(model),
+        "data=reverse_digits",
         *options,
         "generation.backend=transformers",
         "generation.vllm_cfg.max_num_seqs=4",

@@ -148,8 +148,9 @@ def test_what_moves_between_phases_stays_the_same(moved, outcomes):
 def test_layouts_agree_within_bfloat16(layout, outcomes):
     ours, theirs = outcomes(layout), outcomes("fixed")
     for values, others in zip(ours.scores, theirs.scores, strict=True):
-        assert np.abs(values - others).mean() < 0.03
-        assert np.abs(values - others).max() < 0.4
+        # bfloat16 keeps 8 bits of a logit, and these logits reach 30.
+        assert np.abs(values - others).mean() < 0.01 * np.abs(others).mean()
+        assert np.abs(values - others).max() < 0.6
     first, first_expected = ours.steps[0], theirs.steps[0]
     assert abs(first["kl_penalty"]) < 1e-3
     assert first["probs_ratio"] == pytest.approx(1, abs=1e-3)

@@ -8,8 +8,12 @@ from markdown.extensions.toc import slugify
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+ANALYSES = sorted((DOCS / "analysis").glob("*.md"))
 # Pages of records are made, and not in the repository.
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), DOCS / "benchmarks" / "README.md"]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *ANALYSES),
+    DOCS / "benchmarks" / "README.md",
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 

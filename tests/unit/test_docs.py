@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -146,3 +147,18 @@ def test_code_blocks_can_be_read(page):
         json.loads(text)
     for text in blocks(page, "python"):
         compile(text, str(page), "exec")
+
+
+PLANS = [(page, text) for page in PAGES for text in blocks(page, "text") if text.startswith("$ nrl-lite plan ")]
+
+
+@pytest.mark.parametrize(("page", "text"), PLANS, ids=[text.partition("\n")[0] for _, text in PLANS])
+def test_printed_plans_are_those_of_today(page, text):
+    """Each line of the block is in the command's output, in this order; `...` stands for lines left out."""
+    command, *lines = text.splitlines()
+    arguments = shlex.split(command)[3:]
+    printed = subprocess.run(
+        [sys.executable, "-m", "nemo_rl_lite.plan", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    rest = iter(printed.stdout.splitlines())
+    assert [line for line in lines if line != "..." and line not in rest] == []

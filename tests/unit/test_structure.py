@@ -28,7 +28,9 @@ def modules(package: Path) -> dict[str, Path]:
 def imports(package: Path) -> dict[str, set[str]]:
     """Each module and the package's modules that it imports, wherever in its code it does so."""
     known = modules(package)
-    return {name: set(_imported(ast.parse(file.read_text()), known, package.name)) for name, file in known.items()}
+    graph = {name: set(_imported(ast.parse(file.read_text()), known, package.name)) for name, file in known.items()}
+    # The package itself imports its Python API only once somebody uses that.
+    return graph | {"__init__": set()}
 
 
 def _imported(tree: ast.AST, known: dict[str, Path], package: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from nemo_rl_lite.system import stopping
 from nemo_rl_lite.errors import LauncherError, RefitError, RunStopped, WorkerError
 from nemo_rl_lite.observability.summary import Summary
 
-def run(config, folder, command):
+def run(config, folder, command, callbacks):
     match config.algorithm.seed:
         case 3: raise WorkerError("policy-0", "train", "no reason")
         case 4: raise RefitError("bucket 7")

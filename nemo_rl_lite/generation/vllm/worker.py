@@ -165,6 +165,10 @@ class VLLMEngine:
         finished, self._finished = self._finished, {}
         return finished
 
+    def unfinished_tokens(self) -> int:
+        """See `Engine.unfinished_tokens`."""
+        return sum(len(response.tokens) for response in self._unfinished.values())
+
     def abort(self, numbers: Sequence[int]) -> None:
         """See `Engine.abort`."""
         names = [str(number) for number in numbers]

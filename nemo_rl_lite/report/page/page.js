@@ -37,8 +37,9 @@ function curve(run, metric, more = {}) {
 // The table of runs, each of which can be hidden in all charts.
 function runs() {
   const view = DATA.views[RUNS[0].algorithm] ?? [];
-  const judged = view.flatMap((panel) => panel.curves).filter((one) => present(one.metric).length);
-  const headers = ["run", "state", "steps", "s a step", ...judged.map((one) => one.label), "started", "on"];
+  const judged = view.filter((panel) => panel.isResult).flatMap((panel) => panel.curves).filter((one) => present(one.metric).length);
+  const named = ({ metric }) => [...new Set(present(metric).map((run) => run.labels[metric] ?? metric))].join(" or ");
+  const headers = ["run", "state", "steps", "s a step", ...judged.map(named), "started", "on"];
   const numbers = headers.map((_, index) => index).filter((index) => index > 1 && index < headers.length - 2);
   const rows = RUNS.map((run) => {
     const seconds = run.series[`${TIMERS}total_step_time`];
@@ -80,9 +81,9 @@ function curves() {
       // Losses of different algorithms cannot be compared.
       const own = (metric) => present(metric).filter((run) => run.algorithm === algorithm);
       const series = panel.curves.flatMap((one, index) => own(one.metric).map((run) => curve(run, one.metric, {
-        label: RUNS.length > 1 ? `${run.label}: ${one.label}` : one.label,
+        label: RUNS.length > 1 ? `${run.label}: ${run.labels[one.metric]}` : run.labels[one.metric],
         colour: RUNS.length > 1 ? run.colour : COLOURS[(index + 1) % panel.curves.length],
-        name: RUNS.length > 1 ? (one.heldOut && solid ? one.label : run.label) : one.label,
+        name: RUNS.length > 1 ? (one.heldOut && solid ? run.labels[one.metric] : run.label) : run.labels[one.metric],
         dashed: one.heldOut && solid,
       })));
       if (series.length) grid.append(new Chart(panel.title, series, { legend: true }).node);

@@ -9,9 +9,10 @@ import pytest
 
 from nemo_rl_lite.algorithms.loop import Steps, ValidationTimes
 from nemo_rl_lite.checkpoint.store import Checkpoints, CheckpointStore, Retention
-from nemo_rl_lite.errors import RunStopped, TrainingError
+from nemo_rl_lite.errors import CallbackError, RunStopped, TrainingError
+from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.trackers import MetricsLog
-from nemo_rl_lite.system.stopping import Stopping
+from nemo_rl_lite.system.stopping import Stopping, obey_request, request_end
 
 OFTEN, NEVER = ValidationTimes(2, at_start=True, at_end=True), ValidationTimes(0, at_start=False, at_end=False)
 
@@ -63,6 +64,40 @@ def test_a_run_that_goes_on_validates_what_was_not_validated_before(steps):
     assert take(steps, 5, NEVER) == ([5], [])
 
 
+@pytest.mark.parametrize("answer", [True, "stop"])
+def test_a_callback_sees_each_step_and_ends_the_run_as_a_complete_one(steps, answer):
+    seen = []
+
+    def on_step(metrics):
+        seen.append(metrics)
+        return answer if metrics["step"] == 2 else metrics["train/loss"]
+
+    def during(step):
+        steps.metrics.log(step, {"train/loss": 1.0})
+        steps.metrics.log(step, {"timing/train/generation": 2.0})
+
+    steps.callbacks = Callbacks(on_step)
+    at_the_end = ValidationTimes(0, at_start=False, at_end=True)
+    assert take(steps, 5, at_the_end, during) == ([1, 2], [2])
+    assert seen == [{"step": step, "train/loss": 1.0, "timing/train/generation": 2.0} for step in (1.0, 2.0)]
+    steps.checkpoints.finish()
+    assert [(one.step, one.metrics) for one in steps.checkpoints.store.complete()] == [(2, {"accuracy": 0.2})]
+
+
+def test_a_run_is_stopped_from_elsewhere_and_needs_no_checkpoint(steps, tmp_path):
+    steps.callbacks = Callbacks()
+    steps.checkpoints = Checkpoints(steps.checkpoints.store, Policy(), 0, True, {}, print)
+    taken, _ = take(steps, 5, NEVER, during=lambda step: steps.callbacks.stop() if step == 3 else None)
+    assert taken == [1, 2, 3] and not steps.checkpoints.store.complete()
+
+
+def test_an_error_of_a_callback_names_it_and_its_line(steps):
+    steps.callbacks = Callbacks(lambda metrics: 1 / 0)
+    with pytest.raises(CallbackError, match=r"on_step raised ZeroDivisionError.*\(test_steps.py, line \d+\)") as error:
+        take(steps, 5, NEVER, during=lambda step: steps.metrics.log(step, {"train/loss": 1.0}))
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(steps):
     def during(step):
         if step == 2:
@@ -71,6 +106,20 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(steps):
     with pytest.raises(RunStopped, match=r"stopped after step 2 of 9: SIGUSR1 .* give the same command") as stopped:
         take(steps, 9, NEVER, during)
     assert stopped.value.exit_status == 75
+    assert steps.checkpoints.store.latest().step == 2
+
+
+@pytest.mark.parametrize("period", [3, 0])
+def test_a_request_ends_the_run_after_the_step_with_a_checkpoint_in_any_case(steps, tmp_path, period):
+    steps.checkpoints = Checkpoints(steps.checkpoints.store, Policy(), period, True, {}, print)
+
+    def during(step):
+        if step == 2:
+            request_end(tmp_path)
+            obey_request(tmp_path)
+
+    with pytest.raises(RunStopped, match="stopped after step 2 of 9: nrl-lite stop asked for it"):
+        take(steps, 9, NEVER, during)
     assert steps.checkpoints.store.latest().step == 2
 
 

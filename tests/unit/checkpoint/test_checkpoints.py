@@ -74,7 +74,6 @@ def test_with_period_0_nothing_is_saved(tmp_path):
         CheckpointStore(tmp_path, Retention(2, 1, None, True)), NotingPolicy(), 0, True, {}, print
     )
     checkpoints.save_if_due(1, last=True)
-    checkpoints.save(1)
     checkpoints.finish()
     assert not checkpoints.enabled and list(tmp_path.iterdir()) == []
 

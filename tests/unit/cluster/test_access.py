@@ -15,6 +15,7 @@ def environ(monkeypatch):
         # So that what is set in a test is gone after it.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
     return monkeypatch
 
 
@@ -39,6 +40,12 @@ def test_a_cluster_of_somebody_elses_keeps_its_rules(environ, name, value):
     environ.setenv(name, value)
     close_to_others()
     assert "RAY_AUTH_TOKEN" not in variables() and variables()[name] == value
+
+
+def test_a_ray_that_would_not_know_the_secret_gets_none(environ):
+    environ.setitem(sys.modules, "ray", sys)
+    close_to_others()
+    assert variables() == {}
 
 
 def test_it_comes_before_ray_is_imported():

@@ -14,6 +14,9 @@ from nemo_rl_lite.compat.megatron_cpu import rewrite
         ("model_module.cuda(torch.cuda.current_device())", "model_module.cpu()"),
         ("x = y.cuda()", "x = y.cpu()"),
         ('init_process_group("nccl")', 'init_process_group("gloo")'),
+        ("jit_fuser = torch.compile\n", "jit_fuser = noop_decorator\n"),
+        ("    @torch.compile(dynamic=False)\n    def f():", "    \n    def f():"),
+        ("f = torch.compile(g)", "f = g"),
         ("if torch.cuda.is_available():", "if torch.cuda.is_available():"),
     ],
 )

@@ -28,6 +28,10 @@ class Engine:
         self.sampled, self.exchanges, self.most, self.aborted, self.prompts = 0, 0, 0, [], []
         self.under_way, self.most_under_way = 0, 0
 
+    @property
+    def unfinished_tokens(self) -> int:
+        return sum(length - left for left, length in self.held.values())
+
     async def exchange(self, submitted, aborted):
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -335,3 +339,20 @@ def test_a_queue_serves_again_after_an_error():
         run(requests, [5, 5])
     engine.fails_at, engine.held = None, {}
     assert run(requests, [4]) == [0]
+
+
+def test_tokens_of_unfinished_responses_are_known():
+    engines = [Engine(4), Engine(4)]
+
+    async def run() -> tuple[int, int]:
+        async with queue(*engines).serving() as requests:
+            answers = [asyncio.create_task(requests.sample(request(length))) for length in (400, 400, 1)]
+            await answers[-1]
+            await asyncio.sleep(0.01)
+            begun = requests.unfinished_tokens
+            for answer in answers:
+                answer.cancel()
+            return begun, sum(engine.sampled for engine in engines) - 1
+
+    begun, sampled = asyncio.run(run())
+    assert 0 < begun <= sampled

@@ -30,15 +30,10 @@ def run(first: dict, steps: list[dict], seconds: dict) -> MetricsLog:
     return metrics
 
 
-def reported(metrics: MetricsLog, folder, algorithm: str) -> tuple[str, dict]:
-    stream = io.StringIO()
-    show_summary(
-        summarize(metrics, folder, {"policy-0": 7}),
-        metrics,
-        RunConsole(Console(file=stream, width=100)),
-        "title",
-        view_of(algorithm),
-    )
+def reported(metrics: MetricsLog, folder, algorithm: str, held_out: str = "held-out accuracy") -> tuple[str, dict]:
+    stream, view = io.StringIO(), view_of(algorithm, held_out)
+    summary = summarize(metrics, folder, {"policy-0": 7}, view)
+    show_summary(summary, metrics, RunConsole(Console(file=stream, width=100)), "title", view)
     return stream.getvalue(), json.loads((folder / SUMMARY_FILE).read_text())
 
 
@@ -56,6 +51,15 @@ def test_a_grpo_run_is_judged_by_accuracy_reward_and_kl(tmp_path):
     assert summary["seconds_by_phase"] == {"generate": 1.0, "train": 0.5}
 
 
+def test_rewards_that_are_no_accuracy_are_called_held_out_reward(tmp_path):
+    metrics = run({"validation/accuracy": -0.5}, [{"train/reward": 0.25}], GRPO_SECONDS)
+    metrics.log(1, {"validation/accuracy": 2.0})
+    text, summary = reported(metrics, tmp_path, "grpo", "held-out reward")
+    assert ["│", "held-out", "reward", "│", "-0.500", "│", "2.000", "│"] in [line.split() for line in text.splitlines()]
+    assert "accuracy" not in text and summary["accuracy_after"] is None
+    assert (summary["reward_before"], summary["reward_after"]) == (-0.5, 2.0)
+
+
 def test_a_run_whose_engines_work_beside_the_policy_says_who_waited(tmp_path):
     idle = "timing/rollout/engines_idle"
     steps = [{idle: 0.25, "train/trajectory_age_mean": 1.5}, {idle: 0.75, "train/trajectory_age_mean": 2.0}]
@@ -65,7 +69,7 @@ def test_a_run_whose_engines_work_beside_the_policy_says_who_waited(tmp_path):
     rows = [" ".join(line.strip("│").split()) for line in text.splitlines()]
     assert {"policy waited │ 1.000 s", "engines were idle │ 0.500 s", "age of the tokens │ 1.75 steps"} <= set(rows)
     assert summary["waits"] == {"policy_seconds": 1.0, "engines_seconds": 0.5, "token_age": 1.75}
-    assert tracked(summarize(metrics, tmp_path, {}))["waits/engines_seconds"] == 0.5
+    assert tracked(summarize(metrics, tmp_path, {}, ()))["waits/engines_seconds"] == 0.5
 
 
 def test_phases_say_how_near_the_limits_of_the_gpu_they_are(tmp_path):
@@ -77,7 +81,7 @@ def test_phases_say_how_near_the_limits_of_the_gpu_they_are(tmp_path):
     expected = {"generate │ 1.000 │ 50% of the bandwidth", "train │ 0.500 │ 38% of the bf16 peak"}
     assert expected | {"whole step │ 2.000 │"} <= set(rows)
     assert summary["limit_shares"] == {"generate": 0.5, "train": 0.375}
-    assert tracked(summarize(metrics, tmp_path, {}))["limit_shares/train"] == 0.375
+    assert tracked(summarize(metrics, tmp_path, {}, ()))["limit_shares/train"] == 0.375
 
 
 def test_an_sft_run_is_judged_by_its_losses_and_has_one_phase(tmp_path):
@@ -95,7 +99,7 @@ def test_trackers_get_the_numbers_and_two_charts(tmp_path):
     measured = {"memory/predicted/train/parameters": 2**30, "memory/measured/train/parameters": 2**29}
     more = {"memory/measured/train/kv_cache": 2**31}
     metrics = run({}, [{"train/reward": 0.25} | measured | more], GRPO_SECONDS)
-    summary = summarize(metrics, tmp_path, {"policy-0": 2**31})
+    summary = summarize(metrics, tmp_path, {"policy-0": 2**31}, ())
     values = tracked(summary)
     assert values["seconds_by_phase/generate"] == 1.0 and values["peak_memory_gb/policy-0"] == 2.0
     assert values["steps"] == 1 and "accuracy_before" not in values and "run_folder" not in values
@@ -106,7 +110,7 @@ def test_trackers_get_the_numbers_and_two_charts(tmp_path):
 
 def test_a_run_without_a_step_left_says_so(tmp_path):
     with pytest.raises(LauncherError, match=r"no step was left to take.*algorithm\.max_num_steps"):
-        summarize(MetricsLog([], [{"step": 30, "validation/accuracy": 0.7}]), tmp_path, {})
+        summarize(MetricsLog([], [{"step": 30, "validation/accuracy": 0.7}]), tmp_path, {}, ())
 
 
 def test_measured_bytes_are_means_over_the_last_steps():

@@ -145,5 +145,5 @@ def test_predictions_are_near_what_runs_measured(compared, phase, most):
 def test_a_division_is_compared_better_than_its_seconds(compared):
     """Two H200 that take turns, against one for each side."""
     runs = ("qwen3-1.7b-noncolocated-1-1", "refit-dp2-2")
-    predicted, measured = zip(*(compared[name]["whole step"] for name in runs), strict=True)
+    predicted, measured = zip(*(compared[name]["step time"] for name in runs), strict=True)
     assert predicted[0] / predicted[1] == pytest.approx(measured[0] / measured[1], rel=0.1)

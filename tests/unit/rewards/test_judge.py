@@ -57,6 +57,7 @@ def config(
     return RewardConfig(
         name=name,
         kwargs=kwargs or {},
+        binary=None,
         batch_size=batch_size,
         terms={label: RewardTerm(**one) for label, one in terms.items()},
         timeout_s=timeout_s,

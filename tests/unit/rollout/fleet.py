@@ -21,6 +21,8 @@ LONGEST = 40
 class Replica:
     """Samples a token of each of its requests in an exchange; a response has a length of its own."""
 
+    unfinished_tokens = 0
+
     def __init__(self):
         self.weights, self.held, self.under_way, self.is_dead, self.error = -1, {}, 0, False, None
         self.may_work = asyncio.Event()

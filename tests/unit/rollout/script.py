@@ -43,7 +43,7 @@ class Script:
     """Answers each turn from a list of its own, in the order of the requests; keeps what it was asked. A text that ends
     in three dots was cut."""
 
-    are_in_work = False
+    are_in_work, unfinished_tokens = False, 0
 
     def __init__(self, *turns: list[str]):
         self.turns, self.asked, self.is_held_back = [list(turn) for turn in turns], [[] for _ in turns], False

@@ -28,7 +28,7 @@ SAID = {f"{ASKED}|": CALL, f"{ASKED}|{CALL}\0" + "42|": FINAL}
 class Book:
     """Engines that answer a prompt as a book says; what it does not have is `43`. `hanging` requests never end."""
 
-    are_in_work = False
+    are_in_work, unfinished_tokens = False, 0
 
     def __init__(self, said=SAID, hanging=0, error=None):
         self.said, self.hanging, self.error, self.asked, self.aborted = said, hanging, error, [], 0

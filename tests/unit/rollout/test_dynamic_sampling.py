@@ -23,7 +23,7 @@ SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_
 class Engine:
     """Answers the first sample of a prompt whose text has an `m` differently; prompts with `slow` take longer."""
 
-    are_in_work = False
+    are_in_work, unfinished_tokens = False, 0
 
     def __init__(self):
         self.begun, self.aborted = [], 0

@@ -37,6 +37,12 @@ def make_run(folder: Path, *overrides: str, steps: int = 6, slope: float = 0.1) 
             entry |= {f"timing/train/{name}": 0.5 for name in ("policy_training", "generation")}
             entry |= {"performance/train_flops_per_gpu": 400.0, "performance/train_fp_utilization": 0.4}
             entry |= {"timing/train/total_step_time": 1.5, "train/reward": value, "train/kl_penalty": value / 10}
+            entry |= {"train/mean_gen_tokens_per_sample": 10.0 + step, "train/entropy": 1 / step}
+            entry |= {
+                "train/truncation_rate": 0.5,
+                "train/baseline_reward/pct_mixed": 0.25,
+                "train/clip_ratio/low": 0.01,
+            }
             entry |= {"memory/measured/train/parameters": 2**30, "memory/predicted/train/parameters": 2**30}
             entry |= {"refit/seconds": 0.1, "refit/load_s": 0.05, "refit/gb_per_s": 2.0, "ray/node.0.cpu_util": 50.0}
             file.write(json.dumps(entry) + "\n")

@@ -59,6 +59,21 @@ def test_a_runs_own_configuration_is_the_default(model):
     assert config.algorithm.seed == 7 and not config.generation.colocated.enabled
 
 
+def test_a_model_of_no_run_needs_its_data(model, file):
+    foreign = replace(model, of_run=False)
+    assert "data" in refused(foreign, "reward=math") and "math500" in refused(foreign)
+    for given in (["data=reverse_digits"], ["data=file", f"data.validation_path={file}"]):
+        compose(foreign, given, ONE)
+
+
+def test_what_is_asked_is_said_first(model, file):
+    options = Options(samples=2, problems=None, temperature=0.5, pass_reward=1.0)
+    said = compose(model, ["data=file", f"data.validation_path={file}"], options).describe(7)
+    for part in ("7 held-out problems", str(file), "reward exact_match", "2 responses", "12 tokens", "temperature 0.5"):
+        assert part in said
+    assert "greedy" in compose(model, [], replace(ONE, temperature=0.0)).describe(7)
+
+
 def test_overrides_lie_over_it(model, file):
     given = ["data=file", f"data.validation_path={file}", "reward=last_number", "generation.temperature=0.5"]
     config = compose(model, [*given, "algorithm.seed=3"], ONE).config

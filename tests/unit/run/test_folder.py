@@ -14,6 +14,7 @@ import pytest
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
 from nemo_rl_lite.checkpoint.store import RECORD
 from nemo_rl_lite.errors import ConfigError, WorkerError
+from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.environment import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, described
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
@@ -113,7 +114,7 @@ def test_a_second_run_at_the_same_time_is_refused_and_changes_nothing(folder):
         before = files()
         process = rf"\(process {os.getpid()} on {socket.gethostname()}\)"
         with pytest.raises(ConfigError, match=f"hydra.run.dir = .*\n.*another process is running there {process}"):
-            run(compose_config(), folder, "the command")
+            run(compose_config(), folder, "the command", Callbacks())
         assert files() == before and unfinished.exists()
 
 

@@ -75,11 +75,25 @@ def test_long_runs_are_thinned_and_keep_their_last_step(tmp_path):
     assert 500 < len(steps) <= 2001 and steps[-1] == values[-1] == 19_999
 
 
+def test_a_run_with_the_defaults_differs_in_no_number(tmp_path):
+    """The resolved configuration has 600.0 where the file has 600."""
+    data = data_of(page([read_run(make_run(tmp_path / "run", steps=1))]))
+    own, defaults = data["runs"][0]["config"], data["defaults"]["grpo"]
+    timeouts = [key for key in own if key.endswith("timeout_s")]
+    assert len(timeouts) > 3 and {key: own[key] for key in timeouts} == {key: defaults[key] for key in timeouts}
+
+
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
 def test_other_algorithms_have_their_own_defaults_and_views(tmp_path, algorithm):
     data = data_of(page([read_run(make_run(tmp_path / "run", f"algorithm={algorithm}"))]))
     assert data["defaults"][algorithm]["algorithm.name"] == algorithm and not data["runs"][0]["samples"]
     assert any(curve["metric"] == "train/loss" for panel in data["views"][algorithm] for curve in panel["curves"])
+
+
+def test_each_run_has_its_own_word_for_held_out_rewards(tmp_path):
+    runs = [read_run(make_run(tmp_path / name, f"reward.binary={name}", steps=1)) for name in ("true", "false")]
+    labels = [run["labels"]["validation/accuracy"] for run in data_of(page(runs))["runs"]]
+    assert labels == ["held-out accuracy", "held-out reward"]
 
 
 def test_a_run_that_was_killed_early_has_a_page_that_says_so(tmp_path):
@@ -180,6 +194,10 @@ def test_curves_are_drawn_without_an_error(tab, report_file, tmp_path, width, sc
     points = [tuple(map(float, point.split(","))) for point in re.split("[ML]", path)[1:]]
     assert len(points) == 9 and all(0 <= x <= width and 0 <= y <= 210 for x, y in points)
     assert tab.evaluate("document.querySelectorAll('path.area').length") >= 4
+    titles = tab.evaluate("[...document.querySelectorAll('#curves ~ .grid h3')].map((one) => one.textContent)")
+    words = ("reward", "KL", "length", "truncated", "entropy", "gradient", "clipped")
+    assert all(word in title for word, title in zip(words, titles, strict=True))
+    assert "held-out accuracy" in tab.evaluate("document.querySelector('#runs').parentElement.textContent")
     assert tab.evaluate("document.documentElement.scrollWidth") <= width, "the page is wider than the window"
     assert tab.evaluate("document.title") == "2 runs – nemo_rl_lite"
     assert tab.evaluate(f"document.querySelector('#samples').parentElement.textContent.includes({json.dumps(HOSTILE)})")

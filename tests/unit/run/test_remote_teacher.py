@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
+from nemo_rl_lite.policy.interface import TeacherScores
 from nemo_rl_lite.policy.model import ParallelPlace
-from nemo_rl_lite.policy.teacher import TeacherScores
 from nemo_rl_lite.workers import policy as policy_module
 from nemo_rl_lite.workers.policy import RemoteTeacher
 

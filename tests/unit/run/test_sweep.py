@@ -15,7 +15,7 @@ def test_jobs_are_in_the_order_of_hydras_sweeper():
 
 
 def test_the_table_has_what_was_swept_and_what_came_of_it(capsys):
-    done = Summary("sweep/0", 30, 0.14, 0.723, None, None, 1.234, {}, {})
+    done = Summary("sweep/0", 30, 0.14, 0.723, None, None, None, None, 1.234, {}, {})
     sweep = Sweep(["logger.plots=false", "+algorithm.seed=1,2"])
     sweep.ended.append((["logger.plots=False", "+algorithm.seed=1"], Path("sweep/0"), done))
     sweep.ended.append((["logger.plots=False", "+algorithm.seed=2"], Path("sweep/1"), 3))

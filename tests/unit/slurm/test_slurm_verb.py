@@ -133,6 +133,13 @@ def test_a_job_that_would_get_no_further_is_not_queued_again(capsys, site, envir
     assert status == int(environment["STATUS"]) and not (seen / "scontrol").exists()
 
 
+def test_a_run_that_somebody_stopped_is_not_queued_again(capsys, site):
+    Path("run folder").mkdir()
+    Path("run folder/stop").write_text("step by somebody\n")
+    status, seen = run_job(capsys, site, STATUS="75", LATEST="step-00000003")
+    assert status == 75 and not (seen / "scontrol").exists()
+
+
 def test_on_several_nodes_each_joins_ray_first(capsys, site):
     text = script(capsys, f"--python={site / 'tools' / 'run'}", "--interface=ib0", "--join-timeout=9", *TWO_NODES)
     subprocess.run(["bash"], input=text, text=True, env=os.environ | {"SLURM_JOB_ID": "17"}, check=True, timeout=400)

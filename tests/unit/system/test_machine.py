@@ -6,7 +6,8 @@ import pytest
 
 from nemo_rl_lite import export
 from nemo_rl_lite.report import __main__ as report
-from nemo_rl_lite.system.machine import gpu_bytes, gpu_name, local_path, why_not_writable
+from nemo_rl_lite.system import machine
+from nemo_rl_lite.system.machine import gpu_bytes, gpu_name, lacks_gpus, local_path, why_not_writable
 
 
 def answering(folder: Path, text: str, status: int = 0) -> str:
@@ -27,6 +28,24 @@ def test_gpus_have_a_name_where_all_are_of_one_kind(tmp_path):
     assert gpu_name(answering(tmp_path, "NVIDIA H200\\nNVIDIA H200\\n")) == "NVIDIA H200"
     assert gpu_name(answering(tmp_path, "NVIDIA H200\\nNVIDIA B200\\n")) is None
     assert gpu_name(str(tmp_path / "absent")) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "listed", "lacks"), [(0, "", False), (2, "H200\\nH200\\n", False), (2, "H200\\n", True)]
+)
+def test_gpus_that_are_not_here(tmp_path, monkeypatch, wanted, listed, lacks):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert lacks_gpus(wanted, answering(tmp_path, listed)) is lacks
+    # Parts of GPUs that are split by MIG are not counted.
+    assert not lacks_gpus(3, answering(tmp_path, "Enabled\\n"))
+
+
+def test_gpus_that_nothing_lists(tmp_path, monkeypatch):
+    absent = str(tmp_path / "absent")
+    monkeypatch.setattr(machine, "_NVIDIA_DEVICE", tmp_path / "nvidiactl")
+    assert lacks_gpus(1, absent)
+    (tmp_path / "nvidiactl").touch()
+    assert not lacks_gpus(1, absent)
 
 
 def test_a_folder_that_can_be_made_is_left_unmade(tmp_path):

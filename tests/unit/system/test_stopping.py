@@ -6,7 +6,17 @@ import signal
 import pytest
 
 from nemo_rl_lite.system import stopping as stopping_module
-from nemo_rl_lite.system.stopping import Stopping, note_signal, seconds
+from nemo_rl_lite.system.stopping import (
+    STOP_FILE,
+    Stopping,
+    forget_request,
+    interrupt_on_signals,
+    note_signal,
+    obey_request,
+    request_end,
+    seconds,
+    was_asked_to_end,
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -30,6 +40,46 @@ def test_a_signal_is_kept_until_the_step_is_done(number, capfd, monkeypatch):
 def test_a_signal_that_came_while_the_run_was_starting_again_is_not_lost():
     note_signal(signal.SIGUSR1)
     assert Stopping(None, lambda: 0.0).after_step() == "SIGUSR1 was received"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a run that has begun, in a process that ends on signals."""
+    before = {number: signal.getsignal(number) for number in stopping_module.SIGNALS}
+    interrupt_on_signals()
+    forget_request(tmp_path)
+    yield tmp_path
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("signals", [True, False])
+def test_a_request_in_the_runs_folder_is_kept_until_the_step_is_done(folder, signals):
+    stopping = Stopping(None, lambda: 0.0)
+    with stopping.listening(signals):
+        assert obey_request(folder) == "" and stopping.after_step() is None
+        request_end(folder)
+        assert "ends after this step, with a checkpoint" in obey_request(folder)
+        assert obey_request(folder) == "", "it is obeyed once"
+        assert stopping.after_step().startswith("nrl-lite stop asked for it by ")
+        request_end(folder, now=True)
+        with pytest.raises(KeyboardInterrupt):
+            obey_request(folder)
+    assert was_asked_to_end()
+    forget_request(folder)
+    assert not was_asked_to_end() and (folder / STOP_FILE).read_text() == ""
+
+
+def test_a_request_ends_a_run_that_is_starting_but_not_one_that_writes_its_last_files(folder):
+    request_end(folder)
+    with pytest.raises(KeyboardInterrupt):
+        obey_request(folder)
+    assert stopping_module.interrupted_status(saves=True) == 75
+    forget_request(folder)
+    with Stopping(None, lambda: 0.0).listening():
+        pass
+    request_end(folder)
+    obey_request(folder)
 
 
 def test_no_step_is_begun_that_could_end_too_late(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from nemo_rl_lite import train
 from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.system import machine
 from nemo_rl_lite.system.machine import check_single_launcher
 from nemo_rl_lite.validation import layout
 from nemo_rl_lite.validation.compose import compose_config
@@ -355,13 +356,15 @@ def test_a_users_code_is_imported():
     [
         ["policy.lr=1e-4"],
         ["--dry-run", "recipes=grpo-smollm2-135m-1n1g"],
+        ["recipes=grpo-tiny-1n1g"],
         ["-m", "algorithm.seed=1,abc"],
         ["-m", "algorithm.seed=3"],
         ["--learning-rate", "1e-5"],
         ["hydra.run.dir=s3://bucket/run"],
     ],
 )
-def test_the_command_line_ends_with_status_2(words, places, capsys, tmp_path):
+def test_the_command_line_ends_with_status_2(words, places, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_of_gpus", lambda *_: [])
     with pytest.raises(SystemExit) as exit_:
         train.main(words)
     captured = capsys.readouterr()

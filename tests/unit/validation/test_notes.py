@@ -100,9 +100,11 @@ def test_variables_of_trackers_that_keys_replace(monkeypatch):
         monkeypatch.setenv(name, "mine")
     assert told() == ""
     found = told("logger.mlflow_enabled=true", "logger.wandb_enabled=true", "logger.wandb.mode=offline")
-    for variable in ("MLFLOW_TRACKING_URI", "WANDB_PROJECT", "WANDB_DISABLED"):
+    for variable in ("MLFLOW_TRACKING_URI", "WANDB_DISABLED"):
         assert f"{variable} is not read" in found
-    assert "WANDB_ENTITY" not in found, "W&B reads it where the key is null"
+    assert "WANDB_PROJECT" not in found and "WANDB_ENTITY" not in found, "defaults, unless a key is given"
+    own = "logger.wandb.project=other"
+    assert "WANDB_PROJECT is not read" in told("logger.wandb_enabled=true", "logger.wandb.mode=offline", own)
 
 
 @pytest.mark.parametrize("arguments", [["lr_warmup_iters=10"], ["lr_decay_style=cosine", "lr_decay_iters=20"]])

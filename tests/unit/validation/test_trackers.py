@@ -25,3 +25,19 @@ def test_wandb_finds_its_key_where_wandb_looks(monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("machine api.wandb.ai\n  passwrd\n")
     with pytest.raises(ConfigError, match="wandb login"):
         compose_config(["logger.wandb_enabled=true"])
+
+
+def test_the_variables_of_wandb_are_defaults(monkeypatch):
+    on = ["logger.wandb_enabled=true"]
+    for variable, value in {"WANDB_MODE": "offline", "WANDB_PROJECT": "mine"}.items():
+        monkeypatch.setenv(variable, value)
+    found = compose_config(on).logger.wandb
+    assert (found.mode, found.project) == ("offline", "mine")
+    assert compose_config([*on, "logger.wandb.project=other"]).logger.wandb.project == "other"
+    monkeypatch.setenv("WANDB_PROJECT", "")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    found = compose_config(on).logger.wandb
+    assert (found.mode, found.project) == ("disabled", "nemo_rl_lite")
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with pytest.raises(ConfigError, match="environment variable WANDB_MODE"):
+        compose_config([])

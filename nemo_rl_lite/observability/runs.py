@@ -1,0 +1,231 @@
+"""Runs below a folder, and the state of each, read from its folder: also of killed runs and of runs on other hosts."""
+
+import difflib
+import fcntl
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.observability.environment import COMMAND_FILE, CONFIG_FILE, STATUS_FILE
+from nemo_rl_lite.observability.live import LIVE_FILE
+from nemo_rl_lite.observability.trackers import METRICS_FILE
+
+LOCK_FILE = ".lock"
+"""Locked while a process runs in the folder."""
+OUTPUTS = Path("outputs")
+LAST = "last"
+"""Names the newest run."""
+# The levels below a folder that are searched for runs: outputs/NAME/sweep-TIME/0.
+_LEVELS = 3
+# A run on another host without a sign of life for this long is lost. Network file systems may show a file late.
+LOST_S = 120.0
+# The end of metrics.jsonl that is read: several steps.
+_TAIL_BYTES = 2**16
+_TOTAL = "timing/train/total_step_time"
+# What a run is judged by, in this order.
+_SHOWN = {"train/reward": "reward", "train/loss": "loss"}
+
+
+class NoRunError(LauncherError):
+    """There is no such run."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run as its files show it now. Times are seconds since the epoch."""
+
+    folder: Path
+    name: str
+    state: str
+    """running, done, stopped, interrupted, failed, lost (its process is gone), or unknown (without a status)."""
+    step: int
+    total: int | None
+    metrics: Sequence[Mapping[str, float]]
+    """The newest entries of the metrics, the oldest first."""
+    started: float | None
+    ended: float | None
+    status: Mapping[str, Any]
+    live: Mapping[str, Any] = field(default_factory=dict)
+    """What a running process does, see `observability/live.py`."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def value(self) -> tuple[str, float] | None:
+        """Name and value of the newest reward, or else of the loss."""
+        found = ((label, self.latest(name)) for name, label in _SHOWN.items())
+        return next(((label, value) for label, value in found if value is not None), None)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Median of the newest steps."""
+        seconds = [entry[_TOTAL] for entry in self.metrics if entry.get(_TOTAL) is not None]
+        return statistics.median(seconds) if seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Predicted from the newest steps and the time between them, such as for validations."""
+        times = {int(one["step"]): one["time"] for one in self.metrics if _TOTAL in one and "time" in one}
+        if not times or self.total is None or not self.is_running or self.seconds_per_step is None:
+            return None
+        first, last = min(times), max(times)
+        each = (times[last] - times[first]) / (last - first) if last > first else self.seconds_per_step
+        return max(0.0, times[last] + (self.total - last) * each - time.time())
+
+    def latest(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        return next((entry[name] for entry in reversed(self.metrics) if entry.get(name) is not None), None)
+
+    def as_json(self) -> dict[str, Any]:
+        value = self.value
+        return {
+            "folder": str(self.folder),
+            "name": self.name,
+            "state": self.state,
+            "step": self.step,
+            "total": self.total,
+            **({value[0]: value[1]} if value else {}),
+            "seconds_per_step": self.seconds_per_step,
+            "seconds_left": self.seconds_left,
+            "started": self.started,
+            "ended": self.ended,
+            **{name: self.status.get(name) for name in ("host", "pid", "exit_status", "message")},
+        }
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a run has started there. A model's folder has a config.json as well."""
+    return any((folder / name).exists() for name in (COMMAND_FILE, METRICS_FILE))
+
+
+def runs_below(folder: Path, levels: int = _LEVELS) -> list[Path]:
+    """The runs in a folder, by name, and a sweep's by number; the folder itself if it is one."""
+    if is_run(folder):
+        return [folder]
+    if not levels or not folder.is_dir():
+        return []
+    inside = sorted(folder.iterdir(), key=lambda path: (int(path.name) if path.name.isdecimal() else -1, path.name))
+    return [run for path in inside for run in runs_below(path, levels - 1)]
+
+
+def read_state(folder: Path) -> RunState:
+    """Read the state of the run in a folder; files may be missing or incomplete."""
+    status, live, config = (_read_json(folder / name) for name in (STATUS_FILE, LIVE_FILE, CONFIG_FILE))
+    state = str(status.get("state", "unknown"))
+    if state == "running" and not _is_alive(folder, status):
+        # It may have ended meanwhile.
+        status = _read_json(folder / STATUS_FILE)
+        state = "lost" if status.get("state") == "running" else str(status.get("state", "unknown"))
+    metrics = _newest_metrics(folder / METRICS_FILE)
+    trained = [int(entry["step"]) for entry in metrics if _TOTAL in entry]
+    algorithm = config.get("algorithm")
+    return RunState(
+        folder=folder,
+        name=str(config.get("run_name") or folder.parent.name),
+        state=state,
+        step=max(trained, default=0),
+        total=live.get("total") or (algorithm.get("max_num_steps") if isinstance(algorithm, dict) else None),
+        metrics=metrics,
+        started=_seconds(status.get("started")),
+        ended=_seconds(status.get("ended")),
+        status=status,
+        live=live if state == "running" else {},
+    )
+
+
+def read_states(folders: Iterable[Path]) -> list[RunState]:
+    """The states of all runs below the folders, the newest first."""
+    found = {run.resolve(): run for folder in folders for run in runs_below(folder)}
+    return sorted((read_state(run) for run in found.values()), key=lambda one: one.started or 0.0, reverse=True)
+
+
+def find_run(word: str, outputs: Path = OUTPUTS) -> Path:
+    """The run that a word of the command line names: its folder, a folder with runs, the name of a run below
+    `outputs`, or `last`. Of several the newest.
+
+    Raises:
+        NoRunError: there is none.
+    """
+    given = Path(word).expanduser()
+    if is_run(given):
+        return given
+    if word != LAST and given.is_dir() and (below := read_states([given])):
+        return below[0].folder
+    states = read_states([outputs])
+    if word == LAST and states:
+        return states[0].folder
+    parts = given.parts
+    named = [one for one in states if one.name == word or one.folder.parts[-len(parts) :] == parts]
+    if named:
+        return named[0].folder
+    if not states:
+        raise NoRunError(f"{word}: no such run, and {outputs}/ has none here; name a run's folder")
+    names = sorted({one.name for one in states})
+    close = difflib.get_close_matches(word, names, n=3) or names[:5]
+    raise NoRunError(f"{word}: no such run; name its folder, {LAST}, or a name: {', '.join(close)} (nrl-lite runs)")
+
+
+def silent_s(folder: Path) -> float:
+    """Seconds since the last sign of life of a run."""
+    for name in (LIVE_FILE, STATUS_FILE):
+        with suppress(OSError), (folder / name).open() as file:
+            # Opening a file gets its attributes from the server of a network file system.
+            return time.time() - os.fstat(file.fileno()).st_mtime
+    return float("inf")
+
+
+def _is_alive(folder: Path, status: Mapping[str, Any]) -> bool:
+    """Return whether the process of a running run lives: on this host it holds the folder's lock."""
+    if status.get("host") == socket.gethostname():
+        with suppress(OSError), (folder / LOCK_FILE).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+    return silent_s(folder) < LOST_S
+
+
+def _newest_metrics(file: Path) -> list[dict[str, Any]]:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = stream.read().splitlines()
+    except OSError:
+        return []
+    entries = []
+    for line in lines:
+        # The first and the last line may be incomplete.
+        with suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and isinstance(entry.get("step"), (int, float)):
+                entries.append(entry)
+    return entries
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _seconds(text: object) -> float | None:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return None

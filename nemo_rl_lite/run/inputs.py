@@ -1,0 +1,136 @@
+"""Functions and rows in memory, as files of a run's folder: what a configuration names, other processes can read.
+
+So a run from Python reads what a command reads, and the command in its folder resumes and repeats it.
+"""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.config.user_code import PICKLED
+from nemo_rl_lite.errors import ConfigError, DataError, Violation
+from nemo_rl_lite.system.pool import as_call_error
+
+INPUTS = "inputs"
+_RANDOM_ID = re.compile(rb"[0-9a-f]{32}")
+
+
+class Inputs:
+    """Files of values in memory. Their names have a digest of what is in them, so that the same value has the same name
+    when a run is resumed, and none replaces another."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._named: dict[int, tuple[str, Any]] = {}
+        """By the id of a value: its file's name, and the value, so that no other gets its id."""
+
+    def path_of(self, key: str, value: Any) -> str:
+        """Return the path of a function, class or callable object: dotted where it can be imported, else of its file.
+
+        Raises:
+            ConfigError: it cannot be pickled. `key` names it.
+        """
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+        if module not in (None, "__main__") and getattr(sys.modules.get(module), name, None) is value:
+            return f"{module}.{name}"
+        label = re.sub(r"\W", "", getattr(value, "__name__", type(value).__name__)) or "function"
+        if id(value) not in self._named:
+            self._write(value, label, PICKLED, _pickled(key, value))
+        return f"{self._file_of(value)}:{label}"
+
+    def rows(self, key: str, rows: Iterable[Any]) -> str:
+        """Return the file of rows: dictionaries, a `datasets.Dataset` or a `pandas.DataFrame`.
+
+        Raises:
+            DataError: a row is no dictionary, or has a value that JSON cannot hold. `key` names the rows.
+        """
+        if id(rows) not in self._named:
+            self._write(rows, key, ".jsonl", _lines(key, rows).encode(errors="surrogatepass"))
+        return str(self._file_of(rows))
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Raise the block's errors with the names of values in place of their files."""
+        try:
+            yield
+        except ConfigError as error:
+            shown = [Violation(*map(self._shown, astuple(one))) for one in error.violations]
+            raise ConfigError(shown) from None
+        except DataError as error:
+            raise DataError(self._shown(str(error))) from None
+
+    def _shown(self, text: Any) -> Any:
+        if not isinstance(text, str):
+            return text
+        for name, _ in self._named.values():
+            file, label = str(self._folder / name), name.rpartition("-")[0]
+            # A path of code ends with its label.
+            text = text.replace(f"{file}:", "") if name.endswith(PICKLED) else text.replace(file, label)
+        return text
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the files to a run's folder, which may have some of them, and name them there from now on."""
+        place = folder.absolute() / INPUTS
+        for name, _ in self._named.values():
+            place.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self._folder / name, place / name)
+        self._folder = place
+
+    def _write(self, value: Any, label: str, suffix: str, content: bytes) -> None:
+        # cloudpickle gives each class a random id.
+        digest = sha256(_RANDOM_ID.sub(b"", content) if suffix == PICKLED else content).hexdigest()
+        name = f"{label}-{digest[:8]}{suffix}"
+        (self._folder / name).write_bytes(content)
+        self._named[id(value)] = (name, value)
+
+    def _file_of(self, value: Any) -> Path:
+        return self._folder / self._named[id(value)][0]
+
+
+def _pickled(key: str, value: Any) -> bytes:
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:  # a user's object may raise anything
+        rule = f"cannot be sent to other processes: {as_call_error(error)}"
+        fix = "open it inside the function, or give a class, which each process makes once"
+        raise ConfigError([Violation(key, f"{value!r:.80}", rule, fix)]) from error
+
+
+def _lines(key: str, rows: Iterable[Any]) -> str:
+    """Return JSON lines."""
+    if type(rows).__module__.partition(".")[0] == "pandas":
+        # Its gaps are NaN, and null here.
+        return rows.to_json(orient="records", lines=True, force_ascii=False, date_format="iso")  # pyrefly: ignore
+    return "".join(_line(f"{key}, row {number}", row) for number, row in enumerate(_each(key, rows), start=1))
+
+
+def _each(key: str, rows: Iterable[Any]) -> Iterator[Any]:
+    if isinstance(rows, Mapping):
+        splits = ", ".join(map(str, rows))
+        raise DataError(f"{key}: is a mapping ({splits}); give the rows of one split, such as {key}=data['train']")
+    return iter(rows)
+
+
+def _line(where: str, row: Any) -> str:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: is a {type(row).__name__}; a row is a dictionary of columns")
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, default=_plain) + "\n"
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: cannot be written as JSON: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or a number of numpy or torch as JSON has it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__}")

@@ -1,0 +1,364 @@
+"""The Python API: `GRPO("Qwen/Qwen3-0.6B", reward=score, data=rows).train()`, in a script or a notebook.
+
+A trainer makes the overrides of a command line and calls what the command calls, so both train the same run.
+"""
+
+import json
+import math
+import os
+import shlex
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nemo_rl_lite.compat.event_loop import hidden_event_loop
+from nemo_rl_lite.config.arguments import literal, overrides_of
+from nemo_rl_lite.config.keys import RUN_FOLDER, groups
+from nemo_rl_lite.config.user_code import own_name
+from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
+from nemo_rl_lite.observability.callbacks import Callbacks, OnRollout, OnStep
+from nemo_rl_lite.observability.timer import restart_clock
+from nemo_rl_lite.observability.trackers import METRICS_FILE
+from nemo_rl_lite.run.command import Flags, checked, folder_of, logged_to, run_in
+from nemo_rl_lite.run.inputs import Inputs
+from nemo_rl_lite.system.pool import ending_pools
+from nemo_rl_lite.system.stopping import forget_signals
+from nemo_rl_lite.validation.compose import compose_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from nemo_rl_lite.config.schema import Config
+    from nemo_rl_lite.observability.summary import Summary
+    from nemo_rl_lite.planning.page import Plan
+
+Rows = Iterable[Mapping[str, Any]]
+"""Dictionaries, a `datasets.Dataset` or a `pandas.DataFrame`."""
+Data = str | Path | Rows
+"""Rows, a file, a dataset of the hub (`"openai/gsm8k"`) or a file of configs/data (`"gsm8k"`)."""
+Code = str | Callable[..., Any]
+"""A function or class, its path (`"my.py:score"`, `"package.module.score"`), or a name of this package (`"math"`)."""
+_FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv")
+# One training at a time: a process has one Ray.
+_TRAINING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A training that is done."""
+
+    folder: Path
+    """The run's folder, which `nrl-lite report`, `evaluate`, `chat` and `serve` take."""
+    summary: "Summary"
+    stopped: bool
+    """True if a callback or `stop()` ended the run before its last step."""
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """All entries of the metrics log, in order, each with its `step` and `time`; NaN for what was not finite."""
+        entries = map(json.loads, (self.folder / METRICS_FILE).read_text().splitlines())
+        return [{name: math.nan if value is None else value for name, value in one.items()} for one in entries]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of each metric."""
+        return {name: value for entry in self.history for name, value in entry.items()}
+
+    @property
+    def model_path(self) -> Path:
+        """The trained model as a Hugging Face folder, for `from_pretrained`.
+
+        Raises:
+            LauncherError: the run has not exported it.
+        """
+        if not (folder := self.folder / "hf").is_dir():
+            export = f"nrl-lite export {self.folder} FOLDER writes it from a checkpoint"
+            raise LauncherError(f"{folder}: the run has exported no model (checkpoint.export_hf_at_end); {export}")
+        return folder
+
+    def load(self, **options: Any) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+        """Load model and tokenizer with transformers. `options` are those of `AutoModelForCausalLM.from_pretrained`.
+
+        Raises:
+            LauncherError: the run has not exported the model.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        path = self.model_path
+        model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        return model, tokenizer
+
+
+class Trainer:
+    """A training run of one algorithm; see its classes, such as `GRPO`."""
+
+    algorithm: ClassVar[str]
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        data: Data | None = None,
+        eval_data: Data | None = None,
+        recipe: str | Path | None = None,
+        output_dir: str | Path | None = None,
+        on_step: OnStep | None = None,
+        overrides: Sequence[str] | Mapping[str, Any] = (),
+        **keys: Any,
+    ):
+        """Describe a run; nothing is checked or started yet.
+
+        Args:
+            model: a name of the hub, or a folder; None for the recipe's, or the embedded example.
+            data: rows to train on.
+            eval_data: held-out rows, a file of them, or the split of a dataset of the hub.
+            recipe: a name of `recipes/`, or a YAML file.
+            output_dir: the run's folder; a folder with a checkpoint is resumed. None: `outputs/NAME/TIME`.
+            on_step: gets the metrics of each step; True or "stop" ends the run after it.
+            overrides: overrides of the command line, or a mapping of keys to values, laid over everything else.
+            keys: any key by its last part (`max_num_steps=20`), a section (`policy={"precision": "bfloat16"}`) or a
+                file of a group (`generation="transformers"`).
+        """
+        self._model, self._data, self._eval_data, self._recipe = model, data, eval_data, recipe
+        self._output_dir = None if output_dir is None else Path(output_dir).expanduser()
+        self._given, self._keys = overrides, keys
+        self._on_step = on_step
+        self._on_rollout: OnRollout | None = None
+        self._callbacks = Callbacks()
+
+    def train(self) -> TrainingResult:
+        """Train to the end, or resume in `output_dir`, and return when all processes have ended.
+
+        Raises:
+            ConfigError: all problems of the arguments; nothing was started.
+            DataError: rows that cannot be used.
+            CallbackError: a callback raised.
+            RunStopped: SIGTERM or SIGUSR1 ended the run, with a checkpoint.
+            LauncherError: any other error that a user can act on, such as `WorkerError`.
+        """
+        self._callbacks = callbacks = Callbacks(self._on_step, self._on_rollout)
+        with _training(), self._checked() as (overrides, inputs, folder):
+            inputs.copy_to(folder)
+            overrides = [*self._overrides(inputs), *overrides[-1:]]
+            config = compose_config(overrides)
+            folder.mkdir(parents=True, exist_ok=True)
+            with logged_to(folder):
+                summary = run_in(folder, config, _command(overrides), callbacks)
+        return TrainingResult(folder, summary, callbacks.stopped)
+
+    def check(self) -> None:
+        """Check everything, read the data and print the plan, as `nrl-lite train --dry-run` does; start nothing.
+
+        Raises:
+            ConfigError: all problems of the arguments.
+            DataError: rows that cannot be used.
+        """
+        with _training(), self._checked() as (overrides, _, _):
+            from nemo_rl_lite.run.run import dry_run
+
+            dry_run(compose_config(overrides), overrides, self._output_dir)
+
+    def plan(self, gpu: str | None = None) -> "Plan":
+        """Return the run's memory and time, and whether it fits, as `nrl-lite plan` prints them; start nothing.
+
+        Args:
+            gpu: the name of a GPU, such as "H200", or its memory, such as "80GiB"; None for this machine's.
+
+        Raises:
+            ConfigError: all problems of the arguments.
+        """
+        with self._checked() as (overrides, _, _):
+            from nemo_rl_lite.models.shape import find_shape
+            from nemo_rl_lite.planning.budget import size_of
+            from nemo_rl_lite.planning.page import make_plan
+
+            config = compose_config(overrides)
+            return make_plan(config, overrides, find_shape(config.policy.model_name), size_of(gpu), None)
+
+    def stop(self) -> None:
+        """End the training after its current step, with a checkpoint and the exported model. `train` then returns. A
+        callback or another thread may call this."""
+        self._callbacks.stop()
+
+    @contextmanager
+    def _checked(self) -> Iterator[tuple[list[str], Inputs, Path]]:
+        """Yield valid overrides, the last of which names the run's folder, with what is in memory in other files."""
+        with tempfile.TemporaryDirectory(prefix="nrl-lite-") as staged:
+            inputs = Inputs(Path(staged))
+            overrides = self._overrides(inputs)
+            folder = self._output_dir or folder_of(overrides)
+            overrides.append(f"{RUN_FOLDER}={literal(RUN_FOLDER, folder, inputs.path_of)}")
+            with inputs.named():
+                [(_, config)] = checked(Flags(()), overrides)
+                self._check_algorithm(config)
+                yield overrides, inputs, folder.absolute()
+
+    def _check_algorithm(self, config: "Config") -> None:
+        if config.algorithm.name != self.algorithm:
+            rule = f"is of algorithm={config.algorithm.name}, and {type(self).__name__} trains by {self.algorithm}"
+            raise ConfigError([Violation("recipe", self._recipe, rule, "the class of the recipe's algorithm")])
+
+    def _overrides(self, inputs: Inputs) -> list[str]:
+        """Return the run's overrides, later ones over earlier ones."""
+        found = [] if self._recipe is None else [f"recipes={self._recipe}"]
+        if self._recipe is None and "algorithm" not in self._keys:
+            found.append(f"algorithm={self.algorithm}")
+        found += self._of_data(inputs)
+        found += overrides_of(self._arguments(inputs) | self._keys, self.algorithm, inputs.path_of)
+        if isinstance(self._given, Mapping):
+            return [*found, *overrides_of(self._given, self.algorithm, inputs.path_of)]
+        return [*found, *self._given]
+
+    def _arguments(self, inputs: Inputs) -> dict[str, Any]:
+        """Return the named arguments, by key."""
+        return {} if self._model is None else {"policy.model_name": str(self._model)}
+
+    def _of_data(self, inputs: Inputs) -> list[str]:
+        data, held_out, found = self._data, self._eval_data, []
+        if isinstance(data, str) and not data.endswith(_FILE_ENDINGS):
+            is_dataset = "/" in data and data not in groups()["data"]
+            found = ["data=hub", f"data.path='{data}'"] if is_dataset else [f"data={data}"]
+        elif data is not None:
+            found = ["data=file", _file("data.train_path", "data", data, inputs)]
+        if held_out is not None:
+            is_split = isinstance(held_out, str) and not held_out.endswith(_FILE_ENDINGS)
+            split = f"data.validation_split='{held_out}'"
+            found.append(split if is_split else _file("data.validation_path", "eval_data", held_out, inputs))
+        return found
+
+
+class RolloutTrainer(Trainer):
+    """A training run whose model generates what it trains on."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        reward: Code | Sequence[Code] | Mapping[Any, Any] | None = None,
+        environment: Code | Mapping[str, Any] | None = None,
+        agent: Code | Mapping[str, Any] | None = None,
+        tools: Sequence[Code] = (),
+        on_rollout: OnRollout | None = None,
+        **others: Any,
+    ):
+        """Describe a run; nothing is checked or started yet.
+
+        Args:
+            model: a name of the hub, or a folder; None for the recipe's, or the embedded example.
+            reward: a function `(response, answer) -> float`, or a class of such objects. Several are added up: a list,
+                or a mapping to their weights. None: the recipe's, or equality with the answer.
+            environment: a class that answers in episodes of several turns, or its section
+                (`{"name": MyEnvironment, "max_turns": 4}`).
+            agent: a function that plays an episode by itself, or its section.
+            tools: functions that the model may call.
+            on_rollout: gets the step and the samples of each rollout, as rows of `rollouts/`, once it was trained on.
+            others: what `Trainer` takes: `data`, `eval_data`, `recipe`, `output_dir`, `on_step`, `overrides`, keys.
+        """
+        super().__init__(model, **others)
+        self._reward, self._environment, self._agent, self._tools = reward, environment, agent, tools
+        self._on_rollout = on_rollout
+
+    def _arguments(self, inputs: Inputs) -> dict[str, Any]:
+        found = super()._arguments(inputs) | _rewards(self._reward, inputs)
+        if self._tools:
+            found |= {"environment": "tools", "environment.kwargs.tools": list(self._tools)}
+        given = {"environment": self._environment, "agent": self._agent}
+        return found | {name: value for name, value in given.items() if value is not None}
+
+
+class GRPO(RolloutTrainer):
+    """Group relative policy optimisation: `GRPO("Qwen/Qwen3-0.6B", reward=score, data=rows).train()`.
+
+    Its variants are files of configs/algorithm: `GRPO(..., algorithm="dapo")`.
+    """
+
+    algorithm = "grpo"
+
+
+class Distillation(RolloutTrainer):
+    """On-policy distillation: `Distillation("student", data=rows, teacher={"model_name": "teacher"}).train()`."""
+
+    algorithm = "distillation"
+
+
+class SFT(Trainer):
+    """Supervised fine-tuning: `SFT("Qwen/Qwen3-0.6B", data=rows).train()`."""
+
+    algorithm = "sft"
+
+
+class DPO(Trainer):
+    """Direct preference optimisation on rows with `chosen` and `rejected`: `DPO(model, data=rows).train()`."""
+
+    algorithm = "dpo"
+
+
+class ORPO(Trainer):
+    """Odds ratio preference optimisation, which needs no reference: `ORPO(model, data=rows).train()`."""
+
+    algorithm = "orpo"
+
+
+class KTO(Trainer):
+    """Kahneman-Tversky optimisation on rows with a `label`: `KTO(model, data=rows).train()`."""
+
+    algorithm = "kto"
+
+
+def _file(key: str, name: str, data: Data, inputs: Inputs) -> str:
+    path = data if isinstance(data, str | Path) else inputs.rows(name, data)
+    return f"{key}={literal(key, path, inputs.path_of)}"
+
+
+def _rewards(reward: Any, inputs: Inputs) -> dict[str, Any]:
+    """Return the arguments of a reward, or of the sum of several."""
+    if reward is None:
+        return {}
+    if isinstance(reward, list | tuple):
+        reward = dict.fromkeys(reward, 1.0)
+    if not isinstance(reward, Mapping):
+        # A recipe's arguments are those of its own reward.
+        return {"reward": reward} if isinstance(reward, str) else {"reward": "exact_match", "reward.name": reward}
+    if not all(isinstance(weight, int | float) for weight in reward.values()):
+        return {"reward": reward}
+    paths = {one if isinstance(one, str) else inputs.path_of("reward", one): weight for one, weight in reward.items()}
+    # The first is the main one, which has no weight.
+    main = next(iter(paths)) if next(iter(paths.values()), 0) == 1 else "none"
+    terms = {path: weight for path, weight in paths.items() if path != main}
+    own = {f"reward.terms.{own_name(path)}": {"name": path, "weight": weight} for path, weight in terms.items()}
+    return {"reward": "exact_match", "reward.name": main} | own
+
+
+@contextmanager
+def _training() -> Iterator[None]:
+    """Prepare this process, which may have done anything before, for a run."""
+    if threading.current_thread() is not threading.main_thread():
+        raise LauncherError("training needs the main thread of its process, which alone gets signals such as Ctrl-C")
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        raise LauncherError(
+            "Ray runs in this process already, and a training starts its own: call ray.shutdown() first"
+        )
+    if not _TRAINING.acquire(blocking=False):
+        raise LauncherError("a training of this process is not done; one runs at a time")
+    environ = dict(os.environ)
+    try:
+        forget_signals()
+        restart_clock()
+        with hidden_event_loop(), ending_pools():
+            yield
+    finally:
+        # Ray has read its secret once, for all runs of this process; it also sets PYTHONBREAKPOINT and others.
+        kept = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+        os.environ.clear()
+        os.environ.update(environ | kept)
+        _TRAINING.release()
+
+
+def _command(overrides: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "nemo_rl_lite.train", *overrides])

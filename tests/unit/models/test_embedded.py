@@ -1,0 +1,43 @@
+"""Where the embedded model is kept."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_lite.models.embedded import embedded_folder
+from nemo_rl_lite.validation.compose import compose_config
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """The working folder; the user's cache is beside it."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "work"
+
+
+def test_all_working_folders_share_one_model(place, monkeypatch):
+    config = compose_config([])
+    folder = embedded_folder(config)
+    assert folder.is_relative_to(place.parent / "cache" / "nemo_rl_lite")
+    monkeypatch.chdir(place.parent)
+    assert embedded_folder(config) == folder
+    # Relative values are ignored, as the XDG specification says.
+    monkeypatch.setenv("HOME", str(place.parent / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert embedded_folder(config).is_relative_to(place.parent / "home" / ".cache")
+
+
+def test_a_model_below_the_working_folder_is_used(place):
+    config = compose_config([])
+    old = place / "outputs" / "models" / embedded_folder(config).name
+    old.mkdir(parents=True)
+    assert embedded_folder(config) == old
+
+
+def test_a_cache_that_cannot_be_written_or_that_other_nodes_may_not_see(place, monkeypatch):
+    several = compose_config(["cluster.num_nodes=2", "cluster.cpu_ranks=2"])
+    assert embedded_folder(several).parent == place / "outputs" / "models"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")
+    assert embedded_folder(compose_config([])).parent == place / "outputs" / "models"
