@@ -216,7 +216,7 @@ def write_hf_folder(
 
 
 def adapter_folder(model: Path) -> Path:
-    """Return the folder of the adapters that are merged into the exported folder `model`: `adapter` beside `hf`."""
+    """Return the folder of the adapters that are merged into the exported folder `model`: `adapter` next to `hf`."""
     beside = re.sub(r"^hf(?=-|$)", "adapter", model.name)
     return model.with_name(beside if beside != model.name else f"{model.name}-adapter")
 

@@ -79,7 +79,7 @@ def push_problems(name: str) -> Iterator[tuple[str, str]]:
     try:
         validate_repo_id(name)
     except HFValidationError:
-        yield "is no name of a repository on the hub", "name it organisation/name"
+        yield "is not the name of a repository on the hub", "name it organisation/name"
     if get_token() is None:
         fix = "run `hf auth login`, set HF_TOKEN, or leave it out: `hf upload` pushes the folder later"
         yield "the hub's token is missing on this machine", fix

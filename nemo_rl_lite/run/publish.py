@@ -88,8 +88,8 @@ def write_cards(model: Path, config: Config, run: Path, step: int | None = None)
 
 
 def push(folders: Sequence[Path], name: str, private: bool) -> str:
-    """Upload the `exported` folders to the repository `name` of the hub, which is made if it is missing: the model, and
-    adapters to the subfolder `adapter`. Returns its address.
+    """Upload the `exported` folders to the repository `name` of the hub, which is made if it is missing. Adapters go to
+    the subfolder `adapter`. Returns the repository's address.
 
     Raises:
         LauncherError: the upload failed; its message has the commands that repeat it.
@@ -119,7 +119,7 @@ def _front_matter(card: Path) -> dict[str, Any]:
 
 
 def _text(config: Config, base: str, run: Path, step: int | None) -> str:
-    """Return the text of a card, with `_USE` in the place of its example."""
+    """Return the text of a card, with `_USE` instead of its example."""
     algorithm, environment = config.algorithm.name, read_json(run / ENVIRONMENT_FILE, [])
     last = math.inf if step is None else step
     measured = [entry for entry in read_metrics(run / METRICS_FILE, []) if (entry["step"] or 0) <= last]

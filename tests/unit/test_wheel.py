@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.pages import ROOT
 
-# What the checkout has besides the package, and its place in the wheel.
+# Files of the checkout outside the package, and their place in the wheel.
 BESIDE = {"configs": "configs", "recipes": "configs/recipes", "constraints.txt": "constraints.txt"}
 BESIDE |= {"scripts/transformer_engine.sh": "scripts/transformer_engine.sh"}
 
