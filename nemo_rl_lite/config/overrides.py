@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 
+from nemo_rl_lite.config.composition import compose_files
 from nemo_rl_lite.config.keys import (
     DEFAULT_ALGORITHM,
     HYDRA_PACKAGE,
     RUN_FOLDER,
     SWEEP_FOLDER,
     chooses_file,
-    compose_files,
     groups,
     instead_of_file,
     is_open,
@@ -23,15 +23,18 @@ from nemo_rl_lite.config.keys import (
     parse_override,
     unknown_key,
 )
+from nemo_rl_lite.config.names import in_our_names
 from nemo_rl_lite.errors import ConfigError, Violation
 
 
 def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[list[str], list[Violation]]:
     """Split the command line's overrides into those that can be composed, in order, and what is wrong with the others.
 
-    `key=value`, `+key=value` and `++key=value` are the same. A key of another algorithm is accepted here, and refused
-    once the algorithm is known. Only where it `sweeps` may a key have several values.
+    `key=value`, `+key=value` and `++key=value` are the same. Keys of other names become ours. A key of another
+    algorithm is accepted here, and refused once the algorithm is known. Only where it `sweeps` may a key have several
+    values.
     """
+    arguments, _ = in_our_names(arguments)
     violations: list[Violation] = []
     accepted: list[str] = []
     chosen: dict[str, str] = {}
@@ -55,14 +58,14 @@ def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[lis
 
 def named_run_folder(arguments: Sequence[str], key: str = RUN_FOLDER) -> str | None:
     """Return the folder that valid overrides give to `key`, without `~`; None if none does."""
-    parsed = [override for override in map(parse_override, arguments) if override]
+    parsed = [override for override in map(parse_override, in_our_names(arguments)[0]) if override]
     named = [str(override.value()) for override in parsed if override.key_or_group == key]
     return os.path.expanduser(named[-1]) if named else None  # noqa: PTH111 - an unknown home stays as it is
 
 
 def given_keys(arguments: Sequence[str]) -> list[str]:
     """Return the keys and groups that overrides set, each once."""
-    parsed = [override for override in map(parse_override, arguments) if override]
+    parsed = [override for override in map(parse_override, in_our_names(arguments)[0]) if override]
     return list(dict.fromkeys(override.key_or_group for override in parsed))
 
 

@@ -15,15 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from nemo_rl_lite.config.keys import (
-    CONFIG_NAME,
-    RUN_FOLDER,
-    SWEEP_FOLDER,
-    compose_job,
-    config_dir,
-    parse_override,
-    unknown_key,
-)
+from nemo_rl_lite.config.composition import CONFIG_NAME, compose_job, notes_on_names
+from nemo_rl_lite.config.keys import RUN_FOLDER, SWEEP_FOLDER, config_dir, parse_override, unknown_key
 from nemo_rl_lite.config.overrides import check_overrides, given_keys, named_run_folder
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.system.machine import check_ray_address, check_single_launcher, close_to_others, why_not_writable
@@ -110,7 +103,7 @@ def _checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str],
         # Each job repeats what is wrong with the whole command.
         raise ConfigError(list({str(one): one for one in wrong}.values()))
     told = [note for job, config in found for note in (*notes(config, given_keys(job)), *notes_here(config))]
-    show_notes(dict.fromkeys(told))
+    show_notes(dict.fromkeys([*notes_on_names(overrides), *told]))
     return found
 
 
