@@ -155,7 +155,9 @@ def _group_problem(override: Override) -> Violation | None:
         close = difflib.get_close_matches(str(name).lower(), files, n=1, cutoff=0.7)
         listing = ", ".join(files) or "none"
         hint = instead_of_file(group, name) or (f"did you mean {group}={close[0]}?" if close else "")
-        fix = f"{hint}; files: {listing}" if hint else f"choose one of: {listing}"
+        # The names of all recipes would hide the hint.
+        all_files = "" if group == "recipes" else f"; files: {listing}"
+        fix = f"{hint}{all_files}" if hint else f"choose one of: {listing}"
         return Violation(group, name, f"no such file in the group '{group}'", fix)
     return None
 
