@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_rl_lite.config.composition import notes_on_names
 from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # With --model-config, the folder that policy.model_name names need not exist.
         name = f"policy.model_name=config/{given.model_config.parent.name or 'here'}" if given.model_config else ""
         config, overrides = _compose([*given.overrides, *filter(None, [name])])
-        show_notes([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config)])
+        show_notes(
+            [*notes_on_names(given.overrides), *notes(config, given_keys(given.overrides)), *notes_elsewhere(config)]
+        )
         from nemo_rl_lite.observability.console import RunConsole
         from nemo_rl_lite.planning import page
 

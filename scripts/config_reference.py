@@ -16,7 +16,8 @@ from config_words import Schema, kind, prose, raw, shown, table
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
-from nemo_rl_lite.config.keys import compose_files, config_dir, groups
+from nemo_rl_lite.config.composition import compose_files
+from nemo_rl_lite.config.keys import config_dir, groups
 from nemo_rl_lite.config.schema import Config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"

@@ -43,10 +43,10 @@ OTHERS = {
     "response": "`{}`, or half of `policy.max_total_sequence_length` where that is fewer",
     "micro_batch": "as many as have `{}` tokens by `policy.max_total_sequence_length`, at least one",
     "rate": "`{}`, with SFT `5.0e-6`, or as for the embedded one where adapters are trained",
-    "batch": "a whole rollout, and as for the embedded one where no engine generates",
+    "batch": "a whole rollout, and as for the embedded one where no engine generates; less for fewer rows or samples",
     "for": "`{}`",
 }
-ENVIRONMENT = re.compile(r"\$\{oc\.decode:\$\{oc\.env:(\w+),(.*)\}\}")
+ENVIRONMENT = re.compile(r"\$\{(?:oc\.decode:\$\{oc\.env|variable):(\w+),([^}]*)\}+")
 
 
 def shown(defaults: Mapping[str, Any], key: str) -> str:
@@ -54,6 +54,8 @@ def shown(defaults: Mapping[str, Any], key: str) -> str:
     text = raw(defaults[key])
     if found := ENVIRONMENT.fullmatch(text):
         return f"`{found[2]}`, or the environment's `{found[1]}`"
+    if found := re.fullmatch(r"\$\{default_fraction:.*,(.*)\}", text):
+        return f"`{found[1]}`, or 0 where it has no effect"
     if found := OF_MODEL.fullmatch(text):
         return f"`{found[2]}` for the embedded model; for others {OTHERS[found[1]].format(found[3])}"
     if found := re.fullmatch(r"\$\{(\.?)([\w.]+)\}", text):

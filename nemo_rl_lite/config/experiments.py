@@ -18,7 +18,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_lite.config.keys import CONFIG_NAME, HYDRA_PACKAGE, compose_files, groups, known_keys, parse_override
+from nemo_rl_lite.config.composition import CONFIG_NAME, compose_files
+from nemo_rl_lite.config.keys import HYDRA_PACKAGE, groups, known_keys, parse_override
+from nemo_rl_lite.config.names import FromFile
 from nemo_rl_lite.errors import HIDDEN, ConfigError, Violation
 
 RECIPES, SEARCH_PATH = "recipes", f"{HYDRA_PACKAGE}.searchpath"
@@ -35,17 +37,6 @@ _OPTIONS = {
 }
 LIKE, _RECORD = "like", "config.json"
 _ITEM = re.compile(r"(?:(?:override|optional)\s+)*/?(?P<group>[\w/-]+)(?:@\S+)?")
-
-
-class FromFile(str):
-    """An override that a file gives, and the place where it stands."""
-
-    place: str
-
-    def __new__(cls, text: str, place: str) -> "FromFile":
-        made = super().__new__(cls, text)
-        made.place = place
-        return made
 
 
 def as_words(arguments: Sequence[str]) -> list[str]:

@@ -1,31 +1,31 @@
-"""Hydra's side of a configuration: compose `configs/`, list the schema's keys, and answer an unknown key."""
+"""The names of a configuration: groups and files of `configs/`, the schema's keys, and answers to an unknown key."""
 
-import copy
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.errors import Violation
 
-CONFIG_NAME, ALIASES = "train", "aliases.yaml"
+ALIASES = "aliases.yaml"
 HYDRA_PACKAGE = "hydra"
 RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
 DEFAULT_ALGORITHM = "grpo"
+# Sections of NeMo-RL that are an algorithm's.
+ALGORITHM_SECTIONS = ("grpo", "sft", "dpo", "distillation")
+# Begins an answer of the aliases to a key that changes nothing here.
+NOTHING = "nothing:"
 # The least similarity of a guess to the key that was given.
 _LIKE = 0.8
 # Guess by the last part of a key only if at most this many keys share it.
@@ -66,66 +66,6 @@ def parse_override(argument: str) -> Override | None:
 def chooses_file(override: Override) -> bool:
     """Return whether an override is of the form `group=file`."""
     return override.package is None and override.key_or_group in groups()
-
-
-def compose_job(overrides: Sequence[str]) -> DictConfig:
-    """Return what Hydra composes of the files that `overrides` choose, with the values that they set.
-
-    Raises:
-        ConfigError: Hydra cannot; with its reason.
-    """
-    choices = tuple(one for one in overrides if (parsed := parse_override(one)) and chooses_file(parsed))
-    composed = copy.deepcopy(_composed(config_dir(), choices))
-    _set_values(composed, overrides)
-    return composed
-
-
-def compose_files(overrides: Sequence[str]) -> DictConfig:
-    """Return what `compose_job` does, without the section `hydra`. Nothing is resolved or validated."""
-    composed = compose_job(overrides)
-    with open_dict(composed):
-        del composed[HYDRA_PACKAGE]
-    return composed
-
-
-def lay_over(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return a copy of a composed configuration with valid overrides: sections of chosen files, then values.
-
-    Raises:
-        ConfigError: Hydra cannot; with its reason.
-    """
-    composed = copy.deepcopy(base)
-    for one in filter(None, map(parse_override, overrides)):
-        if chooses_file(one):
-            composed[one.key_or_group] = compose_files([f"{one.key_or_group}={one.value()}"])[one.key_or_group]
-    _set_values(composed, overrides)
-    return composed
-
-
-@cache
-def _composed(folder: Path, choices: tuple[str, ...]) -> DictConfig:
-    """Compose the chosen files of `folder`. Callers must not change the result."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(folder)), _readable_errors():
-        return compose(CONFIG_NAME, overrides=list(choices), return_hydra_config=True)
-
-
-def _set_values(composed: DictConfig, overrides: Sequence[str]) -> None:
-    with _readable_errors(), read_write(composed), open_dict(composed):
-        if HYDRA_PACKAGE in composed:
-            OmegaConf.set_readonly(composed[HYDRA_PACKAGE], None)
-        for one in filter(None, map(parse_override, overrides)):
-            if not chooses_file(one):
-                OmegaConf.update(composed, one.key_or_group, one.value(), merge=True, force_add=True)
-
-
-@contextmanager
-def _readable_errors() -> Iterator[None]:
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError([Violation("the configuration", None, message, "see --help and --cfg job")]) from None
 
 
 @cache
@@ -208,9 +148,8 @@ def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> 
     if here in known:
         has_keys = any(one.startswith(f"{here}.") for one in known)
         return Violation(key, given, rule, _fix(here if has_keys else f"{here}={{}}", given, algorithm))
-    theirs = re.sub(r"^data\.(train|validation|default)\.(?=\w)", "data.*.", key)
-    answer = _longest(_aliases("nemo_rl"), theirs) or _longest(_aliases("nemo_rl"), key)
-    if answer := answer or (None if have else _longest(_aliases("nemo_rl"), here)):
+    answer = answer_to(key, given, not have)
+    if answer is not None:
         return Violation(key, given, rule, _fix(answer, given, algorithm))
     if have:
         files = [f"algorithm={name}" for name in sorted(have, key=lambda name: name != key.split(".")[0])]
@@ -227,6 +166,22 @@ def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> 
     if here != key:
         return Violation(key, given, rule, f"the section is {here.split('.')[0]} here; --cfg job lists its keys")
     return Violation(key, given, rule, "remove it: no key here is like it; --cfg job lists them")
+
+
+def answer_to(key: str, given: object, by_section: bool = True) -> str | Sequence[str] | None:
+    """Return the answer of the aliases to a key of NeMo-RL, or to a short name, with this value; None if there is none.
+
+    `by_section`: also by the name that its section has here."""
+    theirs = re.sub(r"^data\.(train|validation|default)\.(?=\w)", "data.*.", key)
+    names = [theirs, key, *([to_our_key(key)] if by_section else [])]
+    table = _aliases("short") | _aliases("nemo_rl")
+    found = next((table[one] for one in (key, *names) if one in table), None)
+    if found is None:
+        above = filter(None, (_longest(table, one.rpartition(".")[0]) for one in names))
+        found = next((one for one in above if not isinstance(one, str) or "={" not in one), None)
+    if isinstance(found, Mapping):
+        return found.get(_text_of(given), found.get("otherwise"))
+    return found
 
 
 def instead_of_file(group: str, name: str | None) -> str | None:
@@ -268,6 +223,8 @@ def _fix(answer: str | Sequence[str], given: object, algorithm: str) -> str:
     keys = [re.match(r"algorithm\.[\w.]+", one) for one in answers]
     fits = [one for one, key in zip(answers, keys, strict=True) if key is None or key[0].rstrip(".") in known]
     chosen = fits[0] if fits else answers[0]
+    if not chosen or chosen.startswith(NOTHING):
+        return f"leave it out: {chosen.removeprefix(NOTHING).strip() or 'it is so here'}"
     if chosen.endswith("={}") and not isinstance(given, str):
         chosen = chosen.removesuffix("={}")
     needs = "" if fits or not keys[0] else f", which needs algorithm={owners(keys[0][0])[0]}"
@@ -284,18 +241,34 @@ def _longest[Answer](table: Mapping[str, Answer], key: str) -> Answer | None:
 
 
 @cache
-def _aliases(part: str) -> dict[str, str | list[str]]:
-    """Return one part of aliases.yaml, an entry for each name; sections of NeMo-RL before their keys."""
-    import yaml
-
-    entries = yaml.safe_load((config_dir() / ALIASES).read_text())[part]
+def _aliases(part: str) -> dict[str, Any]:
+    """Return one part of aliases.yaml, an entry for each name; sections of NeMo-RL before their keys. An entry is a
+    text, a list of texts, or a text for each value."""
     found = {}
-    for names, answer in entries.items():
-        below = answer if isinstance(answer, dict) else {"": answer}
+    for names, answer in _alias_file()[part].items():
+        below = answer if isinstance(answer, dict) and "otherwise" not in answer else {"": answer}
         for name in names.split():
             for ends, one in below.items():
-                found |= {f"{name}.{end}".rstrip("."): one for end in (ends.split() or [""])}
+                by_value = one if not isinstance(one, dict) else _by_value(one)
+                found |= {f"{name}.{end}".rstrip("."): by_value for end in (ends.split() or [""])}
     return found
+
+
+@cache
+def _alias_file() -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load((config_dir() / ALIASES).read_text())
+
+
+def _by_value(answers: Mapping[Any, str]) -> dict[str, str]:
+    return {text: answer for values, answer in answers.items() for text in _text_of(values).split()}
+
+
+def _text_of(value: object) -> str:
+    """Return a value as YAML writes it, so that `1` and `1.0` are the same."""
+    whole = isinstance(value, float) and value.is_integer()
+    return value if isinstance(value, str) else json.dumps(int(value) if whole else value)
 
 
 def flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

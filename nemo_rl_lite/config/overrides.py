@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 
+from nemo_rl_lite.config.composition import compose_files
 from nemo_rl_lite.config.experiments import expanded, names_file, placed
 from nemo_rl_lite.config.keys import (
     DEFAULT_ALGORITHM,
@@ -15,7 +16,6 @@ from nemo_rl_lite.config.keys import (
     RUN_FOLDER,
     SWEEP_FOLDER,
     chooses_file,
-    compose_files,
     groups,
     instead_of_file,
     is_open,
@@ -24,19 +24,21 @@ from nemo_rl_lite.config.keys import (
     parse_override,
     unknown_key,
 )
+from nemo_rl_lite.config.names import in_our_names
 from nemo_rl_lite.errors import ConfigError, Violation
 
 
 def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[list[str], list[Violation]]:
     """Split the command line's overrides into those that can be composed, in order, and what is wrong with the others.
 
-    `key=value`, `+key=value` and `++key=value` are the same. A key of another algorithm is accepted here, and refused
-    once the algorithm is known. Only where it `sweeps` may a key have several values.
+    `key=value`, `+key=value` and `++key=value` are the same. Keys of other names become ours. A key of another
+    algorithm is accepted here, and refused once the algorithm is known. Only where it `sweeps` may a key have several
+    values.
 
     Raises:
         ConfigError: an experiment file cannot be read.
     """
-    arguments = expanded(arguments)
+    arguments, _ = in_our_names(expanded(arguments))
     violations: list[Violation] = []
     accepted: list[str] = []
     chosen: dict[str, str] = {}
@@ -60,14 +62,14 @@ def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[lis
 
 def named_run_folder(arguments: Sequence[str], key: str = RUN_FOLDER) -> str | None:
     """Return the folder that valid overrides give to `key`, without `~`; None if none does."""
-    parsed = [override for override in map(parse_override, arguments) if override]
+    parsed = [override for override in map(parse_override, in_our_names(arguments)[0]) if override]
     named = [str(override.value()) for override in parsed if override.key_or_group == key]
     return os.path.expanduser(named[-1]) if named else None  # noqa: PTH111 - an unknown home stays as it is
 
 
 def given_keys(arguments: Sequence[str]) -> list[str]:
     """Return the keys and groups that overrides set, each once."""
-    parsed = [override for override in map(parse_override, arguments) if override]
+    parsed = [override for override in map(parse_override, in_our_names(arguments)[0]) if override]
     return list(dict.fromkeys(override.key_or_group for override in parsed))
 
 
@@ -162,7 +164,9 @@ def _group_problem(override: Override) -> Violation | None:
         close = difflib.get_close_matches(str(name).lower(), files, n=1, cutoff=0.7)
         listing = ", ".join(files) or "none"
         hint = instead_of_file(group, name) or (f"did you mean {group}={close[0]}?" if close else "")
-        fix = f"{hint}; files: {listing}" if hint else f"choose one of: {listing}"
+        # The names of all recipes would hide the hint.
+        all_files = "" if group == "recipes" else f"; files: {listing}"
+        fix = f"{hint}{all_files}" if hint else f"choose one of: {listing}"
         return Violation(group, name, f"no such file in the group '{group}'", fix)
     return None
 

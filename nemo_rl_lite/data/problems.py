@@ -128,6 +128,11 @@ def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tup
 def is_held_out(problem: Prompted, fraction: float) -> bool:
     """Return whether a problem, chat or pair is among the `fraction` that is kept for validation. Only its messages
     without the system prompt decide, so rows with the same prompt are on the same side, whatever the seed."""
+    return place(problem) < fraction
+
+
+def place(problem: Prompted) -> float:
+    """Return a number from 0 to 1 that a hash makes of what a row asks."""
     asked = [[message["role"], message["content"]] for message in problem.messages if message["role"] != "system"]
     digest = hashlib.sha256(json.dumps(asked).encode()).digest()
-    return int.from_bytes(digest[:8]) < fraction * 2**64
+    return int.from_bytes(digest[:8]) / 2**64

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.formats import Example, RowFormat
-from nemo_rl_lite.data.problems import Derived, FileSet, LeftOut, Problem, Prompted, TrainingSet, is_held_out
+from nemo_rl_lite.data.problems import Derived, FileSet, LeftOut, Problem, Prompted, TrainingSet, place
 from nemo_rl_lite.data.rows import Row, file_rows, find_column, hub_rows, share_a_file
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import DataError
@@ -27,10 +27,10 @@ def training_set[T: Prompted](config: DataConfig, seed: int, kind: RowFormat[T])
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
     items = _used(config, _training_rows(config), kind)
-    kept = tuple(one for one in items if not is_held_out(one, config.validation_fraction))
+    _, kept = _split(config, items)
     if not kept:
         raise DataError(_empty(config, items, "to train on"))
-    return FileSet(kept, seed, config.shuffle)
+    return FileSet(tuple(kept), seed, config.shuffle)
 
 
 def validation_set[T: Prompted](
@@ -49,7 +49,7 @@ def validation_set[T: Prompted](
     if not config.validation_fraction:
         return []
     items, _ = _read(config, _training_rows(config), kind)
-    held_out = [one for one in items if is_held_out(one, config.validation_fraction)]
+    held_out, _ = _split(config, items)
     if not held_out:
         raise DataError(_empty(config, items, "held out"))
     return held_out[:limit]
@@ -140,6 +140,17 @@ def _used[T: Prompted](config: DataConfig, rows: Iterable[tuple[str, Row]], kind
     for why, count in left_out.items():
         log.warning("%d of %d rows %s and were left out", count, len(kept) + left_out.total(), why)
     return kept
+
+
+def _split[T: Prompted](config: DataConfig, items: Sequence[T]) -> tuple[list[T], list[T]]:
+    """Return the items that are held out, of at least one of several prompts, and those to train on."""
+    places = [place(one) for one in items]
+    # Few rows may all be beyond the fraction.
+    least = min(places, default=0.0) if len(set(places)) > 1 and config.validation_fraction else -1.0
+    held, kept = list[T](), list[T]()
+    for one, at in zip(items, places, strict=True):
+        (held if at < config.validation_fraction or at == least else kept).append(one)
+    return held, kept
 
 
 def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:

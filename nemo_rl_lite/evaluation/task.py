@@ -11,8 +11,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_rl_lite.config.composition import compose_files, lay_over
 from nemo_rl_lite.config.engines import engine_of
-from nemo_rl_lite.config.keys import compose_files, flatten, lay_over
+from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engines, on_gpus

@@ -16,16 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from nemo_rl_lite.config.composition import CONFIG_NAME, compose_job, notes_on_names
 from nemo_rl_lite.config.experiments import as_words, expanded
-from nemo_rl_lite.config.keys import (
-    CONFIG_NAME,
-    RUN_FOLDER,
-    SWEEP_FOLDER,
-    compose_job,
-    config_dir,
-    parse_override,
-    unknown_key,
-)
+from nemo_rl_lite.config.keys import RUN_FOLDER, SWEEP_FOLDER, config_dir, parse_override, unknown_key
 from nemo_rl_lite.config.overrides import check_overrides, given_keys, named_run_folder
 from nemo_rl_lite.config.sizes import all_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
@@ -131,7 +124,7 @@ def checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], 
         raise ConfigError(list({str(one): one for one in wrong}.values()))
     told = [note for job, config in found for note in (*notes(config, given_keys(expanded(job))), *notes_here(config))]
     told += [note for _, config in found for note in little_space(config, _place(overrides, key))]
-    show_notes(dict.fromkeys(told))
+    show_notes(dict.fromkeys([*notes_on_names(overrides), *told]))
     return found
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from nemo_rl_lite.config.algorithms import has_teacher
-from nemo_rl_lite.config.keys import RUN_FOLDER, lay_over
+from nemo_rl_lite.config.composition import lay_over
+from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import as_teacher, on_gpus, policy_ranks

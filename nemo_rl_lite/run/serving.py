@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from nemo_rl_lite.checkpoint.resume import locate
 from nemo_rl_lite.compat.imports import quick_imports
+from nemo_rl_lite.config.composition import compose_files
 from nemo_rl_lite.config.engines import engine_of
-from nemo_rl_lite.config.keys import compose_files
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from nemo_rl_lite.config.composition import notes_on_names
 from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.overrides import given_keys, named_run_folder
@@ -62,7 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if violations := [*_problems(given.log, run_folder), *_other_gpus(given, config)]:
             raise ConfigError(violations)
         own = _notes(config, run_folder, given.requeue)
-        show_notes([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config), *own])
+        show_notes(
+            [
+                *notes_on_names(given.overrides),
+                *notes(config, given_keys(given.overrides)),
+                *notes_elsewhere(config),
+                *own,
+            ]
+        )
         script = _script(given, config, run_folder, words)
         if hidden := [one.partition("=")[0] for one in given.overrides if _holds_secret(one)]:
             fix = f"keep it in the environment: '{hidden[0]}=${{oc.env:NAME}}'"

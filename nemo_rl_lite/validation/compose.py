@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
+from math import log2
 from typing import Any
 
 from hydra.errors import HydraException
@@ -18,12 +20,14 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
+from nemo_rl_lite.config.composition import compose_files
 from nemo_rl_lite.config.experiments import expanded, placed
-from nemo_rl_lite.config.keys import DEFAULT_ALGORITHM, compose_files, groups, known_keys, unknown_key, variables_of
+from nemo_rl_lite.config.keys import DEFAULT_ALGORITHM, groups, known_keys, unknown_key, variables_of
 from nemo_rl_lite.config.overrides import check_overrides
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import DURATION, RUN_NAME, USER_CODE, AlgorithmConfig
-from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.data.rows import file_rows
+from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.models.embedded import NAME as EMBEDDED
 from nemo_rl_lite.models.shape import NoModelError, read_model_shape
 
@@ -169,18 +173,47 @@ def _default_rate(
     return of_others if row is None or row.learning_rate is None else row.learning_rate
 
 
-def _default_batch(model: object, most: int, prompts: object, samples: object, policy_loss: object) -> int:
-    """`${default_batch:MODEL,A,PROMPTS,SAMPLES,TERM}`: a rollout; A for the embedded model, unless its term has no
-    ratio and so takes one optimizer step, and for algorithms without rollouts."""
+def _default_batch(
+    model: object, most: int, prompts: object, samples: object, policy_loss: object, *, _root_: DictConfig
+) -> int:
+    """`${default_batch:MODEL,A,PROMPTS,SAMPLES,TERM}`: a rollout; for the embedded model its largest divisor up to A,
+    unless the term has no ratio and so takes one optimizer step. For algorithms without rollouts A, or fewer than the
+    rows of the file."""
     sizes = [one for one in (prompts, samples) if isinstance(one, int) and one > 0]
-    if len(sizes) < 2 or (model == EMBEDDED and policy_loss != "reinforce"):
+    if len(sizes) < 2:
+        return _less_than_rows(most, _root_)
+    rollout = sizes[0] * sizes[1]
+    if model != EMBEDDED or policy_loss == "reinforce":
+        return rollout
+    return next(size for size in range(min(most, rollout), 0, -1) if rollout % size == 0)
+
+
+def _less_than_rows(most: int, composed: DictConfig) -> int:
+    """Return the largest power of two that is surely not more than the rows of a file to train on, at most `most`."""
+    data = composed.data
+    if data.name != "file" or not isinstance(data.train_path, str):
         return most
-    return sizes[0] * sizes[1]
+    try:
+        rows = sum(1 for _ in islice(file_rows(data.train_path), 2 * most))
+        left = rows * (1 - float(data.validation_fraction)) * 0.9
+    except (DataError, ValueError, TypeError):
+        # The rules report it.
+        return most
+    return min(most, 2 ** int(log2(max(left, 1))))
 
 
 def _default_for(model: object, of_the_embedded: float, of_others: float) -> float:
     """`${default_for:MODEL,A,B}`: A for the embedded model, B for others."""
     return of_the_embedded if model == EMBEDDED else of_others
+
+
+def _default_fraction(name: object, share: float, *, _root_: DictConfig) -> float:
+    """`${default_fraction:NAME,A}`: A for rows without a validation file or split in a run that validates, or 0."""
+    source = {"file": "validation_path", "hub": "validation_split"}.get(str(name))
+    if source is None or _root_.data.get(source) is not None:
+        return 0.0
+    options = _root_.algorithm
+    return share if options.get("val_at_start") or options.get("val_at_end") or options.get("val_period") else 0.0
 
 
 def _default_buffer(tokens: object, share: int) -> int:
@@ -200,6 +233,7 @@ for _resolver in (
     _default_rate,
     _default_batch,
     _default_for,
+    _default_fraction,
     _default_buffer,
 ):
     OmegaConf.register_new_resolver(_resolver.__name__.removeprefix("_"), _resolver, replace=True)

@@ -22,6 +22,7 @@ from nemo_rl_lite.config.sizes import (
     samples_per_step,
     validates,
 )
+from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.system import sandbox
 from nemo_rl_lite.validation.algorithm import LOSS, reads_ratios
@@ -63,11 +64,20 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     if config.data.validation_fraction and not validates(config):
         key = f"data.validation_fraction = {config.data.validation_fraction:g}"
         yield f"{key}: these rows are withheld from training, and this run does not validate"
+    yield from _held_out(config, given)
     if isinstance(loss := getattr(config.algorithm, "loss_fn", None), LossConfig):
         yield from filter(None, (_kl_estimate(config, loss), _steps_without_a_ratio(config, loss)))
         yield from _adapter_dropout(config)
     yield from _longer_than_a_phase(config)
     yield from _unread_environment(config)
+
+
+def _held_out(config: Config, given: Sequence[str]) -> Iterator[str]:
+    """Yield that rows are held out, where no key says so."""
+    key, fraction = "data.validation_fraction", config.data.validation_fraction
+    if fraction and config.data.name in ROWS and "recipes" not in given and key not in given:
+        own = "data.validation_path=FILE" if config.data.name == "file" else "data.validation_split=SPLIT"
+        yield f"{key} = {fraction:g}: {fraction:.0%} of the rows are held out for validation ({own} names others)"
 
 
 def notes_elsewhere(config: Config) -> Iterator[str]:

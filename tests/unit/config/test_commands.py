@@ -93,7 +93,6 @@ def test_a_command_that_cannot_start(line, failed):
         ("tp=1", "policy.megatron_cfg.tensor_model_parallel_size=1"),
         ("reward_fn=tests.unit.validation.own.score", "reward.name=tests.unit.validation.own.score"),
         ("policy.lr=1e-4", "policy.megatron_cfg.optimizer.lr=1e-4"),
-        ("policy.generation.temperature=0.9", "generation.temperature=0.9"),
         ("actor_rollout_ref.rollout.name=vllm", "generation=vllm"),
         ("trainer.logger=[console,wandb]", "logger.wandb_enabled=true"),
     ],

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_rl_lite.config import keys
+from nemo_rl_lite.config import composition, keys
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import ActiveIf
@@ -26,7 +26,7 @@ def paths(node: Any, prefix: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_keys_of_the_schema_are_those_of_the_files(algorithm):
-    composed = OmegaConf.to_container(keys.compose_files([f"algorithm={algorithm}"]), resolve=False)
+    composed = OmegaConf.to_container(composition.compose_files([f"algorithm={algorithm}"]), resolve=False)
     found = {key for key in paths(composed) if not keys.is_open(key) or keys.is_section(key)}
     assert found == set(keys.known_keys(algorithm))
     assert keys.owners("algorithm.seed") == list(ALGORITHMS) and keys.owners("algorithm.name.x") == []
@@ -38,9 +38,12 @@ def test_any_key_may_stand_in_the_sections_of_others():
 
 
 def test_what_is_composed_is_the_callers_to_change():
-    changed = keys.compose_files(["algorithm.seed=3"])
+    changed = composition.compose_files(["algorithm.seed=3"])
     OmegaConf.update(changed, "policy.precision", "changed")
-    assert keys.compose_files([]).policy.precision == "float32" and keys.compose_files([]).algorithm.seed == 42
+    assert (
+        composition.compose_files([]).policy.precision == "float32"
+        and composition.compose_files([]).algorithm.seed == 42
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,9 @@ def test_what_is_composed_is_the_callers_to_change():
         ("data.max_samples", "grpo", "leave it out: data is not cut"),
         ("actor.fsdp_config.param_offload", "grpo", "offload=FILE, such as offload=auto"),
         ("lora_r", "grpo", "policy.megatron_cfg.peft.dim=1"),
-        ("loss_fn.use_on_policy_kl_approximation", "grpo", "for true algorithm.loss_fn.use_bias_correction_kl=true, "),
+        ("loss_fn.use_on_policy_kl_approximation", "grpo", "true or false"),
+        ("policy.dtensor_cfg.cpu_offload", "grpo", "offload=FILE, such as"),
+        ("async", "grpo", "async=one_step_off, async=queue"),
         (
             "actor_rollout_ref.actor.ppo_mini_batch_size",
             "grpo",
@@ -74,12 +79,12 @@ def test_what_is_composed_is_the_callers_to_change():
         # NeMo-RL.
         ("policy.tokenizer.name", "grpo", "leave it out: the tokenizer is read from the folder of policy.model_name"),
         ("policy.megatron_cfg.optimizer.clip_grad", "grpo", "policy.max_grad_norm=1"),
-        ("policy.megatron_cfg.fp8_cfg.fp8_recipe", "grpo", "leave it out: training is in bfloat16 or float32"),
-        ("policy.generation.vllm_cfg.max_model_len", "grpo", "policy.max_total_sequence_length=1"),
-        ("policy.generation.vllm_cfg.use_tqdm", "grpo", "the section is generation here; --cfg job lists its keys"),
+        ("policy.megatron_cfg.fp8_cfg.fp8_recipe", "grpo", "leave it out: no pass is in FP8"),
+        ("policy.generation.vllm_cfg.max_model_len", "grpo", "leave it out: it is policy.max_total_sequence_length"),
+        ("policy.generation.vllm_cfg.paint", "grpo", "the section is generation here; --cfg job lists its keys"),
         ("checkpointing", "grpo", "did you mean checkpoint?"),
         ("data.train.split_validation_size", "grpo", "data.validation_fraction=1"),
-        ("grpo.max_num_epochs", "grpo", "algorithm.max_num_steps=100: this algorithm counts steps"),
+        ("grpo.max_num_epochs", "grpo", "leave it out: this algorithm counts steps"),
         ("sft.max_num_epochs", "sft", "algorithm.max_num_epochs=1"),
         ("dpo.preference_loss_weight", "grpo", "algorithm.preference_loss_weight, which needs algorithm=dpo"),
         ("grpo.num_prompt_per_step", "grpo", "did you mean algorithm.num_prompts_per_step?"),
@@ -100,14 +105,21 @@ def test_an_unknown_key_is_answered_with_what_is_meant(key, algorithm, fix):
     assert keys.unknown_key(key, "1", algorithm).fix.startswith(fix)
 
 
-@pytest.mark.parametrize("part", ["names", "nemo_rl", "sections", "files"])
+def texts(answer: Any) -> Iterator[str]:
+    """All texts of an answer: it is one, a list, or one for each value."""
+    if isinstance(answer, str):
+        yield answer
+    else:
+        for one in answer.values() if isinstance(answer, dict) else answer:
+            yield from texts(one)
+
+
+@pytest.mark.parametrize("part", ["names", "nemo_rl", "sections", "files", "short"])
 def test_answers_name_keys_and_files_that_there_are(part):
-    found = keys._aliases(part).values()
-    answers = [one for answer in found for one in ([answer] if isinstance(answer, str) else answer)]
-    for answer in answers:
+    for answer in texts(list(keys._aliases(part).values())):
         for word in re.findall(r"(?:^|(?<= ))\+?([a-z]\w*(?:\.\w+)+|\w+(?==))(?==|[,; ]|$)", answer):
             known = word in keys.known_keys() or keys.is_open(word) or word in (keys.RUN_FOLDER, *keys.groups())
-            assert known or word == "config.json", answer
+            assert known or word in ("config.json", *keys._aliases("short")), answer
         for group, file in re.findall(r"\b([a-z]+)=([a-z]\w*)", answer):
             assert group not in keys.groups() or file in keys.groups()[group], answer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_rl_lite.config.keys import compose_files
+from nemo_rl_lite.config.composition import compose_files
 from nemo_rl_lite.config.sizes import engines, policy_ranks
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError

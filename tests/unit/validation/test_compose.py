@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.config import keys
+from nemo_rl_lite.config import composition, keys
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import micro_batch_sizes
 from nemo_rl_lite.errors import ConfigError
@@ -191,7 +191,7 @@ def test_hydras_own_flags_work(flags):
 )
 def test_rules_about_rollouts_are_not_for_sft(override):
     """What a recipe sets for GRPO is no error with another algorithm."""
-    assert resolve(keys.compose_files(["algorithm=sft", override])).run_name == "sft-reverse_digits"
+    assert resolve(composition.compose_files(["algorithm=sft", override])).run_name == "sft-reverse_digits"
     with pytest.raises(ConfigError):
         compose_config([override])
 

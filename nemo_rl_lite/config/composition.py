@@ -1,0 +1,164 @@
+"""Compose `configs/` with Hydra: the files that a command chooses, by our names, then the values that it sets."""
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_rl_lite.config import keys
+from nemo_rl_lite.config.keys import (
+    ALGORITHM_SECTIONS,
+    DEFAULT_ALGORITHM,
+    HYDRA_PACKAGE,
+    chooses_file,
+    flatten,
+    is_open,
+    known_keys,
+    parse_override,
+)
+from nemo_rl_lite.config.names import SAME, in_our_names, meaning, with_our_references
+from nemo_rl_lite.errors import ConfigError, Violation
+
+CONFIG_NAME = "train"
+DEFAULT_DATA = "reverse_digits"
+# Keys of data, and the file of the group that reads them.
+_DATA_OF = {"train_path": "file", "path": "hub"}
+# In NeMo-RL's files a token limit is the product of two keys.
+OmegaConf.register_new_resolver("mul", lambda one, other: one * other, replace=True)
+
+
+def compose_job(overrides: Sequence[str]) -> DictConfig:
+    """Return what Hydra composes of the files that `overrides` choose, with the values that they set.
+
+    Raises:
+        ConfigError: Hydra cannot; with its reason.
+    """
+    choices = _choices(overrides)
+    composed = copy.deepcopy(_composed(keys.config_dir(), choices)[0])
+    _set_values(composed, overrides)
+    if implied := _implied(composed, choices):
+        return compose_job([*implied, *overrides])
+    return composed
+
+
+def compose_files(overrides: Sequence[str]) -> DictConfig:
+    """Return what `compose_job` does, without the section `hydra`. Nothing is resolved or validated."""
+    composed = compose_job(overrides)
+    with open_dict(composed):
+        del composed[HYDRA_PACKAGE]
+    return composed
+
+
+def lay_over(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return a copy of a composed configuration with valid overrides: sections of chosen files, then values.
+
+    Raises:
+        ConfigError: Hydra cannot; with its reason.
+    """
+    composed = copy.deepcopy(base)
+    for one in filter(None, map(parse_override, overrides)):
+        if chooses_file(one):
+            composed[one.key_or_group] = compose_files([f"{one.key_or_group}={one.value()}"])[one.key_or_group]
+    _set_values(composed, overrides)
+    return composed
+
+
+def notes_on_names(arguments: Sequence[str]) -> list[str]:
+    """Return a note on each name in a command, or in the files that it chooses, that is not ours."""
+    overrides, told = in_our_names(arguments)
+    choices = _choices(overrides)
+    composed, of_files = _composed(keys.config_dir(), choices)
+    if implied := _implied(composed, choices):
+        _, of_files = _composed(keys.config_dir(), (*implied, *choices))
+    return [*told, *of_files]
+
+
+def _choices(overrides: Sequence[str]) -> tuple[str, ...]:
+    return tuple(one for one in overrides if (parsed := parse_override(one)) and chooses_file(parsed))
+
+
+@cache
+def _composed(folder: Path, choices: tuple[str, ...]) -> tuple[DictConfig, tuple[str, ...]]:
+    """Compose the chosen files of `folder`, with our names; and notes on the others. Callers must not change the
+    result."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(folder)), _readable_errors():
+        composed = compose(CONFIG_NAME, overrides=list(choices), return_hydra_config=True)
+    return composed, tuple(_name_as_ours(composed))
+
+
+def _implied(composed: DictConfig, choices: Sequence[str]) -> list[str]:
+    """Return the files that values choose where neither the command nor a file has chosen one of the group."""
+    chosen = {one.partition("=")[0] for one in choices}
+    default = composed.hydra.runtime.choices
+    implied = []
+    if "data" not in chosen and default.data == DEFAULT_DATA:
+        implied += [f"data={file}" for key, file in _DATA_OF.items() if composed.data.get(key) is not None][:1]
+    if "algorithm" not in chosen and default.algorithm == DEFAULT_ALGORITHM:
+        implied += [
+            f"algorithm={name}" for name in ALGORITHM_SECTIONS if name != DEFAULT_ALGORITHM and name in composed
+        ]
+    return implied
+
+
+def _name_as_ours(composed: DictConfig) -> Iterator[str]:
+    """Give the values of NeMo-RL's names to ours, and yield a note on each. Names that mean nothing here stay."""
+    values: Any = OmegaConf.to_container(composed, resolve=False)
+    known = {*known_keys()}
+    del values[HYDRA_PACKAGE]
+    others = {key: value for key, value in flatten(values) if key not in known and not is_open(key)}
+    # A switch counts more than what it switches.
+    for key, given in sorted(others.items(), key=lambda pair: isinstance(pair[1], bool)):
+        value = with_our_references(key, given)
+        text = json.dumps(value)
+        found = meaning(key, value, text, composed.algorithm.name)
+        if found is None:
+            continue
+        if not found.note.endswith(SAME):
+            yield found.note
+        with read_write(composed), open_dict(composed):
+            for one in found.overrides:
+                name, _, of_it = one.partition("=")
+                OmegaConf.update(composed, name, value if of_it == text else _value(one), force_add=True)
+            _remove(composed, key)
+
+
+def _remove(composed: DictConfig, key: str) -> None:
+    """Remove a key, and the sections above it that are empty without it."""
+    while key:
+        section, _, name = key.rpartition(".")
+        node = OmegaConf.select(composed, section) if section else composed
+        del node[name]
+        key = "" if node else section
+
+
+def _set_values(composed: DictConfig, overrides: Sequence[str]) -> None:
+    with _readable_errors(), read_write(composed), open_dict(composed):
+        if HYDRA_PACKAGE in composed:
+            OmegaConf.set_readonly(composed[HYDRA_PACKAGE], None)
+        for one in filter(None, map(parse_override, overrides)):
+            if not chooses_file(one):
+                OmegaConf.update(composed, one.key_or_group, one.value(), merge=True, force_add=True)
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError([Violation("the configuration", None, message, "see --help and --cfg job")]) from None
+
+
+def _value(override: str) -> Any:
+    parsed = parse_override(override)
+    return None if parsed is None else parsed.value()

@@ -1,0 +1,132 @@
+"""NeMo-RL's names of keys, and short names of ours: accepted where they mean what keys here do (configs/aliases.yaml).
+
+An answer that is nothing but overrides is what a name stands for; one by value has an answer for each value; one that
+begins with `nothing:` says why a name changes nothing here. All other answers are sentences, for `keys.unknown_key`.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+
+from nemo_rl_lite.config.keys import (
+    ALGORITHM_SECTIONS,
+    DEFAULT_ALGORITHM,
+    NOTHING,
+    answer_to,
+    chooses_file,
+    is_open,
+    known_keys,
+    parse_override,
+    to_our_key,
+)
+
+_OVERRIDES = re.compile(r"[a-z][\w.]*=\S+(?: [a-z][\w.]*=\S+)*")
+# `{}` is the value that was given, `{2}` the third of a list, `{*1024}` its product.
+_PLACE = re.compile(r"\{(\d*|\*\d+)\}")
+_REFERENCE = re.compile(r"\$\{(\.*)([a-zA-Z_][\w.]*)\}")
+# Ends the note on a value that is that of NeMo-RL and here.
+SAME = "it is so here"
+_CHOICES = ("algorithm", "recipes")
+
+
+class FromFile(str):
+    """An override that a file gives, and the place where it stands."""
+
+    place: str
+
+    def __new__(cls, text: str, place: str) -> "FromFile":
+        made = super().__new__(cls, text)
+        made.place = place
+        return made
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """Stands for a key of another name."""
+
+    overrides: tuple[str, ...]
+    note: str
+
+
+def in_our_names(arguments: Sequence[str], algorithm: str | None = None) -> tuple[list[str], list[str]]:
+    """Return a command's overrides by our names, and a note on each that had another.
+
+    `algorithm`: the one that the command's files choose, where it is known. A section of NeMo-RL's such as `dpo`
+    chooses its algorithm where the command chooses none.
+    """
+    parsed = [(argument, parse_override(argument)) for argument in arguments]
+    ours, told = list[str](), list[str]()
+    keys = [one.key_or_group for _, one in parsed if one]
+    chosen = next((str(one.value()) for _, one in parsed if one and one.key_or_group == "algorithm"), None)
+    sections = {key.split(".")[0] for key in keys} & set(ALGORITHM_SECTIONS) - {DEFAULT_ALGORITHM}
+    if len(sections) == 1 and not set(keys) & set(_CHOICES) and algorithm is None:
+        chosen = sections.pop()
+        ours.append(f"algorithm={chosen}")
+        told.append(f"{chosen}.* chooses algorithm={chosen}")
+    for argument, one in parsed:
+        found = None if one is None else _meaning_of(one, algorithm or chosen or DEFAULT_ALGORITHM)
+        ours += [argument] if found is None else _from_there(argument, found.overrides)
+        told += [] if found is None else [found.note]
+    return ours, told
+
+
+def _from_there(argument: str, overrides: Sequence[str]) -> list[str]:
+    """Return overrides that stand for an argument, with its place in a file."""
+    return [FromFile(one, argument.place) if isinstance(argument, FromFile) else one for one in overrides]
+
+
+def meaning(key: str, value: Any, text: str, algorithm: str) -> Meaning | None:
+    """Return what a key of another name stands for; None if it is one of ours, or means nothing that keys here do.
+
+    `value`, and the `text` that it was written as."""
+    here, section = to_our_key(key), key.split(".")[0]
+    if key in known_keys() or is_open(key) or (section in ALGORITHM_SECTIONS and section != algorithm):
+        return None
+    found = f"{here}={{}}" if here in known_keys(algorithm) or is_open(here) else answer_to(key, value)
+    if not isinstance(found, str):
+        return None
+    if not found or found.startswith(NOTHING):
+        return Meaning((), f"{key}={text} changes nothing: {found.removeprefix(NOTHING).strip() or SAME}")
+    if not _OVERRIDES.fullmatch(found):
+        return None
+    overrides = tuple(_filled(word, value, text) for word in found.split(" "))
+    if isinstance(value, str) and [f"{value[2:-1]}={text}"] == list(overrides):
+        # A reference of a key to itself.
+        return Meaning((), f"{key}={text} changes nothing: {SAME}")
+    return Meaning(overrides, f"{key}={text} is {' '.join(overrides)} here")
+
+
+def with_our_references(key: str, value: Any) -> Any:
+    """Return the value of a key with references such as `${grpo.seed}` or `${.top_p}` by our names."""
+    if not isinstance(value, str):
+        return value
+
+    def ours(match: re.Match[str]) -> str:
+        above, parts = len(match[1]), key.split(".")
+        whole = ".".join([*(parts[:-above] if above else []), match[2]])
+        return f"${{{to_our_key(whole)}}}"
+
+    return _REFERENCE.sub(ours, value)
+
+
+def _meaning_of(one: Override, algorithm: str) -> Meaning | None:
+    if chooses_file(one) or one.is_delete() or one.package is not None or "=" not in (one.input_line or ""):
+        return None
+    value = None if one.is_sweep_override() else one.value()
+    key, text = one.key_or_group, (one.input_line or "").partition("=")[2]
+    return meaning(key, with_our_references(key, value), with_our_references(key, text), algorithm)
+
+
+def _filled(answer: str, value: Any, text: str) -> str:
+    """Put a value into an answer."""
+
+    def place(match: re.Match[str]) -> str:
+        part = match[1]
+        if part.startswith("*") and isinstance(value, int | float):
+            return str(int(value * int(part[1:])))
+        return str(value[int(part)]) if part.isdecimal() and isinstance(value, list) else text
+
+    return _PLACE.sub(place, answer)
