@@ -115,6 +115,11 @@ class ChatTokenizer:
         """True if the chat template offers tools, and writes calls in a known format."""
         return self.template.tool_format is not None
 
+    @property
+    def call_marker(self) -> str:
+        """Return the text before each call; empty where a call is the whole response."""
+        return self.template.tool_format.marker if self.template.tool_format else ""
+
     def check_tools(self) -> None:
         """Raise ConfigError where the tokenizer does not take tools."""
         if not self.takes_tools:

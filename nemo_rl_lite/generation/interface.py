@@ -1,6 +1,6 @@
 """Interface of generation engines: requests and completions, one engine, and all engines together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -53,6 +53,8 @@ class Request:
     seed: int
     step: int = 0
     """The step that waits for it. Waiting requests begin in the order of their steps."""
+    streams: bool = False
+    """`Engine.poll` also returns what there is of the response so far."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,15 @@ class Completion:
     routed_experts: np.ndarray | None = field(default=None, compare=False)
     """The experts chosen for each token of prompt and response in each layer, [tokens - 1, layers, k]: no forward pass
     has seen the last token. None if the engine does not report them."""
+
+
+@dataclass(frozen=True)
+class Unfinished(Completion):
+    """All tokens so far of a response that streams. Its finish reason means nothing."""
+
+
+Progress = Callable[[Completion], None]
+"""Told of the tokens so far."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,8 @@ class Engine(Protocol):
         ...
 
     def poll(self, seconds: float) -> dict[int, Completion]:
-        """Work until nothing is left to do, or for about `seconds`; return what has finished since the last call."""
+        """Work until nothing is left to do, or for about `seconds`; return what has finished since the last call, and
+        `Unfinished` ones of requests that stream."""
         ...
 
     def unfinished_tokens(self) -> int:
@@ -184,9 +196,11 @@ class Requests(Protocol):
         """Tokens of unfinished responses."""
         ...
 
-    async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
-        """Return the response and the engine that sampled it. `near`: the engine that has the prompt's prefix
-        cached."""
+    async def sample(
+        self, request: Request, near: int | None = None, progress: Progress | None = None
+    ) -> tuple[Completion, int]:
+        """Return the response and the engine that sampled it. `near`: the engine that has the prompt's prefix cached;
+        `progress` is for a request that streams."""
         ...
 
     def submit_as_batch(self) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.interface import Completion, Request
+from nemo_rl_lite.generation.interface import Completion, Progress, Request, Unfinished
 
 # Exchanges in flight per replica: it begins the second while the first one's results are on their way.
 _EXCHANGES = 2
@@ -25,6 +25,7 @@ class PendingRequest:
     request: Request
     answer: asyncio.Future[tuple[Completion, int]]
     near: int | None
+    progress: Progress | None = None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -86,6 +87,12 @@ class ReplicaLoad:
     def finish(self, number: int) -> PendingRequest | None:
         """Return the request that the replica has answered; None if nobody waits for it any more."""
         return self._unfinished.pop(number, None)
+
+    def tell(self, number: int, so_far: Unfinished) -> None:
+        """Tell a request that streams of its tokens so far."""
+        asked = self._unfinished.get(number)
+        if asked is not None and asked.progress is not None:
+            asked.progress(so_far)
 
     def drop(self, asked: PendingRequest) -> None:
         """Abort a request that nobody waits for any more."""
@@ -238,7 +245,9 @@ class RequestQueue:
             await self._forget()
         self._clear()
 
-    async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
+    async def sample(
+        self, request: Request, near: int | None = None, progress: Progress | None = None
+    ) -> tuple[Completion, int]:
         """See `Requests.sample`.
 
         Raises:
@@ -247,7 +256,8 @@ class RequestQueue:
         """
         if self._failure is not None:
             raise self._failure
-        asked = PendingRequest(next(self._numbers), request, asyncio.get_running_loop().create_future(), near)
+        answer = asyncio.get_running_loop().create_future()
+        asked = PendingRequest(next(self._numbers), request, answer, near, progress)
         self._assignment.add(asked)
         self._changed.set()
         try:
@@ -361,6 +371,9 @@ class RequestQueue:
                 continue
             self.exchanges += 1
             for number, completion in finished.items():
+                if isinstance(completion, Unfinished):
+                    self._assignment.held[replica].tell(number, completion)
+                    continue
                 asked = self._assignment.held[replica].finish(number)
                 if asked is not None and not asked.answer.done():
                     asked.answer.set_result((completion, replica))

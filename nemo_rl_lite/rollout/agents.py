@@ -15,7 +15,7 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode, Span
 from nemo_rl_lite.rollout.play import Assistant, Section
-from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, ChatRequest, RefusedError, tokenized
+from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, ChatRequest, ChoiceProgress, RefusedError, tokenized
 from nemo_rl_lite.serving.public import limited
 from nemo_rl_lite.serving.server import Endpoint
 from nemo_rl_lite.system.pool import CallError, as_call_error
@@ -71,8 +71,8 @@ class _AgentSession:
         # Has the error where the engines fail, which is the run's and not the agent's.
         self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def respond(self, asked: ApiRequest) -> Answer:
-        """See `CompletionHandler.respond`."""
+    async def respond(self, asked: ApiRequest, progress: ChoiceProgress | None = None) -> Answer:
+        """See `CompletionHandler.respond`. A stream of an episode is one chunk at its end."""
         if not isinstance(asked, ChatRequest):
             raise RefusedError(400, "an agent's episode is a chat: ask /chat/completions in place of /completions")
         if asked.tools:

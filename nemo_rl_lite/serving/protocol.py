@@ -20,7 +20,7 @@ from nemo_rl_lite.generation.interface import Completion
 
 # Parameters that do not change sampling.
 _HARMLESS = frozenset(
-    {"user", "store", "metadata", "stream_options", "service_tier", "safety_identifier", "prompt_cache_key"}
+    {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
     | {"return_token_ids", "parallel_tool_calls", "include_reasoning"}
 )
 # Alternatives to refused parameters.
@@ -80,6 +80,8 @@ class ApiRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
     source: ClassVar[str]
     """The parameter of the prompt."""
+    id_prefix: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     model: str | None = None
     temperature: float | None = None
@@ -90,6 +92,7 @@ class ApiRequest(BaseModel):
     max_tokens: int | None = Field(default=None, gt=0)
     stop: list[Annotated[str, StringConstraints(min_length=1)]] | None = None
     stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -118,15 +121,35 @@ class ApiRequest(BaseModel):
         """Convert the answer to OpenAI's format, with vLLM's fields for token ids."""
 
     @abstractmethod
-    def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a whole answer to the only chunk of a stream."""
+    def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
+        """Return the logprobs of a choice; None where the request asks for none."""
+
+    def shown(self, text: str, so_far: Completion, tokenizer: ChatTokenizer) -> int:
+        """Return how many characters of an unfinished response a stream may show."""
+        return held_back(text, self.stop or ())
+
+    def opening_delta(self) -> Mapping[str, Any]:
+        """Return what the first chunk of a choice says before its text."""
+        return {}
+
+    @abstractmethod
+    def delta(self, text: str) -> dict[str, Any]:
+        """Return a choice's part of a chunk with more text."""
+
+    @abstractmethod
+    def last_delta(self, choice: Mapping[str, Any], sent: int) -> Mapping[str, Any]:
+        """Return a whole choice's part of the last chunk, behind so many characters of its text."""
+
+
+ChoiceProgress = Callable[[int, Completion], None]
+"""Told of a choice's tokens so far."""
 
 
 class CompletionHandler(Protocol):
     """Answers the requests of one key."""
 
-    async def respond(self, asked: ApiRequest) -> Answer:
-        """Answer a request. Raises RefusedError."""
+    async def respond(self, asked: ApiRequest, progress: ChoiceProgress | None = None) -> Answer:
+        """Answer a request, and tell of the tokens so far where it streams. Raises RefusedError."""
         ...
 
 
@@ -166,7 +189,7 @@ def _answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: st
 class ChatRequest(ApiRequest):
     """Parameters of a chat completion."""
 
-    source = "messages"
+    source, id_prefix, chunk_object = "messages", "chatcmpl", "chat.completion.chunk"
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(default=None, gt=0)
@@ -222,21 +245,35 @@ class ChatRequest(ApiRequest):
     def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
         tools = self.offered()
         choices = [
-            {**self._said(one, tokenizer, tools), "logprobs": self._logprobs(one, tokenizer)}
+            {**self._said(one, tokenizer, tools), "logprobs": self.logprobs_of(one, tokenizer)}
             for one in answer.completions
         ]
         (prompt,) = answer.prompts
         own = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "prompt_token_ids": list(prompt)}
         return _answer_body(answer, choices, model) | own
 
-    def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        choices = []
-        for choice in body["choices"]:
-            delta = dict(choice["message"])
-            if calls := delta.get("tool_calls"):
-                delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-            choices.append({name: value for name, value in choice.items() if name != "message"} | {"delta": delta})
-        return {**body, "object": "chat.completion.chunk", "choices": choices}
+    def shown(self, text: str, so_far: Completion, tokenizer: ChatTokenizer) -> int:
+        """See `ApiRequest.shown`. From where a call of a tool may begin, the text waits for the response's end."""
+        if not self.offered():
+            return super().shown(text, so_far, tokenizer)
+        marker = tokenizer.call_marker
+        if tokenizer.written_calls(so_far.tokens)[1] or (not marker and text.lstrip()[:1] in ("", "{")):
+            return 0
+        return held_back(text, [*(self.stop or ()), *marker.split()[:1]])
+
+    def opening_delta(self) -> Mapping[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def last_delta(self, choice: Mapping[str, Any], sent: int) -> Mapping[str, Any]:
+        message = choice["message"]
+        rest = (message["content"] or "")[sent:]
+        delta: dict[str, Any] = {"content": rest} if rest else {}
+        if calls := message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        return {"delta": delta}
 
     def _said(self, completion: Completion, tokenizer: ChatTokenizer, tools: Sequence[Tool]) -> dict[str, Any]:
         """Message of a response, with its calls of `tools`, and the finish reason if there are any. As in vLLM, an
@@ -253,7 +290,7 @@ class ChatRequest(ApiRequest):
         message = {"role": "assistant", "content": before.rstrip() or None, "tool_calls": called}
         return {"message": message, "finish_reason": "tool_calls"}
 
-    def _logprobs(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
+    def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
         pieces = [tokenizer.piece(token) for token in completion.tokens]
@@ -267,7 +304,7 @@ class ChatRequest(ApiRequest):
 class CompletionRequest(ApiRequest):
     """Parameters of a completion."""
 
-    source = "prompt"
+    source, id_prefix, chunk_object = "prompt", "cmpl", "text_completion"
 
     prompt: Any
     logprobs: int | None = Field(default=None, ge=0)
@@ -290,18 +327,22 @@ class CompletionRequest(ApiRequest):
         choices = [
             {
                 "text": self.text(completion, tokenizer),
-                "logprobs": None if self.logprobs is None else self._logprobs(completion, tokenizer),
+                "logprobs": self.logprobs_of(completion, tokenizer),
                 "prompt_token_ids": list(answer.prompts[index // each]),
             }
             for index, completion in enumerate(answer.completions)
         ]
         return _answer_body(answer, choices, model) | {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
 
-    def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """OpenAI's chunks of completions have the form of whole answers."""
-        return body
+    def delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
-    def _logprobs(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    def last_delta(self, choice: Mapping[str, Any], sent: int) -> Mapping[str, Any]:
+        return {"text": choice["text"][sent:], "prompt_token_ids": choice["prompt_token_ids"]}
+
+    def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
         pieces = [tokenizer.piece(token) for token in completion.tokens]
         pairs = zip(pieces, completion.logprobs, strict=True)
         return {
@@ -325,6 +366,17 @@ async def tokenized[T](asked: ApiRequest, work: Callable[[], T], tokenizer: Chat
         )
         raise RefusedError(400, f"{rule}: end the conversation, or send less", asked.source, FULL)
     return await asyncio.to_thread(work) if characters > _LONG else work()
+
+
+def held_back(text: str, marks: Sequence[str]) -> int:
+    """Return how many characters of a text can be shown: none of a mark in it, nor of what may become one at its
+    end."""
+    shown = min((text.index(mark) for mark in marks if mark in text), default=len(text))
+    longest = max(map(len, marks), default=0)
+    for length in range(min(longest - 1, shown), 0, -1):
+        if any(mark.startswith(text[shown - length : shown]) for mark in marks):
+            return shown - length
+    return shown
 
 
 def _characters(content: Any) -> int:

@@ -3,10 +3,11 @@
 import asyncio
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.generation.interface import Request, Requests, Sampling
-from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, RefusedError, tokenized
+from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, ChoiceProgress, RefusedError, tokenized
 
 _SEED_BITS = 31
 
@@ -29,15 +30,20 @@ class PublicHandler:
     config: ResponderConfig
     requests: Requests
 
-    async def respond(self, asked: ApiRequest) -> Answer:
+    async def respond(self, asked: ApiRequest, progress: ChoiceProgress | None = None) -> Answer:
         usual, tokenizer, max_length = self._sampling(asked), self.config.tokenizer, self.config.max_length
         prompts = await tokenized(asked, lambda: asked.prompts(tokenizer), tokenizer, max_length)
         samplings = [self._limited(usual, asked, len(prompt)) for prompt in prompts]
         # vLLM's first model runner ignores all seeds of a batch on a CPU where one request has none.
         seed = random.getrandbits(_SEED_BITS) if asked.seed is None else asked.seed
         seeds = [(seed + index) % 2**_SEED_BITS for index in range(asked.n or 1)]
-        requests = [Request(*one, seed) for one in zip(prompts, samplings, strict=True) for seed in seeds]
-        sampled = await asyncio.gather(*map(self.requests.sample, requests))
+        streams, each = progress is not None, zip(prompts, samplings, strict=True)
+        requests = [Request(*one, seed, streams=streams) for one in each for seed in seeds]
+        samples = (
+            self.requests.sample(one, progress=None if progress is None else partial(progress, index))
+            for index, one in enumerate(requests)
+        )
+        sampled = await asyncio.gather(*samples)
         return Answer(prompts, tuple(completion for completion, _ in sampled))
 
     def _limited(self, usual: Sampling, asked: ApiRequest, prompt_tokens: int) -> Sampling:

@@ -14,14 +14,14 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.generation.interface import Generation, Requests
+from nemo_rl_lite.generation.interface import Completion, Generation, Requests
 from nemo_rl_lite.serving.connections import BoundedProtocol
 from nemo_rl_lite.serving.protocol import (
     ApiRequest,
@@ -32,6 +32,7 @@ from nemo_rl_lite.serving.protocol import (
     read_request,
 )
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
+from nemo_rl_lite.serving.stream import Chunk, Send, StreamWriter
 
 _ASLEEP = (
     "the engines do not generate now, because the policy trains or gets its new weights to them: ask again during the "
@@ -96,15 +97,15 @@ class LoopBridge:
     def knows(self, key: str) -> bool:
         return key in self._sessions or secrets.compare_digest(key.encode(), self._token.encode())
 
-    def ask(self, key: str, asked: ApiRequest) -> Future[dict[str, Any]]:
-        """Hand over a request from the server's thread; cancelling the future aborts it. Raises RefusedError: the gate
-        is closed."""
+    def ask(self, key: str, asked: ApiRequest, send: Send | None = None) -> Future[dict[str, Any]]:
+        """Hand over a request from the server's thread; cancelling the future aborts it. `send` gets the chunks of a
+        stream, in the engines' thread. Raises RefusedError: the gate is closed."""
         with self._lock:
             if self._loop is None:
                 raise RefusedError(503, _ASLEEP)
-            return asyncio.run_coroutine_threadsafe(self._answer(key, asked), self._loop)
+            return asyncio.run_coroutine_threadsafe(self._answer(key, asked, send), self._loop)
 
-    async def _answer(self, key: str, asked: ApiRequest) -> dict[str, Any]:
+    async def _answer(self, key: str, asked: ApiRequest, send: Send | None) -> dict[str, Any]:
         session = self._sessions.get(key)
         if session is None or not self.is_open:
             raise RefusedError(503, _ASLEEP)
@@ -112,7 +113,17 @@ class LoopBridge:
         if task is not None:
             session.tasks.add(task)
             task.add_done_callback(session.tasks.discard)
-        return asked.body(await session.handler.respond(asked), self._tokenizer, self._model)
+        if send is None:
+            return asked.body(await session.handler.respond(asked), self._tokenizer, self._model)
+        writer = StreamWriter(asked, self._tokenizer, self._model)
+
+        def tell(index: int, so_far: Completion) -> None:
+            for chunk in writer.begun(index, so_far):
+                send(chunk)
+
+        for chunk in writer.ended(await session.handler.respond(asked, tell)):
+            send(chunk)
+        return {}
 
 
 class Endpoint:
@@ -231,15 +242,51 @@ def _application(gate: LoopBridge, names: Sequence[str], max_length: int) -> Fas
         if asked.model not in (None, *names):
             rule = f"there is no model {asked.model!r:.100} here, only {names[0]!r}"
             raise RefusedError(404, rule, "model", "model_not_found")
-        written = await _unless_gone(request, asyncio.wrap_future(gate.ask(key, asked)))
-        if written is None:
-            return Response(status_code=_CLIENT_GONE)
         if asked.stream:
-            events = f"data: {json.dumps(asked.chunk(written))}\n\ndata: [DONE]\n\n"
-            return Response(events, media_type="text/event-stream")
-        return JSONResponse(written)
+            return await _streamed(request, gate, key, asked)
+        answered = asyncio.wrap_future(gate.ask(key, asked))
+        try:
+            if await _is_gone(request, answered):
+                return Response(status_code=_CLIENT_GONE)
+            if (refused := _refusal(answered)) is not None:
+                raise refused
+            return JSONResponse(answered.result())
+        finally:
+            answered.cancel()
 
     return app
+
+
+async def _streamed(request: Request, gate: LoopBridge, key: str, asked: ApiRequest) -> Response:
+    """Answer with the chunks of a stream. Raises RefusedError: the request fails before its first chunk."""
+    loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Chunk | None]()
+
+    def send(chunk: Chunk) -> None:
+        loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+    answer = asyncio.wrap_future(gate.ask(key, asked, send))
+    answer.add_done_callback(lambda _: chunks.put_nowait(None))
+    beginning = asyncio.ensure_future(chunks.get())
+    if await _is_gone(request, beginning):
+        beginning.cancel()
+        answer.cancel()
+        return Response(status_code=_CLIENT_GONE)
+    if (first := beginning.result()) is None and (refused := _refusal(answer)) is not None:
+        raise refused
+
+    async def events() -> AsyncIterator[str]:
+        try:
+            chunk = first
+            while chunk is not None:
+                yield f"data: {json.dumps(chunk)}\n\n"
+                chunk = await chunks.get()
+            if (failed := _refusal(answer)) is not None:
+                yield f"data: {json.dumps(failed.body())}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            answer.cancel()
+
+    return StreamingResponse(events(), media_type="text/event-stream")
 
 
 def _parsed(body: bytes) -> Any:
@@ -266,12 +313,18 @@ def _key(request: Request, gate: LoopBridge) -> str:
     return key
 
 
-async def _unless_gone(request: Request, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
-    """Wait for the answer; None if the client has gone, and the request is aborted.
+def _refusal(answer: asyncio.Future[dict[str, Any]]) -> RefusedError | None:
+    """Return why there is no answer: the handler refuses, the engines fail, or they stop before; None if there is."""
+    if answer.cancelled():
+        return RefusedError(503, _ASLEEP)
+    error = answer.exception()
+    if error is None or isinstance(error, RefusedError):
+        return error
+    return RefusedError(500, f"{type(error).__name__}: {error}")
 
-    Raises:
-        RefusedError: the handler refuses, the engines fail, or they stop before there is an answer.
-    """
+
+async def _is_gone(request: Request, awaited: asyncio.Future[Any]) -> bool:
+    """Wait for a future; return whether the client has gone before."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -279,16 +332,9 @@ async def _unless_gone(request: Request, answer: asyncio.Future[dict[str, Any]])
 
     gone = asyncio.create_task(disconnect())
     try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            return None
-        if answer.cancelled():
-            raise RefusedError(503, _ASLEEP)
-        if (error := answer.exception()) is not None:
-            raise error if isinstance(error, RefusedError) else RefusedError(500, f"{type(error).__name__}: {error}")
-        return answer.result()
+        await asyncio.wait({awaited, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return not awaited.done()
     finally:
-        answer.cancel()
         gone.cancel()
 
 

@@ -31,7 +31,7 @@ from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import engine_share
 from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Drafts, Request
+from nemo_rl_lite.generation.interface import Completion, Decoded, Drafts, Request, Unfinished
 from nemo_rl_lite.generation.vllm import extension
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.refit.engine import Source, WeightsState
@@ -155,7 +155,7 @@ class VLLMEngine:
             detokenizer = None
             if request.sampling.stop_strings:
                 detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), core_request)
-            self._unfinished[str(number)] = UnfinishedResponse(len(request.prompt), detokenizer)
+            self._unfinished[str(number)] = UnfinishedResponse(len(request.prompt), detokenizer, request.streams)
             engine.engine_core.add_request(core_request)
 
     def poll(self, seconds: float) -> dict[int, Completion]:
@@ -163,8 +163,10 @@ class VLLMEngine:
         ends = time.perf_counter() + seconds
         while self._unfinished and time.perf_counter() < ends:
             self._step()
+        begun = ((name, one) for name, one in self._unfinished.items() if one.streams and one.tokens)
+        so_far: dict[int, Completion] = {int(name): one.so_far(self.version) for name, one in begun}
         finished, self._finished = self._finished, {}
-        return finished
+        return so_far | finished
 
     def unfinished_tokens(self) -> int:
         """See `Engine.unfinished_tokens`."""
@@ -285,7 +287,7 @@ class VLLMEngine:
 class UnfinishedResponse:
     """One response's tokens so far, their logprobs, and the weights' versions of the tokens before the last refit."""
 
-    def __init__(self, prompt: int, detokenizer: Any):
+    def __init__(self, prompt: int, detokenizer: Any, streams: bool = False):
         # Tokens of the prompt.
         self.prompt = prompt
         self.tokens: list[int] = []
@@ -295,6 +297,7 @@ class UnfinishedResponse:
         self.routed_experts: list[np.ndarray] = []
         # vLLM's own incremental detokenizer, where stop strings end the response; else None.
         self.detokenizer = detokenizer
+        self.streams = streams
 
     def add(self, tokens: list[int], logprobs: list[float], ended: bool) -> bool:
         """Add one step's tokens (several if a draft was accepted). `ended`: the last one is a stop token. Return
@@ -313,6 +316,11 @@ class UnfinishedResponse:
     def note_version(self, version: int) -> None:
         """Note that `version` sampled the tokens without a version."""
         self.versions += (version,) * (len(self.tokens) - len(self.versions))
+
+    def so_far(self, version: int) -> Unfinished:
+        """Return the tokens so far of a response that streams."""
+        versions = self.versions + (version,) * (len(self.tokens) - len(self.versions))
+        return Unfinished(tuple(self.tokens), tuple(self.logprobs), "length", versions)
 
     def completion(self, finish_reason: str, version: int) -> Completion:
         if len(self.logprobs) != len(self.tokens):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import httpx
 
 from nemo_rl_lite.config.schema import ServeConfig
-from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.generation.interface import Sampling, Unfinished
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint
@@ -22,10 +22,12 @@ LOCAL = ServeConfig(True, "127.0.0.1", None)
 
 
 class Echo:
-    """An engine that says what it was asked; it never finishes what begins with `slow`."""
+    """An engine that says what it was asked, a letter an exchange to requests that stream; it never finishes what
+    begins with `slow`."""
 
     def __init__(self):
         self.asked, self.aborted, self.begun = [], [], threading.Event()
+        self.streams = {}
 
     async def exchange(self, submitted, aborted):
         self.asked += submitted.values()
@@ -34,7 +36,17 @@ class Echo:
         if any(text.startswith("slow") for text in texts.values()):
             self.begun.set()
         await asyncio.sleep(0.001)
-        return {number: completion(text[:39]) for number, text in texts.items() if not text.startswith("slow")}
+        said = {number: completion(text[:39]) for number, text in texts.items() if not text.startswith("slow")}
+        self.streams |= {number: [said.pop(number), 0] for number, one in submitted.items() if one.streams}
+        return said | dict(map(self.spoken, list(self.streams)))
+
+    def spoken(self, number):
+        """One more letter of a response."""
+        whole, spoken = self.streams[number][0], self.streams[number][1] + 1
+        self.streams[number][1] = spoken
+        if spoken == len(whole.tokens):
+            return number, self.streams.pop(number)[0]
+        return number, Unfinished(whole.tokens[:spoken], whole.logprobs[:spoken], "length", whole.versions[:spoken])
 
 
 class Client(httpx.Client):

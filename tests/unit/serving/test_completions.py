@@ -50,8 +50,10 @@ def test_several_prompts_have_several_answers_each(openai, echo, prompts):
 
 
 def test_a_completion_has_the_usual_sampling_and_may_be_a_stream(openai, echo):
-    (chunk,) = openai.completions.create(model="own", prompt="ab|", stream=True, logprobs=0)
-    assert chunk.choices[0].text == "ab" and chunk.choices[0].logprobs.top_logprobs is None
+    chunks = [
+        chunk.choices[0] for chunk in openai.completions.create(model="own", prompt="ab|", stream=True, logprobs=0)
+    ]
+    assert [chunk.text for chunk in chunks] == ["a", "b", ""] and chunks[0].logprobs.tokens == ["a"]
     assert echo.asked[0].sampling.temperature == 1 and echo.asked[0].sampling.stop_strings == ()
 
 

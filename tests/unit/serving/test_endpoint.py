@@ -77,16 +77,6 @@ def test_what_is_no_json_is_refused(endpoint, echo, body):
     assert refused.status_code == 400 and "is not JSON" in refused.json()["error"]["message"] and not echo.asked
 
 
-def test_a_stream_is_one_chunk_with_the_whole_answer(endpoint, echo):
-    from openai import OpenAI
-
-    with OpenAI(base_url=endpoint.url, api_key=endpoint.token, http_client=httpx.Client(trust_env=False)) as client:
-        stream = client.chat.completions.create(model="own", messages=[{"role": "user", "content": "ab"}], stream=True)
-        (chunk,) = stream
-    assert chunk.choices[0].delta.content == "ab" and chunk.choices[0].finish_reason == "stop"
-    assert chunk.object == "chat.completion.chunk" and chunk.usage.total_tokens == 6
-
-
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer other"}, {"Authorization": "Basic x"}])
 def test_nobody_is_answered_without_a_key(endpoint, echo, header):
     for method, path in (("GET", "/models"), ("POST", "/chat/completions"), ("POST", "/completions")):

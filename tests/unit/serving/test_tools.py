@@ -8,8 +8,10 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.serving.protocol import ChatRequest
 from nemo_rl_lite.serving.public import ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint, bound_socket
+from nemo_rl_lite.serving.stream import StreamWriter
 from tests.unit.rollout.test_tool_turns import HERMES, LLAMA, TAGS, template, tokenizer_of
 from tests.unit.serving.served import LOCAL, answering
 
@@ -104,10 +106,20 @@ def test_several_calls_have_ids_of_their_own_and_the_text_before_them_stays(mode
 
 def test_the_chunk_of_a_stream_numbers_its_calls(model):
     model.said = hermes() + hermes()
-    (chunk,) = model.ask(stream=True)
-    (choice,) = chunk.choices
-    assert [(call.index, call.function.name) for call in choice.delta.tool_calls] == [(0, "add"), (1, "add")]
-    assert choice.finish_reason == "tool_calls" and choice.delta.content is None
+    opening, last = (chunk.choices[0] for chunk in model.ask(stream=True))
+    assert opening.delta.role == "assistant" and opening.finish_reason is None
+    assert [(call.index, call.function.name) for call in last.delta.tool_calls] == [(0, "add"), (1, "add")]
+    assert last.finish_reason == "tool_calls" and last.delta.content is None
+
+
+def test_a_stream_shows_the_text_before_a_call_and_not_the_call(model):
+    model.said, shown = f"Let me < see.\n{hermes()}", []
+    writer = StreamWriter(ChatRequest(messages=[ASKED], tools=[ADD]), model.tokenizer, "own")
+    tokens = model.tokenizer._tokens(model.said)
+    for count in range(1, len(tokens)):
+        so_far = Completion(tuple(tokens[:count]), (0.0,) * count, "length", (0,) * count)
+        shown += [chunk["choices"][0]["delta"]["content"] for chunk in writer.begun(0, so_far)]
+    assert len(shown) > 10 and "".join(shown) == "Let me < see.\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""Write responses as OpenAI's stream of chunks, while the engine still samples them."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.serving.protocol import Answer, ApiRequest
+
+Chunk = Mapping[str, Any]
+Send = Callable[[Chunk], None]
+# The end of a text whose last character needs more tokens.
+_HALF = "\ufffd"
+
+
+@dataclass
+class _Sent:
+    """The part of a response that is decoded, and the part that has been sent."""
+
+    text: str = ""
+    characters: int = 0
+    tokens: int = 0
+    # The window of tokens that is decoded again: its start, and the end of those in `text`.
+    _start: int = 0
+    _end: int = 0
+
+    def decode(self, tokens: Sequence[int], tokenizer: ChatTokenizer) -> None:
+        """Add the text of new tokens, unless it ends inside of a character. Tokens are decoded behind the last ones,
+        because some decoders drop the blank at the start of a text."""
+        old, new = tokenizer.text(tokens[self._start : self._end]), tokenizer.text(tokens[self._start :])
+        if len(new) > len(old) and not new.endswith(_HALF):
+            self.text += new[len(old) :]
+            self._start, self._end = self._end, len(tokens)
+
+
+class StreamWriter:
+    """Writes the chunks of one request."""
+
+    def __init__(self, asked: ApiRequest, tokenizer: ChatTokenizer, model: str):
+        self._asked, self._tokenizer, self._model = asked, tokenizer, model
+        self._id, self._created = f"{asked.id_prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._sent: dict[int, _Sent] = {}
+
+    def begun(self, index: int, so_far: Completion) -> Iterator[Chunk]:
+        """Yield the chunks of a choice whose tokens so far are these."""
+        sent = self._sent.setdefault(index, _Sent())
+        sent.decode(so_far.tokens, self._tokenizer)
+        shown = self._asked.shown(sent.text, so_far, self._tokenizer)
+        if shown > sent.characters:
+            yield from self._opening(index, sent)
+            text, sent.characters = sent.text[sent.characters : shown], shown
+            yield self._chunk(index, self._asked.delta(text), so_far.versions[-1], self._tokens(sent, so_far))
+
+    def ended(self, answer: Answer) -> Iterator[Chunk]:
+        """Yield what has not been sent of the choices, with their finish reasons; then the usage, if asked for."""
+        body = self._asked.body(answer, self._tokenizer, self._model)
+        for choice, completion in zip(body["choices"], answer.completions, strict=True):
+            index, sent = choice["index"], self._sent.setdefault(choice["index"], _Sent())
+            yield from self._opening(index, sent)
+            rest = {"finish_reason": choice["finish_reason"], **self._tokens(sent, completion)}
+            last = self._asked.last_delta(choice, sent.characters)
+            yield self._chunk(index, last, completion.versions[-1], rest)
+        if (self._asked.stream_options or {}).get("include_usage"):
+            yield {**self._head(), "choices": [], "usage": body["usage"]}
+
+    def _opening(self, index: int, sent: _Sent) -> Iterator[Chunk]:
+        """Yield the chunk with the role of a chat's choice, where nothing has been sent of it."""
+        if not sent.tokens and (opening := self._asked.opening_delta()):
+            yield self._chunk(index, opening, 0, {})
+
+    def _tokens(self, sent: _Sent, so_far: Completion) -> dict[str, Any]:
+        """Return the ids and logprobs of the tokens that have not been sent."""
+        first, sent.tokens = sent.tokens, len(so_far.tokens)
+        new = Completion(so_far.tokens[first:], so_far.logprobs[first:], so_far.finish_reason, so_far.versions[first:])
+        return {"token_ids": list(new.tokens), "logprobs": self._asked.logprobs_of(new, self._tokenizer)}
+
+    def _chunk(self, index: int, delta: Mapping[str, Any], version: int, rest: Mapping[str, Any]) -> Chunk:
+        choice = {"index": index, "finish_reason": None, **delta, **rest}
+        return {**self._head(), "system_fingerprint": f"step-{version}", "choices": [choice]}
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self._id, "object": self._asked.chunk_object, "created": self._created, "model": self._model}
