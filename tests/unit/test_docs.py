@@ -85,7 +85,7 @@ def test_commands_are_valid(page):
     """Training commands compose, except for the reader's own files and code; other commands exist."""
     for words in commands(page):
         match words:
-            case ["python", "-m", "nemo_rl_lite.train", *arguments] | ["nrl-lite", "train", *arguments]:
+            case ["nrl-lite", "train", *arguments]:
                 check_training_command(arguments)
             case ["python", "-m", module, *_] if module.startswith("nemo_rl_lite."):
                 assert importlib.util.find_spec(module), module
