@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.chat RUN [key.path=value ...]`: a conversation with a run's or a Hugging Face folder's model.
+"""`nrl-lite chat RUN [key.path=value ...]`: a conversation with a run's or a Hugging Face folder's model.
 
 A line is a message; /reset begins a new conversation, /quit ends. Responses go to standard output; without a terminal,
 messages are the lines of standard input.

@@ -10,7 +10,8 @@ from nemo_rl_lite import __version__
 
 # Each verb is a module of this package.
 VERBS = {
-    "train": "one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them",
+    "init": "writes an experiment of your own, with a reward and rows, that trains at once on a CPU",
+    "train": "one training run: your FILE.yaml, group=file and key.path=value; `nrl-lite train --help` lists them",
     "plan": "what a run needs and whether it fits, without a GPU, in seconds; arguments as for train",
     "slurm": "the same run as a Slurm job: prints a script for sbatch, or submits it; resumes after a time limit",
     "runs": "a table of the runs below outputs/: state, step, reward or loss, seconds per step",

@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.doctor [--json]`: check this machine and its packages for runs."""
+"""`nrl-lite doctor [--json]`: check this machine and its packages for runs."""
 
 # An older Python must get as far as the message about its version.
 from __future__ import annotations

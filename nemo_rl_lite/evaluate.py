@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.evaluate MODEL [options] [group=file ...] [key.path=value ...]`: avg@k and pass@k of a model
+"""`nrl-lite evaluate MODEL [options] [group=file ...] [key.path=value ...]`: avg@k and pass@k of a model
 on held-out problems, with intervals.
 
 MODEL is a run's folder, a Hugging Face folder or a hub name. The same command continues after an interrupt.

@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.export RUN [FOLDER]`: write a checkpoint as a Hugging Face folder."""
+"""`nrl-lite export RUN [FOLDER]`: write a checkpoint as a Hugging Face folder."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.plan [options] [group=file ...] [key.path=value ...]`: a run's memory and time, and whether
+"""`nrl-lite plan [options] [group=file ...] [key.path=value ...]`: a run's memory and time, and whether
 it fits, in seconds and without a GPU or weights."""
 
 import argparse

@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.quickstart [overrides]`: run the embedded example, and print a last line for scripts."""
+"""`nrl-lite quickstart [overrides]`: run the embedded example, and print a last line for scripts."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.serve RUN [key.path=value ...]`: an OpenAI-compatible endpoint of a model."""
+"""`nrl-lite serve RUN [key.path=value ...]`: an OpenAI-compatible endpoint of a model."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.train [group=file ...] [key.path=value ...]`: compose, validate, run."""
+"""`nrl-lite train [group=file ...] [key.path=value ...]`: compose, validate, run."""
 
 import sys
 from collections.abc import Sequence

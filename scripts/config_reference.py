@@ -193,7 +193,7 @@ Every key, its type and range, its default and what it does. Hydra composes one 
 chooses files (`group=file`) and changes keys (`key.path=value`, with or without a `+` before it):
 
 ```bash
-python -m nemo_rl_lite.train algorithm=sft policy.megatron_cfg.optimizer.lr=1e-4
+nrl-lite train algorithm=sft policy.megatron_cfg.optimizer.lr=1e-4
 ```
 
 `--cfg job` prints the configuration that a command line composes and runs nothing. `hydra.run.dir=FOLDER` names the

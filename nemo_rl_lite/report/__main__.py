@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.report.__main__ RUN [RUN ...]`: write one HTML page of one or several runs."""
+"""`nrl-lite report RUN [RUN ...]`: write one HTML page of one or several runs."""
 
 import argparse
 import sys

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from nemo_rl_lite import __version__
 from nemo_rl_lite.config.composition import CONFIG_NAME, compose_job, notes_on_names
 from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.keys import RUN_FOLDER, SWEEP_FOLDER, config_dir, parse_override, unknown_key
@@ -60,11 +61,32 @@ _VALUES = {
 # Hydra's flags that print something instead of running, and those that belong to --cfg.
 _INFORMATION = ("--help", "-h", "--hydra-help", "--version", *_CFG, *_INFO)
 _OF_CFG = ("--resolve", "--package", "-p")
-FLAGS = (*_INFORMATION, *_OF_CFG, *SWEEP, DRY_RUN)
+_FILES = ("--like", "--config", "--config-dir", "--config-name")
+FLAGS = (*_INFORMATION, *_OF_CFG, *SWEEP, DRY_RUN, *_FILES)
+
+_FLAGS_HELP = """Flags of nrl-lite train:
+
+--dry-run                   check everything, plan the memory, start nothing
+--multirun, -m              one run for each value: -m algorithm.seed=1,2,3
+--like RUN                  the configuration of a run's folder; overrides are laid over it
+--config FILE               an experiment file, as FILE.yaml alone
+--config-dir, -cd FOLDER    a folder with files of groups, GROUP/NAME.yaml, as hydra.searchpath=[file://FOLDER]
+--config-name, -cn NAME     an experiment file of that folder
+--cfg, -c job|hydra|all     print the configuration; with --resolve resolved, with --package, -p KEY a part of it
+--info, -i [WHAT]           all, config, defaults, defaults-tree, plugins or searchpath
+--help, -h                  groups and examples
+--version                   this package's version
+"""
 
 
 def launch(arguments: Sequence[str]) -> "list[Summary]":
     """Run the command line, and return the summary of each run (several with -m, none with --help and the like)."""
+    if "--version" in arguments:
+        sys.stdout.write(f"nemo_rl_lite {__version__}\n")
+        return []
+    if "--hydra-help" in arguments:
+        sys.stdout.write(_FLAGS_HELP)
+        return []
     flags, overrides = split_arguments(as_words(arguments))
     try:
         overrides = expanded(overrides)
@@ -80,7 +102,7 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
     except LauncherError as error:
         fail(error)
     if not flags.only_informs:
-        return _run_all(flags, overrides, configs, shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]))
+        return _run_all(flags, overrides, configs, shlex.join(["nrl-lite", "train", *arguments]))
     import hydra
 
     sys.argv = [sys.argv[0], *flags.given, *check_overrides(overrides, flags.sweeps)[0]]
@@ -373,6 +395,10 @@ class Flags:
         for flag in self.given:
             if flag.startswith("-") and _name(flag) not in FLAGS:
                 yield _unknown(flag)
+            elif flag in _FILES:
+                yield Violation(
+                    flag, None, "needs a value", f"{flag} outputs/my-run" if flag == "--like" else f"{flag} PATH"
+                )
             elif "=" in flag and not any(_name(flag) in names for names in _VALUES):
                 yield Violation(flag, None, "is a flag, which takes no value", f"write {_name(flag)}, or leave it out")
         names = {_name(flag) for flag in self.given}
@@ -409,6 +435,8 @@ def _name(flag: str) -> str:
 
 
 def _unknown(flag: str) -> Violation:
+    if _name(flag) == "--experimental-rerun":
+        return Violation(flag, None, "reads Hydra's own files, which runs do not write", "--like RUN")
     if close := difflib.get_close_matches(_name(flag), FLAGS, n=1, cutoff=0.8):
         return Violation(flag, None, "is no flag of this command", f"did you mean {close[0]}?")
     name, _, value = flag.lstrip("-").partition("=")

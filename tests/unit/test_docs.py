@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from nemo_rl_lite import cli
+from nemo_rl_lite.config.experiments import as_words, names_file
 from nemo_rl_lite.config.keys import groups, is_open, known_keys
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.run.command import split_arguments
@@ -87,7 +88,7 @@ def test_commands_are_valid(page):
     """Training commands compose, except for the reader's own files and code; other commands exist."""
     for words in commands(page):
         match words:
-            case ["python", "-m", "nemo_rl_lite.train", *arguments] | ["nrl-lite", "train", *arguments]:
+            case ["nrl-lite", "train", *arguments]:
                 check_training_command(arguments)
             case ["python", "-m", module, *_] if module.startswith("nemo_rl_lite."):
                 assert importlib.util.find_spec(module), module
@@ -98,7 +99,9 @@ def test_commands_are_valid(page):
 
 
 def check_training_command(arguments: list[str]) -> None:
-    flags, overrides = split_arguments(arguments)
+    # The reader's own experiment files and runs.
+    own = [word for word in as_words(arguments) if not (names_file(word) or word.startswith("like="))]
+    flags, overrides = split_arguments(own)
     assert not list(flags.problems()), flags
     if flags.only_informs:
         return
@@ -123,7 +126,8 @@ def test_keys_and_files_in_sentences_are_there(page, all_keys):
     for code in inline_code(prose(page)):
         word = code.rstrip(",;")
         group, _, file = word.partition("=")
-        if group in groups() and file and not file.isupper() and "FILE" not in file:
+        own = names_file(file) or "/" in file
+        if group in groups() and file and not own and not file.isupper() and "FILE" not in file:
             assert file in groups()[group], word
         if found := KEY.fullmatch(word):
             module = (PACKAGE / found[1].replace(".", "/")).with_suffix(".py")

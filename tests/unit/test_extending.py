@@ -53,7 +53,7 @@ def problem(answer: str, **metadata: object) -> Problem:
 def test_every_command_of_the_page_composes(package):
     module("capitals").main("capitals.jsonl")
     module("programs").main("programs.jsonl")
-    composed = [compose_config(words[3:]) for words in commands(PAGE) if words[2] == "nemo_rl_lite.train"]
+    composed = [compose_config(words[2:]) for words in commands(PAGE) if words[:2] == ["nrl-lite", "train"]]
     assert len(composed) == 12
     assert composed[0].reward.name == "my_package/rewards.py:short_and_right"
     assert composed[1].reward.terms["digits"].weight == 0.1
@@ -81,7 +81,7 @@ def test_the_judges(package):
     with endpoint() as server:
         for command, reward in (("reward=judge", 0.8), ("reward=exact_match", 1 + 0.3 * 0.8)):
             words = next(words for words in commands(PAGE) if command in words and "8000" in " ".join(words))
-            here = [word.replace("http://localhost:8000/v1", server.url) for word in words[3:]]
+            here = [word.replace("http://localhost:8000/v1", server.url) for word in words[2:]]
             verdict = asyncio.run(make_judge(compose_config(here).reward)("Paris", problem("Paris")))
             assert isinstance(verdict, RewardResult) and verdict.reward == pytest.approx(reward)
         assert "Paris" in server.asked[0] and server.asked[1].startswith("Is this brief and polite? Paris End")
@@ -91,7 +91,7 @@ def test_code_as_the_response(package, tmp_path):
     module("programs").main("programs.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
     (words,) = [words for words in commands(PAGE) if "reward=program" in words]
-    judge, third = make_judge(compose_config(words[3:]).reward), problem("", tests=rows[2]["tests"])
+    judge, third = make_judge(compose_config(words[2:]).reward), problem("", tests=rows[2]["tests"])
     for program, reward in (("add = lambda x: x + 3", 1.0), ("def add(x): return x", 0.5), ("0", 0.0)):
         verdict = asyncio.run(judge(f"```python\n{program}\n```", third))
         assert isinstance(verdict, RewardResult) and verdict.reward == reward
@@ -141,7 +141,7 @@ def test_the_agent(package):
 def test_the_rows(package):
     module("capitals").main("capitals.jsonl")
     command = next(words for words in commands(PAGE) if "data.train_path=capitals.jsonl" in words)
-    config = compose_config(command[3:])
+    config = compose_config(command[2:])
     everything = training_set(config.data, 1, PROBLEMS).finite()
     held_out = validation_set(config.data, 10, PROBLEMS)
     assert len(everything) + len(held_out) == 8 and held_out
@@ -166,7 +166,7 @@ def test_the_task(package, monkeypatch):
 def made_by(command: str) -> tuple[Loss, GRPOConfig]:
     """The loss of the page's command that names it, and the options it is made with."""
     words = next(words for words in commands(PAGE) if any(command in word for word in words))
-    options = compose_config(words[3:]).options(GRPOConfig)
+    options = compose_config(words[2:]).options(GRPOConfig)
     return make_loss(options), options
 
 
