@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="nrl-lite chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, a Hugging Face folder or a hub name")
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, a Hugging Face folder or a Hub model ID")
     parser.add_argument("overrides", nargs="*", help=f"as for train; of {' and '.join(CHAT_KEYS)}")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
     parser.add_argument(

@@ -54,7 +54,7 @@ _GATHERING = "get_parameter_state_dp_zero"
 
 
 def hide_wandb() -> None:
-    """Hide wandb from this process: megatron-core would import it, for a second, for logs that nobody reads."""
+    """Hide wandb from this process: megatron-core would import it, for a second, for logs that no one reads."""
     sys.modules["wandb"] = None  # pyrefly: ignore
 
 

@@ -429,7 +429,7 @@ def disks(machine: Machine) -> Iterator[Check]:
     """Check the disks of checkpoints and exports, and of the hub's downloads."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    yield disk("disk of the current folder", Path.cwd(), "checkpoints (up to 14 bytes a parameter each) and exports")
+    yield disk("disk of the current folder", Path.cwd(), "checkpoints (up to 14 bytes per parameter each) and exports")
     yield disk("disk of the hub's cache", Path(HF_HUB_CACHE), "downloads of models and datasets")
 
 

@@ -55,7 +55,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AwakeEngines:
-    """`Generation` by engines that share their devices with nobody."""
+    """`Generation` by engines that share their devices with no one."""
 
     queue: RequestQueue
 

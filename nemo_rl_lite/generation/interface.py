@@ -119,7 +119,7 @@ class Decoded:
 
 
 class Engine(Protocol):
-    """One engine replica in its own process. It works only while it is called: an engine that nobody polls is
+    """One engine replica in its own process. It works only while it is called: an engine that no one polls is
     paused, and keeps its requests, even while it gets new weights."""
 
     version: int

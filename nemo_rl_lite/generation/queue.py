@@ -85,7 +85,7 @@ class ReplicaLoad:
         return {number: asked.request for number, asked in new.items()}, aborted
 
     def finish(self, number: int) -> PendingRequest | None:
-        """Return the request that the replica has answered; None if nobody waits for it any more."""
+        """Return the request that the replica has answered; None if no one waits for it any more."""
         return self._unfinished.pop(number, None)
 
     def tell(self, number: int, so_far: Unfinished) -> None:
@@ -95,7 +95,7 @@ class ReplicaLoad:
             asked.progress(so_far)
 
     def drop(self, asked: PendingRequest) -> None:
-        """Abort a request that nobody waits for any more."""
+        """Abort a request that no one waits for any more."""
         self._new.pop(asked.number, None)
         if self._unfinished.pop(asked.number, None):
             self._aborted.append(asked.number)
@@ -150,7 +150,7 @@ class Assignment:
         self._requeue(replica)
 
     def replace(self, replica: int) -> None:
-        """Note that a new engine, which knows no request, is in the place of this one."""
+        """Note that a new engine, which knows no request, is instead of this one."""
         self._requeue(replica)
         self.alive.add(replica)
 
@@ -159,7 +159,7 @@ class Assignment:
         self.held[replica].clear()
 
     def drop(self, asked: PendingRequest) -> None:
-        """Abort a request that nobody waits for any more."""
+        """Abort a request that no one waits for any more."""
         if asked in self._waiting:
             self._waiting.remove(asked)
         for replica in self.alive:

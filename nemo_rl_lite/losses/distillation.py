@@ -106,7 +106,7 @@ def distillation_loss(options: DistillationConfig) -> Loss:
 
 @torch.no_grad()
 def _teacher_metrics(logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> Metrics:
-    """This micro-batch's share of KL(policy || teacher) by the sampled tokens, in nats a token, and of both means of
+    """This micro-batch's share of KL(policy || teacher) by the sampled tokens, in nats per token, and of both means of
     logprobs."""
     (teacher_BT,) = batch.require("teacher_logprobs")
     own, teacher = (masked_sum(one, batch.mask) / counts.tokens for one in (logprobs_BT, teacher_BT))

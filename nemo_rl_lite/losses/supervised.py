@@ -36,7 +36,7 @@ def sigmoid(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float)
 
 
 def ipo(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
-    """IPO (Azar et al. 2024, arXiv:2310.12036), of averages over tokens, as TRL has it by its authors' word."""
+    """IPO (Azar et al. 2024, arXiv:2310.12036), of averages over tokens, as in TRL by its authors' word."""
     return (chosen_P - rejected_P - 1 / (2 * beta)).square()
 
 
@@ -73,7 +73,7 @@ def nca_pair(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float
 
 
 def bco_pair(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
-    """BCO (Jung et al. 2024, arXiv:2404.04656) on pairs, without its shift, as TRL has it."""
+    """BCO (Jung et al. 2024, arXiv:2404.04656) on pairs, without its shift, as in TRL."""
     return -F.logsigmoid(beta * chosen_P) - F.logsigmoid(-beta * rejected_P)
 
 
@@ -205,7 +205,7 @@ _DESIRABLE, _UNDESIRABLE, _BASELINE = "desirable", "undesirable", "baseline"
 class UnpairedLoss:
     """1 - sigmoid(beta (s - z)) of each desirable response and 1 - sigmoid(beta (z - s)) of each other one, with
     s = log(policy / reference), each by its weight, averaged over all responses. The baseline z is 0 (APO-zero for
-    single responses, D'Oosterlinck et al. 2024, arXiv:2408.06266, as TRL has it)."""
+    single responses, D'Oosterlinck et al. 2024, arXiv:2408.06266, as in TRL)."""
 
     config: KTOConfig
     baseline: float = 0.0
@@ -297,7 +297,7 @@ def mismatched(rows: Sequence[TokenRow], longest: int) -> list[TokenRow]:
 
 @dataclass(frozen=True)
 class SFTLoss:
-    """Mean negative log likelihood of the global batch's response tokens, in nats a token."""
+    """Mean negative log likelihood of the global batch's response tokens, in nats per token."""
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         return count_masked(rows)

@@ -86,7 +86,7 @@ def push_problems(name: str) -> Iterator[tuple[str, str]]:
 
 
 def read_model_shape(name: str) -> ModelShape | None:
-    """Return the shape of the model `name`; None for a hub name, whose config.json is elsewhere.
+    """Return the shape of the model `name`; None for a Hub model ID, whose config.json is elsewhere.
 
     Raises:
         NoModelError: the model is missing or incomplete; the message says what is missing.

@@ -71,13 +71,13 @@ _NORM = Panel("gradient norm", (_GRADIENT_NORM,), is_result=False)
 _ROLLOUTS = (
     Panel("response length (tokens)", (_LENGTH,)),
     Panel("mixed prompts and truncated responses (share)", _SHARES, is_result=False),
-    Panel("entropy (nats a token)", (Curve("train/entropy", "entropy", 3),), is_result=False),
+    Panel("entropy (nats per token)", (Curve("train/entropy", "entropy", 3),), is_result=False),
     _NORM,
     Panel("clipped tokens (share)", _CLIPPED, is_result=False),
 )
 REWARD: View = (
     Panel("reward", (_HELD_OUT_REWARD, _REWARD)),
-    Panel("KL to the starting policy (nats a token)", (_KL,)),
+    Panel("KL to the reference policy (nats per token)", (_KL,)),
     *_ROLLOUTS,
 )
 PREFERENCE: View = (
@@ -88,7 +88,7 @@ PREFERENCE: View = (
 )
 UNPAIRED: View = (Panel("loss", _LOSSES), Panel("reward margin", (_MARGIN,)), _NORM)
 TEACHER: View = (
-    Panel("KL to the teacher (nats a token)", (Curve("train/teacher_kl", "KL to the teacher", 4),)),
+    Panel("KL to the teacher (nats per token)", (Curve("train/teacher_kl", "KL to the teacher", 4),)),
     Panel("reward", (_HELD_OUT_REWARD, _REWARD)),
     *_ROLLOUTS,
 )
@@ -109,8 +109,11 @@ class Waits:
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of summary.json. Accuracies, held-out rewards that are none, and validation losses (nats a token) are
-    those before the first and after the last step (None: not measured); seconds are medians over steps."""
+    """Content of summary.json.
+
+    Held-out accuracies or rewards and validation losses (nats per token) are those before the first and after the last
+    step; None was not measured. Seconds are medians over steps.
+    """
 
     run_folder: str
     steps: int
@@ -196,11 +199,11 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
     for phase, seconds in (summary.seconds_by_phase | {"whole step": summary.seconds_a_step}).items():
         reached = f"{shares[phase]:.0%} of the {_LIMITS[phase][0]}" if phase in shares else ""
         phases.append((phase, f"{seconds:.3f}", reached)[: len(headers)])
-    console.table("median seconds a step", headers, phases)
+    console.table("median seconds per step", headers, phases)
     if waits := summary.waits:
         waited = [("policy waited", waits.policy_seconds), ("engines were idle", waits.engines_seconds)]
         rows = [(what, f"{seconds:.3f} s") for what, seconds in waited]
-        rows.append(("age of the tokens", f"{waits.token_age:.2f} steps"))
+        rows.append(("mean staleness", f"{waits.token_age:.2f} steps"))
         console.table("policy and engines at the same time", ("", "median"), rows)
     for sentence in summary.advice:
         console.say(sentence)
@@ -231,7 +234,7 @@ def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
         for there in [predicted.get(phase, {}).get(component)]
     ]
     return [
-        Chart("phases", "median seconds a step, by phase", ("phase", "seconds"), seconds),
+        Chart("phases", "median seconds per step, by phase", ("phase", "seconds"), seconds),
         Chart("residency", "device memory by phase", ("what", "predicted GiB", "measured GiB"), residency),
     ]
 

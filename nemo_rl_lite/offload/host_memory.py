@@ -110,7 +110,7 @@ class HostArena:
         try:
             self._registrar.lock(buffer.data_ptr(), buffer.numel())
             self.locked = True
-            log.info("%.2f GiB of host memory page-locked for %s", buffer.numel() / GIB, self._purpose)
+            log.info("%.2f GiB of host memory pinned for %s", buffer.numel() / GIB, self._purpose)
         except LockError as error:
             # The limit does not bind the driver everywhere, so it is only reported, not checked before.
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -118,7 +118,7 @@ class HostArena:
             # Without a registrar, later growth neither retries nor warns again.
             self._registrar = None
             log.warning(
-                "%.2f GiB of host memory for %s could not be page-locked (%s; RLIMIT_MEMLOCK is %s), so its copies are "
+                "%.2f GiB of host memory for %s could not be pinned (%s; RLIMIT_MEMLOCK is %s), so its copies are "
                 "pageable, several times slower. Raise the limit (ulimit -l unlimited; docker run --ulimit "
                 "memlock=-1), or set policy.use_pinned_optimizer_offload=false",
                 buffer.numel() / GIB,

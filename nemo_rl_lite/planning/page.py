@@ -264,7 +264,7 @@ def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row
             held = f"; its KV cache holds {kv_bytes // (token_cache_bytes(config, shape) * longest)} of the longest"
         yield (
             "an engine",
-            f"{-(-samples // each)} samples of at most {tokens} tokens a turn, at most {limit} at a time{held}",
+            f"{-(-samples // each)} samples of at most {tokens} tokens per turn, at most {limit} at a time{held}",
         )
     pairs = " (pairs count twice)" if sequences_together(config) > 1 else ""
     yield (

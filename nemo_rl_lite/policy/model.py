@@ -306,7 +306,7 @@ def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:
 
 
 def leave_groups() -> None:
-    """Leave all process groups, once nobody refers to the model. Collective.
+    """Leave all process groups, once no one refers to the model. Collective.
 
     gloo's threads and sockets end with the last reference to a group.
     """

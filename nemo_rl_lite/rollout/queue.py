@@ -326,7 +326,7 @@ class AsyncRolloutSource:
             if now != seen:
                 seen, since = now, time.monotonic()
                 progressed()
-            # With several rollouts, nobody knows to which of them an engine's tokens belong.
+            # With several rollouts, no one knows to which of them an engine's tokens belong.
             tokens = queue.unfinished_tokens if len(sampled) == 1 else 0
             waits = "; ".join([queue.describe(), *(one.progress(tokens) for one in sampled[:1])])
             note_state(waits)

@@ -229,7 +229,7 @@ def _last_step(metrics: Path) -> int:
 
 def _of_folder(folder: Path) -> Served:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; name a run's folder, a Hugging Face folder or a hub name")
+        raise CheckpointError(f"{folder}: no such folder; name a run's folder, a Hugging Face folder or a Hub model ID")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is neither a run's folder nor a Hugging Face model's: it has no config.json")
     try:

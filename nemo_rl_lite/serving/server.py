@@ -38,7 +38,7 @@ _ASLEEP = (
     "the engines do not generate now, because the policy trains or gets its new weights to them: ask again during the "
     "next rollout"
 )
-# nginx's status for a client that has gone; nobody reads it.
+# nginx's status for a client that has gone; no one reads it.
 _CLIENT_GONE = 499
 # Seconds that the server has to end.
 _LIMIT_S = 30.0

@@ -293,7 +293,7 @@ class _Process:
         self.hangs_at = late if self.untaken else math.inf
 
     def settle(self, number: int | None, value: Any) -> None:
-        """Give a call its result, unless it was given up or nobody waits (None)."""
+        """Give a call its result, unless it was given up or no one waits (None)."""
         placed = self.calls.pop(number, None) if number is not None else None
         if placed is not None:
             placed.call.settle(value)

@@ -103,7 +103,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _send(pipe: Connection, number: int | None, value: Any) -> None:
-    """Send a call's result, or the error if it cannot be pickled; nothing if nobody waits (None)."""
+    """Send a call's result, or the error if it cannot be pickled; nothing if no one waits (None)."""
     if number is None:
         return
     try:

@@ -261,7 +261,7 @@ def with_teachers_keys(violations: Iterable[Violation]) -> list[Violation]:
 def check_teacher(config: Config) -> Iterator[Violation]:
     if config.teacher.model_name is None:
         rule_text = f"is null, and algorithm={config.algorithm.name} learns from a teacher"
-        yield Violation(TEACHER, None, rule_text, f"{TEACHER}=FOLDER, or a hub name (organisation/model)")
+        yield Violation(TEACHER, None, rule_text, f"{TEACHER}=FOLDER, or a Hub model ID (organisation/model)")
         return
     checks = (check_model, check_parallel_groups, check_sequence_parallel, check_gpu_precision, check_token_batches)
     yield from with_teachers_keys(one for check in checks for one in check(as_teacher(config)))

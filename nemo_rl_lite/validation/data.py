@@ -161,7 +161,7 @@ def check_task(config: Config) -> Iterator[Violation]:
 
 
 def check_epochs(config: Config, prompts: int) -> None:
-    """Warn if a step samples a prompt twice. `prompts`: those of an epoch; 0 for endless data.
+    """Warn if a step samples per prompt twice. `prompts`: those of an epoch; 0 for endless data.
 
     Raises:
         ConfigError: `rest_epochs` needs data with epochs.

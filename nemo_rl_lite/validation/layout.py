@@ -122,7 +122,7 @@ def check_model(config: Config) -> Iterator[Violation]:
     try:
         model = read_model_shape(name)
     except (NoModelError, OSError, UnicodeDecodeError, RuntimeError) as error:
-        fix = getattr(error, "fix", "") or "give a Hugging Face model folder or a hub name (organisation/model)"
+        fix = getattr(error, "fix", "") or "give a Hugging Face model folder or a Hub model ID (organisation/model)"
         if "smollm2" in name:
             fix = "python scripts/get_smollm2.py makes models/smollm2-135m-instruct"
         elif exported := _exported(Path(name)):

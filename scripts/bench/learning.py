@@ -40,7 +40,7 @@ EVERYWHERE = [
 SHARED_GPU = [
     *("policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "cluster.threads_per_worker=2"),
     *("algorithm.num_prompts_per_step=64", "algorithm.num_generations_per_prompt=8"),
-    # Four optimizer steps a rollout: the algorithms differ in the later ones, where the ratio is no longer 1.
+    # Four optimizer steps per rollout: the algorithms differ in the later ones, where the ratio is no longer 1.
     *("policy.train_global_batch_size=128", "policy.sequence_packing.train_mb_tokens=6144"),
     "generation.colocated.sleep=false",
     # Where several engines start on a GPU at the same time, none can measure what is free.

@@ -1,4 +1,4 @@
-"""Measure tokens a second of one engine, and what vLLM's own settings change: rollout_rate.py MODEL [--only NAME ...]
+"""Measure tokens per second of one engine, and what vLLM's own settings change: rollout_rate.py MODEL [--only NAME ...]
 
 Each setting runs in a process of its own, and samples 64 prompts x 8 responses of exactly 512 tokens four times, of
 which the first does not count. MODEL is a folder, also one with random weights. The record is written after each
@@ -85,7 +85,7 @@ def write(model: str, found: dict[str, Found]) -> Path:
 
 
 def measure(model: Path, overrides: list[str], prompts: int, samples: int) -> Found:
-    """Return the start's seconds, and tokens a second and the share of the memory's bandwidth of each repetition."""
+    """Return the start's seconds, and tokens per second and the share of the memory's bandwidth of each repetition."""
     config, on_gpu = compose_config([*overrides, f"policy.model_name={model.resolve()}"]), gpu_name() is not None
     own = engine_of(config)
     os.environ |= own.environment(config.generation, on_gpu)

@@ -249,7 +249,7 @@ def _draw(by_name: dict[str, Run]) -> None:
     figure, (losses, accuracies) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for name, label in SFT.items():
         losses.plot(*zip(*by_name[name]["series"]["validation/val_loss"], strict=True), marker=".", label=label)
-    losses.set(xlabel="optimizer step", ylabel="nats a token", title="held-out loss, GSM8K test solutions")
+    losses.set(xlabel="optimizer step", ylabel="nats per token", title="held-out loss, GSM8K test solutions")
     losses.legend()
     accuracies.plot(*zip(*by_name[DPO]["series"]["validation/accuracy"], strict=True), marker=".", color="tab:green")
     accuracies.set(xlabel="optimizer step", ylabel="share", ylim=(0.45, 0.75), title="DPO: accuracy on held-out pairs")

@@ -5,7 +5,7 @@ trl_step.py sft MODEL CHATS.jsonl [--steps 12] [--tokens 4096]        SFTTrainer
 trl_step.py ratio WAY [--folder FOLDER]                               steps of `ways.py speed` over TRL's fastest
 
 Needs `trl` in addition to this project's packages, and with `--lora` `peft`. GRPO: 64 x 8 responses of 512 tokens, a
-model of 1.7 B parameters in bfloat16 with recomputed layers, one optimizer step a rollout, no KL penalty, an engine
+model of 1.7 B parameters in bfloat16 with recomputed layers, one optimizer step per rollout, no KL penalty, an engine
 that sleeps while the policy trains. SFT: all weights, bfloat16 computation, Adam, no recomputation, rows of CHATS with
 `prompt` and `answer`. The first three steps do not count.
 """
@@ -202,7 +202,7 @@ def _write_sft(model: str, rates: dict[str, list[float]]) -> None:
 
 
 def _rates_of_trl(model: str, chats: Path, steps: int, tokens: int) -> list[float]:
-    """Return the tokens a second of each step of TRL that counts. A step has two micro-batches."""
+    """Return the tokens per second of each step of TRL that counts. A step has two micro-batches."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM

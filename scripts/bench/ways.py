@@ -4,7 +4,7 @@ ways.py COMPARISON MODEL [--steps N] [--only WAY ...] [--record NAME] [-- OVERRI
 
 COMPARISON                  MODEL, and the task
 speed                       qwen3-1.7b; 64 x 8 responses of 512 tokens on one GPU; each way adds to those before it
-lora, lora_copies           the same with adapters of 16 dimensions: merged or served by engines; shared weights or not
+lora, lora_copies           the same with adapters of rank 16: merged or served by engines; shared weights or not
 router_replay               qwen3-moe-1.5b; 16 x 8 responses of 256 tokens on one GPU
 experts                     qwen3-30b-a3b:4; 32 x 8 responses of 512 tokens on two GPUs
 precision                   a trained model, since random weights have no mismatch that says anything; the task of speed

@@ -15,7 +15,7 @@ from nemo_rl_lite.policy import optimizer as cpu_optimizer
 from nemo_rl_lite.validation.compose import compose_config
 from tests.functional import checkpoint_rank, rank
 
-# Every parameter is on the device until it is copied to the host, and nothing is page-locked.
+# Every parameter is on the device until it is copied to the host, and nothing is pinned.
 RULES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (

@@ -222,7 +222,7 @@ class GroupHere:
         return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024] * len(self)
 
     def cancel(self) -> None:
-        """Start nothing any more that nobody has waited for: a real process would be killed."""
+        """Start nothing any more that no one has waited for: a real process would be killed."""
         for one in self._starting:
             one.cancel()
 
@@ -310,8 +310,8 @@ def leaving_nothing() -> Iterator[None]:
 
 @contextmanager
 def without_ray(elsewhere: Sequence[str] = ()) -> Iterator[None]:
-    """Within the block, a run's workers are those of this process, but for the groups `elsewhere`. Its environment and
-    logging are as before then."""
+    """Run a run's workers in this process within the block, except for the groups `elsewhere`. Restore environment and
+    logging at its end."""
     root, environ = logging.getLogger(), dict(os.environ)
     handlers, level, argv = root.handlers[:], root.level, sys.argv
     with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:

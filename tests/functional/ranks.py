@@ -19,8 +19,8 @@ _FORKED = multiprocessing.get_context("forkserver")
 
 
 def free_ports(count: int = 40) -> int:
-    """The first of `count` ports in a row that nobody has: below those that the kernel hands out and above Ray's, so
-    that nobody comes to have them soon."""
+    """The first of `count` ports in a row that no one has: below those that the kernel hands out and above Ray's, so
+    that no one comes to have them soon."""
     for first in random.sample(range(20_000, 32_000, count), 20):
         with ExitStack() as probes:
             try:

@@ -1,4 +1,4 @@
-"""Moves between a GPU and page-locked host memory."""
+"""Moves between a GPU and pinned host memory."""
 
 import time
 
@@ -18,7 +18,7 @@ def tensors() -> list[torch.Tensor]:
     return [*floats, floats[0].to(torch.bfloat16), floats[0].to(torch.float16), torch.arange(99, device="cuda")]
 
 
-@pytest.mark.parametrize("registrar", [CudaRegistrar, lambda: None], ids=["page-locked", "pageable"])
+@pytest.mark.parametrize("registrar", [CudaRegistrar, lambda: None], ids=["pinned", "pageable"])
 def test_round_trips_are_exact_and_free_the_memory(registrar):
     held = tensors()
     expected = [tensor.cpu() for tensor in held]
@@ -119,7 +119,7 @@ def test_a_refused_lock_is_an_error_that_leaves_nothing_behind():
 
 
 def moved_before(nbytes: int) -> Movable:
-    """A component on the device whose host memory was page-locked by a first move."""
+    """A component on the device whose host memory was pinned by a first move."""
     weights = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
     own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
     own.leave()
@@ -140,7 +140,7 @@ def test_a_small_copy_does_not_wait_for_a_large_move():
     own.settle()
     ((_, move),) = own.take_moves()
     assert bool((copied == 0).all())
-    # A page-locked move of 2 GiB takes some 40 ms.
+    # A pinned move of 2 GiB takes some 40 ms.
     assert waited < move.transfer_s / 2
 
 
@@ -157,5 +157,5 @@ def test_kernels_do_not_wait_for_a_large_move():
     waited = time.perf_counter() - began
     own.settle()
     ((_, move),) = own.take_moves()
-    # A page-locked move of 4 GiB takes some 80 ms.
+    # A pinned move of 4 GiB takes some 80 ms.
     assert waited < move.transfer_s / 2

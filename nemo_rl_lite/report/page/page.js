@@ -146,7 +146,7 @@ function phases() {
     }).filter((part) => part.ys.some((value) => value > 0));
     const rest = totals.map((total, index) => Math.max(0, total - parts.reduce((sum, part) => sum + part.ys[index], 0)));
     parts.push({ label: "between phases", run: run.index, colour: PHASE_COLOURS["between phases"], xs, ys: rest });
-    const chart = new Chart(RUNS.length > 1 ? run.label : "seconds a step", parts, { stacked: true, legend: true });
+    const chart = new Chart(RUNS.length > 1 ? run.label : "seconds per step", parts, { stacked: true, legend: true });
     chart.node.append(bars(parts.map((part) => [part.label, [[part.colour, median(part.ys)]], `${number(median(part.ys))} s`])));
     grid.append(chart.node);
   }

@@ -23,7 +23,7 @@ function policyAndEngines() {
     const ofAges = (metric) => Object.fromEntries(ages.map((age) => [`train/age_${age}/${metric}`, `age ${age}`]));
     add("seconds waited a step", { "timing/train/generation": "policy, for a rollout", "timing/rollout/engines_idle": "engines, for requests" });
     add("age of tokens, in optimizer steps: share of each", ofAges("tokens_share"), { stacked: true });
-    add("KL between policy and engines by age, nats a token", ofAges("gen_kl_error"));
+    add("KL between policy and engines by age, nats per token", ofAges("gen_kl_error"));
     add("effective sample size of the weights, share of tokens", { "train/correction/ess": "all ages" }, { limits: [0, 1.02] });
     add("share that a bound or the clip acts on", RATIOS);
   }

@@ -77,8 +77,8 @@ def test_a_long_folder_for_sockets_names_the_variable(calls, kind):
 
 
 def test_a_cluster_that_cannot_be_joined_is_not_tried_again(calls, monkeypatch):
-    made = calls(ConnectionError("nobody there"))
+    made = calls(ConnectionError("no one there"))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    with pytest.raises(ConfigError, match="cannot be joined: nobody there"):
+    with pytest.raises(ConfigError, match="cannot be joined: no one there"):
         _start_or_join()
     assert made == ["init"]

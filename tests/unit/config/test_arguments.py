@@ -38,7 +38,9 @@ def test_values_of_other_types_become_plain_ones():
     assert literal("a", [score], path_of) == "['a file.py:score']"
 
 
-@pytest.mark.parametrize("value", [float("nan"), object(), {"a b": 1}, np.zeros(2)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [float("nan"), object(), {"a b": 1}, np.zeros(2)], ids=lambda value: type(value).__name__
+)
 def test_what_no_override_can_hold_is_an_error_of_its_key(value):
     with pytest.raises(ConfigError) as error:
         literal("reward.kwargs", value, path_of)

@@ -49,7 +49,7 @@ def test_the_least_reward_can_be_another(tmp_path, least, kept):
 
 
 def test_samples_that_were_cut_are_not_trained_on(tmp_path, caplog):
-    """Their end token would be one that nobody has sampled. Where no turn is left, the last one has its end."""
+    """Their end token would be one that no one has sampled. Where no turn is left, the last one has its end."""
     endings = ("length", "stop", "turns", "error", "length")
     chats = samples(tmp_path, [1.0, 1.0, 1.0, None, 0.0], endings, min_reward=None)
     assert [chat.conversations[0].messages[-1]["content"] for chat in chats] == ["answer 1", "answer 2"]

@@ -35,7 +35,7 @@ def root(ratios):
 
 
 # The weights of one sequence, from the ratios of its tokens. TRL calls tis and icepop token_truncate and token_mask, or
-# sequence_truncate and sequence_mask with one weight a sequence.
+# sequence_truncate and sequence_mask with one weight per sequence.
 MODES = {
     "no bounds": (ON, lambda ratios: ratios),
     "tis": (TIS, lambda ratios: [min(ratio, 1.2) for ratio in ratios]),

@@ -69,7 +69,7 @@ def test_a_run_whose_engines_work_beside_the_policy_says_who_waited(tmp_path):
     metrics = run({}, [one | own for one, own in zip(steps, shares, strict=True)], GRPO_SECONDS)
     text, summary = reported(metrics, tmp_path, "grpo")
     rows = [" ".join(line.strip("│").split()) for line in text.splitlines()]
-    assert {"policy waited │ 1.000 s", "engines were idle │ 0.500 s", "age of the tokens │ 1.75 steps"} <= set(rows)
+    assert {"policy waited │ 1.000 s", "engines were idle │ 0.500 s", "mean staleness │ 1.75 steps"} <= set(rows)
     assert summary["waits"] == {"policy_seconds": 1.0, "engines_seconds": 0.5, "token_age": 1.75}
     assert tracked(summarize(metrics, tmp_path, {}, ()))["waits/engines_seconds"] == 0.5
 

@@ -50,7 +50,7 @@ def test_batches_add_up():
     sizes += ["policy.train_global_batch_size=128", "policy.max_total_sequence_length=1024"]
     rows = dict(batch_rows(compose_config([*GPUS, *sizes, "cluster.gpus_per_node=2"]), 2**30, SHAPE))
     assert rows["a step"] == "32 prompts x 8 answers = 256 samples, 2 optimizer steps"
-    assert rows["an engine"].startswith("128 samples of at most 512 tokens a turn, ")
+    assert rows["an engine"].startswith("128 samples of at most 512 tokens per turn, ")
     assert "holds 7 of the longest" in rows["an engine"]
     assert rows["an optimizer step"] == "128 sequences of at most 1024 tokens, 64 a replica"
     assert "packed into one row" in rows["a micro-batch"]

@@ -130,7 +130,7 @@ def test_what_a_reward_starts_neither_hangs_the_run_nor_outlives_it(monkeypatch,
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
-    """Living processes with the environment of a pool, but for this one."""
+    """Living processes with the environment of a pool, except for this one."""
     found = []
     for process in psutil.process_iter():
         try:

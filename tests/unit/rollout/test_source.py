@@ -128,7 +128,7 @@ def test_in_flight_responses_continue_with_new_weights_and_none_is_older_than_al
 def test_no_more_rollouts_exist_than_the_age_allows(begin):
     source = begin(Fleet(), IN_FLIGHT, steps=100)
     time.sleep(0.3)
-    # Three prompts a step: those of three steps have begun, and one more with new weights.
+    # Three prompts per step: those of three steps have begun, and one more with new weights.
     assert source._sampler.order.state()["position"] == 9
     source.take(1, silent)
     source.publish(1)

@@ -148,7 +148,7 @@ def test_where_there_is_no_model_the_message_says_how_to_get_one(tmp_path, monke
         CheckpointError, match=r"has neither hf/ nor a complete checkpoint: checkpoint.export_hf_at_end"
     ):
         find(run)
-    with pytest.raises(CheckpointError, match=r"nowhere: no such folder; name .* or a hub name"):
+    with pytest.raises(CheckpointError, match=r"nowhere: no such folder; name .* or a Hub model ID"):
         find(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="is neither a run's folder nor a Hugging Face model's"):

@@ -226,6 +226,6 @@ def test_a_secret_is_told_and_not_repeated(capsys, site, address, is_told):
     key = "logger.mlflow.tracking_uri"
     slurm.main(["--output", "job.sh", "logger.mlflow_enabled=true", f"{key}={address}"])
     job = Path("job.sh")
-    # The command needs it; nobody else may read it.
+    # The command needs it; no one else may read it.
     assert job.read_text().count("sk-123") == is_told and (job.stat().st_mode & 0o077 == 0) is is_told
     assert (f"{key}: the script has the value in clear" in capsys.readouterr().err) is is_told
