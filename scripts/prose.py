@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 STORED = ROOT / "tests" / "prose.json"
 # Generated from YAML comments and records.
 GENERATED = {"docs/configuration.md"}
+# A mapping of names.
+TABULAR = {"docs/from_nemo_rl.md"}
 MOST_WORDS = 25
 MOST_TABLES = 4
 STRUCTURE = {
@@ -77,7 +79,8 @@ def findings(file: Path) -> Iterator[Finding]:
         for pattern, instead in WORDS:
             for found in pattern.finditer(passage.text):
                 yield Finding(passage.line, "words", f"'{found[0]}' -> {instead}")
-    for _ in range(tables - MOST_TABLES):
+    is_mapping = str(file).endswith(tuple(TABULAR))
+    for _ in range(0 if is_mapping else tables - MOST_TABLES):
         yield Finding(1, "tables", f"{tables} tables")
 
 
@@ -98,7 +101,7 @@ def _markdown(text: str) -> Iterator[Passage]:
 
 
 def _yaml(text: str) -> Iterator[Passage]:
-    for found in re.finditer(r"(?:^[ ]*# .*\n?)+", text, re.M):
+    for found in re.finditer(r"(?:^[ ]*# (?!@).*\n?)+", text, re.M):
         words = re.sub(r"\s*\n?\s*# ", " ", "\n" + found[0]).strip()
         yield Passage(text.count("\n", 0, found.start()) + 1, words, "comment")
 

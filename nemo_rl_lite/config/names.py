@@ -1,7 +1,7 @@
 """NeMo-RL's names of keys, and short names of ours: accepted where they mean what keys here do (configs/aliases.yaml).
 
-An answer that is nothing but overrides is what a name stands for; one by value has an answer for each value; one that
-begins with `nothing:` says why a name changes nothing here. All other answers are sentences, for `keys.unknown_key`.
+An answer made of overrides replaces the name. An answer by value has an answer for each value. An answer that begins
+with `nothing:` gives the reason why a name changes nothing here. All others are sentences, for `keys.unknown_key`.
 """
 
 import re

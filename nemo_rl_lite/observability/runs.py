@@ -57,7 +57,7 @@ class RunState:
     ended: float | None
     status: Mapping[str, Any]
     live: Mapping[str, Any] = field(default_factory=dict)
-    """What a running process does, see `observability/live.py`."""
+    """Activity of a running process, see `observability/live.py`."""
 
     @property
     def is_running(self) -> bool:

@@ -224,8 +224,9 @@ def _messages(text: str) -> Iterator[tuple[bool, str]]:
 
 
 def stop(folder: Path, now: bool = False, say: Say = say_now, limit_s: float | None = None) -> RunState:
-    """Ask the run in a folder to end after its current step, with a checkpoint, or `now`; wait until it has, at most
-    `limit_s`, and return its state then. A run that is not running stays as it is.
+    """Ask a run to end after its current step, with a checkpoint, or `now`. Wait at most `limit_s`; return its state.
+
+    A run that has ended is unchanged.
 
     Raises:
         LauncherError: the run cannot be asked.

@@ -28,8 +28,8 @@ _request, _at_once = "", False
 # A loop keeps requests until its step is done, or the run is about to end by itself.
 _waits_for_step = False
 STOP_FILE = "stop"
-"""Empty in the folder of a run, until a request is written into it: readers of a network file system see new content
-sooner than a new file."""
+"""A file in the run's folder, empty until a request is written into it. Readers of a network file system see new
+content sooner than a new file."""
 _AT_ONCE, _AFTER_STEP = "now", "step"
 # A second signal within this time is the same request: `timeout` sends one to the process and one to its group.
 _SAME_REQUEST_S = 1.0
@@ -60,7 +60,7 @@ def interrupted_status(saves: bool) -> int:
 
 
 def was_asked_to_end() -> bool:
-    """Whether this process has received one of SIGNALS, or its run a request."""
+    """Return True if this process has received one of SIGNALS, or its run a request."""
     return bool(_received or _request)
 
 

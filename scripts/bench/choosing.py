@@ -1,7 +1,7 @@
 """Find a parallel layout and an offload preset for common models: choosing.py writes a record.
 
-For each model and number of GPUs of 80 GB, the script plans GRPO on sequences of 4,096 tokens and takes the first
-layout that fits: small tensor and pipeline sizes before large ones, cheap presets before expensive ones.
+The script plans GRPO on sequences of 4,096 tokens and GPUs of 80 GB. It takes the first layout that fits: small
+parallel sizes before large ones, cheap presets before expensive ones.
 """
 
 import sys
