@@ -20,6 +20,7 @@ from nemo_rl_lite import __version__
 from nemo_rl_lite.config.composition import CONFIG_NAME, compose_job, notes_on_names
 from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.keys import RUN_FOLDER, SWEEP_FOLDER, config_dir, parse_override, unknown_key
+from nemo_rl_lite.config.names import in_our_names
 from nemo_rl_lite.config.overrides import check_overrides, given_keys, named_run_folder
 from nemo_rl_lite.config.sizes import all_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
@@ -99,6 +100,10 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
                 # Each job of a sweep has its own folder.
                 dry_run(config, job, Path(named) if named and len(configs) == 1 else None)
             return []
+    except ConfigError as error:
+        # An error names our key; the command may have had NeMo-RL's.
+        keys = [f"is {one.key}=" for one in error.violations]
+        fail(error, *(f"note: {told}" for told in in_our_names(overrides)[1] if any(key in told for key in keys)))
     except LauncherError as error:
         fail(error)
     if not flags.only_informs:

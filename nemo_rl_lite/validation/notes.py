@@ -53,7 +53,7 @@ _GROUPS = {"offload": "policy.offload_for_generation"}
 def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     """Yield the notes on a command with the keys `given`."""
     if unread := unread_variables():
-        known = ", ".join(sorted(known_variables()))
+        known = ", ".join(sorted(name for name in known_variables() if name.startswith("NRL_")))
         yield f"without effect, because nothing reads it: {', '.join(unread)} (read are {known})"
     if idle := idle_note(config, given):
         yield idle

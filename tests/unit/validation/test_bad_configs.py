@@ -45,7 +45,7 @@ SERVED = f"{VLLM} {PEFT}.enabled=true {LORA}=adapters"
 CASES = {
     # Keys, groups, files, references, types.
     f"{MEGATRON}.optimizr.lr=1": f"{OPTIMIZER}.lr",
-    "grpo.num_prompts_per_step=4": "algorithm.num_prompts_per_step",
+    "grpo.num_prompt_per_step=4": "algorithm.num_prompts_per_step",
     "completely.unheard.of=1": "completely.unheard.of",
     "polcy=megatron": "policy",
     "generation=sglang": "vllm",
@@ -163,7 +163,7 @@ CASES = {
     # Data.
     "data.name=squad": "data.name",
     "data=hub data.path=''": "data.path",
-    "data.train_path=DATA": "data=file",
+    "data=reverse_digits data.train_path=DATA": "data=file",
     "data.prompt_template='{prompt'": "data.prompt_template",
     "data.system_prompt=system.txt": "data.system_prompt",
     "data.answer_pattern='a'": "data.answer_pattern",
@@ -172,7 +172,7 @@ CASES = {
     f"{FILES} data.prompt_template='{{prompt}} {{answer}}'": "data.prompt_template",
     f"{FILES} data.answer_column=solution": "data.answer_column",
     f"{FILES} data.validation_fraction=0.1": "data.validation_fraction",
-    "data=file data.train_path=DATA": "data.validation_path",
+    "data=file data.train_path=DATA data.validation_fraction=0": "data.validation_path",
     "data=file data.train_path=BROKEN data.validation_path=DATA": "row 2",
     "data=file data.train_path=ZIPPED data.validation_path=DATA": "data.train_path",
     "data=file data.train_path=rows.csv data.validation_path=DATA": "data.train_path",
