@@ -321,7 +321,7 @@ class Sweep:
             own = " ".join(override for override in overrides if override.startswith(swept))
             seconds = "-" if isinstance(end, int) else f"{end.seconds_a_step:.2f}"
             rows.append([f"#{number}", own, _result(end), seconds])
-        RunConsole().table("sweep", ["", "job", "result", "s a step"], rows)
+        RunConsole().table("sweep", ["", "job", "result", "s/step"], rows)
         if self.ended:
             sys.stdout.write(f"one page of all jobs: nrl-lite report {self.ended[0][1].parent}\n")
 

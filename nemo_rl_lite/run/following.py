@@ -18,9 +18,10 @@ from rich.text import Text
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention, files_below
+from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.errors import LauncherError, printable
 from nemo_rl_lite.observability.console import PHASES, duration
-from nemo_rl_lite.observability.environment import ERROR_FILE
+from nemo_rl_lite.observability.environment import CONFIG_FILE, ERROR_FILE
 from nemo_rl_lite.observability.runs import RunState, read_state, silent_s
 from nemo_rl_lite.planning.budget import size
 from nemo_rl_lite.run.folder import how_to_resume
@@ -52,8 +53,8 @@ def say_now(line: str) -> None:
 def runs_table(states: Sequence[RunState]) -> Table:
     """Return a row for each run."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for header in ("run", "state", "step", "reward or loss", "s a step", "started"):
-        table.add_column(header, no_wrap=True, justify="right" if header in ("step", "s a step") else "left")
+    for header in ("run", "state", "step", "reward or loss", "s/step", "started"):
+        table.add_column(header, no_wrap=True, justify="right" if header in ("step", "s/step") else "left")
     table.add_column("folder", overflow="fold")
     for one in states:
         value, seconds = one.value, one.seconds_per_step
@@ -96,11 +97,11 @@ def status_rows(state: RunState) -> Iterator[tuple[str, str]]:
     last = [f"{name.partition('/')[2]} {value:.3g}" for name in shown if (value := state.latest(name)) is not None]
     if last:
         yield "last step", ", ".join(last)
-    held_out = {name: state.latest(name) for name in ("validation/accuracy", "validation/val_loss")}
-    for name, value in held_out.items():
-        if value is not None:
+    labels = {"validation/accuracy": _held_out_label(state.folder), "validation/val_loss": "held-out loss"}
+    for name, label in labels.items():
+        if (value := state.latest(name)) is not None:
             step = next(int(one["step"]) for one in reversed(state.metrics) if one.get(name) is not None)
-            yield "held out", f"{name.partition('/')[2]} {value:.4g} after step {step}"
+            yield label, f"{value:.4g} after step {step}"
     if memory := _memory(state):
         yield "memory", memory
     yield "checkpoint", _checkpoint(state)
@@ -122,9 +123,16 @@ def _named(doing: str) -> str:
 def _progress(state: RunState) -> Iterator[str]:
     yield f"step {_steps(state)}" + (f" ({state.step / state.total:.0%})" if state.total else "")
     if (seconds := state.seconds_per_step) is not None:
-        yield f"{seconds:.3g} s a step"
+        yield f"{seconds:.3g} s per step"
     if (left := state.seconds_left) is not None:
         yield f"{duration(left)} left, until {datetime.fromtimestamp(time.time() + left):%a %H:%M}"
+
+
+def _held_out_label(folder: Path) -> str:
+    from nemo_rl_lite.report.record import read_json
+    from nemo_rl_lite.validation.rewards import held_out_label
+
+    return held_out_label(dict(flatten(read_json(folder / CONFIG_FILE, []))))
 
 
 def _memory(state: RunState) -> str:

@@ -128,7 +128,7 @@ def _text(config: Config, base: str, run: Path, step: int | None) -> str:
     rows = [f"| {label} | {before} | {after} |" for label, before, after in _results(view, measured)]
     results = ["## Results", "", "| | at the start | at the end |", "|---|---:|---:|", *rows, ""] if rows else []
     link = f"[{base}](https://huggingface.co/{base})" if is_hub_name(base) else f"`{base}`"
-    title = algorithm if algorithm == "distillation" else algorithm.upper()
+    title = algorithm.upper() if len(algorithm) <= len("orpo") else algorithm
     settings = yaml.safe_dump(_settings(config), sort_keys=False, allow_unicode=True)
     hardware = environment.get("hardware", {})
     machine = next(iter(hardware.get("gpus", ())), hardware.get("cpu"))

@@ -90,7 +90,7 @@ def find_served(
     _check(flags, longest, engine_of(config).temperatures)
     policy = replace(config.policy, max_total_sequence_length=longest)
     # vLLM takes less than the model's context where the GPU's memory holds no more.
-    fits = {"max_model_len": -1} if on_gpus(config) and config.generation.backend == "vllm" else {}
+    fits = {"max_model_len": -1} if on_gpus(config) and engine_of(config).takes_share else {}
     generation = replace(
         config.generation,
         max_new_tokens=min(usual_tokens or longest, longest - 1),

@@ -3,6 +3,7 @@
 import pytest
 
 from nemo_rl_lite import init
+from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -14,9 +15,8 @@ def test_what_is_written_is_an_experiment(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "my lab")
     config = compose_config(["experiment.yaml"])
     assert config.run_name == "my-experiment" and config.cluster.gpus_per_node == 0
-    assert (
-        find_reward(config.reward.name, {})("4321", "4321") == 1.0 > find_reward(config.reward.name, {})("43", "4321")
-    )
+    reward, problem = find_reward(config.reward.name, {}), Problem((), "4321")
+    assert reward("4321", problem) == 1.0 > reward("43", problem)
 
 
 def test_files_are_never_overwritten(tmp_path, capsys):

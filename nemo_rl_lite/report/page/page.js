@@ -39,7 +39,7 @@ function runs() {
   const view = DATA.views[RUNS[0].algorithm] ?? [];
   const judged = view.filter((panel) => panel.isResult).flatMap((panel) => panel.curves).filter((one) => present(one.metric).length);
   const named = ({ metric }) => [...new Set(present(metric).map((run) => run.labels[metric] ?? metric))].join(" or ");
-  const headers = ["run", "state", "steps", "s a step", ...judged.map(named), "started", "on"];
+  const headers = ["run", "state", "steps", "s/step", ...judged.map(named), "started", "on"];
   const numbers = headers.map((_, index) => index).filter((index) => index > 1 && index < headers.length - 2);
   const rows = RUNS.map((run) => {
     const seconds = run.series[`${TIMERS}total_step_time`];

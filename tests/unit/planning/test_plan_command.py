@@ -91,7 +91,7 @@ def test_a_models_config_alone_is_enough(tmp_path):
 def test_a_model_that_nobody_has_is_told_so(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(NoModelError, match="--model-config"):
-        plan.find_shape("no one/nothing-at-all")
+        plan.find_shape("nobody/nothing-at-all")
 
 
 def test_the_recipes_model_need_not_be_made_yet(capsys, tmp_path, monkeypatch):

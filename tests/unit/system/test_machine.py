@@ -89,7 +89,7 @@ def test_a_path_at_home(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("verb", "arguments"),
-    [(export, ["run", "s3://bucket/model"]), (report, ["run", "--output", "~no one-here/page.html"])],
+    [(export, ["run", "s3://bucket/model"]), (report, ["run", "--output", "~nobody-here/page.html"])],
 )
 def test_what_is_no_path_of_this_machine(verb, arguments, capsys):
     with pytest.raises(SystemExit) as caught:
