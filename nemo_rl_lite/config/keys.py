@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -190,6 +191,15 @@ def instead_of_file(group: str, name: str | None) -> str | None:
         return f"data=file data.train_path={name}" if "." in name else f"data=hub data.path={name}"
     answer = _aliases("files").get(f"{group}={name}")
     return None if answer is None else str(answer)
+
+
+@cache
+def algorithm_of_file(name: str) -> str:
+    """Return the algorithm of a file of the group; the default one if there is no such file."""
+    file = config_dir() / "algorithm" / f"{name}.yaml"
+    content = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    base = next((one for one in content.get("defaults", ()) if isinstance(one, str) and one != "_self_"), None)
+    return str(content.get("name") or (algorithm_of_file(base) if base else DEFAULT_ALGORITHM))
 
 
 def to_our_key(key: str) -> str:

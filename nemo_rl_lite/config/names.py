@@ -15,6 +15,7 @@ from nemo_rl_lite.config.keys import (
     ALGORITHM_SECTIONS,
     DEFAULT_ALGORITHM,
     NOTHING,
+    algorithm_of_file,
     answer_to,
     chooses_file,
     is_open,
@@ -60,7 +61,8 @@ def in_our_names(arguments: Sequence[str], algorithm: str | None = None) -> tupl
     parsed = [(argument, parse_override(argument)) for argument in arguments]
     ours, told = list[str](), list[str]()
     keys = [one.key_or_group for _, one in parsed if one]
-    chosen = next((str(one.value()) for _, one in parsed if one and one.key_or_group == "algorithm"), None)
+    file = next((str(one.value()) for _, one in parsed if one and one.key_or_group == "algorithm"), None)
+    chosen = algorithm_of_file(file) if file else None
     sections = {key.split(".")[0] for key in keys} & set(ALGORITHM_SECTIONS) - {DEFAULT_ALGORITHM}
     if len(sections) == 1 and not set(keys) & set(_CHOICES) and algorithm is None:
         chosen = sections.pop()

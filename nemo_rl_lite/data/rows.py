@@ -1,8 +1,9 @@
-"""Read rows of JSON and Parquet files and of hub datasets, and their columns. Heavy imports are deferred.
+"""Read rows of JSON, CSV and Parquet files and of hub datasets, and their columns. Heavy imports are deferred.
 
 Each row comes with a text that names it in errors, such as "train.jsonl, row 3".
 """
 
+import csv
 import glob
 import json
 import re
@@ -17,7 +18,7 @@ from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.errors import DataError
 
 Row = Mapping[str, object]
-_JSON, _PARQUET = (".jsonl", ".json"), ".parquet"
+_JSON, _CSV, _PARQUET = (".jsonl", ".json"), ".csv", ".parquet"
 _LAYOUT = "a JSON file has one object a line, or is one list of objects"
 _NAMED = 'give the list a name, as in {"messages": [...]}'
 _UNPACK = "unpack it with gunzip, and name the file that this makes"
@@ -50,8 +51,8 @@ class MissingColumnError(DataError):
 
 
 def file_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a JSON or Parquet file, or of all files that a pattern such as `data/*.jsonl` matches, by name.
-    A JSON file has one object a line, or is one list of objects.
+    """Yield the rows of a JSON, CSV or Parquet file, or of all files that a pattern such as `data/*.jsonl` matches, by
+    name. A JSON file has one object a line, or is one list of objects.
 
     Raises:
         DataError: there is no such file, one is unreadable, or a row is not a JSON object.
@@ -60,7 +61,7 @@ def file_rows(path: str) -> Iterator[tuple[str, Row]]:
         shown = path if file == Path(path).expanduser() else str(file)
         try:
             _check_format(file, shown)
-            for number, row in (_parquet_rows if file.suffix == _PARQUET else _json_rows)(file):
+            for number, row in _READERS.get(file.suffix, _json_rows)(file):
                 where = f"{shown}, row {number}"
                 yield where, _object(row, where)
         except FileNotFoundError:
@@ -102,13 +103,14 @@ def _files_of(path: str) -> list[Path]:
     """Return the file, which need not exist, or all files that a pattern matches, by name.
 
     Raises:
-        DataError: the name is not one of a JSON or Parquet file, or no file matches the pattern.
+        DataError: the name is not one of a JSON, CSV or Parquet file, or no file matches the pattern.
     """
     if "://" in path:
         fix = "download the file; for a dataset of the hub: data=hub data.path=ORGANISATION/NAME"
         raise FileError(f"{path}: is an address, not a file of this machine", fix)
-    if Path(path).suffix not in (*_JSON, _PARQUET):
-        raise FileError(f"{path}: the name must end in {_PARQUET}, or in {' or '.join(_JSON)}", _other_format(path))
+    if Path(path).suffix not in (*_JSON, _CSV, _PARQUET):
+        endings = " or ".join((_PARQUET, _CSV, *_JSON))
+        raise FileError(f"{path}: the name must end in {endings}", _other_format(path))
     try:
         whole = Path(path).expanduser()
     except RuntimeError as error:
@@ -125,9 +127,6 @@ def _other_format(path: str) -> str:
     """Return what to do about a name with another ending."""
     if path.endswith(".gz"):
         return _UNPACK
-    if path.endswith(".csv"):
-        table = f"pandas.read_csv({path!r})"
-        return f"write it as JSON, in Python: {table}.to_json('rows.jsonl', orient='records', lines=True)"
     if re.fullmatch(r"[\w-]+/[\w.-]+", path) and not Path(path).exists():
         return f"for a dataset of the hub: data=hub data.path={path}"
     return "name such a file, or a pattern such as 'data/*.jsonl'"
@@ -176,6 +175,21 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
     with ParquetFile(path) as file:
         batches = file.iter_batches(batch_size=1024)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows below a line of names. All values are texts, so that an answer such as 007 stays as it is."""
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        try:
+            for number, row in enumerate(csv.DictReader(lines, strict=True), start=1):
+                if None in row or None in row.values():
+                    raise ValueError(f"row {number} has not as many values as the first line has names")
+                yield number, row
+        except csv.Error as error:
+            raise ValueError(str(error)) from None
+
+
+_READERS = {_PARQUET: _parquet_rows, _CSV: _csv_rows}
 
 
 def _object(row: object, where: str) -> Row:

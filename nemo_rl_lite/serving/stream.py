@@ -50,7 +50,7 @@ class StreamWriter:
         sent.decode(so_far.tokens, self._tokenizer)
         shown = self._asked.shown(sent.text, so_far, self._tokenizer)
         if shown > sent.characters:
-            yield from self._opening(index, sent)
+            yield from self._opening(index, sent, so_far)
             text, sent.characters = sent.text[sent.characters : shown], shown
             yield self._chunk(index, self._asked.delta(text), so_far.versions[-1], self._tokens(sent, so_far))
 
@@ -59,17 +59,17 @@ class StreamWriter:
         body = self._asked.body(answer, self._tokenizer, self._model)
         for choice, completion in zip(body["choices"], answer.completions, strict=True):
             index, sent = choice["index"], self._sent.setdefault(choice["index"], _Sent())
-            yield from self._opening(index, sent)
+            yield from self._opening(index, sent, completion)
             rest = {"finish_reason": choice["finish_reason"], **self._tokens(sent, completion)}
             last = self._asked.last_delta(choice, sent.characters)
             yield self._chunk(index, last, completion.versions[-1], rest)
         if (self._asked.stream_options or {}).get("include_usage"):
             yield {**self._head(), "choices": [], "usage": body["usage"]}
 
-    def _opening(self, index: int, sent: _Sent) -> Iterator[Chunk]:
+    def _opening(self, index: int, sent: _Sent, so_far: Completion) -> Iterator[Chunk]:
         """Yield the chunk with the role of a chat's choice, where nothing has been sent of it."""
         if not sent.tokens and (opening := self._asked.opening_delta()):
-            yield self._chunk(index, opening, 0, {})
+            yield self._chunk(index, opening, so_far.versions[-1], {})
 
     def _tokens(self, sent: _Sent, so_far: Completion) -> dict[str, Any]:
         """Return the ids and logprobs of the tokens that have not been sent."""

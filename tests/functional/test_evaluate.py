@@ -172,7 +172,8 @@ def test_engines_take_over_from_one_that_dies_start_again_when_all_have_and_the_
 
 def test_greedy_in_a_folder_of_its_own(tmp_path, model_folder, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert status(str(model_folder), "--problems=2", "--temperature=0", "generation=transformers") == 0
+    words = ["--problems=2", "--temperature=0", "data=reverse_digits", "generation=transformers"]
+    assert status(str(model_folder), *words) == 0
     (folder,) = (tmp_path / "outputs" / "evaluations").iterdir()
     assert folder.name.startswith(f"{model_folder.name}-reverse_digits-")
     assert json.loads((folder / "summary.json").read_text())["sampling"]["temperature"] == 0

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -38,7 +39,8 @@ def done(tmp_path_factory) -> subprocess.CompletedProcess:
 
 def quickstart(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "nemo_rl_lite.quickstart", *overrides]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=1100)
+    environ = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=1100)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -173,7 +175,7 @@ def test_the_exported_model_is_the_trained_one(run):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, _, _ = run
-    (start,) = (folder.parents[1] / "models").iterdir()
+    (start,) = (folder.parents[2] / "cache" / "nemo_rl_lite" / "models").iterdir()
     before, after = load_file(start / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
     assert before.keys() == after.keys()
     assert not all(torch.equal(before[name], after[name]) for name in before)

@@ -44,8 +44,9 @@ def test_a_cluster_of_somebody_elses_keeps_its_rules(environ, name, value):
 
 def test_a_ray_that_would_not_know_the_secret_gets_none(environ):
     environ.setitem(sys.modules, "ray", sys)
+    before = variables()
     close_to_others()
-    assert variables() == {}
+    assert variables() == before
 
 
 def test_it_comes_before_ray_is_imported():
