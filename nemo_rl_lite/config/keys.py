@@ -217,7 +217,12 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
     siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE):
         return siblings[close[0]]
-    if len(longer := [one for name, one in siblings.items() if len(leaf) > _FEW and name.startswith(leaf)]) == 1:
+    longer = [
+        one
+        for name, one in siblings.items()
+        if len(leaf) > _FEW and difflib.get_close_matches(leaf, [name[: len(leaf) + 1]], cutoff=0.9)
+    ]
+    if len(longer) == 1:
         return longer[0]
     same = [one for one in known if one.rpartition(".")[2] == leaf]
     if 0 < len(same) <= _FEW:
