@@ -14,6 +14,7 @@ VERBS = {
     "train": "one training run: your FILE.yaml, group=file and key.path=value; `nrl-lite train --help` lists them",
     "plan": "what a run needs and whether it fits, without a GPU, in seconds; arguments as for train",
     "slurm": "the same run as a Slurm job: prints a script for sbatch, or submits it; resumes after a time limit",
+    "keys": "keys by a word: range, default and what they do",
     "runs": "a table of the runs below outputs/: state, step, reward or loss, seconds per step",
     "status": "what a run does now, how far it is, its memory, checkpoint and problems; RUN, a name, or last",
     "tail": "the console of a run as it is written, until the run ends",

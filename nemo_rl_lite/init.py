@@ -9,7 +9,7 @@ from pathlib import Path
 FILES = {
     "experiment.yaml": """\
 # Your experiment: nrl-lite train experiment.yaml [key.path=value ...]
-# Keys and their defaults: nrl-lite train --cfg job, or docs/configuration.md. Paths are seen from the folder in which
+# Keys and their defaults: nrl-lite keys WORD, or docs/configuration.md. Paths are seen from the folder in which
 # you call the command; files in the defaults list are beside this one.
 defaults:
   # Files of groups. A recipe to begin with is a line of its own, such as - grpo-smollm2-135m-1n1g

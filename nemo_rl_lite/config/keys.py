@@ -166,7 +166,7 @@ def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> 
         return Violation(key, given, rule, f"did you mean {near}?")
     if here != key:
         return Violation(key, given, rule, f"the section is {here.split('.')[0]} here; --cfg job lists its keys")
-    return Violation(key, given, rule, "remove it: no key here is like it; --cfg job lists them")
+    return Violation(key, given, rule, "remove it, or search with nrl-lite keys WORD")
 
 
 def answer_to(key: str, given: object, by_section: bool = True) -> str | Sequence[str] | None:

@@ -1,7 +1,7 @@
 """Show types, values and comments of the configuration as Markdown."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -87,6 +87,6 @@ def prose(comment: str) -> str:
     return CODE.sub(code, comment.strip()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
