@@ -15,7 +15,7 @@ def test_what_is_written_is_an_experiment(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "my lab")
     config = compose_config(["experiment.yaml"])
     assert config.run_name == "my-experiment" and config.cluster.gpus_per_node == 0
-    reward, problem = find_reward(config.reward.name, {}), Problem(chat("1234"), "4321")
+    reward, problem = find_reward(config.reward.name, {}), Problem((), "4321")
     assert [reward(response, problem) for response in ("4321", "43", "")] == [1.0, 0.5, 0.0]
 
 
