@@ -96,9 +96,9 @@ def test_what_is_composed_is_the_callers_to_change():
         ("algorithm.num_prompts", "grpo", "did you mean algorithm.num_prompts_per_step?"),
         ("reward.terms.tags.pattern", "grpo", "reward.terms.tags.kwargs.pattern, where the reward has such"),
         # Many sections have such a key, or none has one like it.
-        ("some.name", "grpo", "remove it: no key here is like it"),
-        ("some.enabled", "grpo", "remove it: no key here is like it"),
-        ("policy.colour", "grpo", "remove it: no key here is like it"),
+        ("some.name", "grpo", "remove it, or search with nrl-lite keys WORD"),
+        ("some.enabled", "grpo", "remove it, or search with nrl-lite keys WORD"),
+        ("policy.colour", "grpo", "remove it, or search with nrl-lite keys WORD"),
     ],
 )
 def test_an_unknown_key_is_answered_with_what_is_meant(key, algorithm, fix):
