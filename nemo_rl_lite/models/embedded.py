@@ -7,7 +7,8 @@ import hashlib
 import json
 import string
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ MAX_STEPS = 120
 BATCH = 256
 LEARNING_RATE = 2e-3
 DEFAULT_DIGITS = 4
+_THREADS = 2
 
 
 def embedded_digits(config: Config) -> int:
@@ -101,7 +103,8 @@ def prepare(
         logging.disable_progress_bar()
         tokenizer = build_tokenizer()
         model = build_model(seed)
-        warm_up(model, tokenizer, ReverseDigits(num_digits, seed), progress, steps)
+        with _fixed_threads():
+            warm_up(model, tokenizer, ReverseDigits(num_digits, seed), progress, steps)
         target = Path(unfinished) / folder.name
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
@@ -111,6 +114,20 @@ def prepare(
             if not folder.is_dir():  # else another run has just made the same model
                 raise
     return folder
+
+
+@contextmanager
+def _fixed_threads() -> Iterator[None]:
+    """Compute with the same number of threads everywhere: it decides how sums are rounded, and all runs of a user share
+    the model."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(_THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def build_model(seed: int) -> "Qwen3ForCausalLM":

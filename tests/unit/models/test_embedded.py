@@ -1,9 +1,11 @@
-"""Where the embedded model is kept."""
+"""Place and determinism of the embedded model."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from nemo_rl_lite.models import embedded
 from nemo_rl_lite.models.embedded import embedded_folder
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -41,3 +43,17 @@ def test_a_cache_that_cannot_be_written_or_that_other_nodes_may_not_see(place, m
     assert embedded_folder(several).parent == place / "outputs" / "models"
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")
     assert embedded_folder(compose_config([])).parent == place / "outputs" / "models"
+
+
+def test_the_model_does_not_depend_on_the_number_of_threads(tmp_path):
+    """All runs of a user share it, also those in processes with one thread."""
+    made, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            folder = embedded.prepare(tmp_path / str(count), num_digits=4, seed=1, steps=3)
+            made.append((folder / "model.safetensors").read_bytes())
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert made[0] == made[1]
