@@ -22,7 +22,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/nemo_rl_lite
 # The files that decide what is installed come first, so that a change of the code alone reinstalls nothing.
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY scripts/install.sh scripts/transformer_engine.sh scripts/
 COPY nemo_rl_lite/__init__.py nemo_rl_lite/
 # The package is built with its configs; an empty folder is enough here. The cache keeps what is compiled, which takes ten
@@ -48,7 +48,7 @@ RUN apt-get update \
 # The path stays the same, because a virtual environment cannot be moved.
 COPY --from=build /opt/nemo_rl_lite/.venv /opt/nemo_rl_lite/.venv
 WORKDIR /opt/nemo_rl_lite
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY nemo_rl_lite nemo_rl_lite
 COPY configs configs
 COPY recipes recipes
