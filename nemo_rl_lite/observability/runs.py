@@ -123,11 +123,11 @@ def runs_below(folder: Path, levels: int = _LEVELS) -> list[Path]:
 
 def read_state(folder: Path) -> RunState:
     """Read the state of the run in a folder; files may be missing or incomplete."""
-    status, live, config = (_read_json(folder / name) for name in (STATUS_FILE, LIVE_FILE, CONFIG_FILE))
+    status, live, config = (read_json(folder / name) for name in (STATUS_FILE, LIVE_FILE, CONFIG_FILE))
     state = str(status.get("state", "unknown"))
     if state == "running" and not _is_alive(folder, status):
         # It may have ended meanwhile.
-        status = _read_json(folder / STATUS_FILE)
+        status = read_json(folder / STATUS_FILE)
         state = "lost" if status.get("state") == "running" else str(status.get("state", "unknown"))
     metrics = _newest_metrics(folder / METRICS_FILE)
     trained = [int(entry["step"]) for entry in metrics if _TOTAL in entry]
@@ -216,7 +216,8 @@ def _newest_metrics(file: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the mapping in a file; empty where the file is missing or incomplete."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):

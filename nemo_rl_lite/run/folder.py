@@ -26,7 +26,7 @@ from nemo_rl_lite.observability.environment import (
     redact_command,
     redact_text,
 )
-from nemo_rl_lite.observability.runs import LOCK_FILE
+from nemo_rl_lite.observability.runs import LOCK_FILE, read_json
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.system.machine import why_full
@@ -65,7 +65,7 @@ def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
     """Raise ConfigError where the folder holds another run, or one that is done."""
     if not (folder / METRICS_FILE).exists():
         return
-    changes = changed(_read_json(folder / CONFIG_FILE), json.loads(json.dumps(whole_config))).keys()
+    changes = changed(read_json(folder / CONFIG_FILE), json.loads(json.dumps(whole_config))).keys()
     if (folder / SUMMARY_FILE).exists() and not (changes and changes <= _LENGTH):
         others = sorted(changes - _LENGTH)
         shown = ", ".join(others[:_SHOWN_CHANGES]) + ", ..." * (len(others) > _SHOWN_CHANGES)
@@ -171,24 +171,15 @@ def status_kept(folder: Path, saves: bool) -> Iterator[None]:
 
 def write_ending(folder: Path, state: str, exit_status: int, message: str) -> None:
     """Write the end into status.json. `state`: done, stopped, interrupted or failed."""
-    started = _read_json(folder / STATUS_FILE).get("started", _now())
+    started = read_json(folder / STATUS_FILE).get("started", _now())
     _write(folder, state, exit_status, redact_text(message), started, _now())
 
 
 def _running_process(folder: Path) -> str:
     """The process and host that status.json names, if it does."""
-    status = _read_json(folder / STATUS_FILE)
+    status = read_json(folder / STATUS_FILE)
     known = status.get("state") == "running" and {"pid", "host"} <= status.keys()
     return f" (process {status['pid']} on {status['host']})" if known else ""
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The mapping in a file; empty where the file is missing or incomplete."""
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _write(folder: Path, state: str, exit_status: int | None, message: str, started: str, ended: str | None) -> None:
