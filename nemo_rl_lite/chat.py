@@ -17,7 +17,7 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.errors import printable, shown_as_message
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.run.model import CHAT_KEYS
-from nemo_rl_lite.run.serving import SampledBy, find_served, start_engine
+from nemo_rl_lite.run.serving import MODEL_ARGUMENT, SampledBy, find_served, start_engine
 from nemo_rl_lite.serving.protocol import ChatRequest, RefusedError
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="nrl-lite chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, a Hugging Face folder or a Hub model ID")
+    parser.add_argument("run", metavar="RUN", type=Path, help=MODEL_ARGUMENT)
     parser.add_argument("overrides", nargs="*", help=f"as for train; of {' and '.join(CHAT_KEYS)}")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
     parser.add_argument(

@@ -1,7 +1,8 @@
 """`nrl-lite evaluate MODEL [options] [group=file ...] [key.path=value ...]`: avg@k and pass@k of a model
 on held-out problems, with intervals.
 
-MODEL is a run's folder, a Hugging Face folder or a Hub model ID. The same command continues after an interrupt.
+MODEL is a run (its folder, its name or last), a Hugging Face folder or a Hub model ID. After an interrupt, the same
+command continues.
 """
 
 import argparse
@@ -18,9 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 there is no model or something failed, 2 bad configuration or arguments,
     130 interrupted."""
     parser = argparse.ArgumentParser(prog="nrl-lite evaluate", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="a run's folder, a Hugging Face folder or a Hub model ID"
-    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="a run, a Hugging Face folder or a Hub model ID")
     parser.add_argument(
         "overrides", nargs="*", help="as for train; of data, reward, environment, agent, generation, the chat template"
     )

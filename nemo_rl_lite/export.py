@@ -17,6 +17,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, Violation, shown_as_message
 from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, exported, locate_model, with_template
 from nemo_rl_lite.models.shape import push_problems
+from nemo_rl_lite.observability.runs import existing_or_run
 from nemo_rl_lite.system.machine import local_path
 from nemo_rl_lite.validation.compose import restore
 
@@ -24,7 +25,9 @@ from nemo_rl_lite.validation.compose import restore
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite export", description=__doc__)
-    parser.add_argument("run", type=local_path, help="a run's folder (for its newest checkpoint), or one checkpoint's")
+    parser.add_argument(
+        "run", type=local_path, help="a run (its folder, its name or last) for its newest checkpoint, or a checkpoint"
+    )
     parser.add_argument(
         "folder",
         type=local_path,
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = given.push_to_hub
         if name and (violations := [Violation("--push-to-hub", name, *problem) for problem in push_problems(name)]):
             raise ConfigError(violations)
-        folders = export(given.run.resolve(), given.folder.resolve() if given.folder else None)
+        folders = export(existing_or_run(given.run).resolve(), given.folder.resolve() if given.folder else None)
         if name:
             from nemo_rl_lite.run.publish import push
 

@@ -15,7 +15,7 @@ from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.errors import ConfigError, UsageError, shown_as_message
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.run.model import CHAT_KEYS
-from nemo_rl_lite.run.serving import SampledBy, find_served, start_engine
+from nemo_rl_lite.run.serving import MODEL_ARGUMENT, SampledBy, find_served, start_engine
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint, bound_socket
 
@@ -23,7 +23,7 @@ from nemo_rl_lite.serving.server import Endpoint, bound_socket
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 after Ctrl-C, 1 there is no model, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite serve", description=__doc__)
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, a Hugging Face folder or a Hub model ID")
+    parser.add_argument("run", metavar="RUN", type=Path, help=MODEL_ARGUMENT)
     parser.add_argument("overrides", nargs="*", help=f"as for train; of {' and '.join(CHAT_KEYS)}")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
     parser.add_argument("--port", type=_port, help="port to listen at (default: a free one)")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -12,6 +12,27 @@ from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.interface import RefitReport
 
 FinishReason = Literal["stop", "length"]
+
+
+class RequestError(Exception):
+    """An engine rejects a request; the message is its reason."""
+
+
+@dataclass(frozen=True)
+class ServedOptions:
+    """Options of served requests, which training samples without."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    top_logprobs: int = 0
+    """The number of most likely tokens that each position reports."""
+    json_schema: str | None = None
+    """The schema of the response, as JSON text; None for free text."""
+
+    def changed(self) -> list[str]:
+        """Return the names of the options that differ from the defaults."""
+        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
 
 
 @dataclass(frozen=True)
@@ -24,6 +45,7 @@ class Sampling:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
+    options: ServedOptions = ServedOptions()
 
     @classmethod
     def of(cls, config: GenerationConfig, end_tokens: Sequence[int]) -> "Sampling":
@@ -71,6 +93,8 @@ class Completion:
     routed_experts: np.ndarray | None = field(default=None, compare=False)
     """The experts chosen for each token of prompt and response in each layer, [tokens - 1, layers, k]: no forward pass
     has seen the last token. None if the engine does not report them."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Tokens and logprobs of `ServedOptions.top_logprobs` at each position, the most likely first."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +158,9 @@ class Engine(Protocol):
         """Take requests, each under a number that no other unfinished request has."""
         ...
 
-    def poll(self, seconds: float) -> dict[int, Completion]:
-        """Work until nothing is left to do, or for about `seconds`; return what has finished since the last call, and
-        `Unfinished` ones of requests that stream."""
+    def poll(self, seconds: float) -> dict[int, Completion | RequestError]:
+        """Work until nothing is left to do, or for about `seconds`. Return what has finished or was rejected since the
+        last call, and an `Unfinished` completion for each request that streams."""
         ...
 
     def unfinished_tokens(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.interface import Completion, Progress, Request, Unfinished
+from nemo_rl_lite.generation.interface import Completion, Progress, Request, RequestError, Unfinished
 
 # Exchanges in flight per replica: it begins the second while the first one's results are on their way.
 _EXCHANGES = 2
@@ -191,7 +191,9 @@ class Replica(Protocol):
     unfinished_tokens: int
     """Tokens of unfinished responses after the last step."""
 
-    async def step(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+    async def step(
+        self, submitted: Mapping[int, Request], aborted: Sequence[int]
+    ) -> dict[int, Completion | RequestError]:
         """Submit and abort requests, let the engine work for a moment, and return what has finished. Exchanges that
         begin before earlier ones have ended follow them in order."""
         ...
@@ -217,7 +219,7 @@ class RequestQueue:
         self._replicas, self._on_loss, self._restore = replicas, on_loss, restore
         self._numbers = itertools.count()
         self._assignment = Assignment(len(replicas), capacity)
-        self._running: dict[asyncio.Task[dict[int, Completion]], int] = {}
+        self._running: dict[asyncio.Task[dict[int, Completion | RequestError]], int] = {}
         self._paused, self._held_back = False, 0
         self._changed, self._quiet = asyncio.Event(), asyncio.Event()
         self._replaced: deque[int] = deque()
@@ -251,6 +253,7 @@ class RequestQueue:
         """See `Requests.sample`.
 
         Raises:
+            RequestError: the engine rejects the request.
             WorkerError: an engine failed, or died and may not be restarted.
             EngineError: an engine computes non-finite numbers.
         """
@@ -375,7 +378,11 @@ class RequestQueue:
                     self._assignment.held[replica].tell(number, completion)
                     continue
                 asked = self._assignment.held[replica].finish(number)
-                if asked is not None and not asked.answer.done():
+                if asked is None or asked.answer.done():
+                    continue
+                if isinstance(completion, RequestError):
+                    asked.answer.set_exception(completion)
+                else:
                     asked.answer.set_result((completion, replica))
         if not self._running:
             self._quiet.set()

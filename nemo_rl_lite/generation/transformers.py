@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.data.tokenizer import load_tokenizer
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Engine, Request, Sampling
+from nemo_rl_lite.generation.interface import Completion, Decoded, Engine, Request, RequestError, Sampling
 from nemo_rl_lite.refit.engine import EngineLoader, Source, WeightsState, connect
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.refit.layout import Named
@@ -31,10 +31,12 @@ class LocalReplica:
         self.engine = self._thread.submit(make).result()
         self.unfinished_tokens = 0
 
-    async def step(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+    async def step(
+        self, submitted: Mapping[int, Request], aborted: Sequence[int]
+    ) -> dict[int, Completion | RequestError]:
         """See `Replica.step`."""
 
-        def work() -> dict[int, Completion]:
+        def work() -> dict[int, Completion | RequestError]:
             self.engine.submit(submitted)
             self.engine.abort(aborted)
             finished, self.unfinished_tokens = self.engine.poll(_SLICE_S), self.engine.unfinished_tokens()
@@ -80,9 +82,9 @@ class TransformersEngine:
         self._weights.require()
         self._requests |= requests
 
-    def poll(self, seconds: float) -> dict[int, Completion]:
+    def poll(self, seconds: float) -> dict[int, Completion | RequestError]:
         """See `Engine.poll`. A batch is generated to its end, however long that takes."""
-        finished, ends = dict[int, Completion](), time.perf_counter() + seconds
+        finished, ends = dict[int, Completion | RequestError](), time.perf_counter() + seconds
         while self._requests and time.perf_counter() < ends:
             sampling = next(iter(self._requests.values())).sampling
             alike = [number for number, request in self._requests.items() if request.sampling == sampling]

@@ -115,7 +115,7 @@ class Playing:
                 endpoint = Endpoint(bound, tokenizer, [config.run_name], longest)
                 stack.enter_context(endpoint.running())
                 if config.generation.serve.enabled:
-                    responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config).temperatures)
+                    responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config))
                     address = {"base_url": endpoint.url, "api_key": endpoint.token, "model": endpoint.model}
                     file = folder / ENDPOINT_FILE
                     say(f"the engines answer at {endpoint.url} during rollouts; the token is in {file}")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from nemo_rl_lite.generation.transformers import LocalReplica
 from nemo_rl_lite.models.folder import check_model_folder, from_hub
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.observability.environment import CONFIG_FILE
+from nemo_rl_lite.observability.runs import NoRunError, find_run
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.run.folder import is_run
 from nemo_rl_lite.run.model import chat_tokenizer, with_chat_keys
@@ -37,6 +39,7 @@ from nemo_rl_lite.validation.compose import restore
 _CHAT_TOKENS, _NEW_TOKENS = 8192, 512
 _ON_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"]
 Say = Callable[[str], None]
+MODEL_ARGUMENT = "a run (its folder, its name or last), a Hugging Face folder or a Hub model ID"
 
 
 @dataclass(frozen=True)
@@ -125,22 +128,26 @@ def _context(folder: Path) -> int:
 
 
 def find_model(path: Path, say: Say) -> Served:
-    """Find a model and its configuration, from a run, a Hugging Face folder or the hub. A run's model is its exported
-    `hf/`, or else its newest checkpoint, which is exported now.
+    """Find a model and its configuration: of a run (see `find_run`), a Hugging Face folder or the Hub. A run's model is
+    its `hf/`, or otherwise its newest checkpoint, which is exported now.
 
     Raises:
         CheckpointError: there is no such model, or its run is of another version of this package.
         LauncherError: the model's engine cannot run here.
     """
-    # A missing folder next to others is a folder that was misspelt.
-    if is_hub_name(name := str(path)) and not path.parent.is_dir():
-        say(f"fetching {name} from the hub, where this machine does not have it")
+    folder = path.expanduser()
+    if not (folder / CONFIG_FILE).is_file():
+        with suppress(NoRunError):
+            folder = find_run(str(path))
+    # A missing folder next to others is a misspelt folder.
+    if not folder.is_dir() and is_hub_name(name := str(path)) and not path.parent.is_dir():
+        say(f"fetching {name} from the Hub, unless this machine has it")
         try:
             return replace(_of_folder(from_hub(name)), name=path.name)
         except NoModelError as error:
             raise CheckpointError(f"{name} {error}; {error.fix}") from None
-    path = path.expanduser().resolve()
-    return _of_run(path, say) if is_run(path) else _of_folder(path)
+    folder = folder.resolve()
+    return _of_run(folder, say) if is_run(folder) else _of_folder(folder)
 
 
 def alone(config: Config) -> Config:
@@ -178,7 +185,7 @@ def start_engine(served: Served) -> tuple[RequestQueue, ResponderConfig]:
     replica = LocalReplica(make)
     queue = RequestQueue([replica], config.generation.vllm_cfg.max_num_seqs, _lost, lambda: None)
     sampling = served.flags.applied(Sampling.of(config.generation, tokenizer.end_tokens))
-    return queue, ResponderConfig(tokenizer, sampling, replica.engine.max_length, engine.temperatures)
+    return queue, ResponderConfig(tokenizer, sampling, replica.engine.max_length, engine)
 
 
 def _lost(replica: int, error: WorkerError) -> None:
@@ -229,7 +236,7 @@ def _last_step(metrics: Path) -> int:
 
 def _of_folder(folder: Path) -> Served:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; name a run's folder, a Hugging Face folder or a Hub model ID")
+        raise CheckpointError(f"{folder}: no such folder; name {MODEL_ARGUMENT} (nrl-lite runs lists runs)")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is neither a run's folder nor a Hugging Face model's: it has no config.json")
     try:

@@ -16,7 +16,7 @@ from nemo_rl_lite.data.messages import Message, read_messages
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.data.tools import Tool, callable_tools, checked_calls
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.generation.interface import Completion, ServedOptions
 
 # Parameters that do not change sampling.
 _HARMLESS = frozenset(
@@ -28,19 +28,12 @@ _INSTEAD = {
     "tools": "the chat template writes them, so ask /chat/completions",
     "functions": "name them in tools, as OpenAI's newer API does",
     "stop_token_ids": "those of generation.stop_token_ids hold for all responses",
-    "response_format": "describe the format in a message",
-    "top_logprobs": "the engines keep the logprob of the sampled token alone",
     "echo": "the engines keep no logprobs of a prompt; write the prompt before the text yourself",
 }
 # Values that leave sampling as it is.
 _NEUTRAL: dict[str, Any] = {
-    "top_logprobs": 0,
     "tool_choice": "none",
-    "response_format": {"type": "text"},
     "best_of": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
     "min_p": 0,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
@@ -49,6 +42,8 @@ _NEUTRAL: dict[str, Any] = {
 FULL = "context_length_exceeded"
 # Characters of a text that the event loop tokenizes in a few milliseconds.
 _LONG = 20_000
+# OpenAI's and vLLM's limit on the most likely tokens of a position.
+_MOST_LOGPROBS = 20
 # The length of a call's id; Mistral's templates take no other.
 _ID_LETTERS = 9
 
@@ -91,6 +86,10 @@ class ApiRequest(BaseModel):
     n: int | None = Field(default=None, gt=0, le=128)
     max_tokens: int | None = Field(default=None, gt=0)
     stop: list[Annotated[str, StringConstraints(min_length=1)]] | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -102,6 +101,21 @@ class ApiRequest(BaseModel):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens
+
+    @property
+    @abstractmethod
+    def most_likely(self) -> int:
+        """The number of most likely tokens that each position reports."""
+
+    def options(self) -> ServedOptions:
+        """Return penalties, top logprobs and the schema. Raises RefusedError: the response format is invalid."""
+        return ServedOptions(
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            top_logprobs=self.most_likely,
+            json_schema=_json_schema(self.response_format),
+        )
 
     @abstractmethod
     def characters(self) -> int:
@@ -194,6 +208,7 @@ class ChatRequest(ApiRequest):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(default=None, gt=0)
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=_MOST_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -201,6 +216,10 @@ class ChatRequest(ApiRequest):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def most_likely(self) -> int:
+        return self.top_logprobs or 0
 
     def chat(self) -> tuple[Message, ...]:
         """Read the messages. Raises RefusedError: they are not a chat that the policy can answer."""
@@ -291,12 +310,18 @@ class ChatRequest(ApiRequest):
         return {"message": message, "finish_reason": "tool_calls"}
 
     def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
-        if not self.logprobs:
+        if not self.logprobs and not self.top_logprobs:
             return None
-        pieces = [tokenizer.piece(token) for token in completion.tokens]
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            piece = tokenizer.piece(token)
+            return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
+
+        sampled = zip(completion.tokens, completion.logprobs, strict=True)
+        tops = _top_logprobs(completion, self.most_likely)
         content = [
-            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-            for piece, logprob in zip(pieces, completion.logprobs, strict=True)
+            {**entry(*one), "top_logprobs": [entry(*pair) for pair in top]}
+            for one, top in zip(sampled, tops, strict=True)
         ]
         return {"content": content}
 
@@ -307,18 +332,17 @@ class CompletionRequest(ApiRequest):
     source, id_prefix, chunk_object = "prompt", "cmpl", "text_completion"
 
     prompt: Any
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=_MOST_LOGPROBS)
+
+    @property
+    def most_likely(self) -> int:
+        return self.logprobs or 0
 
     def characters(self) -> int:
         prompts = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         return max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
 
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        """See `ApiRequest.prompts`. Raises RefusedError also for more `logprobs` than the engines keep."""
-        if self.logprobs and (self.logprobs > 1 or self.temperature != 0):
-            rule = "the engines keep the logprob of the sampled token alone, which is the likeliest at temperature 0"
-            fix = "ask for logprobs = 0, or for 1 with temperature = 0"
-            raise RefusedError(400, f"logprobs = {self.logprobs}: {rule}; {fix}", "logprobs")
         several = isinstance(self.prompt, list) and self.prompt and not _is_token(self.prompt[0])
         return tuple(_tokens(prompt, tokenizer) for prompt in (self.prompt if several else [self.prompt]))
 
@@ -344,11 +368,17 @@ class CompletionRequest(ApiRequest):
         if self.logprobs is None:
             return None
         pieces = [tokenizer.piece(token) for token in completion.tokens]
-        pairs = zip(pieces, completion.logprobs, strict=True)
+        # As in OpenAI's API, the sampled token is there too, also if it is less likely.
+        tops = [
+            {tokenizer.piece(token): logprob for token, logprob in top} | {piece: logprob}
+            for top, piece, logprob in zip(
+                _top_logprobs(completion, self.most_likely), pieces, completion.logprobs, strict=True
+            )
+        ]
         return {
             "tokens": pieces,
             "token_logprobs": list(completion.logprobs),
-            "top_logprobs": [{piece: logprob} for piece, logprob in pairs] if self.logprobs else None,
+            "top_logprobs": tops if self.logprobs else None,
             "text_offset": list(accumulate(map(len, pieces[:-1]), initial=0)),
         }
 
@@ -377,6 +407,28 @@ def held_back(text: str, marks: Sequence[str]) -> int:
         if any(mark.startswith(text[shown - length : shown]) for mark in marks):
             return shown - length
     return shown
+
+
+def _json_schema(response_format: Mapping[str, Any] | None) -> str | None:
+    """Return the schema of a `response_format` as JSON text; None for free text. Raises RefusedError: it is invalid."""
+    given = response_format or {}
+    match given.get("type", "text"), given.get("json_schema"):
+        case "text", _:
+            return None
+        case "json_object", _:
+            return '{"type": "object"}'
+        case "json_schema", {"schema": dict(schema)}:
+            return json.dumps(schema)
+    known = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise RefusedError(400, f"response_format = {given!r:.60}: it must be {known}", "response_format")
+
+
+def _top_logprobs(completion: Completion, count: int) -> Sequence[Sequence[tuple[int, float]]]:
+    """Return the `count` most likely tokens of each position. An engine that reports none was greedy, so that the
+    sampled token is the most likely one."""
+    if completion.top_logprobs or not count:
+        return completion.top_logprobs or [()] * len(completion.tokens)
+    return [[pair] for pair in zip(completion.tokens, completion.logprobs, strict=True)]
 
 
 def _characters(content: Any) -> int:

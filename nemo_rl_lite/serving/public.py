@@ -5,8 +5,9 @@ import random
 from dataclasses import dataclass, replace
 from functools import partial
 
+from nemo_rl_lite.config.engines import Engine
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.generation.interface import Request, Requests, Sampling
+from nemo_rl_lite.generation.interface import Request, RequestError, Requests, Sampling
 from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, ChoiceProgress, RefusedError, tokenized
 
 _SEED_BITS = 31
@@ -14,13 +15,13 @@ _SEED_BITS = 31
 
 @dataclass(frozen=True)
 class ResponderConfig:
-    """Tokenizer, usual sampling, most tokens of prompt and response together, and the lowest and highest temperature
-    besides 0 that the engine takes."""
+    """Default sampling of requests, and the limits of the engine. `max_length`: maximum number of tokens of a prompt
+    and its response."""
 
     tokenizer: ChatTokenizer
     sampling: Sampling
     max_length: int
-    temperatures: tuple[float, float]
+    engine: Engine
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class PublicHandler:
             self.requests.sample(one, progress=None if progress is None else partial(progress, index))
             for index, one in enumerate(requests)
         )
-        sampled = await asyncio.gather(*samples)
+        try:
+            sampled = await asyncio.gather(*samples)
+        except RequestError as error:
+            raise RefusedError(400, str(error)) from None
         return Answer(prompts, tuple(completion for completion, _ in sampled))
 
     def _limited(self, usual: Sampling, asked: ApiRequest, prompt_tokens: int) -> Sampling:
@@ -54,7 +58,7 @@ class PublicHandler:
         return limited(usual, asked, prompt_tokens, self.config.max_length)
 
     def _sampling(self, asked: ApiRequest) -> Sampling:
-        usual, (lowest, highest) = self.config.sampling, self.config.temperatures
+        usual, (lowest, highest) = self.config.sampling, self.config.engine.temperatures
         sampling = replace(usual, stop_strings=(*usual.stop_strings, *(asked.stop or ())))
         temperature = sampling.temperature if asked.temperature is None else asked.temperature
         if temperature and not lowest <= temperature <= highest:
@@ -64,6 +68,14 @@ class PublicHandler:
             raise RefusedError(400, f"top_p = {asked.top_p:g} is not above 0 and at most 1", "top_p")
         if asked.top_k is not None and asked.top_k < -1:
             raise RefusedError(400, f"top_k = {asked.top_k} is no number of tokens", "top_k")
+        options = asked.options()
+        if not temperature and options.top_logprobs == 1:
+            # The sampled token is the most likely one.
+            options = replace(options, top_logprobs=0)
+        if (unsupported := options.changed()) and not self.config.engine.takes_options:
+            name = "response_format" if unsupported[0] == "json_schema" else unsupported[0]
+            raise RefusedError(400, f"{name} is not supported by this engine: serve with vLLM, or leave it out", name)
+        sampling = replace(sampling, options=options)
         if not temperature:
             return sampling.greedy()
         # -1 and 0 are vLLM's words for all tokens.

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -74,7 +74,12 @@ class StreamWriter:
     def _tokens(self, sent: _Sent, so_far: Completion) -> dict[str, Any]:
         """Return the ids and logprobs of the tokens that have not been sent."""
         first, sent.tokens = sent.tokens, len(so_far.tokens)
-        new = Completion(so_far.tokens[first:], so_far.logprobs[first:], so_far.finish_reason, so_far.versions[first:])
+        new = replace(
+            so_far,
+            tokens=so_far.tokens[first:],
+            logprobs=so_far.logprobs[first:],
+            top_logprobs=so_far.top_logprobs[first:],
+        )
         return {"token_ids": list(new.tokens), "logprobs": self._asked.logprobs_of(new, self._tokenizer)}
 
     def _chunk(self, index: int, delta: Mapping[str, Any], version: int, rest: Mapping[str, Any]) -> Chunk:

@@ -8,6 +8,7 @@ two lists, and the rest is done when the response ends.
 import ctypes
 import gc
 import logging
+import math
 import os
 import threading
 import time
@@ -31,7 +32,7 @@ from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import engine_share
 from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Drafts, Request, Unfinished
+from nemo_rl_lite.generation.interface import Completion, Decoded, Drafts, Request, RequestError, Unfinished
 from nemo_rl_lite.generation.vllm import extension
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.refit.engine import Source, WeightsState
@@ -134,7 +135,7 @@ class VLLMEngine:
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
         self._adapter = None if self._lora is None else extension.adapter_request()
         self._unfinished: dict[str, UnfinishedResponse] = {}
-        self._finished: dict[int, Completion] = {}
+        self._finished: dict[int, Completion | RequestError] = {}
         self._decoded = Decoded()
         # Every later garbage collection would walk through hundreds of thousands of long-lived objects.
         gc.freeze()
@@ -149,24 +150,30 @@ class VLLMEngine:
         for number, request in requests.items():
             # The salt separates the prefix caches of different weights.
             prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(self.version))
-            core_request = engine.input_processor.process_inputs(
-                str(number), prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
-            )
+            try:
+                core_request = engine.input_processor.process_inputs(
+                    str(number), prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
+                )
+            except ValueError as error:
+                if not request.sampling.options.changed():
+                    raise
+                self._finished[number] = RequestError(str(error))
+                continue
             detokenizer = None
             if request.sampling.stop_strings:
                 detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), core_request)
-            self._unfinished[str(number)] = UnfinishedResponse(len(request.prompt), detokenizer, request.streams)
+            self._unfinished[str(number)] = UnfinishedResponse(request, detokenizer)
             engine.engine_core.add_request(core_request)
 
-    def poll(self, seconds: float) -> dict[int, Completion]:
+    def poll(self, seconds: float) -> dict[int, Completion | RequestError]:
         """See `Engine.poll`."""
         ends = time.perf_counter() + seconds
         while self._unfinished and time.perf_counter() < ends:
             self._step()
-        begun = ((name, one) for name, one in self._unfinished.items() if one.streams and one.tokens)
-        so_far: dict[int, Completion] = {int(name): one.so_far(self.version) for name, one in begun}
+        begun = ((name, one) for name, one in self._unfinished.items() if one.request.streams and one.tokens)
+        so_far = {int(name): one.so_far(self.version) for name, one in begun}
         finished, self._finished = self._finished, {}
-        return so_far | finished
+        return {**so_far, **finished}
 
     def unfinished_tokens(self) -> int:
         """See `Engine.unfinished_tokens`."""
@@ -187,7 +194,10 @@ class VLLMEngine:
             self._step()
         # Little or nothing here is work for the requests that were submitted.
         self._decoded = decoded
-        return self._finished.pop(_NOW)
+        completion = self._finished.pop(_NOW)
+        if isinstance(completion, RequestError):
+            raise completion
+        return completion
 
     def take_decoded(self) -> Decoded:
         """See `Engine.take_decoded`."""
@@ -264,9 +274,10 @@ class VLLMEngine:
             if response is None:
                 continue
             if response.tokens:
-                cached += response.prompt + len(response.tokens)
+                cached += len(response.request.prompt) + len(response.tokens)
             if output.routed_experts is not None:
                 response.routed_experts.append(output.routed_experts)
+            response.add_alternatives(output.new_logprobs)
             reason = None if output.finish_reason is None else str(output.finish_reason)
             if response.add(output.new_token_ids, _logprobs(output.new_logprobs), reason == "stop"):
                 if reason is None:
@@ -287,17 +298,16 @@ class VLLMEngine:
 class UnfinishedResponse:
     """One response's tokens so far, their logprobs, and the weights' versions of the tokens before the last refit."""
 
-    def __init__(self, prompt: int, detokenizer: Any, streams: bool = False):
-        # Tokens of the prompt.
-        self.prompt = prompt
+    def __init__(self, request: Request, detokenizer: Any):
+        self.request = request
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: tuple[int, ...] = ()
+        self.alternatives: list[tuple[tuple[int, float], ...]] = []
         # Of the prompt's tokens, then of the tokens that each step has seen.
         self.routed_experts: list[np.ndarray] = []
         # vLLM's own incremental detokenizer, where stop strings end the response; else None.
         self.detokenizer = detokenizer
-        self.streams = streams
 
     def add(self, tokens: list[int], logprobs: list[float], ended: bool) -> bool:
         """Add one step's tokens (several if a draft was accepted). `ended`: the last one is a stop token. Return
@@ -313,6 +323,14 @@ class UnfinishedResponse:
                 return True
         return False
 
+    def add_alternatives(self, given: Any) -> None:
+        """Add the most likely tokens of one step's positions, from vLLM's arrays, whose column 0 is the sampled token.
+        Tokens with a probability of 0 are left out."""
+        if (count := self.request.sampling.options.top_logprobs) and given is not None:
+            for tokens, logprobs in zip(given.logprob_token_ids.tolist(), given.logprobs.tolist(), strict=True):
+                pairs = zip(tokens[1 : count + 1], logprobs[1 : count + 1], strict=True)
+                self.alternatives.append(tuple(pair for pair in pairs if pair[1] > -math.inf))
+
     def note_version(self, version: int) -> None:
         """Note that `version` sampled the tokens without a version."""
         self.versions += (version,) * (len(self.tokens) - len(self.versions))
@@ -320,7 +338,7 @@ class UnfinishedResponse:
     def so_far(self, version: int) -> Unfinished:
         """Return the tokens so far of a response that streams."""
         versions = self.versions + (version,) * (len(self.tokens) - len(self.versions))
-        return Unfinished(tuple(self.tokens), tuple(self.logprobs), "length", versions)
+        return Unfinished(tuple(self.tokens), tuple(self.logprobs), "length", versions, None, self._alternatives())
 
     def completion(self, finish_reason: str, version: int) -> Completion:
         if len(self.logprobs) != len(self.tokens):
@@ -329,14 +347,18 @@ class UnfinishedResponse:
         experts = None
         if self.routed_experts:
             # Tokens after a stop string are dropped, and no step has seen the last token.
-            experts = np.concatenate(self.routed_experts)[: self.prompt + len(self.tokens) - 1]
+            experts = np.concatenate(self.routed_experts)[: len(self.request.prompt) + len(self.tokens) - 1]
             if not experts.any():
                 raise EngineError(
                     "vLLM chose experts inside of a kernel that does not record them: set "
                     "+generation.vllm_kwargs.moe_backend=triton, or policy.router_replay.enabled=false"
                 )
         reason = "stop" if finish_reason == "stop" else "length"
-        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions, experts)
+        top = self._alternatives()
+        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions, experts, top)
+
+    def _alternatives(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        return tuple(self.alternatives[: len(self.tokens)])
 
 
 def _logprobs(given: Any) -> list[float]:
@@ -347,9 +369,10 @@ def _logprobs(given: Any) -> list[float]:
 
 
 def _parameters(request: Request) -> Any:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-    sampling = request.sampling
+    sampling, options = request.sampling, request.sampling.options
+    schema = options.json_schema
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -362,7 +385,11 @@ def _parameters(request: Request) -> Any:
         # vLLM adds the end tokens of the model's generation_config.json, but nothing ends a probe.
         ignore_eos=not sampling.stop_token_ids,
         # 0: the logprob of the sampled token only.
-        logprobs=0,
+        logprobs=options.top_logprobs,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        repetition_penalty=options.repetition_penalty,
+        structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
         output_kind=RequestOutputKind.FINAL_ONLY,
         # Nobody else has this object, so vLLM need not copy it deeply.
         skip_clone=True,

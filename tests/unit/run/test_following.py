@@ -17,7 +17,7 @@ from nemo_rl_lite.errors import LauncherError, RefitError, RunStopped
 from nemo_rl_lite.observability import runs
 from nemo_rl_lite.observability.environment import COMMAND_FILE, CONFIG_FILE, STATUS_FILE
 from nemo_rl_lite.observability.live import LIVE_FILE
-from nemo_rl_lite.observability.runs import NoRunError, find_run, read_state, read_states
+from nemo_rl_lite.observability.runs import NoRunError, existing_or_run, find_run, read_state, read_states
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.run import following
 from nemo_rl_lite.run.folder import locked, status_kept
@@ -127,8 +127,9 @@ def test_runs_are_found_by_folder_name_and_as_the_last(capsys):
     assert [one.folder for one in read_states([Path("outputs")])] == [new, old]
     assert find_run("last") == find_run("outputs") == find_run("other") == find_run("sweep-1/0") == new
     assert find_run("mine") == find_run("outputs/a") == find_run(str(old.absolute())).relative_to(Path.cwd()) == old
+    assert existing_or_run(Path("last")) == new and existing_or_run(Path("outputs")) == Path("outputs")
     with pytest.raises(NoRunError, match=r"othr: .*other"):
-        find_run("othr")
+        existing_or_run(Path("othr"))
     with pytest.raises(NoRunError, match="nothing/ has none"):
         find_run("last", Path("nothing"))
 

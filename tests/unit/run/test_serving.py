@@ -69,6 +69,20 @@ def test_a_runs_exported_model_has_its_engine_and_its_sampling(tmp_path):
     assert find(run / "hf").name == "mine"
 
 
+def test_a_model_is_named_by_its_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("older", "newer"):
+        (run := Path("outputs") / name).mkdir(parents=True)
+        exported(run_folder(run, "generation=transformers", run_name=f"my-{name}"))
+        (run / "command.txt").write_text("nrl-lite train\n")
+        status = {"state": "done", "started": f"2026-01-0{1 + (name == 'newer')}T00:00:00+00:00"}
+        (run / "status.json").write_text(json.dumps(status))
+    found = {word: find(Path(word)).name for word in ("last", "my-older", "newer", "outputs")}
+    assert found == {"last": "newer", "my-older": "older", "newer": "newer", "outputs": "newer"}
+    # A model's folder comes before a run of its name.
+    assert find(model_folder(Path("my-older"))).of_run is False
+
+
 def test_a_models_own_context_limits_a_chat(tmp_path):
     (run := tmp_path / "run").mkdir()
     exported(run_folder(run, "policy.max_total_sequence_length=96", "generation.max_new_tokens=48"))

@@ -47,7 +47,7 @@ def test_a_request_may_choose_its_sampling_and_every_request_has_a_seed(endpoint
     ("parameters", "status", "said"),
     [
         ({"functions": [{"name": "add"}]}, 400, "is not supported here: name them in tools"),
-        ({"frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not supported here: leave it out"),
+        ({"min_p": 0.5}, 400, "min_p = 0.5 is not supported here: leave it out"),
         ({"temperature": 3}, 400, "temperature = 3: this engine takes 0 and 0.01 to 2"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "the last one is the assistant's"),
         ({"messages": [{"role": "user", "content": "a" * 70}], "max_tokens": 39}, 400, "exceed the 100 of the context"),

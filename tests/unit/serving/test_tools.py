@@ -7,6 +7,7 @@ import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 
+from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.serving.protocol import ChatRequest
 from nemo_rl_lite.serving.public import ResponderConfig
@@ -53,7 +54,7 @@ def speaking(folder, name, end):
     sampling = Sampling(1.0, 1.0, None, 100, tokenizer.end_tokens, ())
     with bound_socket(LOCAL) as bound, Endpoint(bound, tokenizer, ["own"], LONGEST, "my-key").running() as endpoint:
         model = Speaking(tokenizer, endpoint)
-        with model.client, answering(endpoint, model, ResponderConfig(tokenizer, sampling, LONGEST, (0.01, 2.0))):
+        with model.client, answering(endpoint, model, ResponderConfig(tokenizer, sampling, LONGEST, ENGINES["vllm"])):
             yield model
 
 
