@@ -1,6 +1,6 @@
 """nemo_rl_lite: a launcher for GRPO, SFT and DPO on Ray, megatron-core and vLLM.
 
-The classes of the Python API are imported when they are first used.
+The classes of the Python API are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

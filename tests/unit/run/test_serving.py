@@ -216,7 +216,9 @@ def test_a_conversation_goes_on_until_it_is_reset(monkeypatch, capsys):
     assert chat.converse(reply, console) == 1
     assert asked == [["a"], ["a", "1", "b"], ["a", "1", "b", "2", "too long"], ["c"]]
     assert capsys.readouterr().out == "1\n2\n4\n"
-    assert "no room. /reset begins a new" in console.file.getvalue() and "no /what" in console.file.getvalue()
+    assert (
+        "no room. /reset starts a new" in console.file.getvalue() and "unknown command /what" in console.file.getvalue()
+    )
 
 
 @pytest.mark.parametrize("at_terminal", [True, False])
@@ -244,4 +246,4 @@ def test_a_port_in_use_is_found_before_the_model_loads(tmp_path, capsys, monkeyp
 def test_a_port_that_is_none(port, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         serve.main([str(tmp_path), f"--port={port}"])
-    assert ended.value.code == 2 and f"'{port}' is no port" in capsys.readouterr().err
+    assert ended.value.code == 2 and f"'{port}' is not a port" in capsys.readouterr().err
