@@ -1,4 +1,4 @@
-"""Requests and answers of OpenAI's completions and chat completions, without HTTP and without engines."""
+"""Requests and answers of the OpenAI API, independent of HTTP and engines."""
 
 import asyncio
 import json
@@ -25,12 +25,12 @@ _HARMLESS = frozenset(
 )
 # Alternatives to refused parameters.
 _INSTEAD = {
-    "tools": "the chat template writes them, so ask /chat/completions",
-    "functions": "name them in tools, as OpenAI's newer API does",
-    "stop_token_ids": "those of generation.stop_token_ids hold for all responses",
-    "echo": "the engines keep no logprobs of a prompt; write the prompt before the text yourself",
+    "tools": "use /chat/completions, whose chat template writes them",
+    "functions": "use tools",
+    "stop_token_ids": "set generation.stop_token_ids, for all responses",
+    "echo": "prepend the prompt to the text yourself; the engines return no logprobs of a prompt",
 }
-# Values that leave sampling as it is.
+# Values that do not change sampling.
 _NEUTRAL: dict[str, Any] = {
     "tool_choice": "none",
     "best_of": 1,
@@ -38,43 +38,42 @@ _NEUTRAL: dict[str, Any] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
 }
-# OpenAI's word for a chat that leaves no room for a response.
+# OpenAI's code for a chat without room for a response.
 FULL = "context_length_exceeded"
-# Characters of a text that the event loop tokenizes in a few milliseconds.
+# Longer texts, in characters, are tokenized in a thread: they would block the event loop for milliseconds.
 _LONG = 20_000
 # OpenAI's and vLLM's limit on the most likely tokens of a position.
 _MOST_LOGPROBS = 20
-# The length of a call's id; Mistral's templates take no other.
+# Length of a tool call's id, which Mistral's templates require.
 _ID_LETTERS = 9
 
 
 class RefusedError(Exception):
-    """A request that is not answered: HTTP status, message, parameter, and a word for programs."""
+    """A rejected request: HTTP status, message, parameter and OpenAI's error code."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI's clients expect it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Prompts, and their responses in turn: equally many for each, and at least one."""
+    """Prompts and their responses, the same number for each prompt, in order."""
 
     prompts: tuple[tuple[int, ...], ...]
     completions: tuple[Completion, ...]
 
 
 class ApiRequest(BaseModel):
-    """Parameters of all requests. None: not given."""
+    """Parameters of all requests; None if not given."""
 
     model_config = ConfigDict(extra="allow")
     source: ClassVar[str]
-    """The parameter of the prompt."""
+    """Name of the prompt's parameter."""
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
 
@@ -123,52 +122,52 @@ class ApiRequest(BaseModel):
 
     @abstractmethod
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        """Tokens of each prompt. Raises RefusedError: there are none, or no engine takes them."""
+        """Return the tokens of each prompt. Raises RefusedError: a prompt is empty or invalid."""
 
     def text(self, completion: Completion, tokenizer: ChatTokenizer) -> str:
-        """Text of a response, up to the request's own stop string; ids and logprobs are of all tokens."""
+        """Return the text of a response up to the request's stop string. Ids and logprobs keep all tokens."""
         text = tokenizer.text(completion.tokens)
         return text[: min((text.index(stop) for stop in self.stop or () if stop in text), default=None)]
 
     @abstractmethod
     def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-        """Convert the answer to OpenAI's format, with vLLM's fields for token ids."""
+        """Convert the answer to OpenAI's format, plus vLLM's token ids."""
 
     @abstractmethod
     def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
-        """Return the logprobs of a choice; None where the request asks for none."""
+        """Return the logprobs of a choice; None if not requested."""
 
     def shown(self, text: str, so_far: Completion, tokenizer: ChatTokenizer) -> int:
-        """Return how many characters of an unfinished response a stream may show."""
+        """Return the number of characters of an unfinished response that a stream may show."""
         return held_back(text, self.stop or ())
 
     def opening_delta(self) -> Mapping[str, Any]:
-        """Return what the first chunk of a choice says before its text."""
+        """Return the content of a choice's first chunk, before its text."""
         return {}
 
     @abstractmethod
     def delta(self, text: str) -> dict[str, Any]:
-        """Return a choice's part of a chunk with more text."""
+        """Return the content of a chunk with more text."""
 
     @abstractmethod
     def last_delta(self, choice: Mapping[str, Any], sent: int) -> Mapping[str, Any]:
-        """Return a whole choice's part of the last chunk, behind so many characters of its text."""
+        """Return the content of the last chunk of a choice, after `sent` characters of its text."""
 
 
 ChoiceProgress = Callable[[int, Completion], None]
-"""Told of a choice's tokens so far."""
+"""Receives the index of a choice and its tokens so far."""
 
 
 class CompletionHandler(Protocol):
     """Answers the requests of one key."""
 
     async def respond(self, asked: ApiRequest, progress: ChoiceProgress | None = None) -> Answer:
-        """Answer a request, and tell of the tokens so far where it streams. Raises RefusedError."""
+        """Answer a request; report the tokens so far if it streams. Raises RefusedError."""
         ...
 
 
 def read_request[T: ApiRequest](kind: type[T], content: Any) -> T:
-    """Read the body of a request. Raises RefusedError: it is invalid, or has an unsupported parameter."""
+    """Parse the body of a request. Raises RefusedError: it is invalid or has an unsupported parameter."""
     try:
         asked = kind.model_validate(content)
     except ValidationError as error:
@@ -184,8 +183,8 @@ def read_request[T: ApiRequest](kind: type[T], content: Any) -> T:
 
 
 def _answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
-    """Fields of all answers; `choices` has the others, one entry for each response. `system_fingerprint` names the
-    newest step whose weights sampled the responses."""
+    """Return an answer; `choices` has the request-specific fields. `system_fingerprint` is the newest step whose
+    weights sampled the responses."""
     responses = answer.completions
     sizes = sum(map(len, answer.prompts)), sum(len(one.tokens) for one in responses)
     return {
@@ -222,19 +221,19 @@ class ChatRequest(ApiRequest):
         return self.top_logprobs or 0
 
     def chat(self) -> tuple[Message, ...]:
-        """Read the messages. Raises RefusedError: they are not a chat that the policy can answer."""
+        """Read the messages. Raises RefusedError: they are not a chat that ends before the assistant's turn."""
         try:
             messages = read_messages(self.messages, "messages")
         except DataError as error:
             raise RefusedError(400, str(error), "messages") from None
         if messages[-1]["role"] == "assistant":
-            raise RefusedError(400, "messages: the last one is the assistant's, which has to answer it", "messages")
+            raise RefusedError(400, "messages: the last message is the assistant's; end with another role", "messages")
         return messages
 
     def offered(self) -> tuple[Tool, ...]:
-        """Tools that the model may call. Raises RefusedError: they are not functions, or a call is demanded."""
+        """Return the tools that the model may call. Raises RefusedError: a tool is invalid, or a call is forced."""
         if self.tool_choice not in (None, "auto", "none"):
-            fix = 'nothing makes the engines write a call; leave it out, or choose "auto" or "none"'
+            fix = 'use "auto" or "none"; the engines cannot force a call'
             rule = f"tool_choice = {self.tool_choice!r:.60} is not supported here: {fix}"
             raise RefusedError(400, rule, "tool_choice")
         try:
@@ -247,14 +246,10 @@ class ChatRequest(ApiRequest):
         return sum(_characters(message.get("content")) for message in self.messages)
 
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        """See `ApiRequest.prompts`: there is one. Raises RefusedError also if the tokenizer does not take the tools."""
         tools = self.offered()
         if tools and not tokenizer.takes_tools:
-            rule = (
-                "the model's chat template does not write them, or writes calls in a way that is not known "
-                "(docs/rollouts.md lists the known ones)"
-            )
-            fix = "describe the tools in a message, or name another template with policy.tokenizer.chat_template"
+            rule = "the model's chat template does not write tools, or uses an unknown format of calls"
+            fix = "describe the tools in a message, or set policy.tokenizer.chat_template"
             raise RefusedError(400, f"tools: {rule}: {fix}", "tools")
         try:
             return (tuple(tokenizer.prompt(self.chat(), tools)),)
@@ -272,7 +267,7 @@ class ChatRequest(ApiRequest):
         return _answer_body(answer, choices, model) | own
 
     def shown(self, text: str, so_far: Completion, tokenizer: ChatTokenizer) -> int:
-        """See `ApiRequest.shown`. From where a call of a tool may begin, the text waits for the response's end."""
+        """Hold back text that may start a tool call until the response ends."""
         if not self.offered():
             return super().shown(text, so_far, tokenizer)
         marker = tokenizer.call_marker
@@ -295,8 +290,8 @@ class ChatRequest(ApiRequest):
         return {"delta": delta}
 
     def _said(self, completion: Completion, tokenizer: ChatTokenizer, tools: Sequence[Tool]) -> dict[str, Any]:
-        """Message of a response, with its calls of `tools`, and the finish reason if there are any. As in vLLM, an
-        unreadable call makes the response a text, and the client checks whether calls fit the tools."""
+        """Return the message of a response with its tool calls. As in vLLM, an unreadable call makes the response a
+        text, and the client checks calls against the tools."""
         before, written = tokenizer.written_calls(completion.tokens) if tools else ("", [])
         if not written or any(call.trouble for call in written):
             return {"message": {"role": "assistant", "content": self.text(completion, tokenizer)}}
@@ -384,10 +379,10 @@ class CompletionRequest(ApiRequest):
 
 
 async def tokenized[T](asked: ApiRequest, work: Callable[[], T], tokenizer: ChatTokenizer, max_length: int) -> T:
-    """Return `work()`, which tokenizes a request; beside the event loop where its text is long.
+    """Return `work()`, which tokenizes a request; in a thread if its text is long.
 
     Raises:
-        RefusedError: the text exceeds `max_length` tokens, however it is tokenized.
+        RefusedError: the text has too many characters for `max_length` tokens.
     """
     characters = asked.characters()
     if characters > max_length * tokenizer.longest_token:
@@ -399,8 +394,7 @@ async def tokenized[T](asked: ApiRequest, work: Callable[[], T], tokenizer: Chat
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters of a text can be shown: none of a mark in it, nor of what may become one at its
-    end."""
+    """Return the number of characters before the first mark, or before an end that may become a mark."""
     shown = min((text.index(mark) for mark in marks if mark in text), default=len(text))
     longest = max(map(len, marks), default=0)
     for length in range(min(longest - 1, shown), 0, -1):
@@ -432,7 +426,6 @@ def _top_logprobs(completion: Completion, count: int) -> Sequence[Sequence[tuple
 
 
 def _characters(content: Any) -> int:
-    """Count the characters of a message's content: a text, or a list of parts with texts."""
     if isinstance(content, list):
         return sum(_characters(part.get("text")) for part in content if isinstance(part, dict))
     return len(content) if isinstance(content, str) else 0
@@ -443,16 +436,16 @@ def _is_token(given: Any) -> bool:
 
 
 def _tokens(prompt: Any, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """Tokens of one prompt. Raises RefusedError: it is invalid or empty."""
+    """Return the tokens of one prompt. Raises RefusedError: it is invalid or empty."""
     if isinstance(prompt, str):
         tokens = tokenizer.opening(prompt)
     elif isinstance(prompt, list) and all(map(_is_token, prompt)):
         tokens = prompt
     else:
-        raise RefusedError(400, "prompt: it is a text, a list of token ids, or a list of either", "prompt")
+        raise RefusedError(400, "prompt: must be a text, a list of token ids, or a list of these", "prompt")
     if not tokens:
-        raise RefusedError(400, "prompt: it has no tokens, and a response has to continue some", "prompt")
+        raise RefusedError(400, "prompt: has no tokens", "prompt")
     highest = tokenizer.highest_token
     if unknown := [token for token in tokens if not 0 <= token <= highest]:
-        raise RefusedError(400, f"prompt: {unknown[0]} is no token id, which are 0 to {highest}", "prompt")
+        raise RefusedError(400, f"prompt: {unknown[0]} is not a token id (0 to {highest})", "prompt")
     return tuple(tokens)

@@ -1,4 +1,4 @@
-"""Answer requests that belong to no episode, each with its own sampling."""
+"""Answers requests outside of episodes, each with its own sampling."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ class ResponderConfig:
 
 @dataclass(frozen=True)
 class PublicHandler:
-    """`CompletionHandler` that keeps nothing of a conversation."""
+    """A stateless `CompletionHandler`."""
 
     config: ResponderConfig
     requests: Requests
@@ -35,7 +35,7 @@ class PublicHandler:
         usual, tokenizer, max_length = self._sampling(asked), self.config.tokenizer, self.config.max_length
         prompts = await tokenized(asked, lambda: asked.prompts(tokenizer), tokenizer, max_length)
         samplings = [self._limited(usual, asked, len(prompt)) for prompt in prompts]
-        # vLLM's first model runner ignores all seeds of a batch on a CPU where one request has none.
+        # On CPUs, vLLM ignores all seeds of a batch if one request has none.
         seed = random.getrandbits(_SEED_BITS) if asked.seed is None else asked.seed
         seeds = [(seed + index) % 2**_SEED_BITS for index in range(asked.n or 1)]
         streams, each = progress is not None, zip(prompts, samplings, strict=True)
@@ -51,7 +51,7 @@ class PublicHandler:
         return Answer(prompts, tuple(completion for completion, _ in sampled))
 
     def _limited(self, usual: Sampling, asked: ApiRequest, prompt_tokens: int) -> Sampling:
-        """Set the limit on new tokens: the request's, or else what the context has room for. See `limited`."""
+        """Set the limit on new tokens: the request's, or the room in the context. See `limited`."""
         room = self.config.max_length - prompt_tokens
         if asked.most_tokens is None and room > 0:
             usual = replace(usual, max_new_tokens=min(usual.max_new_tokens, room))
@@ -62,12 +62,12 @@ class PublicHandler:
         sampling = replace(usual, stop_strings=(*usual.stop_strings, *(asked.stop or ())))
         temperature = sampling.temperature if asked.temperature is None else asked.temperature
         if temperature and not lowest <= temperature <= highest:
-            message = f"temperature = {temperature:g}: this engine takes 0 and {lowest:g} to {highest:g}"
+            message = f"temperature = {temperature:g}: must be 0, or {lowest:g} to {highest:g}, for this engine"
             raise RefusedError(400, message, "temperature")
         if asked.top_p is not None and not 0 < asked.top_p <= 1:
-            raise RefusedError(400, f"top_p = {asked.top_p:g} is not above 0 and at most 1", "top_p")
+            raise RefusedError(400, f"top_p = {asked.top_p:g} must be above 0 and at most 1", "top_p")
         if asked.top_k is not None and asked.top_k < -1:
-            raise RefusedError(400, f"top_k = {asked.top_k} is no number of tokens", "top_k")
+            raise RefusedError(400, f"top_k = {asked.top_k} must be -1 or more", "top_k")
         options = asked.options()
         if not temperature and options.top_logprobs == 1:
             # The sampled token is the most likely one.
@@ -78,28 +78,24 @@ class PublicHandler:
         sampling = replace(sampling, options=options)
         if not temperature:
             return sampling.greedy()
-        # -1 and 0 are vLLM's words for all tokens.
+        # As in vLLM, -1 and 0 mean all tokens.
         top_k = sampling.top_k if asked.top_k is None else max(asked.top_k, 0) or None
         return replace(sampling, temperature=temperature, top_p=asked.top_p or sampling.top_p, top_k=top_k)
 
 
 def limited(sampling: Sampling, asked: ApiRequest, prompt_tokens: int, max_length: int) -> Sampling:
-    """Set the request's own limit on new tokens.
-
-    Raises:
-        RefusedError: it is above the run's limit, or prompt and response do not fit.
-    """
+    """Set the request's limit on new tokens. Raises RefusedError: it exceeds the run's limit or the context."""
     most = sampling.max_new_tokens if asked.most_tokens is None else asked.most_tokens
     if most > sampling.max_new_tokens:
         limit = f"a response has at most generation.max_new_tokens = {sampling.max_new_tokens} tokens"
-        fix = "ask for no more, or raise that key (nrl-lite serve --max-new-tokens)"
+        fix = "ask for fewer, or raise that key (nrl-lite serve --max-new-tokens)"
         raise RefusedError(400, f"max_tokens = {most}: {limit}; {fix}", "max_tokens")
     if prompt_tokens + most > max_length:
-        fix = "send less" if asked.most_tokens is None else "ask for less with max_tokens, or send less"
+        fix = "shorten the prompt" if asked.most_tokens is None else "lower max_tokens, or shorten the prompt"
         raise RefusedError(
             400,
-            f"{prompt_tokens} tokens of {asked.source} and {most} of the response exceed the {max_length} of the "
-            f"context (policy.max_total_sequence_length): {fix}",
+            f"{prompt_tokens} tokens of {asked.source} and {most} of the response exceed the context of {max_length} "
+            f"(policy.max_total_sequence_length): {fix}",
             asked.source,
             FULL,
         )

@@ -104,10 +104,10 @@ def test_on_a_gpu_vllm_takes_what_fits_of_the_context(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"most": 600}, "--max-new-tokens 600: a chat and its response have 600 tokens together"),
-        ({"temperature": -1}, "--temperature -1: this engine takes"),
-        ({"top_p": 2}, "--top-p 2 is not"),
-        ({"top_k": 0}, "--top-k 0 is not"),
+        ({"most": 600}, "--max-new-tokens 600: must be above 0 and below the context of 600 tokens"),
+        ({"temperature": -1}, "--temperature -1: must be 0, or"),
+        ({"top_p": 2}, "--top-p 2: must be"),
+        ({"top_k": 0}, "--top-k 0: must be"),
     ],
 )
 def test_a_flag_out_of_range_is_named(tmp_path, flags, said):

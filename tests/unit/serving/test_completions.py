@@ -64,17 +64,17 @@ def test_a_completion_has_the_usual_sampling_and_may_be_a_stream(openai, echo):
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ({"prompt": ["ab", {}]}, "prompt: it is a text, a list of token ids, or a list of either"),
-        ({"prompt": []}, "prompt: it has no tokens"),
-        ({"prompt": [97, 128]}, "prompt: 128 is no token id, which are 0 to 127"),
+        ({"prompt": ["ab", {}]}, "prompt: must be a text, a list of token ids"),
+        ({"prompt": []}, "prompt: has no tokens"),
+        ({"prompt": [97, 128]}, "prompt: 128 is not a token id (0 to 127)"),
         ({"stop": ["x", ""]}, "stop.1: String should have at least 1 character"),
         ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
         ({"presence_penalty": 3}, "presence_penalty: Input should be less than or equal to 2"),
         ({"response_format": {"type": "json_schema"}}, "response_format = {'type': 'json_schema'}: it must be"),
-        ({"echo": True, "logprobs": 0}, "echo = True is not supported here: the engines keep no logprobs of a prompt"),
+        ({"echo": True, "logprobs": 0}, "echo = True is not supported here: prepend the prompt"),
         (
             {"tools": [{"name": "add"}]},
-            "is not supported here: the chat template writes them, so ask /chat/completions",
+            "is not supported here: use /chat/completions",
         ),
         ({"suffix": "end"}, "suffix = 'end' is not supported here: leave it out"),
     ],

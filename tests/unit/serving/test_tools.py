@@ -143,7 +143,7 @@ def test_a_call_that_cannot_be_read_or_is_only_considered_is_text(model, said, e
         (
             {"tool_choice": "required"},
             "tool_choice",
-            "'required' is not supported here: nothing makes the engines write",
+            "'required' is not supported here: use ",
         ),
         ({"tools": [{"type": "function"}]}, "tools", "tools: a tool has no name"),
     ],
