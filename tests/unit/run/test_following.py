@@ -92,7 +92,7 @@ def test_a_running_one_says_what_it_does_and_how_long_it_takes():
     # Two steps are left, and the last two took 20 s with what was between them.
     assert state.seconds_left == pytest.approx(20, abs=2)
     assert rows["now"].startswith("train for 7 s") and rows["progress"].startswith("step 3/5 (60%)")
-    assert "70.0 GiB on the fullest of 1 GPUs, 10.0 of 64.0 GiB" in rows["memory"]
+    assert "up to 70.0 GiB on each of 1 GPUs, 10.0 of 64.0 GiB" in rows["memory"]
     assert "reward errors in the last step: 2" in rows["problem"] and "none yet" in rows["checkpoint"]
 
 

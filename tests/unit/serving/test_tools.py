@@ -157,7 +157,7 @@ def test_tools_that_cannot_be_offered_are_refused(model, parameters, param, said
 @pytest.mark.parametrize(("name", "end"), [("llama3.jinja", "<|eot_id|>"), ("gemma4.jinja", "<turn|>")])
 def test_a_template_without_tools_is_named(tmp_path, name, end):
     with speaking(tmp_path, name, end) as model:
-        with pytest.raises(BadRequestError, match="tools: the model's chat template does not write them") as refused:
+        with pytest.raises(BadRequestError, match="tools: the model's chat template does not write tools") as refused:
             model.ask()
         assert "environment" not in refused.value.message and not model.asked
         assert model.ask(tools=()).choices[0].message.content == ""
