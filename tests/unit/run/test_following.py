@@ -105,7 +105,7 @@ def test_a_killed_launcher_is_lost_at_once():
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
     assert read_state(folder).state == "lost"
-    assert "is gone" in dict(following.status_rows(read_state(folder)))["problem"]
+    assert "ended without a message" in dict(following.status_rows(read_state(folder)))["problem"]
     with pytest.raises(LauncherError, match="has no train"):
         following.tail(folder, 3, print)
 

@@ -169,7 +169,7 @@ def test_where_there_is_no_model_the_message_says_how_to_get_one(tmp_path, monke
         find(tmp_path / "empty")
     (run / "hf").mkdir()
     run_folder(tmp_path, unheard_of=1)
-    with pytest.raises(CheckpointError, match="a run of another version of the launcher; nrl-lite export"):
+    with pytest.raises(CheckpointError, match="a run of another version of the launcher; export it"):
         find(run)
     monkeypatch.setattr(serving, "gpu_bytes", lambda: None)
     cluster = dataclasses.asdict(compose_config())["cluster"] | {"gpus_per_node": 1}

@@ -194,5 +194,5 @@ def test_an_address_that_is_taken_is_named():
         other.bind(("127.0.0.1", 0))
         other.listen()
         config = ServeConfig(True, "127.0.0.1", other.getsockname()[1])
-        with pytest.raises(ConfigError, match=r"cannot listen there.*\n.*generation.serve.port=null"):
+        with pytest.raises(ConfigError, match=r"cannot listen on this address.*\n.*generation.serve.port=null"):
             bound_socket(config).__enter__()
