@@ -159,7 +159,7 @@ def test_keys_that_chats_do_not_read_are_noted(tmp_path, capsys):
 def test_where_there_is_no_model_the_message_says_how_to_get_one(tmp_path, monkeypatch):
     run = run_folder(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"has neither hf/ nor a complete checkpoint: checkpoint.export_hf_at_end"
+        CheckpointError, match=r"has neither hf/ nor a complete checkpoint: set checkpoint.export_hf_at_end"
     ):
         find(run)
     with pytest.raises(CheckpointError, match=r"nowhere: no such folder; name .* or a Hub model ID"):
