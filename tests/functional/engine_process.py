@@ -85,8 +85,8 @@ seen = {
     "stop string": generate(replace(sampling, stop_strings=("a", "b", "1"), max_new_tokens=20)),
 }
 if ENGINES[backend].takes_options:
-    options = [ServedOptions(top_logprobs=3), ServedOptions(presence_penalty=1.0), ServedOptions(top_logprobs=99)]
-    seen["options"] = [generate(replace(sampling.greedy(), options=one), samples=1) for one in options]
+    served = [ServedOptions(top_logprobs=3), ServedOptions(presence_penalty=1.0), ServedOptions(top_logprobs=99)]
+    seen["options"] = [generate(replace(sampling.greedy(), options=one), samples=1) for one in served]
 
 
 def refit(name: str, version: int) -> list[RefitReport]:
