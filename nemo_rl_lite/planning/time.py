@@ -99,7 +99,7 @@ class StepTime:
         return self.logprob + self.train
 
     @property
-    def in_turn(self) -> float:
+    def synchronous(self) -> float:
         """Time of a synchronous step."""
         return self.generation + self.policy + self.refit
 
@@ -213,7 +213,7 @@ class GpuSplit:
         """Step time; infinite if refused. For colocated engines that overlap, an upper limit."""
         if self.time is None:
             return math.inf
-        return self.time.overlapped if self.overlaps and not self.colocated else self.time.in_turn
+        return self.time.overlapped if self.overlaps and not self.colocated else self.time.synchronous
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def rows(present: GpuSplit, others: Sequence[GpuSplit]) -> list[list[str]]:
             table.append([*gpus, *["-"] * 5, "refused, see below"])
         else:
             overlapped = "-" if one.colocated else _seconds(one.time.overlapped)
-            table.append([*gpus, *map(_seconds, [*astuple(one.time), one.time.in_turn]), overlapped])
+            table.append([*gpus, *map(_seconds, [*astuple(one.time), one.time.synchronous]), overlapped])
     return table
 
 

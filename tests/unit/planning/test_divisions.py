@@ -89,4 +89,4 @@ def test_one_gpu_is_not_divided():
     present, others, said = divisions(*awake, gib=80)
     assert not others and "one GPU cannot be split" in said
     # Engines that work beside the policy are predicted in turn as the most.
-    assert present.seconds == present.time.in_turn and "s at most; engines and policy work concurrently" in said
+    assert present.seconds == present.time.synchronous and "s at most; engines and policy work concurrently" in said
