@@ -1,9 +1,9 @@
 """Transformer Engine: token order when ranks exchange heads, and the random state of attention.
 
 With `cp_comm_type=a2a`, context-parallel ranks exchange parts of sequences for parts of heads, and back. Tokens arrive
-in the order of ranks, but attention needs the order of sequences. Transformer Engine 2.12 computes both orders on the host
-for every tensor of every layer. It waits for the device twice per chunk of a sequence. Here they are computed once per
-row, on the device. Later releases have a kernel under other names.
+in the order of ranks, but attention needs the order of sequences. Transformer Engine 2.12 computes both orders on the
+host for every tensor of every layer. It waits for the device twice per chunk of a sequence. Here they are computed once
+per row, on the device. Later releases have a kernel under other names.
 """
 
 import logging

@@ -148,7 +148,7 @@ def optimizer_step_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths:
 
 
 def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:
-    """Return the time to sample a step's responses. A prompt is prefilled once for all its samples."""
+    """Return the time to sample the responses of a step. A prompt is prefilled once for all its samples."""
     item, wide = item_bytes(config), engine_ranks(config)
     weights, token_bytes = parameter_count(shape) * item // wide, token_cache_bytes(config, shape)
     cache = engine_of(config).kv_bytes(config, token_bytes, weights, gpu_bytes)
@@ -199,7 +199,7 @@ class GpuSplit:
     policy_gpus: int
     colocated: bool
     overlaps: bool = False
-    """Whether engines generate while the policy trains."""
+    """True: engines generate while the policy trains."""
     time: StepTime | None = None
     """None if the split is invalid or does not fit."""
     refusal: str = ""

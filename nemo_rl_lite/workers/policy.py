@@ -303,7 +303,7 @@ class Replicas:
 
 
 def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return `Policy.take_waits` from the seconds of each replica's passes, by phase. Replicas start each pass
+    """Return `Policy.take_waits` from the pass times of each replica, by phase. Replicas start each pass
     together."""
     found: dict[str, float] = {}
     for phase in replicas[0]:

@@ -49,7 +49,7 @@ class AllocatedWorkers:
 class StartingWorkers(AllocatedWorkers):
     """Worker processes that are building. `policy` and `teacher` are None if they wait for colocated engines to sleep.
 
-    Each call returns the seconds of the parts of the start-up.
+    Each call returns start-up times by part.
     """
 
     model_path: Path
