@@ -1,4 +1,4 @@
-"""Compare the stated answer with the reference: text first, then exact values, then math-verify. docs/rollouts.md has a
+"""Compare the stated answer with the reference: text first, then exact values, then math-verify. docs/math_reward.md has a
 table of what is equal."""
 
 import logging
