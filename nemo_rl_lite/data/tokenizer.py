@@ -125,7 +125,7 @@ class ChatTokenizer:
         if not self.takes_tools:
             rule = (
                 f"offers tools, and the chat template of policy.model_name = {self._model_path} does not write them, "
-                "or writes calls in a way that is not known (docs/rollouts.md lists the known ones)"
+                "or writes calls in a way that is not known (docs/environments.md lists the known ones)"
             )
             needs_none = "environment=python environment.kwargs.call=block, which needs none"
             fix = f"a model whose template takes tools, such as Qwen3, or {needs_none}"

@@ -1,4 +1,4 @@
-"""Find the answer that a response states. docs/rollouts.md has a table of the forms that are read."""
+"""Find the answer that a response states. docs/math_reward.md lists the forms."""
 
 import re
 

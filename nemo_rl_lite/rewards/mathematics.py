@@ -1,5 +1,7 @@
-"""Compare the stated answer with the reference: text first, then exact values, then math-verify. docs/rollouts.md has a
-table of what is equal."""
+"""Compare the stated answer with the reference: text first, then exact values, then math-verify.
+
+docs/math_reward.md lists the equal forms.
+"""
 
 import logging
 import re

@@ -233,7 +233,7 @@ class ChatRequest(ApiRequest):
         if tools and not tokenizer.takes_tools:
             rule = (
                 "the model's chat template does not write them, or writes calls in a way that is not known "
-                "(docs/rollouts.md lists the known ones)"
+                "(docs/environments.md lists the known ones)"
             )
             fix = "describe the tools in a message, or name another template with policy.tokenizer.chat_template"
             raise RefusedError(400, f"tools: {rule}: {fix}", "tools")

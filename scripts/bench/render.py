@@ -127,12 +127,12 @@ TABLES = {
         ),
     ),
     "engine settings table": Table(
-        "rollouts",
+        "analysis/engines",
         "engine-settings-1x-h100",
         columns=("throughput", "start", "bandwidth share of decoding"),
     ),
     "precision table": Table(
-        "rollouts",
+        "analysis/engines",
         "engine-precision-smollm2-135m-instruct-1x-h100",
         columns=(
             *("mean logprob difference", "gen_kl_error", "token_mult_prob_error"),
