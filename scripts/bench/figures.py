@@ -18,8 +18,8 @@ STYLE = """
 text{font:14px system-ui,sans-serif;fill:#1f2328}.small{font-size:12px}.bold{font-weight:600}
 .middle{text-anchor:middle}.end{text-anchor:end}.card{fill:#fff}.on{fill:#1f2328}.line{stroke:#59636e;fill:none}
 .box{fill:none;stroke:#818b98;stroke-dasharray:4 3}.a{fill:#4ac26b}.b{fill:#e3b341}.c{fill:#54aeff}.d{fill:#cf222e}
-.e{fill:#c297ff}.f{fill:#fd8c73}.g{fill:#afb8c1}.h{fill:#8ddb8c}
-@media(prefers-color-scheme:dark){.card{fill:#0d1117}text{fill:#e6edf3}.on{fill:#1f2328}.line,.box{stroke:#9198a1}}
+.e{fill:#c297ff}.f{fill:#fd8c73}.g{fill:#afb8c1}.h{fill:#8ddb8c}.i{fill:#d1d9e0}
+@media(prefers-color-scheme:dark){.card{fill:#0d1117}text{fill:#e6edf3}.on{fill:#1f2328}.line,.box{stroke:#9198a1}.i{fill:#30363d}}
 """
 Record = Mapping[str, Any]
 
@@ -98,8 +98,8 @@ LEFT, SECOND, WINDOW = 120, 25.0, 25.0
 
 def timeline(split: Record, shared: Record) -> Picture:
     """Draw what engines and policy do during some steps, by source of rollouts."""
-    picture = Picture(860, 372, "Timeline of sync and asynchronous steps on two GPUs")
-    picture.legend(LEFT, 26, {"a": "generate", "b": "logprob", "c": "train", "d": "refit", "g": "idle"}, 95)
+    picture = Picture(880, 372, "Timeline of sync and asynchronous steps on two GPUs")
+    picture.legend(LEFT, 26, {"a": "generate", "b": "logprob", "c": "train", "d": "refit", "i": "idle"}, 95)
     groups = (
         ("sync", "sync, 1 + 1 GPUs", 0),
         ("one step off", "one step off, 1 + 1 GPUs", 1),
@@ -143,9 +143,9 @@ def _apart(picture: Picture, top: float, found: Mapping[str, float], ahead: int)
         generated = found["policy idle"] if not ahead else found["step time"] - found["engines idle"]
         trained = end - found["refit"]
         _block(picture, engines, begin, begin + generated, "a", f"rollout {step + ahead}")
-        _block(picture, engines, begin + generated, trained, "g")
+        _block(picture, engines, begin + generated, trained, "i")
         if not ahead:
-            _block(picture, policy, begin, begin + generated, "g")
+            _block(picture, policy, begin, begin + generated, "i")
         learned = trained - found["train"]
         _block(picture, policy, learned - found["logprob"], learned, "b", "logprob")
         _block(picture, policy, learned, trained, "c", f"train {step}")
@@ -223,8 +223,10 @@ def refit(direct: Record, broadcast: Record) -> Picture:
         picture.text(x + 130, 28, name, "bold middle")
         picture.text(x + 130, 222, f"{means}: {seconds * 1000:.0f} ms", "small middle")
     picture.text(430, 242, f"median refit of {gigabytes:.1f} GB of bf16 weights on H200", "small middle")
-    for x, words in ((20, "shared GPU"), (300, "shared GPU"), (580, "policy's GPU"), (716, "engine's GPU")):
-        width = 260 if x < 580 else 124
+    for x, width, words in (
+        *((20, 260, "shared GPU"), (300, 260, "shared GPU")),
+        *((576, 132, "policy's GPU"), (718, 132, "engine's GPU")),
+    ):
         picture.box(x, 42, width, 160, "box")
         picture.text(x + width / 2, 60, words, "small middle")
     _slices(picture, 32, 84, "c", "parameters")
@@ -234,11 +236,11 @@ def refit(direct: Record, broadcast: Record) -> Picture:
     _slices(picture, 310, 74, "c", "parameters")
     _slices(picture, 476, 74, "a", "weights")
     _slices(picture, 412, 36, "b", "buffer", 2)
-    _slices(picture, 586, 66, "c", "parameters")
-    _slices(picture, 662, 36, "b", "", 2)
-    _slices(picture, 722, 36, "b", "", 2)
-    _slices(picture, 768, 66, "a", "weights")
-    for begin, end in ((385, 409), (449, 473), (653, 660), (699, 720), (759, 766)):
+    _slices(picture, 585, 66, "c", "parameters")
+    _slices(picture, 668, 32, "b", "", 2)
+    _slices(picture, 726, 32, "b", "", 2)
+    _slices(picture, 775, 66, "a", "weights")
+    for begin, end in ((386, 410), (450, 474), (653, 666), (702, 724), (760, 773)):
         picture.line(begin, _middle(1.5), end, _middle(1.5), arrow=True)
     return picture
 
