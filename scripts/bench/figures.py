@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import record
+import terminal
 
 FOLDER = record.ROOT / "docs" / "images"
 SPEED, SPLIT, SHARED = "speed-over-trl-large-1x-h200", "async-rate-2x-h200", "async-rate-colocated-2x-h200"
@@ -52,11 +53,12 @@ class Picture:
         end = ' marker-end="url(#head)"' if arrow else ""
         self._shapes.append(f'<path class="line" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"{end}/>')
 
-    def legend(self, x: float, y: float, entries: Mapping[str, str], apart: int) -> None:
-        """Draw a colour and its meaning for each entry, `apart` pixels each."""
-        for place, (kind, words) in enumerate(entries.items()):
-            self.box(x + place * apart, y - 11, 14, 14, kind)
-            self.text(x + place * apart + 20, y, words, "small")
+    def legend(self, x: float, y: float, entries: Mapping[str, str]) -> None:
+        """Draw a colour and its meaning for each entry."""
+        for kind, words in entries.items():
+            self.box(x, y - 11, 14, 14, kind)
+            self.text(x + 20, y, words, "small")
+            x += 42 + 6.6 * len(words)
 
     def __str__(self) -> str:
         return "\n".join([*self._shapes, "</svg>\n"])
@@ -67,9 +69,10 @@ def pictures(records: Mapping[str, Record]) -> dict[Path, str]:
     drawn = {
         "speed": speed(records[SPEED]),
         "timeline": timeline(records[SPLIT], records[SHARED]),
+        "memory": memory(records[MEMORY]),
         "refit": refit(records[DIRECT], records[BROADCAST]),
     }
-    return {FOLDER / f"{name}.svg": str(picture) for name, picture in drawn.items()}
+    return {FOLDER / f"{name}.svg": str(picture) for name, picture in drawn.items()} | terminal.pictures()
 
 
 def medians(one: Record, setting: str) -> dict[str, float]:
@@ -99,7 +102,7 @@ LEFT, SECOND, WINDOW = 120, 25.0, 25.0
 def timeline(split: Record, shared: Record) -> Picture:
     """Draw what engines and policy do during some steps, by source of rollouts."""
     picture = Picture(880, 372, "Timeline of sync and asynchronous steps on two GPUs")
-    picture.legend(LEFT, 26, {"a": "generate", "b": "logprob", "c": "train", "d": "refit", "i": "idle"}, 95)
+    picture.legend(LEFT, 26, {"a": "generate", "b": "logprob", "c": "train", "d": "refit", "i": "idle"})
     groups = (
         ("sync", "sync, 1 + 1 GPUs", 0),
         ("one step off", "one step off, 1 + 1 GPUs", 1),
@@ -170,38 +173,39 @@ def _colocated(picture: Picture, top: float, found: Mapping[str, float]) -> None
 
 # --- Memory by phase
 
-COMPONENTS = {"c": "parameters", "e": "gradients", "f": "optimizer_states", "b": "activations"} | {
-    "a": "generation_weights",
-    "h": "kv_cache",
-    "g": "other",
+COMPONENTS = {
+    "parameters": ("c", "parameters"),
+    "gradients": ("e", "gradients"),
+    "optimizer_states": ("f", "optimizer states"),
+    "activations": ("b", "activations"),
+    "generation_weights": ("a", "engine weights"),
+    "kv_cache": ("h", "KV cache"),
+    "other": ("g", "buffers, contexts"),
 }
-"""Colours of components, from the bottom of a bar to its top."""
-GPU_GIB, PIXELS, BOTTOM = 79.2, 2.4, 300
-"""GPU memory, pixels of a GiB, and the foot of the bars."""
+"""Colours and names of components, from the bottom of a bar to its top."""
+GPU_GIB, GIB, BOTTOM = 79.2, 2.7, 264
+"""Memory of the GPU, pixels of a GiB, and the foot of the bars."""
 
 
 def memory(one: Record) -> Picture:
     """Draw the predicted memory of a GPU: a panel for each preset, a bar for each phase."""
-    picture = Picture(860, 362, "Memory of a GPU by phase and offload preset")
-    for place, (kind, name) in enumerate(COMPONENTS.items()):
-        picture.legend(20 + place * 120, 26, {kind: name.replace("_", " ")}, 0)
+    picture = Picture(880, 336, "Memory of a GPU by phase and offload preset")
+    picture.legend(24, 26, dict(COMPONENTS.values()))
+    for gib in (0, 20, 40, 60, GPU_GIB):
+        picture.text(58, BOTTOM - gib * GIB + 4, f"{gib:.0f} GiB", "small end")
+    picture.line(66, BOTTOM - GPU_GIB * GIB, 860, BOTTOM - GPU_GIB * GIB)
     for place, preset in enumerate(dict.fromkeys(row["config"] for row in one["results"])):
-        left, found = 70 + 265 * place, medians(one, preset)
-        picture.text(left + 115, BOTTOM + 46, f"offload={preset}", "middle bold")
+        left, found = 72 + 270 * place, medians(one, preset)
+        picture.text(left + 118, BOTTOM + 60, f"offload={preset}", "middle bold")
         for column, phase in enumerate(dict.fromkeys(name.split(", ")[0] for name in found)):
-            x, top = left + 60 * column, float(BOTTOM)
-            for kind, name in COMPONENTS.items():
-                height = found.get(f"{phase}, {name}", 0) * PIXELS
+            x, top = left + 62 * column, float(BOTTOM)
+            for name, (kind, _) in COMPONENTS.items():
+                height = found[f"{phase}, {name}"] * GIB
                 top -= height
                 if height >= 1:
-                    picture.box(x, top, 46, height - 0.5, kind)
-            picture.text(x + 23, top - 5, f"{(BOTTOM - top) / PIXELS:.0f}", "small middle")
-            picture.text(x + 23, BOTTOM + 18, phase, "small middle")
-    for gib in (0, 20, 40, 60, GPU_GIB):
-        y = BOTTOM - gib * PIXELS
-        picture.text(58, y + 4, f"{gib:.0f} GiB", "small end")
-        if gib == GPU_GIB:
-            picture.line(66, y, 840, y)
+                    picture.box(x, top, 50, height - 0.5, kind)
+            picture.text(x + 25, BOTTOM + 18, phase, "small middle")
+            picture.text(x + 25, BOTTOM + 34, f"{(BOTTOM - top) / GIB:.0f} GiB", "small middle")
     return picture
 
 
