@@ -145,6 +145,7 @@ def test_a_cut_evaluation_continues_and_is_the_same(whole, tmp_path, model_folde
     assert rows(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_engines_take_over_from_one_that_dies_start_again_when_all_have_and_the_command_continues(
     whole, tmp_path, model_folder
 ):
