@@ -143,7 +143,7 @@ def claim(folder: Path, identity: Mapping[str, Any]) -> None:
     if not any((folder / GROUPS).glob("*.parquet")):
         write_json(file, identity)
         return
-    for key, (before, now) in changed(json.loads(file.read_text()), identity, but_for=()).items():
+    for key, (before, now) in changed(json.loads(file.read_text()), identity, ignored=()).items():
         rule = f"the evaluation in {folder} was begun with {before!r}, and the two would be mixed"
         raise ConfigError([Violation(key, now, rule, f"the same value, or another folder: {OUTPUT} FOLDER")])
 

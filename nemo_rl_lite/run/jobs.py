@@ -17,7 +17,7 @@ from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.loop import Report, Steps
 from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
-from nemo_rl_lite.checkpoint.store import Checkpoints, SaveRollouts, save_none
+from nemo_rl_lite.checkpoint.store import Checkpoints, SaveRollouts
 from nemo_rl_lite.cluster.heartbeat import SystemUsage
 from nemo_rl_lite.cluster.workers import StepProfiler, WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, has_teacher
@@ -347,7 +347,7 @@ def make_steps(
     groups: Sequence[WorkerGroup],
     callbacks: Callbacks,
     data: Mapping[str, Any],
-    rollouts: SaveRollouts = save_none,
+    rollouts: SaveRollouts = lambda folder: {},
 ) -> Steps:
     """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler; `data`: see
     `data_identity`. `rollouts` saves what the source of rollouts has in a checkpoint."""
