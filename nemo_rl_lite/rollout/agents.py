@@ -151,6 +151,9 @@ class _AgentSession:
         if asked.n not in (None, 1):
             rule = "an agent's episode is one sequence of tokens, so a request has one answer"
             raise RefusedError(400, f"n = {asked.n}: {rule}; leave it out", "n")
+        if changed := asked.options().changed():
+            rule = "training samples from the policy's own distribution, and keeps the sampled token's logprob alone"
+            raise RefusedError(400, f"{', '.join(changed)}: {rule}; leave it out", changed[0])
         if asked.seed is not None:
             rule = "seed: seeds follow from algorithm.seed, the step and the episode; leave it out"
             raise RefusedError(400, rule, "seed")

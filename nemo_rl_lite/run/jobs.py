@@ -1,7 +1,4 @@
-"""The jobs of all algorithms: data, workers and loop of GRPO, and of SFT, DPO, ORPO or KTO.
-
-`Playing` is the user's code in episodes: an environment, tools or an agent.
-"""
+"""The jobs of all algorithms: data, workers and loop of GRPO and distillation, and of SFT, DPO, ORPO and KTO."""
 
 import json
 import math
@@ -62,9 +59,9 @@ from nemo_rl_lite.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.workers.reserve import StartingWorkers
 
 ENDPOINT_FILE = "endpoint.json"
-# Samples that the terminal shows, the worst and the best, and that trackers get.
+# Numbers of samples for the terminal (worst and best) and for trackers.
 SHOWN, TRACKED = 2, 16
-# Keys that decide what a rollout is.
+# Keys that change the content of rollouts.
 _OF_ROLLOUTS = (
     *("algorithm.seed.", "algorithm.num_", "algorithm.use_dynamic_sampling.", "algorithm.overlong_filtering."),
     *("algorithm.reward_shaping.", "data.", "reward.", "environment.", "agent.", "generation."),
@@ -73,16 +70,16 @@ _OF_ROLLOUTS = (
 
 
 class Playing:
-    """The user's code that takes part in episodes. Its processes start now, while the run still reads its data."""
+    """User code in episodes: an environment, tools or an agent. Its processes start while the run reads its data."""
 
     def __init__(self, config: Config):
-        """Raises ConfigError: the code cannot be used."""
+        """Raises ConfigError: the code is invalid."""
         self.tools = check_environment(config.environment)
-        """The tools that the environment offers in every episode."""
+        """Tools that the environment offers in every episode."""
         check_agent(config.agent)
         self._config = config
         environments = make_environments(config.environment)
-        # One for all attempts of a run, so that no session of an earlier attempt has the same number.
+        # Shared by all attempts of a run, so that session numbers stay unique.
         self._play: EpisodeRunner = (
             SingleTurn() if environments is None else Turns(environments, config.environment.max_turns)
         )
@@ -97,7 +94,7 @@ class Playing:
         folder: Path,
         say: Callable[[str], None],
     ) -> Iterator[RolloutCollector]:
-        """Yield the collector of rollouts from the engines. Their endpoint, if the run has one, ends with the block.
+        """Yield the collector of rollouts. The endpoint, if the run has one, ends with the block.
 
         Raises:
             ConfigError: the endpoint's address cannot be used.
@@ -105,7 +102,7 @@ class Playing:
         config, play, longest = self._config, self._play, self._config.policy.max_total_sequence_length
         with ExitStack() as stack:
             if has_endpoint(config):
-                # FastAPI takes a second to import, and few runs need it.
+                # FastAPI takes a second to import.
                 from nemo_rl_lite.rollout.agents import AgentPlay
                 from nemo_rl_lite.serving.public import ResponderConfig
                 from nemo_rl_lite.serving.server import Endpoint, ServedGeneration, bound_socket
@@ -115,10 +112,10 @@ class Playing:
                 endpoint = Endpoint(bound, tokenizer, [config.run_name], longest)
                 stack.enter_context(endpoint.running())
                 if config.generation.serve.enabled:
-                    responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config).temperatures)
+                    responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config))
                     address = {"base_url": endpoint.url, "api_key": endpoint.token, "model": endpoint.model}
                     file = folder / ENDPOINT_FILE
-                    say(f"the engines answer at {endpoint.url} during rollouts; the token is in {file}")
+                    say(f"serving at {endpoint.url} during rollouts; the token is in {file}")
                     stack.enter_context(_written(file, address))
                 generation = ServedGeneration(generation, endpoint, responder)
                 if self._agents is not None:
@@ -130,7 +127,7 @@ class Playing:
 
 @contextmanager
 def _written(file: Path, content: Mapping[str, str]) -> Iterator[None]:
-    """Keep a file that only this user may read during the block."""
+    """Keep a file, readable by this user only, during the block."""
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
         opened.write(json.dumps(content, indent=2) + "\n")
@@ -141,7 +138,7 @@ def _written(file: Path, content: Mapping[str, str]) -> Iterator[None]:
 
 
 class GRPOJob:
-    """The `Job` of GRPO and of distillation."""
+    """The `Job` of GRPO and distillation."""
 
     def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
         self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
@@ -166,7 +163,6 @@ class GRPOJob:
         try_reward(self._judge, self._training.problem(0))
 
     def resume_lines(self, start: Start) -> Iterator[str]:
-        """See `Job.resume_lines`."""
         return start.data_lines(self._data)
 
     def run(
@@ -236,11 +232,11 @@ class GRPOJob:
     def _source(self, sampler: Sampler, generation: RecoveringGeneration, start: Start) -> RolloutSource:
         options = self._config.options(GRPOConfig)
         staleness = _staleness(options)
-        # Keys that changed since the checkpoint may decide what a rollout is.
+        # Keys may have changed since the checkpoint.
         changed = any(f"{line.partition(':')[0]}.".startswith(_OF_ROLLOUTS) for line in start.changes)
         ahead = load_rollouts(start.folder) if staleness and start.folder and not changed else []
         if not ahead:
-            # Those in the checkpoint, if there are any, are not what this run would sample: it samples their prompts.
+            # This run would sample the checkpoint's rollouts differently, so it samples their prompts again.
             sampler.order.give_back(start.rollouts.get("ahead", ()))
         if staleness is None:
             return OnPolicy(sampler, generation)
@@ -265,13 +261,13 @@ class GRPOJob:
 
 
 def _scored(config: Config) -> list[Scored]:
-    """The models whose logprobs a rollout gets before training."""
+    """Return the models that compute logprobs of a rollout before training."""
     own: list[Scored] = ["previous" if repeats_first_pass(config) else "later"] if previous_passes(config) else []
     return [*own, "reference"] if compares(config) else own
 
 
 def _staleness(options: GRPOConfig) -> Staleness | None:
-    """The largest staleness of rollouts; None where a step trains the weights that sampled."""
+    """Return the allowed staleness of rollouts; None for synchronous training."""
     rollouts = options.rollouts
     if rollouts.source == "on_policy":
         return None
@@ -303,10 +299,10 @@ class SupervisedJob:
         options = self._config.options(SupervisedConfig)
         total, key = total_steps(options, self._training.steps_per_epoch), "algorithm.max_num_epochs"
         asks_for_more = any(change.startswith("algorithm.max_num_") for change in start.changes)
-        # The run's own checkpoint of the last step is where a run resumes that ended before its final export.
+        # A run that ended before its final export resumes from the checkpoint of its last step.
         if start.steps > total or (start.steps == total and asks_for_more):
             epochs = options.max_num_epochs
-            rule = f"{start.folder} has taken {start.steps} steps already, and that many epochs are {total} steps"
+            rule = f"gives {total} steps, but {start.folder} is at step {start.steps}"
             raise ConfigError([Violation(key, epochs, rule, f"{key}={(epochs or 0) + 1}, or {key}=null")])
         return start.data_lines(self._data)
 
@@ -350,7 +346,7 @@ def make_steps(
     rollouts: SaveRollouts = lambda folder: {},
 ) -> Steps:
     """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler; `data`: see
-    `data_identity`. `rollouts` saves what the source of rollouts has in a checkpoint."""
+    `data_identity`; `rollouts` saves the state of the rollout source in checkpoints."""
     options = config.checkpoint
     checkpoints = Checkpoints(
         checkpoint_store(config, folder),
@@ -371,5 +367,5 @@ def _finish(config: Config, folder: Path, policy: RemotePolicy, steps: Steps) ->
     policy.release_host_memory()
     if config.checkpoint.exports:
         policy.export_hf(str(folder / "hf"))
-    # A failed checkpoint is an error only now that the trained weights are exported.
+    # Raise for a failed checkpoint only after the export.
     steps.checkpoints.require()

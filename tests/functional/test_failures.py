@@ -165,7 +165,7 @@ def test_a_process_of_ray_that_dies_is_a_lost_worker(start, tmp_path, model_fold
     (victim,) = [one for one in run.processes() if one.name() == name]
     victim.kill()
     started = time.monotonic()
-    run.wait_for(r"(?s)starting again from the last checkpoint \(restart 1")
+    run.wait_for(r"(?s)restarting from the last checkpoint \(restart 1")
     assert time.monotonic() - started < 15
     run.wait_for("step +[4-9]/5000")
     os.killpg(run.process.pid, signal.SIGTERM)
