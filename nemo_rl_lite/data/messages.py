@@ -137,9 +137,9 @@ def _thoughts(value: Mapping[str, Any], where: str) -> list[str]:
     given = {key: value[key] for key in THOUGHTS if value.get(key)}
     if not given and (details := _details(value.get("reasoning_details"))):
         given = {"reasoning_details": details}
-    for key, thoughts in given.items():
-        if not isinstance(thoughts, str):
-            raise DataError(f"{where}: its {key} must be text, found {type(thoughts).__name__}")
+    if other := [key for key, thoughts in given.items() if not isinstance(thoughts, str)]:
+        _note_other_thoughts(other[0])
+        given = {key: thoughts for key, thoughts in given.items() if key not in other}
     different = {thoughts.strip(): thoughts for thoughts in given.values() if thoughts.strip()}
     if len(different) > 1:
         raise DataError(f"{where}: its fields {' and '.join(given)} differ; leave one of them")
@@ -154,6 +154,11 @@ def _details(details: object) -> str:
     if parts and not found:
         _tell_of_unreadable_details()
     return found
+
+
+@cache
+def _note_other_thoughts(key: str) -> None:
+    log.warning("messages have a field '%s' that is not text: it is ignored", key)
 
 
 @cache

@@ -51,8 +51,8 @@ class MissingColumnError(DataError):
 
 
 def file_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a JSON, CSV or Parquet file, or of all files that a pattern such as `data/*.jsonl` matches, by
-    name. A JSON file has one object a line, or is one list of objects.
+    """Yield the rows of a JSON, CSV or Parquet file, of a folder that `datasets` saved, or of all files that a pattern
+    such as `data/*.jsonl` matches, by name. A JSON file has one object per line, or is one list of objects.
 
     Raises:
         DataError: there is no such file, one is unreadable, or a row is not a JSON object.
@@ -61,7 +61,8 @@ def file_rows(path: str) -> Iterator[tuple[str, Row]]:
         shown = path if file == Path(path).expanduser() else str(file)
         try:
             _check_format(file, shown)
-            for number, row in _READERS.get(file.suffix, _json_rows)(file):
+            read = _saved_rows if file.is_dir() else _READERS.get(file.suffix, _json_rows)
+            for number, row in read(file):
                 where = f"{shown}, row {number}"
                 yield where, _object(row, where)
         except FileNotFoundError:
@@ -71,7 +72,8 @@ def file_rows(path: str) -> Iterator[tuple[str, Row]]:
 
 
 def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of one split of the hub dataset `data.path`. `key` is the configuration key that names the split.
+    """Yield the rows of one split of `data.path`: a hub dataset, or a folder that `datasets` saved. `key` names the
+    split's configuration key.
 
     Raises:
         DataError: the hub cannot be reached, or has no such dataset, subset or split.
@@ -82,11 +84,15 @@ def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Ro
     datasets.disable_progress_bars()
     name = f"{config.path}" + (f" ({config.subset})" if config.subset else "")
     try:
-        loaded = datasets.load_dataset(str(config.path), config.subset)
+        folder = Path(config.path or "").expanduser()
+        saved = _is_saved(folder)
+        loaded = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(config.path), config.subset)
     except Exception as error:  # huggingface_hub, requests and datasets raise a dozen kinds
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         fix = "without the hub, use data=file with the rows as JSON lines or Parquet"
         raise DataError(f"data.path = {name}: cannot be loaded from the hub: {cause}; {fix}") from None
+    # A folder saved without splits holds training rows.
+    loaded = {config.train_split: loaded} if isinstance(loaded, datasets.Dataset) else loaded
     if split not in loaded:
         raise DataError(f"{key} = {split}: {name} has no such split (splits: {', '.join(map(str, loaded))})")
     for number, row in enumerate(loaded[split], start=1):
@@ -108,13 +114,15 @@ def _files_of(path: str) -> list[Path]:
     if "://" in path:
         fix = "download the file; for a dataset of the hub: data=hub data.path=ORGANISATION/NAME"
         raise FileError(f"{path}: is an address, not a file of this machine", fix)
-    if Path(path).suffix not in (*_JSON, _CSV, _PARQUET):
-        endings = " or ".join((_PARQUET, _CSV, *_JSON))
-        raise FileError(f"{path}: the name must end in {endings}", _other_format(path))
     try:
         whole = Path(path).expanduser()
     except RuntimeError as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
+    if _is_saved(whole):
+        return [whole]
+    if whole.suffix not in (*_JSON, _CSV, _PARQUET):
+        endings = " or ".join((_PARQUET, _CSV, *_JSON))
+        raise FileError(f"{path}: the name must end in {endings}", _other_format(path))
     if not glob.has_magic(str(whole)) or whole.exists():
         return [whole]
     files = sorted(glob.glob(str(whole), recursive=True))  # noqa: PTH207 - pathlib takes no absolute patterns
@@ -134,6 +142,8 @@ def _other_format(path: str) -> str:
 
 def _check_format(file: Path, shown: str) -> None:
     """Raise FileError where a file is a folder, a pipe or a device, or is in another format. A pipe would wait."""
+    if _is_saved(file):
+        return
     if file.exists() and not file.is_file():
         raise FileError(f"{shown}: cannot be read: it is no regular file", "name a file, or a pattern: 'data/*.jsonl'")
     with file.open("rb") as opened:
@@ -175,6 +185,20 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
     with ParquetFile(path) as file:
         batches = file.iter_batches(batch_size=1024)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Return whether `datasets.save_to_disk` wrote this folder."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _saved_rows(folder: Path) -> Iterator[tuple[int, object]]:
+    import datasets
+
+    loaded = datasets.load_from_disk(folder)
+    if isinstance(loaded, datasets.DatasetDict):
+        raise FileError(f"{folder}: holds the splits {', '.join(loaded)}", f"name one: {folder}/{next(iter(loaded))}")
+    yield from enumerate(loaded, start=1)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:

@@ -3,19 +3,22 @@
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.formats import Example, RowFormat
 from nemo_rl_lite.data.problems import Derived, FileSet, LeftOut, Problem, Prompted, TrainingSet, place
 from nemo_rl_lite.data.rows import Row, file_rows, find_column, hub_rows, share_a_file
 from nemo_rl_lite.data.tasks import TASKS
-from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.errors import ConfigError, DataError, Violation
+from nemo_rl_lite.system.pool import as_call_error, place_of
 
 log = logging.getLogger(__name__)
 ROWS = ("file", "hub")
+RowMap = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
 def training_set[T: Prompted](config: DataConfig, seed: int, kind: RowFormat[T]) -> TrainingSet[T]:
@@ -77,7 +80,7 @@ def validation_source(config: DataConfig) -> str | None:
 
 def check_file(config: DataConfig, path: str, limit: int, kind: RowFormat) -> None:
     """Read the first `limit` rows of a file. Raises DataError: a row is not of this kind, or there are none."""
-    rows = list(islice(file_rows(path), limit))
+    rows = list(islice(_mapped(config, file_rows(path)), limit))
     if not rows:
         raise DataError(f"{path}: no rows")
     _read(config, rows, kind, all_rows=len(rows) < limit)
@@ -92,7 +95,7 @@ def _own_validation_set[T: Prompted](
         log.warning("data.validation_path has a file of data.train_path: validation is on what was trained on")
         training = ()
     rows = hub_rows(config, source or "", "data.validation_split") if config.name == "hub" else file_rows(path)
-    first = list(islice(rows, limit))
+    first = list(islice(_mapped(config, rows), limit))
     if not first:
         raise DataError(f"{source}: no rows")
     held_out, trained = _used(config, first, kind), set(map(_texts, training))
@@ -154,11 +157,59 @@ def _split[T: Prompted](config: DataConfig, items: Sequence[T]) -> tuple[list[T]
 
 
 def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
+    """Return the rows that `data.map` keeps, at most `data.max_samples`."""
     if config.name == "hub":
-        return hub_rows(config, config.train_split, "data.train_split")
-    if config.train_path is None:
+        rows = hub_rows(config, config.train_split, "data.train_split")
+    elif config.train_path is None:
         raise DataError("data.train_path is null: name a file")
-    return file_rows(config.train_path)
+    else:
+        rows = file_rows(config.train_path)
+    return islice(_mapped(config, rows), config.max_samples)
+
+
+def row_map(config: DataConfig) -> RowMap | None:
+    """Import the function `data.map`. Raises ConfigError: it cannot be imported, or is no function."""
+    if config.map is None:
+        return None
+    fix = "name a function of one row: path/to/file.py:function, or package.module.function"
+    try:
+        function = imported(config.map)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        rule = f"cannot be imported: {as_call_error(error)}"
+        raise ConfigError([Violation("data.map", config.map, rule, fix)]) from error
+    if not callable(function):
+        raise ConfigError([Violation("data.map", config.map, "is not a function", fix)])
+    return function
+
+
+def _mapped(config: DataConfig, rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    """Apply `data.map` to each row, and drop the rows for which it returns None.
+
+    Raises:
+        DataError: the function raises, returns no row, or drops all rows.
+    """
+    function, kept, dropped = row_map(config), 0, 0
+    for where, row in rows:
+        if function is None:
+            yield where, row
+            continue
+        try:
+            found = function(dict(row))
+        except Exception as error:  # a user's function may raise anything
+            rule = f"data.map = {config.map} raised {as_call_error(error)}{place_of(error)}"
+            raise DataError(f"{where}: {rule}") from error
+        if found is None:
+            dropped += 1
+        elif isinstance(found, Mapping):
+            kept += 1
+            yield where, found
+        else:
+            rule = f"data.map = {config.map} returned a {type(found).__name__}"
+            raise DataError(f"{where}: {rule}; return the row as a dictionary, or None to drop it")
+    if dropped and not kept:
+        raise DataError(f"data.map = {config.map} returned None for all {dropped} rows")
+    if dropped:
+        log.info("data.map dropped %d of %d rows", dropped, dropped + kept)
 
 
 def _empty(config: DataConfig, items: Sequence[Prompted], what: str) -> str:

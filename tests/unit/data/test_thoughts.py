@@ -199,8 +199,6 @@ def test_thoughts_before_a_call_are_written(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"reasoning": {"text": "two"}, "content": "4"}, "its reasoning must be text, found dict"),
-        ({"thinking": True, "content": "4"}, "its thinking must be text, found bool"),
         ({"thinking": "2", "reasoning": "3", "content": "4"}, "its fields reasoning and thinking differ"),
         (
             {"content": [{"type": "text", "text": "4"}, {"type": "thinking", "thinking": "2"}]},
@@ -213,6 +211,13 @@ def test_thoughts_before_a_call_are_written(tmp_path):
 def test_thoughts_that_are_no_text_are_named(fields, words):
     with pytest.raises(DataError, match=f"^row 1, message 2: {words}"):
         read_messages([*said("u:1"), answer(**fields)], "row 1")
+
+
+def test_thoughts_of_another_type_are_ignored(caplog):
+    for thoughts in ({"reasoning": {"text": "two"}}, {"thinking": True}):
+        messages = read_messages([*said("u:1"), answer(**thoughts, content="4")], "row 1")
+        assert messages[1] == {"role": "assistant", "content": "4"}
+    assert "field 'reasoning' that is not text" in caplog.text and "field 'thinking'" in caplog.text
 
 
 def test_the_row_is_named(tmp_path):
