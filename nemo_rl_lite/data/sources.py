@@ -14,7 +14,7 @@ from nemo_rl_lite.data.problems import Derived, FileSet, LeftOut, Problem, Promp
 from nemo_rl_lite.data.rows import Row, file_rows, find_column, hub_rows, share_a_file
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.system.pool import as_call_error, place_of
+from nemo_rl_lite.system.user_errors import as_call_error, place_of
 
 log = logging.getLogger(__name__)
 ROWS = ("file", "hub")

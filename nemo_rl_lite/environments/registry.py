@@ -14,7 +14,8 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool, callable_tools
 from nemo_rl_lite.environments.interface import Environment, Observation
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.system.pool import CallPool, PoolTarget, StartError, as_call_error, report_once
+from nemo_rl_lite.system.pool import CallPool, PoolTarget, StartError
+from nemo_rl_lite.system.user_errors import CallError, as_call_error, report_once
 
 ENVIRONMENTS = {
     "calculator": "nemo_rl_lite.environments.tools.Calculator",
@@ -94,6 +95,29 @@ def make_environments(config: EnvironmentConfig) -> Environments | None:
     if config.name is None:
         return None
     return InThisProcess(config.name, config.kwargs) if config.name in INSTANT else InProcesses(config)
+
+
+def try_environment(environments: Environments, name: str, problem: Problem) -> None:
+    """Take one step before a run starts anything, with the problem's own answer as the assistant's turn. Errors that
+    may be due to this turn are ignored.
+
+    Raises:
+        ConfigError: the environment's code is wrong, whatever the assistant writes.
+    """
+    conversation = [*problem.messages, {"role": "assistant", "content": problem.answer or ""}]
+
+    async def trial() -> None:
+        try:
+            await environments.step(-1, problem, conversation)
+        finally:
+            await environments.close(-1)
+
+    try:
+        asyncio.run(trial())
+    except CallError as error:
+        if error.is_fault:
+            fix = "correct the environment's code: this error does not depend on the response"
+            raise ConfigError([Violation("environment.name", name, f"{error}{error.place}", fix)]) from error
 
 
 class Sessions:

@@ -16,8 +16,8 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.system.pool import as_call_error, report_once
 from nemo_rl_lite.system.sandbox import Limits, run_python
+from nemo_rl_lite.system.user_errors import as_call_error, report_once
 
 # For plain functions. Threads start as they are needed; environment.concurrency is the limit.
 _THREADS = ThreadPoolExecutor(4096, thread_name_prefix="tool")
@@ -29,7 +29,8 @@ class EpisodeError(Exception):
 
 class ToolEnvironment(ABC):
     """Answers the calls of a turn one after the other, each with a message of the role `tool`; a turn without a call
-    ends the episode. The answer to a call that cannot be read, fits no tool, or raises, is the error.
+    ends the episode. The answer to a call that cannot be read, fits no tool, or raises, is the error. A fault in a
+    tool's code, such as a misspelt name, ends the run.
 
     `tools`, the functions that every prompt offers, is a list in OpenAI's format or empty: then rows have their own.
     """
@@ -61,7 +62,11 @@ class ToolEnvironment(ABC):
             except EpisodeError:
                 raise
             except (Exception, SystemExit) as error:  # a user's tool may raise anything
-                answer = f"error: {as_call_error(error)}"
+                raised = as_call_error(error)
+                # The model decides the types of arguments, and so which attributes they have.
+                if raised.is_fault and not isinstance(error, AttributeError):
+                    raise
+                answer = f"error: {raised}"
                 # The model reads it; a mistake in the tool is for people.
                 report_once(f"the tool {name} raised, and the model reads the error", error)
         return {"role": "tool", "content": answer, "name": name, "tool_call_id": call["id"]}

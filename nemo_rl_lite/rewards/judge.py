@@ -11,7 +11,6 @@ from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.rewards.faults import is_fault
 from nemo_rl_lite.rewards.registry import (
     INSTANT,
     WRONG_IF_LATE,
@@ -23,7 +22,8 @@ from nemo_rl_lite.rewards.registry import (
     find_batch_reward,
     find_reward,
 )
-from nemo_rl_lite.system.pool import CallError, CallPool, CallTimeout, PoolTarget, StartError, as_call_error, place_of
+from nemo_rl_lite.system.pool import CallPool, CallTimeout, PoolTarget, StartError
+from nemo_rl_lite.system.user_errors import CallError, as_call_error
 
 # Seconds that a batch with room waits for more responses.
 _WAIT_S = 0.05
@@ -103,8 +103,8 @@ class RewardCalls:
             failure = error
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             raised = as_call_error(error)
-            kind = FaultyReward if is_fault(error) else RewardError
-            failure = kind(f"{raised}{place_of(error)}", raised.details)
+            kind = FaultyReward if raised.is_fault else RewardError
+            failure = kind(f"{raised}{raised.place}", raised.details)
         failure.section = self._terms[label].section
         return failure
 

@@ -17,7 +17,7 @@ from typing import Any
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.system.pool import as_call_error
+from nemo_rl_lite.system.user_errors import as_call_error
 
 # The largest float32, which rewards become.
 _LARGEST = 3.4028234663852886e38

@@ -18,7 +18,7 @@ from nemo_rl_lite.rollout.play import Assistant, Section
 from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, ChatRequest, ChoiceProgress, RefusedError, tokenized
 from nemo_rl_lite.serving.public import limited
 from nemo_rl_lite.serving.server import Endpoint
-from nemo_rl_lite.system.pool import CallError, as_call_error
+from nemo_rl_lite.system.user_errors import CallError, as_call_error
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, SingleTurn
-from nemo_rl_lite.system.pool import CallError
+from nemo_rl_lite.system.user_errors import CallError
 
 log = logging.getLogger(__name__)
 
@@ -221,8 +221,8 @@ class RolloutCollector:
         """Sample and judge the wanted episodes; `show` is told twice a second how far they are.
 
         Raises:
-            DataError: a prompt leaves no room for the response, a reward function does not return a reward, or rewards,
-                environments or agents fail on too many samples.
+            DataError: a prompt leaves no room for the response, a reward function does not return a reward, user code
+                is faulty, or rewards, environments or agents fail on too many samples.
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
         found: list[Rollout] = []
@@ -301,6 +301,9 @@ class RolloutCollector:
             try:
                 await self._play.play(episode, assistant)
             except CallError as error:
+                if error.is_fault:
+                    rule = "correct the code: this error does not depend on the response"
+                    raise DataError(f"{self._play.section}.name: {error}{error.place}; {rule}") from error
                 episode.ending, episode.reward = "error", None
                 environments.add(error, episode)
             if episode.reward is None and episode.ending != "error":

@@ -13,7 +13,7 @@ from nemo_rl_lite.environments.registry import Environments
 from nemo_rl_lite.generation.interface import Request, Requests, Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.system.pool import as_call_error
+from nemo_rl_lite.system.user_errors import as_call_error
 
 Section = Literal["environment", "agent"]
 """The section of the configuration about the user's code that takes part in episodes."""

@@ -29,10 +29,11 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import all_gpus, has_endpoint, policy_ranks, previous_passes, repeats_first_pass
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
+from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
 from nemo_rl_lite.environments.agents import Agents, check_agent
-from nemo_rl_lite.environments.registry import check_environment, make_environments
+from nemo_rl_lite.environments.registry import check_environment, make_environments, try_environment
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.interface import make_loss
@@ -82,12 +83,17 @@ class Playing:
         """The tools that the environment offers in every episode."""
         check_agent(config.agent)
         self._config = config
-        environments = make_environments(config.environment)
+        self._environments = make_environments(config.environment)
         # One for all attempts of a run, so that no session of an earlier attempt has the same number.
         self._play: EpisodeRunner = (
-            SingleTurn() if environments is None else Turns(environments, config.environment.max_turns)
+            SingleTurn() if self._environments is None else Turns(self._environments, config.environment.max_turns)
         )
         self._agents = None if config.agent.name is None else Agents(config.agent, config.generation.serve.host)
+
+    def try_environment(self, problem: Problem) -> None:
+        """Take one step in the environment, if there is one. Raises ConfigError: its code is wrong."""
+        if self._environments is not None:
+            try_environment(self._environments, self._config.environment.name or "", problem)
 
     @contextmanager
     def collecting(
@@ -171,6 +177,7 @@ class GRPOJob:
         check_texts(self._tokenizer, self._training)
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
         try_reward(self._judge, self._training.problem(0))
+        self._playing.try_environment(self._training.problem(0))
 
     def resume_lines(self, start: Start) -> Iterator[str]:
         """See `Job.resume_lines`."""
