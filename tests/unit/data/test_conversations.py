@@ -126,7 +126,7 @@ def test_the_systems_prompt_comes_first_unless_there_is_one(tmp_path):
         ([{"role": "bot", "content": "1"}], "message 1: its role must be one of .* found 'bot'"),
         (
             [*said("u:1"), {"role": "user", "content": [{"type": "image_url"}]}],
-            "2: only parts of the type text",
+            "2: only parts of type text",
         ),
         (
             [*said("u:1"), {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],

@@ -107,9 +107,9 @@ def test_a_bad_row_far_down_is_named(tmp_path):
     ("messages", "words"),
     [
         ([("bot", "2+2")], "message 1: its role must be one of .*found 'bot'"),
-        ([("user", "2+2"), ("assistant", "4")], "ends with the assistant.*algorithm=sft"),
+        ([("user", "2+2"), ("assistant", "4")], "ends with an assistant message .*algorithm=sft"),
         ([("system", "brief"), ("user", " ")], "the prompt is empty"),
-        ([("user", [{"type": "image"}])], "only parts of the type text"),
+        ([("user", [{"type": "image"}])], "only parts of type text"),
     ],
 )
 def test_prompts_that_ask_nothing_are_refused(messages, words):
@@ -175,7 +175,7 @@ def test_rows_for_validation_that_are_trained_on_are_counted(tmp_path, caplog):
     kept = write(tmp_path / "held_out.jsonl", [*rows[:3], {"prompt": "3", "answer": "4"}])
     data = config("data=file", f"data.train_path={train}", f"data.validation_path={kept}")
     validation_set(data, 100, PROBLEMS, trained(data).finite())
-    assert caplog.messages == [f"{kept}: 3 of the 4 rows for validation are trained on, too"]
+    assert caplog.messages == [f"{kept}: 3 of the 4 validation rows are also training rows"]
 
 
 def test_the_identity_of_rows_tells_their_order_and_content():

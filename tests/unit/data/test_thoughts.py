@@ -202,10 +202,10 @@ def test_thoughts_before_a_call_are_written(tmp_path):
         ({"thinking": "2", "reasoning": "3", "content": "4"}, "its fields reasoning and thinking differ"),
         (
             {"content": [{"type": "text", "text": "4"}, {"type": "thinking", "thinking": "2"}]},
-            "only parts of the type text",
+            "only parts of type text",
         ),
-        ({"content": [{"type": "thinking", "thinking": 2}]}, "only parts of the type text"),
-        ({"content": [{"type": "redacted_thinking", "data": "x"}]}, "only parts of the type text"),
+        ({"content": [{"type": "thinking", "thinking": 2}]}, "only parts of type text"),
+        ({"content": [{"type": "redacted_thinking", "data": "x"}]}, "only parts of type text"),
     ],
 )
 def test_thoughts_that_are_no_text_are_named(fields, words):
