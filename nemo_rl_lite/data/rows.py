@@ -197,7 +197,9 @@ def _saved_rows(folder: Path) -> Iterator[tuple[int, object]]:
 
     loaded = datasets.load_from_disk(folder)
     if isinstance(loaded, datasets.DatasetDict):
-        raise FileError(f"{folder}: holds the splits {', '.join(loaded)}", f"name one: {folder}/{next(iter(loaded))}")
+        raise FileError(
+            f"{folder}: holds the splits {', '.join(map(str, loaded))}", f"name one: {folder}/{next(iter(loaded))}"
+        )
     yield from enumerate(loaded, start=1)
 
 

@@ -1,4 +1,4 @@
-"""Find an environment by a name from here, a dotted path or a file, and run one for each episode."""
+"""Find an environment by a built-in name, a dotted path or a file, and run one per episode."""
 
 import asyncio
 import copy
@@ -24,9 +24,8 @@ ENVIRONMENTS = {
     "nemo_gym": "nemo_rl_lite.environments.nemo_gym.NeMoGym",
     "verifiers": "nemo_rl_lite.environments.verifiers.Verifiers",
 }
-# These answer immediately, and need no process of their own.
+# Environments fast enough for the launcher's process.
 INSTANT = frozenset({"calculator"})
-# No episode depends on it, but the environment may leave something behind.
 _NOT_CLOSED = "close() of the environment failed"
 
 
@@ -36,10 +35,10 @@ def find_environment(name: str) -> Callable[..., Environment]:
 
 
 def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
-    """Make an environment of the configured class, as each episode will, call its `check`, and return its tools.
+    """Instantiate the configured environment, call its `check`, and return its tools.
 
     Raises:
-        ConfigError: there is no such class, or it cannot be made with `environment.kwargs`, or its tools are invalid.
+        ConfigError: the class cannot be imported or instantiated with `environment.kwargs`, or its tools are invalid.
     """
     if config.name is None:
         return ()
@@ -58,8 +57,8 @@ def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
         getattr(environment, "check", lambda: None)()
     except (Exception, SystemExit) as error:  # a user's class may raise anything
         where = ("kwargs", dict(config.kwargs)) if config.kwargs else ("name", config.name)
-        rule = f"{config.name} cannot be made with environment.kwargs: {type(error).__name__}: {error}"
-        fix = "give the arguments that it needs, environment.kwargs.NAME=VALUE, or correct the class"
+        rule = f"{config.name} cannot be instantiated with environment.kwargs: {type(error).__name__}: {error}"
+        fix = "give its arguments by environment.kwargs.NAME=VALUE, or correct the class"
         raise refused(rule, fix, *where) from error
     try:
         tools = callable_tools(getattr(environment, "tools", ()), "its attribute `tools`")
@@ -72,14 +71,14 @@ def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
 
 
 class Environments(ABC):
-    """Environments of many episodes, each with a number, its session."""
+    """Environments of many episodes, one per session number."""
 
     async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """Ask the session's environment, which the first call makes. Raises what `UserProcesses.call` raises."""
+        """Call the session's environment; the first call makes it. Raises what `UserProcesses.call` raises."""
         return await self._ask("step", session, problem, list(conversation))
 
     async def cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
-        """Ask for the reward, or None, of an episode that ends early. Raises what `step` raises."""
+        """Return the reward, or None, of an episode that ends early. Raises what `step` raises."""
         return await self._ask("cut_short", session, problem, list(conversation))
 
     @abstractmethod
@@ -91,7 +90,7 @@ class Environments(ABC):
 
 
 def make_environments(config: EnvironmentConfig) -> Environments | None:
-    """Make the run's environments; None if episodes have one turn."""
+    """Make the run's environments; None without an environment."""
     if config.name is None:
         return None
     return InThisProcess(config.name, config.kwargs) if config.name in INSTANT else InProcesses(config)
@@ -121,13 +120,13 @@ def try_environment(environments: Environments, name: str, problem: Problem) -> 
 
 
 class Sessions:
-    """Makes and calls an environment for each session, in the process of the environments."""
+    """Makes and calls the environment of each session, in the environments' process."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]):
         self._kind, self._kwargs = find_environment(name), kwargs
         self._environments: dict[int, Environment] = {}
         is_async = inspect.iscoroutinefunction(getattr(self._kind, "step", None))
-        # A pool runs coroutine functions in its event loop, and everything else in threads.
+        # A pool runs coroutine functions in its event loop, and others in threads.
         wrap: Callable[..., Callable[..., Any]] = _as_coroutine if is_async else lambda method: method
         self.step, self.cut_short, self.close = wrap(self._step), wrap(self._cut_short), wrap(self._close)
 
@@ -153,7 +152,7 @@ class Sessions:
 
 
 class InThisProcess(Environments):
-    """For environments that answer immediately. They get copies, which they may change."""
+    """Runs fast environments in this process. They get copies of their arguments."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]):
         self._sessions = Sessions(name, kwargs)
@@ -169,10 +168,10 @@ class InThisProcess(Environments):
 
 
 class UserProcesses:
-    """`processes` processes of a section's user code, and at most `concurrency` calls at a time."""
+    """Processes for the user code of a section, with at most `concurrency` concurrent calls."""
 
     def __init__(self, section: str, config: EnvironmentConfig | AgentConfig, kind: type, **others: Any):
-        """`kind`: the class that the processes make with the configured name and kwargs, and `others`."""
+        """`kind`: the class that each process instantiates with the configured name and kwargs, and `others`."""
         arguments = {"name": config.name, "kwargs": config.kwargs, **others}
         path = f"{kind.__module__}.{kind.__qualname__}"
         target = PoolTarget(path, arguments, f"the {section}'s process", f"{section}.timeout_s")
@@ -184,7 +183,7 @@ class UserProcesses:
         """Call a method of the class.
 
         Raises:
-            CallError: it raises or is late, or its process ends.
+            CallError: it raises or exceeds the time limit, or its process ends.
             DataError: the processes do not start.
         """
         try:
@@ -194,7 +193,7 @@ class UserProcesses:
 
 
 class InProcesses(Environments):
-    """For environments that take time, in processes of their own."""
+    """Runs environments in separate processes."""
 
     def __init__(self, config: EnvironmentConfig):
         self._processes = UserProcesses("environment", config, Sessions)

@@ -77,7 +77,9 @@ def is_fault(error: BaseException) -> bool:
         # A local variable that some branch has not set may depend on the response.
         return type(error) is NameError and str(error).startswith("name ")
     if isinstance(error, AttributeError) and opcode == "LOAD_ATTR":
-        is_own = last is places[0] and _is_of_parameter(last, error.obj) and not _sets(type(error.obj), error.name)
+        is_own = (
+            last is places[0] and _is_of_parameter(last, error.obj) and not _sets(type(error.obj), error.name or "")
+        )
         return isinstance(error.obj, ModuleType) or is_own
     if isinstance(error, TypeError) and opcode != "CALL_FUNCTION_EX" and (found := _ARITY.match(str(error))):
         name = found["name"] or found["other"]

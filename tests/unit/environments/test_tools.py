@@ -198,8 +198,8 @@ def test_a_tool_that_hangs_or_ends_its_process_costs_its_episode():
     [
         ((), "tools names no function"),
         (("add", "add"), "another tool has its name"),
-        (("PROBLEM",), "PROBLEM is no function"),
-        (("untyped",), r"untyped: .*type hint.*a tool needs a type for each argument, a docstring"),
+        (("PROBLEM",), "PROBLEM is not a function"),
+        (("untyped",), r"untyped: .*type hint.*a tool needs a type for each argument, and a docstring"),
         (("absent",), "has no absent"),
     ],
 )
@@ -233,7 +233,7 @@ def test_python_stops_what_hangs_prints_without_end_takes_memory_or_exits():
     assert endless.startswith("a" * 200 + "\n[") and len(endless) < 400
     assert "MemoryError" in run("x = 'a' * 2**40")
     assert run("import os; print(1, flush=True); os._exit(3)") == "1"
-    assert run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "error: the code was ended by signal 11"
+    assert run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "error: signal 11 ended the code"
 
 
 def test_python_says_which_limit_its_processes_exceeded_together():

@@ -160,7 +160,7 @@ def said(*messages, **others):
     ],
 )
 def test_an_environment_that_fails_ends_the_run_above_a_share(answer, message):
-    with pytest.raises(DataError, match=rf"the environment failed on [12] of 2 samples, .*share = 0 .*{message}"):
+    with pytest.raises(DataError, match=rf"the environment failed on [12] of 2 samples, .*fraction = 0.*{message}"):
         collect(Script(["1", "2"]), (f"{HERE}.Broken", {"answer": answer}))
 
 
