@@ -67,7 +67,7 @@ def page() -> str:
     """Return docs/configuration.md."""
     first = {one.key: one for one in entries()}
     rows = [(f"`{key}`", first[key].default, first[key].sentence) for key in FIRST_KEYS]
-    parts = [INTRODUCTION, "## First keys", table(("key", "default", "description"), rows), _groups(), _recipes()]
+    parts = [INTRODUCTION, FIRST_TITLE + table(("key", "default", "description"), rows), _groups(), _recipes()]
     parts += ["## Top level", _table(_entries(_schema(), "", "train"))]
     for section, node in _schema()["properties"].items():
         if section == ALGORITHM:
@@ -424,6 +424,11 @@ an effect in the run prints a note.
 `-m algorithm.seed=1,2,3` is a sweep: one run per value, sequentially, in numbered folders below `hydra.sweep.dir`. All
 are checked before the first one starts. A failed run does not end the sweep. The exit status is that of the first
 failure. An interrupted run (130), or one that stopped with a checkpoint (75), ends the sweep."""
+FIRST_TITLE = """## First keys
+
+Most runs need no others. Defaults are GRPO's; other algorithms differ where noted below.
+
+"""
 RECIPES_TITLE = """## Recipes
 
 A recipe is a complete experiment: `recipes=NAME`. Keys on the command line override it. A recipe with 0 GPUs runs on
