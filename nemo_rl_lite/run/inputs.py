@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_rl_lite.config.user_code import PICKLED
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.system.pool import as_call_error
+from nemo_rl_lite.system.user_errors import as_call_error
 
 INPUTS = "inputs"
 _RANDOM_ID = re.compile(rb"[0-9a-f]{32}")

@@ -5,16 +5,17 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_rl_lite.algorithms.grpo import GRPO
-from nemo_rl_lite.algorithms.loop import Report, Steps
-from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
+from nemo_rl_lite.algorithms.loop import Report, Steps, shown_limits, total_steps
+from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
-from nemo_rl_lite.checkpoint.store import Checkpoints, SaveRollouts, save_none
+from nemo_rl_lite.checkpoint.store import Checkpoints, SaveRollouts
 from nemo_rl_lite.cluster.heartbeat import SystemUsage
 from nemo_rl_lite.cluster.workers import StepProfiler, WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, has_teacher
@@ -25,10 +26,11 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import all_gpus, has_endpoint, policy_ranks, previous_passes, repeats_first_pass
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
+from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
 from nemo_rl_lite.environments.agents import Agents, check_agent
-from nemo_rl_lite.environments.registry import check_environment, make_environments
+from nemo_rl_lite.environments.registry import check_environment, make_environments, try_environment
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.interface import make_loss
@@ -78,12 +80,17 @@ class Playing:
         """Tools that the environment offers in every episode."""
         check_agent(config.agent)
         self._config = config
-        environments = make_environments(config.environment)
+        self._environments = make_environments(config.environment)
         # Shared by all attempts of a run, so that session numbers stay unique.
         self._play: EpisodeRunner = (
-            SingleTurn() if environments is None else Turns(environments, config.environment.max_turns)
+            SingleTurn() if self._environments is None else Turns(self._environments, config.environment.max_turns)
         )
         self._agents = None if config.agent.name is None else Agents(config.agent, config.generation.serve.host)
+
+    def try_environment(self, problem: Problem) -> None:
+        """Take one step in the environment, if there is one. Raises ConfigError: its code is wrong."""
+        if self._environments is not None:
+            try_environment(self._environments, self._config.environment.name or "", problem)
 
     @contextmanager
     def collecting(
@@ -158,11 +165,20 @@ class GRPOJob:
         self._data = data_identity(self._training.finite(), self._validation)
         self._epoch_length = len(self._training.finite())
         check_epochs(config, self._epoch_length)
+        options = config.options(GRPOConfig)
+        per_epoch = Fraction(self._epoch_length, options.num_prompts_per_step)
+        self._total = total_steps(options, per_epoch)
+        note_total_steps(config, self._total)
+        if limits := shown_limits(options, per_epoch):
+            console.say(limits)
         check_texts(self._tokenizer, self._training)
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
         try_reward(self._judge, self._training.problem(0))
+        self._playing.try_environment(self._training.problem(0))
 
     def resume_lines(self, start: Start) -> Iterator[str]:
+        """See `Job.resume_lines`."""
+        _check_epochs_left(self._config, start, self._total)
         return start.data_lines(self._data)
 
     def run(
@@ -211,6 +227,7 @@ class GRPOJob:
         system = SystemUsage([process for group in groups for process in group.processes])
         return GRPO(
             config=options,
+            total=self._total,
             loss=make_loss(options),
             policy=workers.policy,
             teacher=workers.teacher,
@@ -241,8 +258,8 @@ class GRPOJob:
         if staleness is None:
             return OnPolicy(sampler, generation)
         stall_s = self._config.cluster.phase_timeout_s or math.inf
-        done, steps, saves = start.steps, options.max_num_steps, options.rollouts.checkpoint_inflight
-        return AsyncRolloutSource(sampler, generation, staleness, done, steps, ahead, stall_s, saves)
+        saves = options.rollouts.checkpoint_inflight
+        return AsyncRolloutSource(sampler, generation, staleness, start.steps, self._total, ahead, stall_s, saves)
 
     def _rollout_log(
         self, metrics: MetricsLog, start: Start, callbacks: Callbacks
@@ -287,7 +304,8 @@ class SupervisedJob:
             self._training = training_examples(config, encoder)
             check_texts(tokenizer, self._training.examples)
             options, per_epoch = config.options(SupervisedConfig), self._training.steps_per_epoch
-            note_total_steps(config, total_steps(options, per_epoch))
+            self._total = total_steps(options, per_epoch)
+            note_total_steps(config, self._total)
             self._validation = validation_examples(config, encoder, self._training.examples.finite())
             held_out = [(np.asarray(row.tokens).tobytes(), np.asarray(row.mask).tobytes()) for row in self._validation]
             self._data = data_identity(self._training.examples.finite(), held_out)
@@ -296,14 +314,7 @@ class SupervisedJob:
 
     def resume_lines(self, start: Start) -> Iterator[str]:
         """See `Job.resume_lines`."""
-        options = self._config.options(SupervisedConfig)
-        total, key = total_steps(options, self._training.steps_per_epoch), "algorithm.max_num_epochs"
-        asks_for_more = any(change.startswith("algorithm.max_num_") for change in start.changes)
-        # A run that ended before its final export resumes from the checkpoint of its last step.
-        if start.steps > total or (start.steps == total and asks_for_more):
-            epochs = options.max_num_epochs
-            rule = f"gives {total} steps, but {start.folder} is at step {start.steps}"
-            raise ConfigError([Violation(key, epochs, rule, f"{key}={(epochs or 0) + 1}, or {key}=null")])
+        _check_epochs_left(self._config, start, self._total)
         return start.data_lines(self._data)
 
     def run(
@@ -333,6 +344,16 @@ class SupervisedJob:
         return peak_memory([policy.group])
 
 
+def _check_epochs_left(config: Config, start: Start, total: int) -> None:
+    """Raise ConfigError: the run resumes after the last of its `total` steps, which its epochs set."""
+    key, epochs = "algorithm.max_num_epochs", config.algorithm.max_num_epochs
+    asks_for_more = any(change.startswith("algorithm.max_num_") for change in start.changes)
+    # A run that ended before its final export resumes from its own last checkpoint.
+    if start.steps > total or (start.steps == total and asks_for_more):
+        rule = f"{start.folder} has taken {start.steps} steps already, and that many epochs are {total} steps"
+        raise ConfigError([Violation(key, epochs, rule, f"{key}={(epochs or 0) + 1}, or {key}=null")])
+
+
 def make_steps(
     config: Config,
     folder: Path,
@@ -343,7 +364,7 @@ def make_steps(
     groups: Sequence[WorkerGroup],
     callbacks: Callbacks,
     data: Mapping[str, Any],
-    rollouts: SaveRollouts = save_none,
+    rollouts: SaveRollouts = lambda folder: {},
 ) -> Steps:
     """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler; `data`: see
     `data_identity`; `rollouts` saves the state of the rollout source in checkpoints."""

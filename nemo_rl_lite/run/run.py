@@ -238,7 +238,7 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
         LauncherError: an error that would end the run before its first process.
     """
     console = RunConsole()
-    changes = changed(default_values(config.algorithm.name), asdict(config), but_for=())
+    changes = changed(default_values(config.algorithm.name), asdict(config), ignored=())
     # Values such as [aeiou] look like markup.
     rows = [[escape(cell) for cell in (key, repr(before), repr(now))] for key, (before, now) in changes.items()]
     console.table("differences from the defaults", ["", "default", "here"], rows)

@@ -63,7 +63,7 @@ def test_a_mistake_is_one_line(capsys, tmp_path):
     for content in ('{"eos_token_id": 0}', "[]"):
         (tmp_path / "generation_config.json").write_text(content)
         status, _, error = ends_with(["--model-config", str(tmp_path / "generation_config.json")], capsys)
-        assert status == 1 and "no config.json of a text model" in error
+        assert status == 1 and "not that of a text model" in error
 
 
 REFUSED = {
