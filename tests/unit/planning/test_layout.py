@@ -26,7 +26,7 @@ def test_ranks_stages_and_engines():
     assert rows["policy"] == "8 ranks: tensor 2 x pipeline 2 x data 2"
     assert rows["stage 0"] == "layers 0 to 17, embedding: ranks 0-3"
     assert rows["stage 1"] == "layers 18 to 35, output: ranks 4-7"
-    assert rows["engines"] == "2 of vllm, tensor 4, on the policy's GPUs"
+    assert rows["engines"] == "2 of vllm, tensor 4, colocated"
     assert list(rank_rows(config)) == [
         ["node 0", "GPUs 0-1", "stage 0, replica 0", "engine 0"],
         ["node 0", "GPUs 2-3", "stage 0, replica 1", "engine 0"],
