@@ -1,14 +1,15 @@
 """Finds a model in a run, a folder or on the Hub, and starts an engine for it in this process."""
 
+import argparse
 import importlib.util
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -30,7 +31,7 @@ from nemo_rl_lite.observability.environment import CONFIG_FILE
 from nemo_rl_lite.observability.runs import NoRunError, find_run
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.run.folder import is_run
-from nemo_rl_lite.run.model import chat_tokenizer, with_chat_keys
+from nemo_rl_lite.run.model import CHAT_KEYS, chat_tokenizer, with_chat_keys
 from nemo_rl_lite.serving.public import ResponderConfig
 from nemo_rl_lite.system.machine import ON_CPUS, gpu_bytes
 from nemo_rl_lite.validation.compose import restore
@@ -39,7 +40,7 @@ from nemo_rl_lite.validation.compose import restore
 _CHAT_TOKENS, _NEW_TOKENS = 8192, 512
 _ON_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"]
 Say = Callable[[str], None]
-MODEL_ARGUMENT = "a run (its folder, its name or last), a Hugging Face folder or a Hub model ID"
+_MODELS = "a run (its folder, its name or last), a Hugging Face folder or a Hub model ID"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class SampledBy:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> "SampledBy":
+        return cls(**{one.name: getattr(given, one.name) for one in fields(cls)})
 
     def applied(self, usual: Sampling) -> Sampling:
         return replace(usual, **{name: value for name, value in asdict(self).items() if value is not None})
@@ -75,22 +80,33 @@ class Served:
         return f"{self.name} ({self.folder}) with {self.config.generation.backend} on {where}"
 
 
-def find_served(
-    path: Path, overrides: Sequence[str], flags: SampledBy, say: Say, usual_tokens: int | None = None
-) -> Served:
-    """Find a model (see `find_model`) and apply the limits of its context.
+def model_parser(command: str, description: str | None, tokens: str) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that `find_served` reads. `tokens`: default of --max-new-tokens."""
+    parser = argparse.ArgumentParser(
+        prog=command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help=_MODELS)
+    parser.add_argument("overrides", nargs="*", help=f"{' and '.join(CHAT_KEYS)}, as for train")
+    most = f"maximum tokens per response (default: {tokens})"
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, help=most)
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
+    parser.add_argument("--top-p", metavar="P", type=float, help="as generation.top_p (default: the run's)")
+    parser.add_argument("--top-k", metavar="K", type=int, help="as generation.top_k (default: the run's)")
+    return parser
 
-    Args:
-        overrides: values of `CHAT_KEYS`.
-        usual_tokens: maximum tokens per response without a flag; None for all that fit.
+
+def find_served(given: argparse.Namespace, say: Say, usual_tokens: int | None = None) -> Served:
+    """Find the model of a command line (see `model_parser`, `find_model`) and apply the limits of its context.
+
+    `usual_tokens`: maximum tokens per response without a flag; None for all that fit.
 
     Raises:
         ConfigError: an override is invalid.
         LauncherError: the engine cannot run here, or a flag is out of range.
         CheckpointError: see `find_model`.
     """
-    served = find_model(path, say)
-    config = alone(with_chat_keys(served.config, overrides))
+    served, flags = find_model(given.run, say), SampledBy.of(given)
+    config = alone(with_chat_keys(served.config, given.overrides))
     longest = _context(served.folder)
     _check(flags, longest, engine_of(config).temperatures)
     policy = replace(config.policy, max_total_sequence_length=longest)
@@ -102,7 +118,7 @@ def find_served(
         serve=replace(config.generation.serve, enabled=True),
         vllm_kwargs={**fits, **config.generation.vllm_kwargs},
     )
-    names = dict.fromkeys((*served.other_names, str(path)))
+    names = dict.fromkeys((*served.other_names, str(given.run)))
     config = replace(config, policy=policy, generation=generation)
     return replace(served, config=config, other_names=tuple(names), flags=flags)
 
@@ -236,7 +252,7 @@ def _last_step(metrics: Path) -> int:
 
 def _of_folder(folder: Path) -> Served:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; name {MODEL_ARGUMENT} (nrl-lite runs lists runs)")
+        raise CheckpointError(f"{folder}: no such folder; name {_MODELS} (nrl-lite runs lists runs)")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is neither a run's folder nor a Hugging Face model's: it has no config.json")
     try:
