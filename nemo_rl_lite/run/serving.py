@@ -32,7 +32,7 @@ from nemo_rl_lite.observability.runs import NoRunError, find_run
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.run.folder import is_run
 from nemo_rl_lite.run.model import CHAT_KEYS, chat_tokenizer, with_chat_keys
-from nemo_rl_lite.serving.public import ResponderConfig
+from nemo_rl_lite.serving.public import ResponderConfig, all_or, out_of_range
 from nemo_rl_lite.system.machine import ON_CPUS, gpu_bytes
 from nemo_rl_lite.validation.compose import restore
 
@@ -57,7 +57,8 @@ class SampledBy:
         return cls(**{one.name: getattr(given, one.name) for one in fields(cls)})
 
     def applied(self, usual: Sampling) -> Sampling:
-        return replace(usual, **{name: value for name, value in asdict(self).items() if value is not None})
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(usual, **given | ({} if self.top_k is None else {"top_k": all_or(self.top_k)}))
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,11 @@ def find_served(given: argparse.Namespace, say: Say, usual_tokens: int | None = 
     served, flags = find_model(given.run, say), SampledBy.of(given)
     config = alone(with_chat_keys(served.config, given.overrides))
     longest = _context(served.folder)
-    _check(flags, longest, engine_of(config).temperatures)
+    if flags.max_new_tokens is not None and not 0 < flags.max_new_tokens < longest:
+        rule = f"must be above 0 and below the context of {longest} tokens"
+        raise UsageError(f"--max-new-tokens {flags.max_new_tokens}: {rule}")
+    if found := out_of_range(engine_of(config), flags.temperature, flags.top_p, flags.top_k):
+        raise UsageError(f"--{found[0].replace('_', '-')} {found[1]}")
     policy = replace(config.policy, max_total_sequence_length=longest)
     # vLLM shortens the context to what the GPU's memory holds.
     fits = {"max_model_len": -1} if on_gpus(config) and engine_of(config).takes_share else {}
@@ -121,20 +126,6 @@ def find_served(given: argparse.Namespace, say: Say, usual_tokens: int | None = 
     names = dict.fromkeys((*served.other_names, str(given.run)))
     config = replace(config, policy=policy, generation=generation)
     return replace(served, config=config, other_names=tuple(names), flags=flags)
-
-
-def _check(flags: SampledBy, longest: int, temperatures: tuple[float, float]) -> None:
-    """Raise UsageError where a flag is out of range."""
-    lowest, highest = temperatures
-    tokens, heat, top_p, top_k = flags.max_new_tokens, flags.temperature, flags.top_p, flags.top_k
-    if tokens is not None and not 0 < tokens < longest:
-        raise UsageError(f"--max-new-tokens {tokens}: must be above 0 and below the context of {longest} tokens")
-    if heat and not lowest <= heat <= highest:
-        raise UsageError(f"--temperature {heat:g}: must be 0, or {lowest:g} to {highest:g}, for this engine")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"--top-p {top_p:g}: must be above 0 and at most 1")
-    if top_k is not None and top_k < 1:
-        raise UsageError(f"--top-k {top_k}: must be at least 1")
 
 
 def _context(folder: Path) -> int:

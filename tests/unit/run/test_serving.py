@@ -112,7 +112,7 @@ def test_on_a_gpu_vllm_takes_what_fits_of_the_context(tmp_path, monkeypatch):
         ({"most": 600}, "--max-new-tokens 600: must be above 0 and below the context of 600 tokens"),
         ({"temperature": -1}, "--temperature -1: must be 0, or"),
         ({"top_p": 2}, "--top-p 2: must be"),
-        ({"top_k": 0}, "--top-k 0: must be"),
+        ({"top_k": -2}, "--top-k -2: must be"),
     ],
 )
 def test_a_flag_out_of_range_is_named(tmp_path, flags, said):
