@@ -195,10 +195,8 @@ class Trainer:
             overrides.append(f"{RUN_FOLDER}={literal(RUN_FOLDER, folder, inputs.path_of)}")
             with inputs.named():
                 [(_, config)] = checked(Flags(()), overrides)
-                if config.algorithm.name != self.algorithm:
-                    rule = (
-                        f"has algorithm={config.algorithm.name}, and {type(self).__name__} trains with {self.algorithm}"
-                    )
+                if (name := config.algorithm.name) != self.algorithm:
+                    rule = f"has algorithm={name}, and {type(self).__name__} trains with {self.algorithm}"
                     raise ConfigError([Violation("recipe", self._recipe, rule, "the class of that algorithm")])
                 yield overrides, inputs, folder.absolute()
 
