@@ -39,6 +39,8 @@ class Engine:
     """It can apply LoRA adapters itself."""
     records_experts: bool = False
     """It returns the experts that it chose for each token."""
+    takes_options: bool = False
+    """It takes `ServedOptions`: penalties, top logprobs and a JSON schema."""
     least_cpu_head_dim: int = 1
     """The smallest head dimension that it computes on a CPU."""
     temperatures: tuple[float, float] = (0.0, math.inf)
@@ -90,6 +92,7 @@ ENGINES: dict[str, Engine] = {
         spans_gpus=True,
         serves_adapters=True,
         records_experts=True,
+        takes_options=True,
         least_cpu_head_dim=32,
         # vLLM rejects T > 2 and clamps T < 0.01, so its logprobs would differ from the policy's.
         temperatures=(0.01, 2.0),
@@ -126,7 +129,7 @@ def engines_serve_adapters(generation: GenerationConfig, policy: PolicyConfig) -
 
 def engines_share_weights(config: Config) -> bool:
     """Return whether policy ranks keep LoRA's frozen weights in the memory of the engine on their GPU: it applies the
-    adapters itself, never releases its weights, and may share them (`refit.direct`)."""
+    adapters itself, never releases its weights, and may share them (`refit.cuda_ipc`)."""
     shares = generates(config) and config.generation.colocated.enabled and on_gpus(config)
     serves = engines_serve_adapters(config.generation, config.policy)
-    return shares and serves and config.refit.direct and not engines_sleep(config)
+    return shares and serves and config.refit.cuda_ipc and not engines_sleep(config)

@@ -94,7 +94,7 @@ class RefitConfig:
     buffer_memory_ratio: Annotated[Fraction, ActiveIf(".bucket_bytes", None)]
     bucket_bytes: PositiveInt | None
     num_buffers: Annotated[int, Field(ge=1, le=8), ActiveIf("generation.colocated.enabled", False)]
-    direct: Annotated[bool, ActiveIf("generation.colocated.enabled"), ActiveIf("GPUs")]
+    cuda_ipc: Annotated[bool, ActiveIf("generation.colocated.enabled"), ActiveIf("GPUs")]
     verify: Literal["off", "sample", "full"]
     timeout_s: Seconds
 
@@ -344,6 +344,8 @@ class DataConfig:
     validation_split: Annotated[str | None, ActiveIf(".name", "hub")]
     task: Annotated[str | None, ActiveIf(".name", "reasoning_gym")]
     task_kwargs: dict[str, Any]
+    map: Annotated[str | None, ActiveIf(".name", "file", "hub")]
+    max_samples: Annotated[PositiveInt | None, ActiveIf(".name", "file", "hub")]
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     prompt_column: str
     prompt_template: str | None
@@ -380,7 +382,7 @@ class RewardConfig:
     timeout_s: PositiveFloat | None
     processes: Annotated[int, Field(gt=0, le=4096), ActiveIf(".timeout_s")]
     concurrency: Annotated[int, Field(gt=0, le=4096), ActiveIf(".timeout_s")]
-    max_error_share: Annotated[float, Field(ge=0, le=1)]
+    max_failure_fraction: Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -390,7 +392,7 @@ class EnvironmentConfig:
     timeout_s: PositiveFloat | None
     concurrency: PositiveInt
     processes: Annotated[int, Field(gt=0, le=4096)]
-    max_error_share: Annotated[float, Field(ge=0, le=1)]
+    max_failure_fraction: Annotated[float, Field(ge=0, le=1)]
     kwargs: dict[str, Any]
 
 
@@ -400,7 +402,7 @@ class AgentConfig:
     timeout_s: PositiveFloat | None
     concurrency: PositiveInt
     processes: Annotated[int, Field(gt=0, le=4096)]
-    max_error_share: Annotated[float, Field(ge=0, le=1)]
+    max_failure_fraction: Annotated[float, Field(ge=0, le=1)]
     kwargs: dict[str, Any]
 
 

@@ -69,12 +69,12 @@ class TeacherWorker:
 
     def prepare_for_logprob(self) -> None:
         """Enter the logprob phase: bring the weights to the device."""
-        self._weights.come_back()
+        self._weights.reload()
 
     def leave(self) -> None:
         """Leave the logprob phase: other processes may use the memory of this one."""
         if not self._stays:
-            self._weights.leave()
+            self._weights.offload()
         self._device.trim()
 
     def score(self, rows: Sequence[TokenRow]) -> TeacherScores | None:
@@ -98,10 +98,10 @@ class TeacherWorker:
         self.__dict__.clear()
         leave_groups()
 
-    def take_memory(self) -> Peaks:
+    def pop_memory(self) -> Peaks:
         """Return peak memory of the phases since the last call; empty on a CPU."""
         return self._memory.take()
 
-    def take_moves(self) -> list[tuple[str, Move]]:
+    def pop_moves(self) -> list[tuple[str, Move]]:
         """Return moves between device and host since the last call."""
-        return self._weights.take_moves()
+        return self._weights.pop_moves()

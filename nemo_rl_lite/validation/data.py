@@ -11,7 +11,7 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import validates
 from nemo_rl_lite.data.formats import CHATS, NEEDS_NEGATIVES, PAIRS, PROBLEMS, RowFormat, format_of
 from nemo_rl_lite.data.rows import FileError, MissingColumnError, template_columns
-from nemo_rl_lite.data.sources import ROWS, check_file, validation_source
+from nemo_rl_lite.data.sources import ROWS, check_file, row_map, validation_source
 from nemo_rl_lite.data.tasks import TASKS, unknown_arguments, unknown_task
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.validation.compose import rule
@@ -42,6 +42,10 @@ def check_source(config: Config) -> Iterator[Violation]:
 def check_rows(config: Config) -> Iterator[Violation]:
     """Check templates and columns, and with them the first rows of files."""
     data, wrong = config.data, [*_texts(config.data)]
+    try:
+        row_map(data)
+    except ConfigError as error:
+        wrong += error.violations
     wrong += [] if wrong or data.name not in ROWS else _columns(config, format_of(config))
     yield from wrong
     if data.name != "file" or wrong:
@@ -164,13 +168,13 @@ def check_epochs(config: Config, prompts: int) -> None:
     """Warn if a step samples per prompt twice. `prompts`: those of an epoch; 0 for endless data.
 
     Raises:
-        ConfigError: `rest_epochs` needs data with epochs.
+        ConfigError: `solved_cooldown_epochs` needs data with epochs.
     """
     options = config.options(GRPOConfig)
-    key, a_step = "algorithm.rest_epochs", options.num_prompts_per_step
-    if options.rest_epochs and not prompts:
+    key, a_step = "algorithm.solved_cooldown_epochs", options.num_prompts_per_step
+    if options.solved_cooldown_epochs and not prompts:
         rule, fix = "needs data with epochs, and this data has no end", f"{key}=0, or data=file"
-        raise ConfigError([Violation(key, options.rest_epochs, rule, fix)])
+        raise ConfigError([Violation(key, options.solved_cooldown_epochs, rule, fix)])
     if 0 < prompts < a_step:
         rule = "the data has %d prompts, so that a step samples some of them twice"
         log.warning(f"algorithm.num_prompts_per_step = %d: {rule}", a_step, prompts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nemo_rl_lite.cluster.calls import Call, result, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import EngineError, WorkerError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Request
+from nemo_rl_lite.generation.interface import Completion, Decoded, Request, RequestError
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.ipc import SharedWeights
 
@@ -24,10 +24,12 @@ class RemoteReplica:
     rank: int
     unfinished_tokens: int = 0
     _before: asyncio.Future[None] | None = None
-    """Done when the worker has done the previous exchange."""
+    """Done when the worker has done the previous step."""
 
-    async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
-        """See `Replica.exchange`.
+    async def step(
+        self, submitted: Mapping[int, Request], aborted: Sequence[int]
+    ) -> dict[int, Completion | RequestError]:
+        """See `Replica.step`.
 
         Raises:
             EngineError: a sampled token's logprob is not finite.
@@ -40,13 +42,14 @@ class RemoteReplica:
         self._before = own
         try:
             if before is not None:
-                # The time limit is for this exchange, not for the previous one.
+                # The time limit is for this step, not for the previous one.
                 await before
             *_, finished, self.unfinished_tokens = await result(call)
         finally:
             own.done() or own.set_result(None)
         for completion in finished.values():
-            _require_finite(self.rank, completion)
+            if isinstance(completion, Completion):
+                _require_finite(self.rank, completion)
         return finished
 
 

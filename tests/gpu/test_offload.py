@@ -25,14 +25,14 @@ def test_round_trips_are_exact_and_free_the_memory(registrar):
     own = Movable("states", lambda: held, HostArena("states", registrar()), torch.device("cuda", 0))
     before, size = torch.cuda.memory_allocated(), own.device_bytes()
     for _ in range(3):
-        own.leave()
-        own.settle()
+        own.offload()
+        own.synchronize()
         assert own.device_bytes() == 0 and torch.cuda.memory_allocated() <= before - size
-        own.come_back()
-        own.settle()
+        own.reload()
+        own.synchronize()
         for tensor, value in zip(held, expected, strict=True):
             assert torch.equal(tensor.cpu(), value)
-    for _, move in own.take_moves():
+    for _, move in own.pop_moves():
         assert move.nbytes == size and move.transfer_s > 0
     own.release()
 
@@ -44,12 +44,12 @@ def test_moves_begin_behind_the_work_that_was_given_before():
         # Still running when the move begins.
         torch.cuda._sleep(50_000_000)
         weights += 1
-        own.leave()
+        own.offload()
         # Reading is fine meanwhile.
         assert float(weights[5]) == turn
-        own.settle()
-        own.come_back()
-        own.settle()
+        own.synchronize()
+        own.reload()
+        own.synchronize()
         weights *= 1
         assert bool((weights == turn).all())
 
@@ -59,27 +59,27 @@ def test_both_directions_move_beside_kernels_that_reuse_freed_memory():
     going, coming = torch.full((size,), 1.0, device="cuda"), torch.full((size,), 2.0, device="cuda")
     out = Movable("going", lambda: [going], HostArena("going", CudaRegistrar()), device)
     back = Movable("coming", lambda: [coming], HostArena("coming", CudaRegistrar()), device)
-    back.leave()
-    back.settle()
+    back.offload()
+    back.synchronize()
     noise = torch.randn(size, device="cuda")
     expected = noise * 3 + 1
     for turn in range(20):
-        out.leave()
-        back.come_back()
+        out.offload()
+        back.reload()
         # Work on the default stream that takes and frees memory of the same size all the while.
         for _ in range(5):
             result = noise * 3
             result = result + 1
-        out.settle()
+        out.synchronize()
         filler = torch.full((size,), 7.0, device="cuda")
-        back.settle()
+        back.synchronize()
         assert torch.equal(result, expected) and bool((filler == 7).all()), turn
         assert bool((coming == 2).all()), turn
         del filler, result
-        back.leave()
-        out.come_back()
-        back.settle()
-        out.settle()
+        back.offload()
+        out.reload()
+        back.synchronize()
+        out.synchronize()
         assert bool((going == 1).all()), turn
 
 
@@ -95,16 +95,16 @@ def test_a_full_device_leaves_the_contents_on_the_host():
     free, _ = torch.cuda.mem_get_info()
     weights = torch.full((free // 4 // 4,), 3.0, device="cuda")
     own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
-    own.leave()
-    own.settle()
+    own.offload()
+    own.synchronize()
     torch.cuda.empty_cache()
     hog = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.97), dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
-        own.come_back()
+        own.reload()
     assert own.on_host
     del hog
-    own.come_back()
-    own.settle()
+    own.reload()
+    own.synchronize()
     assert bool((weights == 3).all())
 
 
@@ -122,23 +122,23 @@ def moved_before(nbytes: int) -> Movable:
     """A component on the device whose host memory was pinned by a first move."""
     weights = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
     own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
-    own.leave()
-    own.settle()
-    own.come_back()
-    own.settle()
-    own.take_moves()
+    own.offload()
+    own.synchronize()
+    own.reload()
+    own.synchronize()
+    own.pop_moves()
     return own
 
 
 def test_a_small_copy_does_not_wait_for_a_large_move():
     own = moved_before(2 << 30)
     small = torch.zeros(8, device="cuda")
-    own.leave()
+    own.offload()
     began = time.perf_counter()
     copied = small.cpu()
     waited = time.perf_counter() - began
-    own.settle()
-    ((_, move),) = own.take_moves()
+    own.synchronize()
+    ((_, move),) = own.pop_moves()
     assert bool((copied == 0).all())
     # A pinned move of 2 GiB takes some 40 ms.
     assert waited < move.transfer_s / 2
@@ -149,13 +149,13 @@ def test_kernels_do_not_wait_for_a_large_move():
     small, ran = torch.zeros(8, device="cuda"), torch.cuda.Event(blocking=True)
     # The first use of a kernel loads it.
     small += 1
-    own.leave()
+    own.offload()
     began = time.perf_counter()
     small += 1
     ran.record()
     ran.synchronize()
     waited = time.perf_counter() - began
-    own.settle()
-    ((_, move),) = own.take_moves()
+    own.synchronize()
+    ((_, move),) = own.pop_moves()
     # A pinned move of 4 GiB takes some 80 ms.
     assert waited < move.transfer_s / 2

@@ -56,7 +56,7 @@ class Policy:
         self.memory.enter(phase, working_bytes=1000)
         moving = [own for own in self.memory._movable.values() if own.moving]
         assert moving
-        while not all(own.moved for own in moving):
+        while not all(own.done for own in moving):
             time.sleep(0.001)
 
 
@@ -114,7 +114,7 @@ def test_it_does_not_where_both_would_not_fit(caplog):
             policy.memory.enter(Phase.REFIT, working_bytes=8_300)
             assert policy.held() == (400, 0, 0)
             policy.memory.enter(Phase.TRAIN)
-    assert sum("do not overlap with other work" in record.getMessage() for record in caplog.records) == 1
+    assert sum("do not always overlap with other work" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_what_comes_back_needs_room_as_well():
@@ -136,17 +136,17 @@ def test_where_a_return_finds_the_device_full_what_is_leaving_goes_first(monkeyp
     overrides = ["policy.offload_for_generation=[parameters]", "policy.overlap_offload=true"]
     policy = Policy(*overrides, "policy.offload_optimizer_states_for_logprob=true")
     policy.memory.enter(Phase.GENERATE)
-    come_back = Movable.come_back
+    reload = Movable.reload
 
     def on_a_full_device(own: Movable) -> None:
         if own.name == "parameters" and policy.states.untyped_storage().nbytes():
             raise torch.OutOfMemoryError("full")
-        come_back(own)
+        reload(own)
 
-    monkeypatch.setattr(Movable, "come_back", on_a_full_device)
+    monkeypatch.setattr(Movable, "reload", on_a_full_device)
     policy.memory.enter(Phase.LOGPROB, working_bytes=0)
     assert policy.held() == (400, 0, 0)
-    monkeypatch.setattr(Movable, "come_back", come_back)
+    monkeypatch.setattr(Movable, "reload", reload)
     policy.memory.enter(Phase.TRAIN)
     assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
 
@@ -174,7 +174,7 @@ def test_states_leave_beside_the_first_micro_batches_and_come_back_beside_the_la
     between(1, 0)
     policy.memory.enter(Phase.TRAIN)
     assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
-    assert [name for name, _ in policy.memory.take_moves()] == [
+    assert [name for name, _ in policy.memory.pop_moves()] == [
         "optimizer_states/to_host",
         "optimizer_states/to_device",
     ]
@@ -223,7 +223,7 @@ def test_what_has_one_place_throughout_never_moves():
         policy.memory.enter(phase)
         assert policy.held() == (400, 0 if phase is Phase.LOGPROB else 400, 800)
         policy.memory.require(Component.OPTIMIZER_STATES)
-    assert policy.memory.take_moves() == []
+    assert policy.memory.pop_moves() == []
 
 
 def test_states_wait_where_they_would_not_fit_beside_the_work():
@@ -273,12 +273,12 @@ def test_dropped_gradients_come_back_as_zeros_under_the_same_views():
         gradients.drop()
         assert gradients.device_bytes() == 0
     for _ in range(2):
-        gradients.bring_back()
+        gradients.allocate()
         assert gradients.device_bytes() == 400
     assert torch.equal(view, torch.zeros(10))
     view += 1
     assert buffer.sum() == 10
-    gradients.bring_back()
+    gradients.allocate()
     assert buffer.sum() == 10
 
 

@@ -61,7 +61,7 @@ def taken(source: RolloutSource, steps, trains_s: float = 0.0) -> list:
         found.append(source.take(step, silent))
         source.finish_generation()
         time.sleep(trains_s)
-        source.settle(silent)
+        source.wait_until_idle(silent)
         source.publish(step)
     return found
 
@@ -143,7 +143,7 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, begin, published, s
     before = taken(source, range(1, 3))
     before.append(source.take(3, silent))
     if published:
-        source.settle(silent)
+        source.wait_until_idle(silent)
         source.publish(3)
     state = source.save(tmp_path)
     source.close()
@@ -200,7 +200,7 @@ def test_rollouts_that_are_older_than_the_run_allows_are_sampled_again(tmp_path,
     found = taken(begin(Fleet(), ONE_STEP_OFF, 1, state, load_rollouts(tmp_path)), range(2, 7))
     assert sorted(prompts(found)) == sorted(first(18)[3:])
     assert [versions(rollout) for rollout in found[:3]] == [{0}, {1}, {2}]
-    assert "the rollout of step 3 in the checkpoint is 2 steps old: it is sampled again" in caplog.text
+    assert "the saved rollout of step 3 is 2 steps stale: it is sampled again" in caplog.text
 
 
 @pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
@@ -233,7 +233,7 @@ def test_no_prompt_is_lost_or_trained_twice_when_engines_die_and_runs_resume(tmp
         found.append(source.take(step, silent))
         for replica in fleet.replicas:
             replica.is_dead = chance.random() < 0.4
-        source.settle(silent)
+        source.wait_until_idle(silent)
         if chance.random() < 0.4:
             folder = tmp_path / str(step)
             folder.mkdir()

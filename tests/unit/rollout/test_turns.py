@@ -7,8 +7,8 @@ import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.environments.registry import InThisProcess
-from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.environments.registry import InThisProcess, try_environment
+from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
@@ -20,10 +20,10 @@ SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=40, stop_token_ids=(END,), st
 CALCULATOR = ("calculator", {"role": "user"})
 
 
-def collect(script, environment, max_turns=4, max_length=200, reward="exact_match", max_error_share=0.0):
+def collect(script, environment, max_turns=4, max_length=200, reward="exact_match", max_failure_fraction=0.0):
     judge = judged_by(find_reward(reward, {}))
     turns = Turns(InThisProcess(*environment), max_turns)
-    collector = RolloutCollector(script, Letters(), judge, max_length, ErrorShares(0.0, max_error_share), turns)
+    collector = RolloutCollector(script, Letters(), judge, max_length, ErrorShares(0.0, max_failure_fraction), turns)
     return collector.collect(RolloutTask([Problem(chat("6*7+1?"), "43")].__getitem__, 1, 2, SAMPLING, 5))
 
 
@@ -160,13 +160,27 @@ def said(*messages, **others):
     ],
 )
 def test_an_environment_that_fails_ends_the_run_above_a_share(answer, message):
-    with pytest.raises(DataError, match=rf"the environment failed on [12] of 2 samples, .*share = 0 .*{message}"):
+    with pytest.raises(DataError, match=rf"the environment failed on [12] of 2 samples, .*fraction = 0.*{message}"):
         collect(Script(["1", "2"]), (f"{HERE}.Broken", {"answer": answer}))
+
+
+class Misspelt:
+    def step(self, problem, conversation):
+        return Observation(done=True, reward=len(convresation))  # noqa: F821
+
+
+def test_a_fault_in_the_code_ends_the_run_whatever_share_may_fail():
+    with pytest.raises(DataError, match=r"environment.name: NameError: .*convresation.* \(test_turns.py, line \d+\)"):
+        collect(Script(["1", "2"]), (f"{HERE}.Misspelt", {}), max_failure_fraction=1.0)
+    environments, problem = InThisProcess(f"{HERE}.Misspelt", {}), Problem(chat("?"), "1")
+    with pytest.raises(ConfigError, match=r"environment.name.*\n.*NameError"):
+        try_environment(environments, "mine", problem)
+    try_environment(InThisProcess(f"{HERE}.Broken", {"answer": KeyError("state")}), "mine", problem)
 
 
 def test_below_that_share_its_episode_alone_is_left_out(caplog):
     broken = (f"{HERE}.Broken", {"answer": "well done"})
-    rollout = collect(Script(["1", "43"]), broken, max_error_share=0.5)
+    rollout = collect(Script(["1", "43"]), broken, max_failure_fraction=0.5)
     assert endings(rollout) == ["error", "stop"] and [one.reward for one in rollout.episodes] == [None, 1]
     assert rollout.metrics()["environment_errors"] == 1 and rollout.metrics()["num_valid_samples"] == 1
     assert not any(rollout.rows([0.0, 0.0], 0)[0].mask)

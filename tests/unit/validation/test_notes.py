@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.algorithms.supervised import shown_limits
+from nemo_rl_lite.algorithms.loop import shown_limits
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.system import sandbox
@@ -133,6 +133,17 @@ def test_the_limit_that_ends_a_run_is_said(steps, epochs, per_epoch, ends_by):
     assert ends_by in said and bool(said) == bool(ends_by)
 
 
+def test_epochs_take_the_place_of_default_steps_where_data_ends(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "answer": "1"}\n' * 9)
+    of_file = [f"data.train_path={rows}", "algorithm.val_at_start=false", "algorithm.val_at_end=false"]
+    epochs = "algorithm.max_num_epochs=2"
+    assert compose_config([*of_file]).algorithm.max_num_steps == 30
+    assert compose_config([*of_file, epochs]).algorithm.max_num_steps is None
+    assert compose_config([*of_file, epochs, "algorithm.max_num_steps=7"]).algorithm.max_num_steps == 7
+    assert compose_config([epochs]).algorithm.max_num_steps == 30
+
+
 def test_a_step_with_more_prompts_than_the_data_has(caplog):
     config = compose_config(["algorithm.num_prompts_per_step=8", "policy.train_global_batch_size=64"])
     check_epochs(config, 8)
@@ -143,5 +154,5 @@ def test_a_step_with_more_prompts_than_the_data_has(caplog):
 
 
 def test_prompts_without_epochs_cannot_rest():
-    with pytest.raises(ConfigError, match=r"algorithm\.rest_epochs"):
-        check_epochs(compose_config(["algorithm.rest_epochs=4"]), 0)
+    with pytest.raises(ConfigError, match=r"algorithm\.solved_cooldown_epochs"):
+        check_epochs(compose_config(["algorithm.solved_cooldown_epochs=4"]), 0)
