@@ -26,4 +26,4 @@ def test_the_files_of_the_page_are_an_experiment(tmp_path, monkeypatch):
     reward = find_reward(configs[0].reward.name, {})
     for row in rows:
         problem = Problem((), row["answer"])
-        assert reward(f"It is {row['answer']}.", problem) == 1.0 and reward("It is 7.", problem) == 0.0
+        assert reward(f"3 and so {row['answer']}", problem) == 1.0 and reward("99", problem) == 0.0
