@@ -98,9 +98,9 @@ class GRPO:
             if self.teacher is not None:
                 with timer("teacher_logprob_inference"):
                     rows = self.teacher.scored(rows)
-                moves, memory = self.teacher.take_moves(), memory | self.teacher.take_memory()
+                moves, memory = self.teacher.pop_moves(), memory | self.teacher.pop_memory()
             with timer("policy_and_reference_logprobs"):
-                batch = self.policy.hold(rows)
+                batch = self.policy.put_batch(rows)
                 if self.scored:
                     self.policy.score(batch, self.scored)
             with timer("training_prep"):
@@ -108,7 +108,7 @@ class GRPO:
             with timer("policy_training"):
                 trained = self.policy.train(batch, self.loss)
             with timer("generation"), self.report.console.busy(f"step {step + 1}: generating", announced=False) as show:
-                self.rollouts.settle(show)
+                self.rollouts.wait_until_idle(show)
             with timer("checkpointing"):
                 self.steps.checkpoints.save_if_due(step, step == config.max_num_steps)
             with timer("prepare_for_generation/transfer_and_update_weights"):

@@ -68,8 +68,8 @@ class Report:
             | under("timing/replicas", self.policy.take_waits())
             | under("performance", speed)
             | dict(others or {})
-            | under("offload", move_metrics(self.policy.take_moves()))
-            | under("memory", with_rest("generate", {**(memory or {}), **self.policy.take_memory()}))
+            | under("offload", move_metrics(self.policy.pop_moves()))
+            | under("memory", with_rest("generate", {**(memory or {}), **self.policy.pop_memory()}))
             | under("ray", self.system()),
         )
         trend = self.metrics.series(f"train/{next(iter(shown))}")[1]
@@ -143,7 +143,7 @@ class Steps:
                         prepare_to_save()
                         self.checkpoints.save(step)
                     return
-                self.checkpoints.settle()
+                self.checkpoints.wait_until_written()
                 reason = self.stopping.after_step(self.checkpoints.longest_save_s)
                 if reason and step < total:
                     prepare_to_save()

@@ -48,7 +48,7 @@ class Supervised:
         with timer("total_step_time"):
             with timer("data_processing"):
                 rows = TokenRows.of(self.training.rows(step - 1))
-                batch = self.policy.hold(rows)
+                batch = self.policy.put_batch(rows)
             if scored:
                 with timer("logprob_inference_prep"):
                     self.policy.prepare_for_logprob()
@@ -75,7 +75,7 @@ class Supervised:
         with timer("total_validation_time"), self.report.console.busy(what):
             self.policy.prepare_for_logprob()
             if self.held_out is None:
-                self.held_out = self.policy.hold(self.validation, "validation")
+                self.held_out = self.policy.put_batch(self.validation, "validation")
                 if self._scored:
                     self.policy.score(self.held_out, self._scored)
             measured = self.policy.evaluate(self.held_out, self._compared(self.held_out))
@@ -90,7 +90,7 @@ class Supervised:
         if with_mismatched_kl is None:
             return self.loss
         rows = mismatched(batch.rows, self.training.encoder.max_length)
-        others = self.policy.hold(rows, f"{batch.name} mismatched")
+        others = self.policy.put_batch(rows, f"{batch.name} mismatched")
         self.policy.score(others, self._scored)
         return with_mismatched_kl(self.policy.evaluate(others, MeanLogRatio())["loss"])
 

@@ -405,7 +405,7 @@ class Checkpoints:
         except CheckpointError as error:
             self._say(f"warning: {error}")
 
-    def settle(self) -> None:
+    def wait_until_written(self) -> None:
         """Complete the current checkpoint if it is written, without waiting."""
         if self._writing is not None and self._policy.save_is_written():
             self.finish()

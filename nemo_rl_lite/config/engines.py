@@ -126,7 +126,7 @@ def engines_serve_adapters(generation: GenerationConfig, policy: PolicyConfig) -
 
 def engines_share_weights(config: Config) -> bool:
     """Return whether policy ranks keep LoRA's frozen weights in the memory of the engine on their GPU: it applies the
-    adapters itself, never releases its weights, and may share them (`refit.direct`)."""
+    adapters itself, never releases its weights, and may share them (`refit.cuda_ipc`)."""
     shares = generates(config) and config.generation.colocated.enabled and on_gpus(config)
     serves = engines_serve_adapters(config.generation, config.policy)
-    return shares and serves and config.refit.direct and not engines_sleep(config)
+    return shares and serves and config.refit.cuda_ipc and not engines_sleep(config)

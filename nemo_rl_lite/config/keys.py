@@ -170,12 +170,12 @@ def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> 
 
 
 def answer_to(key: str, given: object, by_section: bool = True) -> str | Sequence[str] | None:
-    """Return the answer of the aliases to a key of NeMo-RL, or to a short name, with this value; None if there is none.
+    """Return the answer of the aliases to a name that is not a key's, with this value; None if there is none.
 
     `by_section`: also by the name that its section has here."""
     theirs = re.sub(r"^data\.(train|validation|default)\.(?=\w)", "data.*.", key)
     names = [theirs, key, *([to_our_key(key)] if by_section else [])]
-    table = _aliases("short") | _aliases("nemo_rl")
+    table = _aliases("short") | _aliases("earlier") | _aliases("nemo_rl")
     found = next((table[one] for one in (key, *names) if one in table), None)
     if found is None:
         above = filter(None, (_longest(table, one.rpartition(".")[0]) for one in names))

@@ -94,7 +94,7 @@ class RefitConfig:
     buffer_memory_ratio: Annotated[Fraction, ActiveIf(".bucket_bytes", None)]
     bucket_bytes: PositiveInt | None
     num_buffers: Annotated[int, Field(ge=1, le=8), ActiveIf("generation.colocated.enabled", False)]
-    direct: Annotated[bool, ActiveIf("generation.colocated.enabled"), ActiveIf("GPUs")]
+    cuda_ipc: Annotated[bool, ActiveIf("generation.colocated.enabled"), ActiveIf("GPUs")]
     verify: Literal["off", "sample", "full"]
     timeout_s: Seconds
 
@@ -380,7 +380,7 @@ class RewardConfig:
     timeout_s: PositiveFloat | None
     processes: Annotated[int, Field(gt=0, le=4096), ActiveIf(".timeout_s")]
     concurrency: Annotated[int, Field(gt=0, le=4096), ActiveIf(".timeout_s")]
-    max_error_share: Annotated[float, Field(ge=0, le=1)]
+    max_failure_fraction: Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -390,7 +390,7 @@ class EnvironmentConfig:
     timeout_s: PositiveFloat | None
     concurrency: PositiveInt
     processes: Annotated[int, Field(gt=0, le=4096)]
-    max_error_share: Annotated[float, Field(ge=0, le=1)]
+    max_failure_fraction: Annotated[float, Field(ge=0, le=1)]
     kwargs: dict[str, Any]
 
 
@@ -400,7 +400,7 @@ class AgentConfig:
     timeout_s: PositiveFloat | None
     concurrency: PositiveInt
     processes: Annotated[int, Field(gt=0, le=4096)]
-    max_error_share: Annotated[float, Field(ge=0, le=1)]
+    max_failure_fraction: Annotated[float, Field(ge=0, le=1)]
     kwargs: dict[str, Any]
 
 

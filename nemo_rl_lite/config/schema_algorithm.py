@@ -145,7 +145,7 @@ class RolloutsConfig:
     source: Literal["on_policy", "one_step_off", "queue"]
     max_trajectory_age_steps: Annotated[int, Field(ge=1, le=64), ActiveIf(".source", "queue")]
     in_flight_weight_updates: Annotated[bool, ActiveIf(".source", "queue")]
-    save_begun: Annotated[bool, ActiveIf(".source", "one_step_off", "queue")]
+    checkpoint_inflight: Annotated[bool, ActiveIf(".source", "one_step_off", "queue")]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -154,7 +154,7 @@ class GRPOConfig(RolloutAlgorithmConfig):
     use_dynamic_sampling: bool
     oversample: Annotated[Annotated[float, Field(ge=1, le=8)] | Auto, ActiveIf(".use_dynamic_sampling")]
     dynamic_sampling_max_gen_batches: Annotated[float, Field(ge=1), ActiveIf(".use_dynamic_sampling")]
-    rest_epochs: Annotated[int, Field(ge=0, le=1024)]
+    solved_cooldown_epochs: Annotated[int, Field(ge=0, le=1024)]
     rollouts: RolloutsConfig
     overlong_filtering: bool
     reward_shaping: RewardShapingConfig

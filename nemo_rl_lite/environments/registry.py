@@ -14,7 +14,7 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool, callable_tools
 from nemo_rl_lite.environments.interface import Environment, Observation
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.system.pool import CallPool, StartError, Target, as_call_error, report_once
+from nemo_rl_lite.system.pool import CallPool, PoolTarget, StartError, as_call_error, report_once
 
 ENVIRONMENTS = {
     "calculator": "nemo_rl_lite.environments.tools.Calculator",
@@ -151,7 +151,7 @@ class UserProcesses:
         """`kind`: the class that the processes make with the configured name and kwargs, and `others`."""
         arguments = {"name": config.name, "kwargs": config.kwargs, **others}
         path = f"{kind.__module__}.{kind.__qualname__}"
-        target = Target(path, arguments, f"the {section}'s process", f"{section}.timeout_s")
+        target = PoolTarget(path, arguments, f"the {section}'s process", f"{section}.timeout_s")
         processes = min(config.processes, config.concurrency)
         self._key = f"{section}.name = {config.name}"
         self.pool = CallPool(target, processes, -(-config.concurrency // processes), config.timeout_s)

@@ -189,9 +189,9 @@ class Replica(Protocol):
     """An engine as the queue drives it."""
 
     unfinished_tokens: int
-    """Tokens of unfinished responses after the last exchange."""
+    """Tokens of unfinished responses after the last step."""
 
-    async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+    async def step(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
         """Submit and abort requests, let the engine work for a moment, and return what has finished. Exchanges that
         begin before earlier ones have ended follow them in order."""
         ...
@@ -222,7 +222,7 @@ class RequestQueue:
         self._changed, self._quiet = asyncio.Event(), asyncio.Event()
         self._replaced: deque[int] = deque()
         self._failure: Exception | None = None
-        self.exchanges = 0
+        self.steps = 0
         """Exchanges that have ended: a sign of life."""
 
     @asynccontextmanager
@@ -351,16 +351,16 @@ class RequestQueue:
             held = self._assignment.held[replica]
             while in_flight[replica] < _EXCHANGES and held.has_work:
                 in_flight[replica] += 1
-                exchange = asyncio.ensure_future(self._replicas[replica].exchange(*held.hand_over()))
+                step = asyncio.ensure_future(self._replicas[replica].step(*held.hand_over()))
                 # Of several that fail, one is raised; asyncio would print the others.
-                exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
-                self._running[exchange] = replica
+                step.add_done_callback(lambda done: done.cancelled() or done.exception())
+                self._running[step] = replica
 
     def _collect(self) -> None:
         for task in [task for task in self._running if task.done()]:
             replica = self._running.pop(task, None)
             if replica is None:
-                # It belonged to a replica that an exchange before it has lost.
+                # It belonged to a replica that a step before it has lost.
                 continue
             try:
                 finished = task.result()
@@ -369,7 +369,7 @@ class RequestQueue:
                     raise
                 self._lose(replica, error)
                 continue
-            self.exchanges += 1
+            self.steps += 1
             for number, completion in finished.items():
                 if isinstance(completion, Unfinished):
                     self._assignment.held[replica].tell(number, completion)
@@ -384,9 +384,9 @@ class RequestQueue:
         """Give the requests of a dead replica to the others."""
         self._on_loss(replica, error)
         self._assignment.lose(replica)
-        for exchange in [task for task, of in self._running.items() if of == replica]:
-            del self._running[exchange]
-            exchange.cancel()
+        for step in [task for task, of in self._running.items() if of == replica]:
+            del self._running[step]
+            step.cancel()
         if not self._assignment.alive:
             self._restore()
 
@@ -400,7 +400,7 @@ class RequestQueue:
         for replica in sorted(self._assignment.alive):
             try:
                 if unfinished := self._assignment.held[replica].unfinished:
-                    await self._replicas[replica].exchange({}, unfinished)
+                    await self._replicas[replica].step({}, unfinished)
             except WorkerError as error:
                 if not error.lost:
                     raise

@@ -31,8 +31,8 @@ class LocalReplica:
         self.engine = self._thread.submit(make).result()
         self.unfinished_tokens = 0
 
-    async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
-        """See `Replica.exchange`."""
+    async def step(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+        """See `Replica.step`."""
 
         def work() -> dict[int, Completion]:
             self.engine.submit(submitted)

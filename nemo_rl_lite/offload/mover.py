@@ -1,7 +1,7 @@
 """Moves of tensors between their device and host memory, in place, so that every view of them survives.
 
 A move frees the memory behind a tensor by resizing its storage to zero, and allocates it again by resizing it back:
-the tensor objects that a model and its optimizer hold stay the same. Moves begin and settle; in between, their
+the tensor objects that a model and its optimizer hold stay the same. Moves begin and complete; in between, their
 copies run on separate streams, overlapped with the device's work.
 """
 
@@ -169,7 +169,7 @@ class Movable:
 
     @property
     def moved(self) -> bool:
-        """True if a move has begun and `settle` would not wait."""
+        """True if a move has begun and `synchronize` would not wait."""
         return self._pending is not None and self._pending.copies.done()
 
     def device_bytes(self) -> int:
@@ -201,7 +201,7 @@ class Movable:
         Raises:
             HostMemoryError: there is too little host memory; the tensors are as before.
         """
-        self.settle()
+        self.synchronize()
         if self._parked:
             return
         began = time.perf_counter()
@@ -217,7 +217,7 @@ class Movable:
         Raises:
             torch.OutOfMemoryError: the device is too full; the contents stay in host memory.
         """
-        self.settle()
+        self.synchronize()
         if not self._parked:
             return
         began = time.perf_counter()
@@ -232,7 +232,7 @@ class Movable:
         self._pending = _Pending(False, self._parked, time.perf_counter() - began, copies)
         self.recount()
 
-    def settle(self, alone: bool = False) -> None:
+    def synchronize(self, alone: bool = False) -> None:
         """Wait until the move in flight, if any, is done. `alone`: the device has no other work meanwhile."""
         if self._pending is None:
             return
@@ -249,7 +249,7 @@ class Movable:
             self._moves.append((f"{self.name}/{'to_host' if pending.to_host else 'to_device'}", move))
             self._rate = nbytes / move.transfer_s if move.transfer_s else self._rate
 
-    def take_moves(self) -> list[tuple[str, Move]]:
+    def pop_moves(self) -> list[tuple[str, Move]]:
         """Return the moves that have settled since the last call, as "<name>/to_host" or "<name>/to_device"."""
         taken, self._moves = self._moves, []
         return taken
@@ -260,7 +260,7 @@ class Movable:
         Raises:
             RuntimeError: host memory has the only copy of the contents.
         """
-        self.settle()
+        self.synchronize()
         if self._parked:
             raise RuntimeError(f"{self.name} are in host memory only: come back before it is released")
         self._arena.release()
@@ -281,7 +281,7 @@ class FrozenWeights(Movable):
         """See `Movable.leave`."""
         if self._copied is None:
             super().leave()
-            self.settle(alone=True)
+            self.synchronize(alone=True)
             self._copied = self._parked
         elif not self._parked:
             _free(self._copied)
@@ -291,4 +291,4 @@ class FrozenWeights(Movable):
     def come_back(self) -> None:
         """See `Movable.come_back`."""
         super().come_back()
-        self.settle(alone=True)
+        self.synchronize(alone=True)

@@ -163,7 +163,7 @@ class PhaseMemory:
         coming = [own for own in returning if own in waiting and own.returning]
         for own in self._movable.values():
             if own not in coming:
-                own.settle(alone=True)
+                own.synchronize(alone=True)
         if places[Component.GRADIENTS] is not Place.DEVICE:
             self.gradients.drop()
         makes_room = self._residency.engines_sleep and phase in (Phase.GENERATE, Phase.REFIT)
@@ -177,11 +177,11 @@ class PhaseMemory:
             own.leave()
         if not in_background:
             for own in leaving:
-                own.settle(alone=True)
+                own.synchronize(alone=True)
         now = [own for own in returning if own not in waiting]
         self._begin_to_return(now)
         for own in now:
-            own.settle(alone=True)
+            own.synchronize(alone=True)
         self._begin_to_return([own for own in returning if own in waiting and own not in coming])
         if places[Component.GRADIENTS] is Place.DEVICE:
             self.gradients.bring_back()
@@ -219,15 +219,15 @@ class PhaseMemory:
             if moved:
                 with around():
                     for own in moved:
-                        own.settle()
+                        own.synchronize()
             prefetch(remaining, running)
 
         return call
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all moves in flight."""
         for own in self._movable.values():
-            own.settle()
+            own.synchronize()
 
     def require(self, *components: Component) -> None:
         """Check that the components are on the device. Raises RuntimeError: a component is not."""
@@ -245,7 +245,7 @@ class PhaseMemory:
 
     def arrive(self, component: Component) -> None:
         """Wait until the component is on the device. Raises RuntimeError if it is not on its way there."""
-        self._movable[component].settle()
+        self._movable[component].synchronize()
         self.require(component)
 
     def recount(self) -> None:
@@ -258,9 +258,9 @@ class PhaseMemory:
         held = {component.value: own.device_bytes() for component, own in self._movable.items()}
         return held | {Component.GRADIENTS.value: self.gradients.device_bytes()}
 
-    def take_moves(self) -> list[tuple[str, Move]]:
+    def pop_moves(self) -> list[tuple[str, Move]]:
         """Return the moves that have settled since the last call."""
-        return [move for own in self._movable.values() for move in own.take_moves()]
+        return [move for own in self._movable.values() for move in own.pop_moves()]
 
     def release(self) -> None:
         """Free the host memory. All components must be on the device."""
@@ -279,7 +279,7 @@ class PhaseMemory:
                 if not any(other.moving for other in self._movable.values()):
                     raise
                 # Components that are still leaving take the memory.
-                self.settle()
+                self.synchronize()
                 own.come_back()
 
     def _fits(self, phase: Phase, working_bytes: int, returning: list[Movable], for_others: bool) -> bool:

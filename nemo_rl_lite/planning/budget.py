@@ -198,7 +198,7 @@ def engines_copy(config: Config) -> bool:
     together = dims.neighbours <= cluster.gpus_per_node and not pipeline_apart
     shared = Residency.of(config).engines_share_device
     merges = config.policy.megatron_cfg.peft.enabled and not engines_serve_adapters(config.generation, config.policy)
-    return shared and config.refit.direct and together and not merges
+    return shared and config.refit.cuda_ipc and together and not merges
 
 
 def _refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -> int:

@@ -250,7 +250,7 @@ def plan_refit(
     planning, device = _Planning(model, config, adapters_alone), model.device
     found = planning.found()
     sharing = None
-    if found is not None and shared_device and device.type == "cuda" and config.direct:
+    if found is not None and shared_device and device.type == "cuda" and config.cuda_ipc:
         sharing = probe_sharing(found.parameters, found.recipe, _groups(), config.timeout_s)
         if sharing is not None and not planning.only_moves(planning.first_unlike_shared(found.recipe, sharing)):
             found = None

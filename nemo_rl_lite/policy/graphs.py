@@ -202,7 +202,7 @@ class MicroBatchGraphs:
             if self.recorded:
                 reason = "passes have other shapes now" if places == self._places else "weights or gradients have moved"
                 log.info("%s: %d graphs are dropped, because %s", KEY, self.recorded, reason)
-                self._recorder.forget()
+                self._recorder.clear()
             self._shapes.clear()
         self._places, self._is_full = places, False
 
@@ -241,7 +241,7 @@ class CudaRecorder:
 
         return replay
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Prepare for a new start: nothing that was recorded is replayed again."""
         # Graphs that still run must end before their memory is freed; a freed pool cannot be used again.
         torch.cuda.synchronize()

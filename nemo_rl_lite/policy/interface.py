@@ -52,12 +52,12 @@ class Teacher(Protocol):
         the device only for this call."""
         ...
 
-    def take_memory(self) -> dict[str, float]:
-        """See `Policy.take_memory`."""
+    def pop_memory(self) -> dict[str, float]:
+        """See `Policy.pop_memory`."""
         ...
 
-    def take_moves(self) -> dict[str, Move]:
-        """See `Policy.take_moves`."""
+    def pop_moves(self) -> dict[str, Move]:
+        """See `Policy.pop_moves`."""
         ...
 
 
@@ -68,7 +68,7 @@ class Policy(Protocol):
         """Enter the logprob phase, from any other: components move to their places in the residency table."""
         ...
 
-    def hold(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
+    def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
         """Send each row to the replica that trains on it. The workers keep one batch of each name, the newest."""
         ...
 
@@ -100,11 +100,11 @@ class Policy(Protocol):
         that of `phase`."""
         ...
 
-    def take_memory(self) -> dict[str, float]:
+    def pop_memory(self) -> dict[str, float]:
         """Return the memory of each phase since the last call, in bytes, the fullest rank's (`MemoryMeter`)."""
         ...
 
-    def take_moves(self) -> dict[str, Move]:
+    def pop_moves(self) -> dict[str, Move]:
         """Return moves between device and host since the last call, by "<component>/to_host" or "/to_device", the
         slowest rank's."""
         ...

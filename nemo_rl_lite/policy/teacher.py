@@ -98,10 +98,10 @@ class TeacherWorker:
         self.__dict__.clear()
         leave_groups()
 
-    def take_memory(self) -> Peaks:
+    def pop_memory(self) -> Peaks:
         """Return peak memory of the phases since the last call; empty on a CPU."""
         return self._memory.take()
 
-    def take_moves(self) -> list[tuple[str, Move]]:
+    def pop_moves(self) -> list[tuple[str, Move]]:
         """Return moves between device and host since the last call."""
-        return self._weights.take_moves()
+        return self._weights.pop_moves()

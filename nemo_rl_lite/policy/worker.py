@@ -119,9 +119,9 @@ class MegatronWorker:
         self._leave_training(Phase.TRAIN)
         self._phases.release()
 
-    def take_moves(self) -> list[tuple[str, Move]]:
+    def pop_moves(self) -> list[tuple[str, Move]]:
         """Return moves between device and host since the last call, by "<component>/to_host" or "/to_device"."""
-        return self._phases.take_moves()
+        return self._phases.pop_moves()
 
     def take_passes(self) -> dict[str, list[float]]:
         """Return the seconds of this rank's own part of each pass since the last call, by phase; empty without other
@@ -134,7 +134,7 @@ class MegatronWorker:
         scored = self._scores(tokens_BT, lengths_B, phase)
         return scored["logprobs"].numpy() if scored is not None and self._model.place.reports else None
 
-    def hold(self, rows: Sequence[TokenRow], name: str = "train") -> None:
+    def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> None:
         """Keep this replica's share of a batch, padded to its longest row. It replaces the batch of this name."""
         self._held[name] = Batch.padded(rows)
 
@@ -223,7 +223,7 @@ class MegatronWorker:
         own = {"lr": learning_rate, "wd": self._weight_decay, "skipped_steps": float(not finite)}
         return shares | norm | own, mismatch
 
-    def take_memory(self) -> Peaks:
+    def pop_memory(self) -> Peaks:
         """Return peak memory of the phases since the last call; empty on a CPU."""
         return self._memory.take()
 

@@ -161,7 +161,7 @@ def probe_sharing(
         return None
     if not all(all_gather(sharing.can_be_opened())):
         if dist.get_rank() == 0:
-            log.warning("engines cannot open the policy's memory here: refits go through a buffer (refit.direct)")
+            log.warning("engines cannot open the policy's memory here: refits go through a buffer (refit.cuda_ipc)")
         return None
     return sharing
 
@@ -440,7 +440,7 @@ def _naming_the_key() -> Iterator[None]:
     try:
         yield
     except RefitError as error:
-        raise RefitError(f"{error}; refit.direct=false keeps a copy of the frozen weights on each side") from error
+        raise RefitError(f"{error}; refit.cuda_ipc=false keeps a copy of the frozen weights on each side") from error
 
 
 def _equal(parameters: Iterable[Tensor], of_engine: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -23,7 +23,7 @@ from nemo_rl_lite.rewards.registry import (
     find_batch_reward,
     find_reward,
 )
-from nemo_rl_lite.system.pool import CallError, CallPool, LateError, StartError, Target, as_call_error, place_of
+from nemo_rl_lite.system.pool import CallError, CallPool, CallTimeout, PoolTarget, StartError, as_call_error, place_of
 
 # Seconds that a batch with room waits for more responses.
 _WAIT_S = 0.05
@@ -40,10 +40,10 @@ class RewardResult:
     late: LateReward | None = None
 
 
-Verdict = RewardResult | RewardError
+RewardOutcome = RewardResult | RewardError
 """A reward, or the error that prevented it."""
 
-Judge = Callable[[str, Problem], Awaitable[Verdict]]
+Judge = Callable[[str, Problem], Awaitable[RewardOutcome]]
 """Judges a response to a problem. Many may be judged at a time."""
 
 
@@ -151,9 +151,9 @@ class Batches:
                 await asyncio.sleep(_WAIT_S)
             batch, self._waiting = self._waiting[: self._size], self._waiting[self._size :]
             if batch:
-                await self._settle(batch)
+                await self._resolve(batch)
 
-    async def _settle(self, batch: Sequence[_WaitingResponse]) -> None:
+    async def _resolve(self, batch: Sequence[_WaitingResponse]) -> None:
         try:
             rewards = await self._judge([one.response for one in batch], [one.problem for one in batch])
         except Exception as error:  # for the callers that wait
@@ -184,7 +184,7 @@ def sum_of(terms: Sequence[Term], calls: "RewardCalls | _RemoteCalls", at_once: 
     sources = [calls.one] if any(term.batch_size is None for term in terms) else []
     sources += [_batched(term.label, term.batch_size, calls, at_once) for term in terms if term.batch_size is not None]
 
-    async def judge(response: str, problem: Problem) -> Verdict:
+    async def judge(response: str, problem: Problem) -> RewardOutcome:
         # In the order of the terms.
         parts, late = dict.fromkeys((term.label for term in terms), 0.0), None
         for found in await asyncio.gather(*(source(response, problem) for source in sources)):
@@ -221,7 +221,7 @@ class _RemoteCalls:
         path = f"{RewardCalls.__module__}.{RewardCalls.__qualname__}"
         self._name = config.name
         self._wrong_if_late = all(term.name in WRONG_IF_LATE for term in terms)
-        target = Target(path, {"terms": terms}, "the judging process", "reward.timeout_s")
+        target = PoolTarget(path, {"terms": terms}, "the judging process", "reward.timeout_s")
         self._pool = CallPool(target, config.processes, config.concurrency, config.timeout_s)
 
     async def one(self, response: str, problem: Problem) -> Parts:
@@ -229,7 +229,7 @@ class _RemoteCalls:
         try:
             return await self._call("one", response, problem)
         except CallError as error:
-            is_wrong = isinstance(error, LateError) and self._wrong_if_late
+            is_wrong = isinstance(error, CallTimeout) and self._wrong_if_late
             return (LateReward if is_wrong else RewardError)(str(error), error.details)
 
     async def batch(
@@ -256,7 +256,7 @@ def try_reward(judge: Judge, problem: Problem) -> None:
         ConfigError: the function's code is wrong, it does not return a reward, or its server, model or file is missing.
     """
 
-    async def trial() -> Verdict:
+    async def trial() -> RewardOutcome:
         return await judge(problem.answer or "", problem)
 
     verdict = asyncio.run(trial())

@@ -47,7 +47,7 @@ class FaultyReward(WrongReward):
 
 class UnavailableReward(RewardError):
     """A server that does not answer, or a class that cannot be made. No run starts so; one that has started may
-    continue (`reward.max_error_share`)."""
+    continue (`reward.max_failure_fraction`)."""
 
 
 def checked_reward(source: str, value: Any) -> float:

@@ -254,10 +254,10 @@ class RolloutCollector:
 
     async def gather(self, task: RolloutTask, requests: Requests) -> Rollout:
         """Sample and judge the wanted episodes, while the engines serve. Raises what `collect` raises."""
-        rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
+        rewards = _Failures("the reward", "reward.max_failure_fraction", self._shares.reward)
         section, groups = self._play.section, task.groups
         ended: asyncio.Queue[asyncio.Future] = asyncio.Queue()
-        environments = _Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
+        environments = _Failures(f"the {section}", f"{section}.max_failure_fraction", self._shares.environment)
         try:
             while missing := max(task.missing(), task.begun - len(groups)):
                 # The engines form the same batches every time.

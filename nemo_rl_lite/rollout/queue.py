@@ -131,7 +131,7 @@ class _RolloutPrefetcher:
         await asyncio.wait([self._begun[step].rollout])
         return self._begun.pop(step).rollout.result()
 
-    async def settle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Begin no rollout until `release`, and wait for the unfinished ones."""
         self._is_held = True
         while (running := self._unfinished()) and self._queue.has_engines:
@@ -274,9 +274,9 @@ class AsyncRolloutSource:
     def finish_generation(self) -> dict[str, float]:
         return self._memory
 
-    def settle(self, show: Show) -> None:
+    def wait_until_idle(self, show: Show) -> None:
         if not self._staleness.in_flight:
-            self._wait(self._prefetcher.settle(), show, restores=False)
+            self._wait(self._prefetcher.wait_until_idle(), show, restores=False)
 
     def publish(self, step: int) -> dict[str, float]:
         if self._prefetcher.requests is None:
@@ -292,7 +292,7 @@ class AsyncRolloutSource:
         return metrics | {"pause_s": stopped}
 
     def held_out(self, step: int, show: Show) -> Rollout:
-        self.settle(show)
+        self.wait_until_idle(show)
         self._validation = self._sampler.held_out_task(step)
         try:
             return self._wait(self._prefetcher.gather(self._validation, step), show)
@@ -322,7 +322,7 @@ class AsyncRolloutSource:
                 self.publish(self._prefetcher.version)
             sampled = self._prefetcher.tasks()
             sampled = [self._validation, *sampled] if self._validation is not None else sampled
-            now = (queue.exchanges, sum(one.answers for one in sampled))
+            now = (queue.steps, sum(one.answers for one in sampled))
             if now != seen:
                 seen, since = now, time.monotonic()
                 progressed()

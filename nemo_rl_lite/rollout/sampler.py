@@ -111,9 +111,9 @@ class PromptOrder:
     """Hands out each position of the training set once, in the order of the data. Resting prompts are passed over.
     Positions that rollouts give back come next."""
 
-    def __init__(self, training: TrainingSet[Problem], resting: PromptCooldown, state: Mapping[str, Any]):
-        """`state`: from an earlier run's `state()`; its resting prompts are in `resting` already."""
-        self._training, self._resting = training, resting
+    def __init__(self, training: TrainingSet[Problem], cooldown: PromptCooldown, state: Mapping[str, Any]):
+        """`state`: from an earlier run's `state()`; its resting prompts are in `cooldown` already."""
+        self._training, self._cooldown = training, cooldown
         self._next: int = state["position"]
         self._returned = sorted(state.get("returned", ()))
 
@@ -124,7 +124,7 @@ class PromptOrder:
             position = self._returned.pop(0) if self._returned else self._next
             self._next = max(self._next, position + 1)
             drawn.append(position)
-            if not self._resting.rests(self._training.problem(position), position):
+            if not self._cooldown.rests(self._training.problem(position), position):
                 return drawn
 
     def problem(self, position: int) -> Problem:
@@ -132,7 +132,7 @@ class PromptOrder:
 
     def note(self, position: int, taught: bool) -> None:
         """Note that training consumes the prompt at this position; `taught`: whether its rewards differed."""
-        self._resting.note(self.problem(position), position, taught)
+        self._cooldown.note(self.problem(position), position, taught)
 
     def give_back(self, positions: Iterable[int]) -> None:
         """Take back positions whose samples are not used, and those passed over on the way to them."""
@@ -144,7 +144,7 @@ class PromptOrder:
     def state(self) -> dict[str, Any]:
         """State for a checkpoint."""
         returned = {"returned": list(self._returned)} if self._returned else {}
-        return {"position": self._next, **returned, "resting": self._resting.state()}
+        return {"position": self._next, **returned, "resting": self._cooldown.state()}
 
 
 @dataclass(eq=False)

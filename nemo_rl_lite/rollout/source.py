@@ -21,7 +21,7 @@ class RolloutSource(Protocol):
         """Leave the devices that engines share with the policy; returns metrics of the engines' memory."""
         ...
 
-    def settle(self, show: Show) -> None:
+    def wait_until_idle(self, show: Show) -> None:
         """Wait until the engines may have new weights."""
         ...
 
@@ -66,7 +66,7 @@ class OnPolicy:
     def finish_generation(self) -> dict[str, float]:
         return self._engines.finish_generation()
 
-    def settle(self, show: Show) -> None: ...
+    def wait_until_idle(self, show: Show) -> None: ...
 
     def publish(self, step: int) -> dict[str, float]:
         return self._engines.refit(step)

@@ -124,7 +124,7 @@ class Playing:
                 if self._agents is not None:
                     play = AgentPlay(self._agents, endpoint, sampling)
             taking_part = config.agent if play.section == "agent" else config.environment
-            shares = ErrorShares(config.reward.max_error_share, taking_part.max_error_share)
+            shares = ErrorShares(config.reward.max_failure_fraction, taking_part.max_failure_fraction)
             yield RolloutCollector(generation, tokenizer, judge, longest, shares, play)
 
 
@@ -202,8 +202,9 @@ class GRPOJob:
         config, console, groups = self._config, self._console, workers.groups
         options, values = config.options(GRPOConfig), dict(flatten(described(config)))
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
-        resting = PromptCooldown(options.rest_epochs, self._epoch_length, saved.get("resting"), saved["position"])
-        order = PromptOrder(self._training, resting, saved)
+        epochs, position = options.solved_cooldown_epochs, saved["position"]
+        cooldown = PromptCooldown(epochs, self._epoch_length, saved.get("resting"), position)
+        order = PromptOrder(self._training, cooldown, saved)
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
         sampler = Sampler(options, collector, sampling, self._validation, order, saved.get("useful_share", 1.0))
         rollouts = self._source(sampler, workers.generation, start)
@@ -244,7 +245,7 @@ class GRPOJob:
         if staleness is None:
             return OnPolicy(sampler, generation)
         stall_s = self._config.cluster.phase_timeout_s or math.inf
-        done, steps, saves = start.steps, options.max_num_steps, options.rollouts.save_begun
+        done, steps, saves = start.steps, options.max_num_steps, options.rollouts.checkpoint_inflight
         return AsyncRolloutSource(sampler, generation, staleness, done, steps, ahead, stall_s, saves)
 
     def _rollout_log(

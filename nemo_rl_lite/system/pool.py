@@ -58,7 +58,7 @@ class CallError(Exception):
         self.details = details
 
 
-class LateError(CallError):
+class CallTimeout(CallError):
     """The time limit was exceeded."""
 
 
@@ -99,7 +99,7 @@ def report_once(what: str, error: BaseException) -> None:
 
 
 @dataclass(frozen=True)
-class Target:
+class PoolTarget:
     """The object in each process: an instance of the class at the dotted `path`, made with `arguments`. `title` names a
     process and `limit` the time limit in messages."""
 
@@ -110,7 +110,7 @@ class Target:
 
 
 @dataclass(eq=False)
-class Call:
+class PoolCall:
     """A call of a method of the target, and the future of its result."""
 
     method: str
@@ -118,7 +118,7 @@ class Call:
     session: int | None
     future: Future = field(default_factory=Future)
 
-    def settle(self, value: Any) -> None:
+    def resolve(self, value: Any) -> None:
         """Give the future its result, or the `CallError` that it has instead."""
         if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
@@ -150,7 +150,7 @@ class CallPool:
     otherwise plain code runs in threads, and coroutines share the main thread.
     """
 
-    def __init__(self, target: Target, processes: int, at_once: int, timeout_s: float | None):
+    def __init__(self, target: PoolTarget, processes: int, at_once: int, timeout_s: float | None):
         self._manager = _Manager(target, processes, at_once, timeout_s)
         self.end = weakref.finalize(self, self._manager.stop)
         """Ends all processes, once."""
@@ -159,7 +159,7 @@ class CallPool:
 
     def submit(self, method: str, *arguments: Any, session: int | None = None) -> Future:
         """Call a method of the target. The future's exception is a `CallError` where there is no result."""
-        call = Call(method, arguments, session)
+        call = PoolCall(method, arguments, session)
         self._manager.post(call)
         return call.future
 
@@ -227,7 +227,7 @@ class _Channel:
 class _Placed:
     """A call in its process: when it is late, whether the process has taken it, and whether it began its session."""
 
-    call: Call
+    call: PoolCall
     begins: bool
     late: float = math.inf
     is_taken: bool = False
@@ -250,12 +250,12 @@ class _Process:
     """A late call may still run there. It takes no new sessions, and ends after the others."""
     calls: dict[int, _Placed] = field(default_factory=dict)
     """By number."""
-    waiting: deque[Call] = field(default_factory=deque)
+    waiting: deque[PoolCall] = field(default_factory=deque)
     """Calls that it takes when it has room."""
     sessions: set[int] = field(default_factory=set)
 
     @classmethod
-    def start(cls, target: Target, at_once: int) -> "_Process":
+    def start(cls, target: PoolTarget, at_once: int) -> "_Process":
         """Start a process that holds the target and takes `at_once` calls at a time. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -278,7 +278,7 @@ class _Process:
         try:
             self.channel.send((number, method, arguments))
         except Exception as error:  # a user's object may raise anything while it is pickled
-            self.settle(number, as_call_error(error))
+            self.resolve(number, as_call_error(error))
             return
         if not self.untaken:
             self.hangs_at = time.monotonic() + limit_s
@@ -292,11 +292,11 @@ class _Process:
             self.calls[number].is_taken, self.calls[number].late = True, late
         self.hangs_at = late if self.untaken else math.inf
 
-    def settle(self, number: int | None, value: Any) -> None:
+    def resolve(self, number: int | None, value: Any) -> None:
         """Give a call its result, unless it was given up or no one waits (None)."""
         placed = self.calls.pop(number, None) if number is not None else None
         if placed is not None:
-            placed.call.settle(value)
+            placed.call.resolve(value)
 
     def end(self) -> None:
         """Kill the process and everything that it has started."""
@@ -331,23 +331,23 @@ def kill_descendants(process: psutil.Process) -> None:
 class _Manager:
     """The thread behind a pool. It has no reference to the pool, so that the pool can be collected."""
 
-    def __init__(self, target: Target, processes: int, at_once: int, timeout_s: float | None):
+    def __init__(self, target: PoolTarget, processes: int, at_once: int, timeout_s: float | None):
         self._target, self._most, self._at_once = target, processes, at_once
         self._timeout_s = math.inf if timeout_s is None else timeout_s
-        self._lock, self._posted = threading.Lock(), list[Call | int]()
+        self._lock, self._posted = threading.Lock(), list[PoolCall | int]()
         self._awake, self._wake = socket.socketpair()
         self._awake.setblocking(False)
         self._wake.setblocking(False)
         self._stopping, self._stopped = False, threading.Event()
         self._numbers = itertools.count()
-        self._queue = deque[Call]()
+        self._queue = deque[PoolCall]()
         """Calls that no process has."""
         self._failed_starts = 0
         self._lost_sessions: set[int] = set()
         """Sessions whose process has ended."""
         self._processes = [_Process.start(self._target, self._at_once)]
 
-    def post(self, item: Call | int) -> None:
+    def post(self, item: PoolCall | int) -> None:
         """Add a call, or the number of a session that ends."""
         with self._lock:
             self._posted.append(item)
@@ -392,7 +392,7 @@ class _Manager:
         with self._lock:
             posted, self._posted = self._posted, []
         for item in posted:
-            if isinstance(item, Call):
+            if isinstance(item, PoolCall):
                 home = self._home(item.session)
                 (home.waiting if home else self._queue).append(item)
                 continue
@@ -413,7 +413,7 @@ class _Manager:
             session = self._queue[0].session
             if session in self._lost_sessions:
                 lost = f"{self._target.title} has ended, and with it what this session had in it"
-                self._queue.popleft().settle(CallError(lost))
+                self._queue.popleft().resolve(CallError(lost))
                 continue
             able = [one for one in self._processes if one.is_ready and not one.is_retired and self._has_room(one)]
             process = self._home(session) or min(
@@ -457,7 +457,7 @@ class _Manager:
         for number, placed in list(process.calls.items()):
             if placed.late <= now:
                 process.is_retired = True
-                process.settle(number, LateError(f"no answer within {self._limit}"))
+                process.resolve(number, CallTimeout(f"no answer within {self._limit}"))
         title = self._target.title if process.is_ready else f"the start of {self._target.title}"
         if status is not None:
             self._end(process, f"{title} ended with status {status}")
@@ -479,7 +479,7 @@ class _Manager:
                     self._failed_starts = 0
                 else:
                     number, content = said
-                    process.settle(number, _loaded(content))
+                    process.resolve(number, _loaded(content))
         except Exception:  # no pickle, or of something else
             return False
         return True
@@ -496,9 +496,9 @@ class _Manager:
                 process.sessions.discard(placed.call.session)
                 self._queue.appendleft(placed.call)
             else:
-                placed.call.settle(CallError(why))
+                placed.call.resolve(CallError(why))
         for call in process.waiting:
-            call.settle(CallError(why))
+            call.resolve(CallError(why))
         self._lost_sessions |= process.sessions
         self._processes.remove(process)
         process.end()
@@ -510,7 +510,7 @@ class _Manager:
     def _give_up(self, why: str) -> None:
         """End all calls that wait for a process."""
         for call in self._queue:
-            call.settle(StartError(why))
+            call.resolve(StartError(why))
         self._queue.clear()
 
 

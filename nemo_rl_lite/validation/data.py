@@ -164,13 +164,13 @@ def check_epochs(config: Config, prompts: int) -> None:
     """Warn if a step samples per prompt twice. `prompts`: those of an epoch; 0 for endless data.
 
     Raises:
-        ConfigError: `rest_epochs` needs data with epochs.
+        ConfigError: `solved_cooldown_epochs` needs data with epochs.
     """
     options = config.options(GRPOConfig)
-    key, a_step = "algorithm.rest_epochs", options.num_prompts_per_step
-    if options.rest_epochs and not prompts:
+    key, a_step = "algorithm.solved_cooldown_epochs", options.num_prompts_per_step
+    if options.solved_cooldown_epochs and not prompts:
         rule, fix = "needs data with epochs, and this data has no end", f"{key}=0, or data=file"
-        raise ConfigError([Violation(key, options.rest_epochs, rule, fix)])
+        raise ConfigError([Violation(key, options.solved_cooldown_epochs, rule, fix)])
     if 0 < prompts < a_step:
         rule = "the data has %d prompts, so that a step samples some of them twice"
         log.warning(f"algorithm.num_prompts_per_step = %d: {rule}", a_step, prompts)

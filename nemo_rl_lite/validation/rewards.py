@@ -103,7 +103,7 @@ def check_answers(config: Config) -> Iterator[Violation]:
                 continue
             rule_text = f"{wrong[0]}; so for {len(wrong)} of the first {len(problems)} rows"
             fix = "correct or remove these rows, or data.answer_pattern, or another reward"
-            if len(wrong) > config.reward.max_error_share * len(problems):
+            if len(wrong) > config.reward.max_failure_fraction * len(problems):
                 yield Violation(f"{term.section}.name", term.name, rule_text, fix)
             else:
                 log.warning("%s.name = %s: %s (%s)", term.section, term.name, rule_text, fix)

@@ -24,10 +24,10 @@ class RemoteReplica:
     rank: int
     unfinished_tokens: int = 0
     _before: asyncio.Future[None] | None = None
-    """Done when the worker has done the previous exchange."""
+    """Done when the worker has done the previous step."""
 
-    async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
-        """See `Replica.exchange`.
+    async def step(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+        """See `Replica.step`.
 
         Raises:
             EngineError: a sampled token's logprob is not finite.
@@ -40,7 +40,7 @@ class RemoteReplica:
         self._before = own
         try:
             if before is not None:
-                # The time limit is for this exchange, not for the previous one.
+                # The time limit is for this step, not for the previous one.
                 await before
             *_, finished, self.unfinished_tokens = await result(call)
         finally:

@@ -61,14 +61,14 @@ class RemotePolicy:
     def prepare_for_logprob(self) -> None:
         wait(self.group.call("prepare_for_logprob"))
 
-    def hold(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
+    def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
         rows = TokenRows.of(rows)
         last = len(rows) - self._together
         shards = [
             (rows.select([index if index < len(rows) else last + index % self._together for index in own]),)
             for own in self._split(rows)
         ]
-        self._replicas.call("hold", shards, name)
+        self._replicas.call("put_batch", shards, name)
         self._held[name], self._mismatch[name] = BatchRef(name, rows), []
         self._unscored.add(name)
         return self._held[name]
@@ -145,8 +145,8 @@ class RemotePolicy:
     def export_hf(self, path: str) -> None:
         wait(self.group.call("export_hf", path))
 
-    def take_memory(self) -> dict[str, float]:
-        ranks = wait(self.group.call("take_memory"))
+    def pop_memory(self) -> dict[str, float]:
+        ranks = wait(self.group.call("pop_memory"))
         names = sorted({name for peaks in ranks for name in peaks})
         return {name: max(peaks.get(name, 0.0) for peaks in ranks) for name in names}
 
@@ -154,8 +154,8 @@ class RemotePolicy:
         """Release the host memory of moves, at the end of a run."""
         wait(self.group.call("release_host_memory"))
 
-    def take_moves(self) -> dict[str, Move]:
-        return combine_moves(wait(self.group.call("take_moves")))
+    def pop_moves(self) -> dict[str, Move]:
+        return combine_moves(wait(self.group.call("pop_moves")))
 
     def take_waits(self) -> dict[str, float]:
         return idle_shares(self._replicas.call("take_passes")) if self._replicas.count > 1 else {}
@@ -251,13 +251,13 @@ class RemoteTeacher:
         wait(self.group.call("leave", phase=phase))
         return with_scores(rows, [index[share] for share in shares], scores)
 
-    def take_memory(self) -> dict[str, float]:
-        ranks = wait(self.group.call("take_memory"))
+    def pop_memory(self) -> dict[str, float]:
+        ranks = wait(self.group.call("pop_memory"))
         there = {kept for kept in MEMORY if any(kept in peaks for peaks in ranks)}
         return {MEMORY[kept]: max(peaks.get(kept, 0.0) for peaks in ranks) for kept in sorted(there)}
 
-    def take_moves(self) -> dict[str, Move]:
-        return combine_moves(wait(self.group.call("take_moves")))
+    def pop_moves(self) -> dict[str, Move]:
+        return combine_moves(wait(self.group.call("pop_moves")))
 
 
 def with_scores(rows: TokenRows, shares: Sequence[np.ndarray], scores: Sequence[TeacherScores]) -> TokenRows:

@@ -224,7 +224,7 @@ def one_length(worker: Any, vocabulary: int, tokens: int, steps: int) -> dict[st
         # A run of this length alone would not have what shorter ones left.
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
-    worker.hold(rows)
+    worker.put_batch(rows)
     for _ in range(steps):
         dist.barrier()
         began = time.perf_counter()
@@ -238,7 +238,7 @@ def one_length(worker: Any, vocabulary: int, tokens: int, steps: int) -> dict[st
         "reserved by torch": "policy_reserved_bytes/train",
         "GPU in use": "device_bytes/train",
     }
-    memory = worker.take_memory()
+    memory = worker.pop_memory()
     peaks = {name: [memory[metric] / 2**30] for name, metric in names.items() if metric in memory}
     return {"step time": times[1:]} | peaks
 

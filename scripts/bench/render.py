@@ -94,7 +94,7 @@ TABLES = {
     "SFT then GRPO table": Table("analysis/supervised", "learning-gsm8k-1x-h100"),
     "throughput table": Table("analysis/supervised", "sft-throughput-qwen3-1.7b-1x-h100"),
     "soak table": Table(
-        "reliability",
+        "analysis/faults",
         "soak-cpu-2cores",
         (
             *(f"from a killed {who} to the next step's end" for who in KILLED),

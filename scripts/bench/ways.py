@@ -182,7 +182,7 @@ COMPARISONS = {
         [*LORA, f"{PACKS}.train_mb_tokens=16384"],
         {
             "one copy, rank 16": [ADAPTERS, AWAKE],
-            "two copies, rank 16": [ADAPTERS, AWAKE, "refit.direct=false"],
+            "two copies, rank 16": [ADAPTERS, AWAKE, "refit.cuda_ipc=false"],
         },
         [*PHASES, *REFITS, *MEMORY],
         warm=3,

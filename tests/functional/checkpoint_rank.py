@@ -61,7 +61,9 @@ def train(worker: MegatronWorker, steps: list[int], loss: SFTLoss | None = None)
     for step in steps:
         tokens = torch.randint(4, 14, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
         rows = [TokenRow(row, MASK) for row in tokens.tolist()]
-        worker.hold(rows[place.data_rank * ROWS // place.data_size : (place.data_rank + 1) * ROWS // place.data_size])
+        worker.put_batch(
+            rows[place.data_rank * ROWS // place.data_size : (place.data_rank + 1) * ROWS // place.data_size]
+        )
         trained = worker.train(loss or SFTLoss(), SFTLoss().counts(rows))
         results.append(trained and trained[0])
     return results

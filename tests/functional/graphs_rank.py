@@ -152,7 +152,7 @@ def train(worker: MegatronWorker, loss: Loss, step: int, first_pass: bool) -> di
     loss = loss.with_mismatched_kl(KL[step]) if isinstance(loss, KTOLoss) else loss
     counts, loss = loss.counts(rows), pickle.loads(pickle.dumps(loss))
     worker.prepare_for_training()
-    worker.hold(rows)
+    worker.put_batch(rows)
     held, source = worker._held["train"], torch.Generator().manual_seed(100 + step)
     scored = {
         name: -4 + 0.3 * torch.randn(held.tokens.shape, generator=source)

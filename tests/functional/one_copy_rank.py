@@ -58,11 +58,11 @@ def run(config: Config, worker: MegatronWorker, folder: Path, name: str) -> dict
         # The weights that the rank has itself leave its device and come back.
         worker.prepare_for_generation()
         worker.prepare_for_logprob()
-        worker.hold(batch)
+        worker.put_batch(batch)
         worker.score(("previous", "reference"), counts)
         worker.prepare_for_training()
         steps.append(worker.train(loss, counts))
-    moved = sum(move.nbytes for what, move in worker.take_moves() if what == "parameters/to_host")
+    moved = sum(move.nbytes for what, move in worker.pop_moves() if what == "parameters/to_host")
     scored = worker.logprobs(tokens, torch.full((8,), 12))
     worker.begin_save(str(checkpoint(folder / f"{name}-checkpoint")))
     worker.finish_save()

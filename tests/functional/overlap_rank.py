@@ -52,7 +52,7 @@ def run(config: Config, worker: MegatronWorker, output: Path) -> dict[str, Any]:
     worker.plan_refit(config.refit, shared_device=True, consumers=1)
     worker.prepare_for_generation()
     worker.prepare_for_logprob()
-    worker.hold(rows[place.data_rank * share : (place.data_rank + 1) * share])
+    worker.put_batch(rows[place.data_rank * share : (place.data_rank + 1) * share])
     worker.score(("previous", "reference"), counts)
     worker.prepare_for_training()
     steps = [train()[0] for _ in range(STEPS)]

@@ -71,7 +71,7 @@ def run(config: Config, worker: MegatronWorker, output_folder: str, name: str) -
     worker.plan_refit(config.refit, shared_device=True, consumers=1)
     worker.prepare_for_generation()
     worker.prepare_for_logprob()
-    worker.hold(batch[place.data_rank * rows // place.data_size : (place.data_rank + 1) * rows // place.data_size])
+    worker.put_batch(batch[place.data_rank * rows // place.data_size : (place.data_rank + 1) * rows // place.data_size])
     first, reference = score()
     steps = []
     for _ in range(2):

@@ -64,7 +64,7 @@ def changes(model_folder: str, overrides: list[str]) -> dict[str, float]:
 
     def step(advantage: float) -> None:
         rows = [TokenRow(own, [place > 4 for place in range(12)], [-1.0] * 12, advantage) for own in tokens]
-        worker.hold(rows)
+        worker.put_batch(rows)
         worker.prepare_for_logprob()
         worker.score(("previous", "reference"), loss.counts(rows))
         worker.prepare_for_training()

@@ -35,7 +35,7 @@ def step(
     if balanced:
         layout = Layout.configured(config.policy, "train", on_gpu=False)
         shares = balanced_shares([len(row.tokens) for row in rows], RANKS, float, layout=layout)
-    worker.hold([rows[index] for index in shares[worker.place().data_rank]])
+    worker.put_batch([rows[index] for index in shares[worker.place().data_rank]])
     worker.score(("previous", "reference"), loss.counts(rows))
     worker.prepare_for_training()
     trained = worker.train(loss, loss.counts(rows))

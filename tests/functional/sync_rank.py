@@ -103,7 +103,7 @@ def reads_of(config: Config, worker: MegatronWorker) -> dict[str, int]:
         for own in lengths
     ]
     loss = GRPOLoss(config.options(GRPOConfig).loss_fn)
-    worker.hold(rows)
+    worker.put_batch(rows)
     worker.prepare_for_training()
     counts, reads = loss.counts(rows), Reads()
     step = worker._optimizer.step

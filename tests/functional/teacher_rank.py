@@ -30,7 +30,7 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
             worker.prepare_for_logprob()
             found.append(worker.score(rows()[place.data_rank * each : (place.data_rank + 1) * each]))
             worker.leave()
-        moves = [name for name, _ in worker.take_moves()]
+        moves = [name for name, _ in worker.pop_moves()]
         everyone = gathered((place.data_rank, found, moves) if place.reports else None)
         keep([one for one in everyone if one is not None], output_folder, name)
         leave(worker)

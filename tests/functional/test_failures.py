@@ -214,7 +214,7 @@ def test_an_environment_that_always_hangs_ends_the_run(tmp_path, model_folder):
     started = time.monotonic()
     done = run_here(tmp_path / "run", model_folder, *SMALL, *options, "environment.timeout_s=1")
     assert done.returncode == 2 and time.monotonic() - started < SOON_S
-    assert re.search(r"the environment failed on (\d+) of \1 samples, .*environment.max_error_share", done.stderr)
+    assert re.search(r"the environment failed on (\d+) of \1 samples, .*environment.max_failure_fraction", done.stderr)
     assert "no answer within environment.timeout_s = 1" in done.stderr and "Traceback" not in done.stderr
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 

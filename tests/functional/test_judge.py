@@ -43,7 +43,7 @@ def some_fail(prompt: str) -> str:
 
 
 def test_a_judge_that_fails_on_some_samples_costs_these_and_is_asked_nothing_twice(server, tmp_path, model_folder):
-    more = (f"reward.kwargs.cache_path={tmp_path}/answers.sqlite", "reward.max_error_share=0.9")
+    more = (f"reward.kwargs.cache_path={tmp_path}/answers.sqlite", "reward.max_failure_fraction=0.9")
     server.mode = some_fail
     _, first = train_here(tmp_path / "first", model_folder, *judged(server, 2, *more))
     failed = [line["train/reward_errors"] for line in first if "train/reward_errors" in line]
@@ -69,7 +69,9 @@ def test_a_judge_that_is_gone_in_a_run_ends_it_with_its_address(server, tmp_path
     folder = tmp_path / "run"
     done = run_here(folder, model_folder, *judged(server, 9))
     assert done.returncode != 0 and "Traceback" not in done.stderr
-    told = r"the reward failed on \d+ of 32 samples, and at most the share reward\.max_error_share = 0\.25 may fail"
+    told = (
+        r"the reward failed on \d+ of 32 samples, and at most the share reward\.max_failure_fraction = 0\.25 may fail"
+    )
     assert re.search(rf"{told}; first with the judge m at {server.url} gave no answer", done.stderr)
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) == 1

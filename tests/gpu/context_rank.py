@@ -41,7 +41,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     shape = read_model_shape(model_folder)
     rows = [replace(row, routed_experts=chosen(len(row.tokens), shape)) for row in sampled_rows()]
     share = len(rows) // place.data_size
-    worker.hold(rows[place.data_rank * share :][:share])
+    worker.put_batch(rows[place.data_rank * share :][:share])
     counts = loss.counts(rows)
     start = master_weights(worker)
     worker.prepare_for_logprob()

@@ -57,7 +57,7 @@ def test_adapters_are_copied_from_where_they_are(gpu_model, tmp_path):
 def test_frozen_weights_are_in_one_copy_and_training_is_the_same(gpu_model, tmp_path):
     awake = "generation.colocated.sleep=false"
     shares = run(tmp_path / "shared", gpu_model, "adapters", awake)
-    apart = run(tmp_path / "apart", gpu_model, "adapters", awake, "refit.direct=false")
+    apart = run(tmp_path / "apart", gpu_model, "adapters", awake, "refit.cuda_ipc=false")
     (line,) = re.findall(
         r"frozen weights: ([\d.]+) MiB are the engine's, ([\d.]+) MiB are here", logs(tmp_path / "shared")
     )

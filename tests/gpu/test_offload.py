@@ -26,13 +26,13 @@ def test_round_trips_are_exact_and_free_the_memory(registrar):
     before, size = torch.cuda.memory_allocated(), own.device_bytes()
     for _ in range(3):
         own.leave()
-        own.settle()
+        own.synchronize()
         assert own.device_bytes() == 0 and torch.cuda.memory_allocated() <= before - size
         own.come_back()
-        own.settle()
+        own.synchronize()
         for tensor, value in zip(held, expected, strict=True):
             assert torch.equal(tensor.cpu(), value)
-    for _, move in own.take_moves():
+    for _, move in own.pop_moves():
         assert move.nbytes == size and move.transfer_s > 0
     own.release()
 
@@ -47,9 +47,9 @@ def test_moves_begin_behind_the_work_that_was_given_before():
         own.leave()
         # Reading is fine meanwhile.
         assert float(weights[5]) == turn
-        own.settle()
+        own.synchronize()
         own.come_back()
-        own.settle()
+        own.synchronize()
         weights *= 1
         assert bool((weights == turn).all())
 
@@ -60,7 +60,7 @@ def test_both_directions_move_beside_kernels_that_reuse_freed_memory():
     out = Movable("going", lambda: [going], HostArena("going", CudaRegistrar()), device)
     back = Movable("coming", lambda: [coming], HostArena("coming", CudaRegistrar()), device)
     back.leave()
-    back.settle()
+    back.synchronize()
     noise = torch.randn(size, device="cuda")
     expected = noise * 3 + 1
     for turn in range(20):
@@ -70,16 +70,16 @@ def test_both_directions_move_beside_kernels_that_reuse_freed_memory():
         for _ in range(5):
             result = noise * 3
             result = result + 1
-        out.settle()
+        out.synchronize()
         filler = torch.full((size,), 7.0, device="cuda")
-        back.settle()
+        back.synchronize()
         assert torch.equal(result, expected) and bool((filler == 7).all()), turn
         assert bool((coming == 2).all()), turn
         del filler, result
         back.leave()
         out.come_back()
-        back.settle()
-        out.settle()
+        back.synchronize()
+        out.synchronize()
         assert bool((going == 1).all()), turn
 
 
@@ -96,7 +96,7 @@ def test_a_full_device_leaves_the_contents_on_the_host():
     weights = torch.full((free // 4 // 4,), 3.0, device="cuda")
     own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
     own.leave()
-    own.settle()
+    own.synchronize()
     torch.cuda.empty_cache()
     hog = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.97), dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
@@ -104,7 +104,7 @@ def test_a_full_device_leaves_the_contents_on_the_host():
     assert own.on_host
     del hog
     own.come_back()
-    own.settle()
+    own.synchronize()
     assert bool((weights == 3).all())
 
 
@@ -123,10 +123,10 @@ def moved_before(nbytes: int) -> Movable:
     weights = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
     own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
     own.leave()
-    own.settle()
+    own.synchronize()
     own.come_back()
-    own.settle()
-    own.take_moves()
+    own.synchronize()
+    own.pop_moves()
     return own
 
 
@@ -137,8 +137,8 @@ def test_a_small_copy_does_not_wait_for_a_large_move():
     began = time.perf_counter()
     copied = small.cpu()
     waited = time.perf_counter() - began
-    own.settle()
-    ((_, move),) = own.take_moves()
+    own.synchronize()
+    ((_, move),) = own.pop_moves()
     assert bool((copied == 0).all())
     # A pinned move of 2 GiB takes some 40 ms.
     assert waited < move.transfer_s / 2
@@ -155,7 +155,7 @@ def test_kernels_do_not_wait_for_a_large_move():
     ran.record()
     ran.synchronize()
     waited = time.perf_counter() - began
-    own.settle()
-    ((_, move),) = own.take_moves()
+    own.synchronize()
+    ((_, move),) = own.pop_moves()
     # A pinned move of 4 GiB takes some 80 ms.
     assert waited < move.transfer_s / 2

@@ -162,7 +162,7 @@ def run(model_folder: str, overrides: list[str]) -> dict[str, Any]:
 
     def step(rows: slice) -> dict[str, float] | None:
         worker.prepare_for_training()
-        worker.hold(batch[rows])
+        worker.put_batch(batch[rows])
         trained = worker.train(SFTLoss(), SFTLoss().counts(batch[rows]))
         return trained and trained[0]
 

@@ -39,13 +39,13 @@ class RecordingPolicy:
     def prepare_for_training(self):
         self.calls.append("training")
 
-    def take_moves(self):
+    def pop_moves(self):
         return {"parameters/to_host": Move(8, 1.0, 0.5)}
 
     def take_waits(self):
         return {}
 
-    def hold(self, rows, name="train"):
+    def put_batch(self, rows, name="train"):
         self.calls.append(f"hold {name}")
         return BatchRef(name, TokenRows.of(rows))
 
@@ -64,7 +64,7 @@ class RecordingPolicy:
         self.calls.append("train")
         return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0}
 
-    def take_memory(self):
+    def pop_memory(self):
         return {}
 
 

@@ -32,7 +32,7 @@ def config(name, timeout_s=None, concurrency=8, processes=2, **kwargs):
         timeout_s=timeout_s,
         concurrency=concurrency,
         processes=processes,
-        max_error_share=0.5,
+        max_failure_fraction=0.5,
         kwargs=kwargs,
     )
 

@@ -32,7 +32,7 @@ class Engine:
     def unfinished_tokens(self) -> int:
         return sum(length - left for left, length in self.held.values())
 
-    async def exchange(self, submitted, aborted):
+    async def step(self, submitted, aborted):
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:

@@ -13,12 +13,12 @@ CPU = torch.device("cpu")
 
 def leave(own: Movable) -> None:
     own.leave()
-    own.settle()
+    own.synchronize()
 
 
 def come_back(own: Movable) -> None:
     own.come_back()
-    own.settle()
+    own.synchronize()
 
 
 def movable(*tensors: torch.Tensor) -> Movable:
@@ -69,15 +69,15 @@ def test_views_survive_and_shared_memory_moves_once():
 def test_moves_are_idempotent_and_reported_once():
     own = movable(torch.ones(1000))
     come_back(own)
-    assert own.take_moves() == []
+    assert own.pop_moves() == []
     for _ in range(2):
         leave(own)
     for _ in range(2):
         come_back(own)
-    names, moves = zip(*own.take_moves(), strict=True)
+    names, moves = zip(*own.pop_moves(), strict=True)
     assert names == ("states/to_host", "states/to_device")
     assert all(move.nbytes == 4000 and move.transfer_s > 0 and move.exposed_s > 0 for move in moves)
-    assert own.take_moves() == []
+    assert own.pop_moves() == []
 
 
 def test_the_next_move_waits_for_the_last():
@@ -221,6 +221,6 @@ def test_they_are_copied_to_the_host_once():
         own.leave()
         own.come_back()
         own.come_back()
-    moves = own.take_moves()
+    moves = own.pop_moves()
     assert [name for name, _ in moves] == ["weights/to_host", *["weights/to_device"] * 3]
-    assert {move.nbytes for _, move in moves} == {own.device_bytes()} and own.take_moves() == []
+    assert {move.nbytes for _, move in moves} == {own.device_bytes()} and own.pop_moves() == []

@@ -174,7 +174,7 @@ def test_states_leave_beside_the_first_micro_batches_and_come_back_beside_the_la
     between(1, 0)
     policy.memory.enter(Phase.TRAIN)
     assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
-    assert [name for name, _ in policy.memory.take_moves()] == [
+    assert [name for name, _ in policy.memory.pop_moves()] == [
         "optimizer_states/to_host",
         "optimizer_states/to_device",
     ]
@@ -223,7 +223,7 @@ def test_what_has_one_place_throughout_never_moves():
         policy.memory.enter(phase)
         assert policy.held() == (400, 0 if phase is Phase.LOGPROB else 400, 800)
         policy.memory.require(Component.OPTIMIZER_STATES)
-    assert policy.memory.take_moves() == []
+    assert policy.memory.pop_moves() == []
 
 
 def test_states_wait_where_they_would_not_fit_beside_the_work():

@@ -25,7 +25,7 @@ GPU = int(79.2 * 2**30)
 MODEL = model_shape(KNOWN_MODELS["Qwen/Qwen3-1.7B"])
 ONE = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-1.7B"]
 SFT = ["algorithm=sft", "cluster.gpus_per_node=1", "policy=megatron_gpu", "policy.model_name=Qwen/Qwen3-1.7B"]
-THROUGH_A_BUFFER = ["refit.direct=false"]
+THROUGH_A_BUFFER = ["refit.cuda_ipc=false"]
 APART = [
     "cluster.gpus_per_node=2",
     "generation.colocated.enabled=false",

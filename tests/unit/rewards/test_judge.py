@@ -63,7 +63,7 @@ def config(
         timeout_s=timeout_s,
         processes=processes,
         concurrency=concurrency,
-        max_error_share=0.5,
+        max_failure_fraction=0.5,
     )
 
 

@@ -28,7 +28,7 @@ class Replica:
         self.may_work = asyncio.Event()
         self.may_work.set()
 
-    async def exchange(self, submitted, aborted):
+    async def step(self, submitted, aborted):
         self.under_way += 1
         try:
             await asyncio.sleep(0.0003)

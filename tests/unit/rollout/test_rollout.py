@@ -16,12 +16,12 @@ SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_
 ANSWERS = ["A", "BBBB...", "XYZ", ""]
 
 
-def collector(judge, max_length=32, max_error_share=0.0) -> RolloutCollector:
-    return RolloutCollector(Script(ANSWERS), Letters(), judge, max_length, ErrorShares(max_error_share, 0.0))
+def collector(judge, max_length=32, max_failure_fraction=0.0) -> RolloutCollector:
+    return RolloutCollector(Script(ANSWERS), Letters(), judge, max_length, ErrorShares(max_failure_fraction, 0.0))
 
 
-def collect(judge, max_error_share=0.0) -> Rollout:
-    return collector(judge, max_error_share=max_error_share).collect(task("a", "xyz"))
+def collect(judge, max_failure_fraction=0.0) -> Rollout:
+    return collector(judge, max_failure_fraction=max_failure_fraction).collect(task("a", "xyz"))
 
 
 def task(*texts: str) -> RolloutTask:
@@ -89,7 +89,9 @@ def test_a_reward_that_fails_leaves_its_sample_out(caplog):
 
 
 def test_a_reward_that_fails_on_too_many_samples_ends_the_run():
-    with pytest.raises(DataError, match=r"failed on 1 of 4 samples.* reward.max_error_share = 0.2 .*ZeroDivisionError"):
+    with pytest.raises(
+        DataError, match=r"failed on 1 of 4 samples.* reward.max_failure_fraction = 0.2 .*ZeroDivisionError"
+    ):
         collect(judged(fragile), 0.2)
 
 

@@ -61,7 +61,7 @@ def taken(source: RolloutSource, steps, trains_s: float = 0.0) -> list:
         found.append(source.take(step, silent))
         source.finish_generation()
         time.sleep(trains_s)
-        source.settle(silent)
+        source.wait_until_idle(silent)
         source.publish(step)
     return found
 
@@ -143,7 +143,7 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, begin, published, s
     before = taken(source, range(1, 3))
     before.append(source.take(3, silent))
     if published:
-        source.settle(silent)
+        source.wait_until_idle(silent)
         source.publish(3)
     state = source.save(tmp_path)
     source.close()
@@ -233,7 +233,7 @@ def test_no_prompt_is_lost_or_trained_twice_when_engines_die_and_runs_resume(tmp
         found.append(source.take(step, silent))
         for replica in fleet.replicas:
             replica.is_dead = chance.random() < 0.4
-        source.settle(silent)
+        source.wait_until_idle(silent)
         if chance.random() < 0.4:
             folder = tmp_path / str(step)
             folder.mkdir()

@@ -20,10 +20,10 @@ SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=40, stop_token_ids=(END,), st
 CALCULATOR = ("calculator", {"role": "user"})
 
 
-def collect(script, environment, max_turns=4, max_length=200, reward="exact_match", max_error_share=0.0):
+def collect(script, environment, max_turns=4, max_length=200, reward="exact_match", max_failure_fraction=0.0):
     judge = judged_by(find_reward(reward, {}))
     turns = Turns(InThisProcess(*environment), max_turns)
-    collector = RolloutCollector(script, Letters(), judge, max_length, ErrorShares(0.0, max_error_share), turns)
+    collector = RolloutCollector(script, Letters(), judge, max_length, ErrorShares(0.0, max_failure_fraction), turns)
     return collector.collect(RolloutTask([Problem(chat("6*7+1?"), "43")].__getitem__, 1, 2, SAMPLING, 5))
 
 
@@ -166,7 +166,7 @@ def test_an_environment_that_fails_ends_the_run_above_a_share(answer, message):
 
 def test_below_that_share_its_episode_alone_is_left_out(caplog):
     broken = (f"{HERE}.Broken", {"answer": "well done"})
-    rollout = collect(Script(["1", "43"]), broken, max_error_share=0.5)
+    rollout = collect(Script(["1", "43"]), broken, max_failure_fraction=0.5)
     assert endings(rollout) == ["error", "stop"] and [one.reward for one in rollout.episodes] == [None, 1]
     assert rollout.metrics()["environment_errors"] == 1 and rollout.metrics()["num_valid_samples"] == 1
     assert not any(rollout.rows([0.0, 0.0], 0)[0].mask)

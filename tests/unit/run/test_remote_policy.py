@@ -26,7 +26,7 @@ class Worker:
     def place(self):
         return self.own
 
-    def hold(self, rows, name):
+    def put_batch(self, rows, name):
         self.held[name] = rows
 
     def score(self, which, counts, name, first):
@@ -104,15 +104,15 @@ def test_the_work_on_a_batch_is_counted_by_its_real_lengths(which, forward, refe
         forward=lambda tokens: tokens, reference=lambda tokens: 10 * tokens, training=lambda tokens: 100 * tokens
     )
     remote = RemotePolicy(Group(2), 2, flops=flops)  # pyrefly: ignore
-    work = remote.work(remote.hold(rows(3, 4, 5, 6)), which)
+    work = remote.work(remote.put_batch(rows(3, 4, 5, 6)), which)
     assert work == Work(forward + 10 * reference, 100 * 18)
     unknown, _ = policy(replicas=1, global_batch=2)
-    assert unknown.work(unknown.hold(rows(3, 4)), which) is None
+    assert unknown.work(unknown.put_batch(rows(3, 4)), which) is None
 
 
 def test_a_long_row_is_sent_to_its_replica_alone_and_once():
     remote, group = policy(replicas=4, global_batch=64)
-    remote.hold(rows(*[16] * 63, 4096))
+    remote.put_batch(rows(*[16] * 63, 4096))
     sizes = [len(pickle.dumps(shard)) for shard in group.stored]
     assert len(sizes) == 4, "once a replica, not once a rank"
     assert max(sizes[1:]) < 3_000 and sizes[0] < 50_000
@@ -122,7 +122,7 @@ def test_a_long_row_is_sent_to_its_replica_alone_and_once():
 
 def test_each_optimizer_step_is_split_over_the_replicas():
     remote, group = policy(replicas=2, global_batch=4)
-    metrics = remote.train(remote.hold(rows(*[3] * 8)), SFTLoss())
+    metrics = remote.train(remote.put_batch(rows(*[3] * 8)), SFTLoss())
     first, second = group.workers[0], group.workers[2]
     assert first.steps == [([0, 2], 12.0), ([4, 6], 12.0)] and second.steps == [([1, 3], 12.0), ([5, 7], 12.0)]
     # Shares add up over the replicas; averages are over the steps.
@@ -131,7 +131,7 @@ def test_each_optimizer_step_is_split_over_the_replicas():
 
 def test_pairs_stay_together_where_shares_are_balanced():
     remote, group = policy(replicas=2, global_batch=8, together=2)
-    remote.hold(rows(9, 9, 8, 8, 1, 1, 2, 2))
+    remote.put_batch(rows(9, 9, 8, 8, 1, 1, 2, 2))
     held = [[row.tokens[0] for row in worker.held["train"]] for worker in group.workers[::2]]
     assert held == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
@@ -143,16 +143,16 @@ class Doubled(SFTLoss):
 
 def test_a_loss_makes_metrics_of_a_whole_optimizer_step():
     remote, _ = policy(replicas=2, global_batch=4)
-    metrics = remote.train(remote.hold(rows(*[3] * 8)), Doubled())
+    metrics = remote.train(remote.put_batch(rows(*[3] * 8)), Doubled())
     assert metrics == {"loss": 2.0, "double": 4.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
-    held = remote.hold(rows(*[3] * 4), "validation")
+    held = remote.put_batch(rows(*[3] * 4), "validation")
     assert remote.evaluate(held, Doubled()) == pytest.approx({"loss": 0.5, "double": 1.0})
 
 
 @pytest.mark.parametrize("count", [2, 6, 10, 14])
 def test_held_out_pairs_of_any_number_are_evaluated_once_each(count):
     remote, group = policy(replicas=4, global_batch=8, together=2)
-    held = remote.hold(rows(*range(2, 2 + count)), "validation")
+    held = remote.put_batch(rows(*range(2, 2 + count)), "validation")
     shards = [worker.held["validation"] for worker in group.workers[::2]]
     assert len({len(shard) for shard in shards}) == 1
     pairs = [pair for shard in shards for pair in zip(shard[::2], shard[1::2], strict=True)]
@@ -167,7 +167,7 @@ def test_each_row_is_compared_with_the_engines_once(scored):
     many = 4 if scored in (["reference"], None) else 8
     sampled = [replace(row, generation_logprobs=[0.0] * 3) for row in rows(*[3] * many)]
     for _ in range(2):
-        batch = remote.hold(sampled)
+        batch = remote.put_batch(sampled)
         if scored:
             remote.score(batch, scored)
         trained = remote.train(batch, SFTLoss())
@@ -177,8 +177,8 @@ def test_each_row_is_compared_with_the_engines_once(scored):
 
 def test_a_new_batch_takes_the_place_of_the_old_one():
     remote, group = policy(replicas=1, global_batch=2)
-    old, other = remote.hold(rows(1, 1)), remote.hold(rows(2, 2), "validation")
-    remote.hold(rows(3, 3))
+    old, other = remote.put_batch(rows(1, 1)), remote.put_batch(rows(2, 2), "validation")
+    remote.put_batch(rows(3, 3))
     assert all(len(worker.held) == 2 for worker in group.workers)
     remote.score(other, ["previous"])
     with pytest.raises(ValueError, match="a newer batch 'train'"):

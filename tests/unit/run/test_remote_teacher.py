@@ -37,7 +37,7 @@ class Worker:
         ids = np.stack([tokens + 1, tokens + 2], axis=1).astype(np.int32)
         return TeacherScores(-tokens.astype(np.float32), *((ids * 0.5, ids) if self.topk else (None, None)))
 
-    def take_memory(self):
+    def pop_memory(self):
         other = {"measured/logprob/activations": 9.0}
         return {"measured/logprob/teacher_weights": 5.0 + self.own.data_rank} | other
 
@@ -93,4 +93,4 @@ def test_long_rows_are_shared_by_their_work():
 
 
 def test_memory_is_that_of_the_weights():
-    assert RemoteTeacher(Group(2, topk=False)).take_memory() == {"measured/logprob/teacher_weights": 6.0}
+    assert RemoteTeacher(Group(2, topk=False)).pop_memory() == {"measured/logprob/teacher_weights": 6.0}

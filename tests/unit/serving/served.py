@@ -29,7 +29,7 @@ class Echo:
         self.asked, self.aborted, self.begun = [], [], threading.Event()
         self.streams = {}
 
-    async def exchange(self, submitted, aborted):
+    async def step(self, submitted, aborted):
         self.asked += submitted.values()
         self.aborted += aborted
         texts = {number: "".join(map(chr, request.prompt[:-1])) for number, request in submitted.items()}

@@ -29,7 +29,7 @@ class Speaking:
         web = httpx.Client(trust_env=False)
         self.client = OpenAI(base_url=endpoint.url, api_key=endpoint.token, http_client=web, max_retries=0)
 
-    async def exchange(self, submitted, aborted):
+    async def step(self, submitted, aborted):
         self.asked += submitted.values()
         tokens = (*self.tokenizer._tokens(self.said), *self.tokenizer.end_tokens[:1])
         said = Completion(tokens, (-0.5,) * len(tokens), self.ending, (0,) * len(tokens))

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 
-from nemo_rl_lite.system.pool import CallError, CallPool, LateError, Target
+from nemo_rl_lite.system.pool import CallError, CallPool, CallTimeout, PoolTarget
 
 HERE = "tests.unit.system.test_pool"
 LARGE = "x" * 400_000
@@ -67,7 +67,7 @@ class Code:
 
 
 def make_pool(at_once: int = 8, processes: int = 1, timeout_s: float = 1.0) -> CallPool:
-    pool = CallPool(Target(f"{HERE}.Code", {}, "the process", "timeout_s"), processes, at_once, timeout_s)
+    pool = CallPool(PoolTarget(f"{HERE}.Code", {}, "the process", "timeout_s"), processes, at_once, timeout_s)
     pool.submit("echo", 1).result(60)
     return pool
 
@@ -88,7 +88,7 @@ def test_a_process_that_hangs_costs_its_own_call(hang, row):
     time.sleep(0.2)
     others = [pool.submit("do", "", row) for _ in range(6)]
     # One that reads no more may also end.
-    assert isinstance(outcome(late), CallError if hang is close_everything else LateError)
+    assert isinstance(outcome(late), CallError if hang is close_everything else CallTimeout)
     assert [outcome(one) for one in others] == [len(row)] * 6
 
 
@@ -97,7 +97,7 @@ def test_sessions_of_a_process_that_hangs_are_lost_and_named(at_once):
     pool = make_pool(at_once)
     assert [pool.submit("do", "", session=session).result(30) for session in range(3)] == [0, 0, 0]
     late = pool.submit("do", keep_the_gil.__name__, session=0)
-    assert isinstance(outcome(late), LateError)
+    assert isinstance(outcome(late), CallTimeout)
     pool.close(0)
     # Neither the close nor this is taken.
     lost = [outcome(pool.submit("do", "", LARGE, session=session)) for session in (1, 2)]

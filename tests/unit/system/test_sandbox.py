@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from nemo_rl_lite.system import sandbox
-from nemo_rl_lite.system.pool import CallPool, Target
+from nemo_rl_lite.system.pool import CallPool, PoolTarget
 from nemo_rl_lite.system.sandbox import Limits, Ran, run_python
 
 FAST = Limits(seconds=2.0, memory_mib=256, output=1000, processes=32)
@@ -206,7 +206,7 @@ class Asked:
 
 
 def test_processes_of_user_code_cannot_be_read():
-    pool = CallPool(Target(f"{__name__}.Asked", {}, "a process", "a limit"), 1, 1, 60.0)
+    pool = CallPool(PoolTarget(f"{__name__}.Asked", {}, "a process", "a limit"), 1, 1, 60.0)
     assert pool.submit("one").result() == 0 and dumpable() == 1
 
 

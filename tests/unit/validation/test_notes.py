@@ -143,5 +143,5 @@ def test_a_step_with_more_prompts_than_the_data_has(caplog):
 
 
 def test_prompts_without_epochs_cannot_rest():
-    with pytest.raises(ConfigError, match=r"algorithm\.rest_epochs"):
-        check_epochs(compose_config(["algorithm.rest_epochs=4"]), 0)
+    with pytest.raises(ConfigError, match=r"algorithm\.solved_cooldown_epochs"):
+        check_epochs(compose_config(["algorithm.solved_cooldown_epochs=4"]), 0)
