@@ -1,4 +1,4 @@
-"""`nrl-lite keys WORD ...`: keys whose names have all words, or else whose sentences do, with range and default."""
+"""`nrl-lite keys WORD ...`: print the keys whose names, or otherwise descriptions, contain all words."""
 
 import argparse
 import difflib
@@ -12,7 +12,6 @@ _WIDTH = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 1 no key matches."""
     parser = argparse.ArgumentParser(prog="nrl-lite keys", description=__doc__)
     parser.add_argument("words", metavar="WORD", nargs="+", help="part of a key, such as rollouts or policy.lr")
     words = [word.casefold() for word in parser.parse_args(arguments).words]
@@ -31,7 +30,6 @@ def _has(text: str, words: Sequence[str]) -> bool:
 
 
 def shown(entry: Entry) -> str:
-    """Return the lines of a key: its name, range and default, sentence."""
     kind, default, sentence = map(_plain, (entry.kind, entry.default, entry.sentence))
     lines = [f"{kind}; default: {default}", textwrap.fill(sentence, _WIDTH)]
     return f"{entry.key}\n{textwrap.indent(chr(10).join(lines), '    ')}"

@@ -56,6 +56,8 @@ def shown(defaults: Mapping[str, Any], key: str) -> str:
         return f"`{found[2]}`, or the environment's `{found[1]}`"
     if found := re.fullmatch(r"\$\{default_fraction:.*,(.*)\}", text):
         return f"`{found[1]}`, or 0 where it has no effect"
+    if found := re.fullmatch(r"\$\{default_steps:.*,(.*)\}", text):
+        return f"`{found[1]}`, or `null` with `max_num_epochs`"
     if found := OF_MODEL.fullmatch(text):
         return f"`{found[2]}` for the embedded model; for others {OTHERS[found[1]].format(found[3])}"
     if found := re.fullmatch(r"\$\{(\.?)([\w.]+)\}", text):
