@@ -1,4 +1,4 @@
-"""Run checks of this machine concurrently, with a time limit that also holds if a driver never answers, and print them."""
+"""Check this machine, all checks at once. A time limit holds even if a driver never answers."""
 
 import sys
 import time

@@ -248,7 +248,9 @@ class ChatRequest(ApiRequest):
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
         tools = self.offered()
         if tools and not tokenizer.takes_tools:
-            rule = "the model's chat template does not write tools, or uses an unknown format of calls (docs/environments.md)"
+            rule = (
+                "the model's chat template does not write tools, or uses an unknown call format (docs/environments.md)"
+            )
             fix = "describe the tools in a message, or set policy.tokenizer.chat_template"
             raise RefusedError(400, f"tools: {rule}: {fix}", "tools")
         try:
