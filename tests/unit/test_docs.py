@@ -30,6 +30,7 @@ READERS = {
     "algorithm.loss",
     "data.train_path",
     "data.validation_path",
+    "data.map",
     "policy.model_name",
     "reward.name",
     "environment.name",
