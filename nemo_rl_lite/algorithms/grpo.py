@@ -34,6 +34,8 @@ class GRPO:
     """All parts of a run. `run()` is the algorithm."""
 
     config: GRPOConfig
+    total: int
+    """Number of steps after which the run ends."""
     loss: Loss
     policy: Policy
     teacher: Teacher | None
@@ -70,7 +72,7 @@ class GRPO:
             refitted = self.rollouts.publish(step)
         self.report.metrics.log(step, under("refit", refitted) | under("timing/setup", setup.take()))
         times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
-        for step in self.steps.until(config.max_num_steps, times, self.validate, self._prepare_to_save):
+        for step in self.steps.until(self.total, times, self.validate, self._prepare_to_save):
             self.step(step)
         self.steps.checkpoints.finish()
         self.rollouts.finish_generation()
@@ -110,7 +112,7 @@ class GRPO:
             with timer("generation"), self.report.console.busy(f"step {step + 1}: generating", announced=False) as show:
                 self.rollouts.wait_until_idle(show)
             with timer("checkpointing"):
-                self.steps.checkpoints.save_if_due(step, step == config.max_num_steps)
+                self.steps.checkpoints.save_if_due(step, step == self.total)
             with timer("prepare_for_generation/transfer_and_update_weights"):
                 refitted = self.rollouts.publish(step)
         seconds, sampled, ages = timer.take(), rollout.metrics(), rollout.ages(step - 1)
@@ -131,7 +133,7 @@ class GRPO:
         shown |= self.signals.shown(sampled)
         self.report.step(
             step,
-            config.max_num_steps,
+            self.total,
             len(rollout.episodes),
             sampled | ages | advantage_metrics(advantages_PG) | trained,
             seconds,

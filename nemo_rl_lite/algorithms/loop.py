@@ -4,8 +4,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from nemo_rl_lite.checkpoint.store import Checkpoints
+from nemo_rl_lite.config.schema_algorithm import AlgorithmConfig
 from nemo_rl_lite.errors import RunStopped, TrainingError
 from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import ENGINES_IDLE, RunConsole
@@ -21,6 +23,30 @@ log = logging.getLogger(__name__)
 
 # Validates after a step and returns metrics, under the names that `algorithm.val_metric` knows.
 Validate = Callable[[int], Mapping[str, float]]
+
+
+def total_steps(config: AlgorithmConfig, steps_per_epoch: Fraction | int | None) -> int:
+    """Return the number of steps after which a run ends, by epochs or `max_num_steps`, whichever comes first."""
+    return min(_limits(config, steps_per_epoch).values())
+
+
+def shown_limits(config: AlgorithmConfig, steps_per_epoch: Fraction | int | None) -> str:
+    """Return a sentence on the limit that ends the run; empty if there is only one."""
+    limits = _limits(config, steps_per_epoch)
+    if len(set(limits.values())) < 2:
+        return ""
+    first, other = sorted(limits, key=limits.__getitem__)
+    return f"the run ends after {limits[first]} steps, by {first}; {other} would be {limits[other]} steps"
+
+
+def _limits(config: AlgorithmConfig, steps_per_epoch: Fraction | int | None) -> dict[str, int]:
+    """Map each configured limit to its steps. Data without an end has no epochs."""
+    limits, epochs = {}, config.max_num_epochs
+    if config.max_num_steps is not None:
+        limits[f"algorithm.max_num_steps = {config.max_num_steps}"] = config.max_num_steps
+    if epochs and steps_per_epoch:
+        limits[f"algorithm.max_num_epochs = {epochs}"] = max(1, int(epochs * steps_per_epoch))
+    return limits
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
+from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes, total_steps
 from nemo_rl_lite.config.schema_algorithm import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
@@ -127,27 +127,3 @@ def _counts(rows: TokenRows) -> dict[str, float]:
         "num_unmasked_tokens": tokens,
         "total_num_tokens": float(rows.lengths.sum()),
     }
-
-
-def total_steps(config: SupervisedConfig, steps_per_epoch: int | None) -> int:
-    """Optimizer steps of a run: as many as its epochs have, or `max_num_steps` where that is fewer."""
-    return min(_limits(config, steps_per_epoch).values())
-
-
-def shown_limits(config: SupervisedConfig, steps_per_epoch: int | None) -> str:
-    """Say which limit ends the run, if there is another one."""
-    limits = _limits(config, steps_per_epoch)
-    if len(set(limits.values())) < 2:
-        return ""
-    first, other = sorted(limits, key=limits.__getitem__)
-    return f"the run ends after {limits[first]} steps, by {first}; {other} would be {limits[other]} steps"
-
-
-def _limits(config: SupervisedConfig, steps_per_epoch: int | None) -> dict[str, int]:
-    """Configured limit of the run -> its optimizer steps."""
-    limits, epochs = {}, config.max_num_epochs
-    if config.max_num_steps is not None:
-        limits[f"algorithm.max_num_steps = {config.max_num_steps}"] = config.max_num_steps
-    if epochs and steps_per_epoch:
-        limits[f"algorithm.max_num_epochs = {epochs}"] = epochs * steps_per_epoch
-    return limits

@@ -99,7 +99,7 @@ class DecodeScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        if not self._plain or _says_more(model_runner_output):
+        if not self._plain or scheduler_output.has_structured_output_requests or _says_more(model_runner_output):
             return super().update_from_output(scheduler_output, model_runner_output)
         ended: set[Request] = set()
         outputs = list(self._sampled(scheduler_output, model_runner_output, ended))
@@ -194,7 +194,10 @@ def _has_more(request: Request) -> bool:
 
 def _says_more(result: ModelRunnerOutput) -> bool:
     """Return whether a step's result has more than sampled tokens and their logprobs."""
-    grouped = result.logprobs is not None and result.logprobs.cu_num_generated_tokens is not None
+    logprobs = result.logprobs
+    grouped = logprobs is not None and (
+        logprobs.cu_num_generated_tokens is not None or logprobs.logprob_token_ids.shape[1] > 1
+    )
     parts = (result.kv_connector_output, result.num_nans_in_logits, result.routed_experts, result.cudagraph_stats)
     return (
         grouped

@@ -114,6 +114,7 @@ class AlgorithmConfig:
     seed: Seed
     loss: UserCode | None
     loss_kwargs: Annotated[dict[str, Any], ActiveIf(".loss")]
+    max_num_epochs: Annotated[PositiveInt | None, ActiveIf("data.name", "file", "hub")]
     max_num_steps: PositiveInt | None
     val_metric: Annotated[str, ActiveIf("validations")]
     higher_is_better: Annotated[bool, ActiveIf("validations")]
@@ -127,7 +128,6 @@ class AlgorithmConfig:
 class RolloutAlgorithmConfig(AlgorithmConfig):
     """Options of the algorithms that train on what engines generate."""
 
-    max_num_steps: PositiveInt
     num_prompts_per_step: PositiveInt
     num_generations_per_prompt: PositiveInt
     val_temperature: Annotated[NonNegativeFloat, ActiveIf("validations")]
@@ -191,7 +191,6 @@ class DistillationConfig(GRPOConfig):
 class SupervisedConfig(AlgorithmConfig):
     """Options of the algorithms that train on a data set."""
 
-    max_num_epochs: PositiveInt | None
     early_stop_patience: PositiveInt | None
 
 

@@ -1,4 +1,4 @@
-"""Checks this machine: its Python environment, GPUs, host and network. No secret is shown or sent."""
+"""Check this machine's Python environment, GPUs, host and network. No secret is shown or sent."""
 
 import csv
 import importlib.metadata
@@ -48,21 +48,21 @@ from nemo_rl_lite.system.machine import (
     why_unanswered,
 )
 
-# Seconds for all checks, for an answer of the driver, and for one of a server.
+# Time limits in seconds: all checks, an answer of the driver, an answer of a server.
 LIMIT_S, DRIVER_LIMIT_S, ANSWER_LIMIT_S = 20.0, 10.0, 4.0
-# The checkout, or the folder of installed packages.
+# The checkout, or site-packages.
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = "cpu", "gpu"
 GIB = 2**30
 ON_GPUS = "runs on GPUs (cluster.gpus_per_node > 0); runs on CPUs work"
 NO_DEVICES = "No devices"
-# CUDA 13 has no code for older GPUs. bfloat16, the precision of policy=megatron_gpu and vLLM, needs the second.
+# Minimum capabilities for CUDA 13, and for bfloat16, the precision of policy=megatron_gpu and vLLM.
 OLDEST_CAPABILITY, BFLOAT16_CAPABILITY = (7, 5), (8, 0)
 OF_TORCH = ("libnccl", "libcudnn", "libcublas")
 IDLE_MIB = 1024
-"""Memory that an idle GPU may have in use."""
+"""Maximum memory in use on an idle GPU."""
 _QUERY = "--query-gpu=index,name,driver_version,memory.total,memory.used,compute_mode,compute_cap"
-# Starts CUDA without torch. Prints the newest CUDA version of the driver, and why CUDA does not start.
+# Start CUDA without torch; print the driver's newest CUDA version, and the error if CUDA does not start.
 PROBE = """
 import ctypes
 cuda, version, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.c_char_p()
@@ -77,10 +77,10 @@ REMEDIES = {
     "error 80": "remove a cuda-compat package, or a folder in LD_LIBRARY_PATH, that has an older libcuda",
     "libcuda": "start the container with its GPUs (docker --gpus all, NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
 }
-# The default run's processes at their peak (docs/benchmarks), and Ray's.
+# Peak memory of the default run (docs/benchmarks), and of Ray.
 ENOUGH_MEMORY = 6 * GIB
 ENOUGH_DISK = 20 * GIB
-# Ray takes this share of the host's memory for objects, and at most 10 GB where /dev/shm has no more.
+# Share of the host's memory that Ray takes for objects, and its maximum.
 RAY_SHARE, RAY_MOST = 0.3, 10**10
 _TRIED_PORTS = 40
 
@@ -101,15 +101,15 @@ def diagnose() -> list[Check]:
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, a module of it, and the feature that needs it."""
+    """A distribution, one of its modules, and the feature that needs it."""
 
     name: str
     module: str = ""
     off: str = EVERY_RUN
     kind: str = ""
-    """`cpu` or `gpu` if the other does not use it."""
+    """`cpu` or `gpu` if only that kind uses it."""
     optional: bool = False
-    """Only features that are off by default use it."""
+    """True if only features that are off by default use it."""
 
 
 PACKAGES = (
@@ -133,7 +133,7 @@ PACKAGES = (
 
 
 def environment_kind(prefix: Path = Path(sys.prefix)) -> str:
-    """The kind, `cpu` or `gpu`, that scripts/install.sh noted, or else that of the installed vLLM; empty if unknown."""
+    """Return the kind, `cpu` or `gpu`, recorded by scripts/install.sh, or else that of vLLM; empty if unknown."""
     noted = (prefix / "kind").read_text().strip() if (prefix / "kind").is_file() else ""
     if noted in (CPU, GPU):
         return noted
@@ -141,7 +141,7 @@ def environment_kind(prefix: Path = Path(sys.prefix)) -> str:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution; None without one, empty if its metadata is damaged."""
+    """Return the version of a distribution; None if not installed, empty if its metadata is damaged."""
     try:
         return importlib.metadata.version(name) or ""
     except importlib.metadata.PackageNotFoundError:
@@ -151,12 +151,12 @@ def installed(name: str) -> str | None:
 
 
 def tested_versions() -> dict[str, str]:
-    """The versions in constraints.txt of the checkout, or in the installed package's copy."""
+    """Return the versions in constraints.txt."""
     return dict(re.findall(r"^([^#=\s]+)==(\S+)", constraints_file().read_text(), re.M))
 
 
 def torch_cuda() -> str:
-    """The CUDA version of the installed torch (`13.0`), read without importing it; empty for CPUs or without torch."""
+    """Return the CUDA version of torch (`13.0`) without importing it; empty for CPU builds or without torch."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else Path()
     found = re.search(r"^cuda[^=]*= *'([\d.]+)'", file.read_text(), re.M) if file.is_file() else None
@@ -179,7 +179,7 @@ def python(machine: Machine) -> Iterator[Check]:
 
 
 def environment(machine: Machine) -> Iterator[Check]:
-    """Check that the environment is of the machine's kind."""
+    """Check that the environment fits the machine."""
     kind, wanted = machine.kind, GPU if machine.gpus else CPU
     found = f"for {kind or 'no known kind'}, in {sys.prefix}, on a machine with {len(machine.gpus) or 'no'} GPUs"
     fix = f"{INSTALL} {wanted}"
@@ -188,14 +188,14 @@ def environment(machine: Machine) -> Iterator[Check]:
     elif kind == GPU and machine.gpu_trouble:
         yield Check("environment", WARN, f"{found} that answer", GPU, "see below, at gpus", "runs on this machine")
     else:
-        # An environment for CPUs runs on a machine with GPUs, without them; one for GPUs may be on a login node.
+        # A CPU environment works on a GPU machine without using GPUs; a GPU environment may be on a login node.
         is_usable = kind == CPU or shutil.which("sbatch")
         bad, off = WARN if is_usable else FAIL, "runs on GPUs" if kind == CPU else "runs on this machine"
         yield judge("environment", kind == wanted, found, wanted, fix, off, bad)
 
 
 def versions(machine: Machine) -> Iterator[Check]:
-    """Check the version of each package that this kind of machine uses."""
+    """Check the version of each package that this kind of environment uses."""
     tested, kind = tested_versions(), machine.kind or (GPU if machine.gpus else CPU)
     for package in PACKAGES:
         if package.kind in ("", kind):
@@ -203,8 +203,8 @@ def versions(machine: Machine) -> Iterator[Check]:
 
 
 def judge_version(package: Package, version: str | None, tested: str, kind: str, root: Path = ROOT) -> Check:
-    """Check a package's installed `version` (None: none) against the `tested` one. Another patch is a warning."""
-    # A package's dependencies could replace tested versions of others.
+    """Check a package's installed `version` (or None) against the `tested` one. A different patch is a warning."""
+    # Dependencies could replace tested versions of other packages.
     by_pip = f"pip install --no-deps {package.name}=={tested}"
     fix = f"{INSTALL} {kind}" if (root / "scripts" / "install.sh").is_file() else by_pip
     found, bad = version or "", WARN if package.optional else FAIL

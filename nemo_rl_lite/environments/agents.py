@@ -1,4 +1,4 @@
-"""Run a user's agent, which plays an episode by itself: it asks an OpenAI-compatible endpoint for responses."""
+"""Run a user's agent, which controls an episode and asks an OpenAI-compatible endpoint for responses."""
 
 import functools
 import inspect
@@ -16,8 +16,8 @@ from nemo_rl_lite.errors import ConfigError, Violation
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Source of one episode's responses for any client of OpenAI's API: the address, which ends in `/v1`, a key of
-    this episode alone, and the name of the model."""
+    """Endpoint of one episode for any client of OpenAI's API: a URL that ends in `/v1`, the episode's own key, and the
+    name of the model."""
 
     base_url: str
     api_key: str
@@ -25,17 +25,16 @@ class Endpoint:
 
 
 class Agent(Protocol):
-    """A function, `async def` or plain, that plays one episode. With `async def`, many episodes share a thread;
-    otherwise each has its own."""
+    """A function that plays one episode. Episodes of an `async def` function share a thread; otherwise each has its own
+    thread."""
 
     def __call__(self, problem: Problem, endpoint: Endpoint, **kwargs: Any) -> float | Awaitable[float | None] | None:
-        """Play one episode and return its reward, or None for the configured reward of its last response. `kwargs` are
-        `agent.kwargs`."""
+        """Play one episode and return its reward, or None for the configured reward. `kwargs` are `agent.kwargs`."""
         ...
 
 
 def check_agent(config: AgentConfig) -> None:
-    """Import the configured agent, and check that episodes can call it.
+    """Import the configured agent, and check its signature.
 
     Raises:
         ConfigError: there is no such function, or it does not take `agent.kwargs`.
@@ -58,10 +57,10 @@ def check_agent(config: AgentConfig) -> None:
 
 
 class Agents:
-    """Plays episodes in processes of the agent."""
+    """Plays episodes in the agent's processes."""
 
     def __init__(self, config: AgentConfig, host: str):
-        """`host`: the endpoint's."""
+        """`host`: host of the endpoint."""
         self._processes = UserProcesses("agent", config, _Calls, host=host)
 
     async def play(self, problem: Problem, endpoint: Endpoint) -> Any:
@@ -73,8 +72,8 @@ class _Calls:
     """The agent in one of its processes."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], host: str):
-        # Reach the launcher without the proxy that HTTP_PROXY may name.
+        # Reach the launcher without a proxy.
         for variable in ("NO_PROXY", "no_proxy"):
             os.environ[variable] = ",".join([*filter(None, [os.environ.get(variable)]), "127.0.0.1", host])
-        # The pool runs coroutine functions, and partial ones of them, in its event loop, and all others in threads.
+        # The pool runs coroutine functions, also partial ones, in its event loop, and others in threads.
         self.play = functools.partial(imported(name), **kwargs)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl_lite.errors import CallbackError
-from nemo_rl_lite.system.pool import as_call_error, place_of
+from nemo_rl_lite.system.user_errors import as_call_error, place_of
 
 STOP = "stop"
 """Answer of `on_step` that ends the run, as True does."""

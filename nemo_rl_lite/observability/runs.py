@@ -178,6 +178,11 @@ def find_run(word: str, outputs: Path = OUTPUTS) -> Path:
     raise NoRunError(f"{word}: no such run; name its folder, {LAST}, or a name: {', '.join(close)} (nrl-lite runs)")
 
 
+def existing_or_run(path: Path) -> Path:
+    """Return a path that exists unchanged, otherwise the run that it names. Raises NoRunError: there is none."""
+    return path if path.exists() else find_run(str(path))
+
+
 def silent_s(folder: Path) -> float:
     """Seconds since the last sign of life of a run."""
     for name in (LIVE_FILE, STATUS_FILE):

@@ -69,12 +69,12 @@ class TeacherWorker:
 
     def prepare_for_logprob(self) -> None:
         """Enter the logprob phase: bring the weights to the device."""
-        self._weights.come_back()
+        self._weights.reload()
 
     def leave(self) -> None:
         """Leave the logprob phase: other processes may use the memory of this one."""
         if not self._stays:
-            self._weights.leave()
+            self._weights.offload()
         self._device.trim()
 
     def score(self, rows: Sequence[TokenRow]) -> TeacherScores | None:

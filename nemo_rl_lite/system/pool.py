@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,12 +23,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from nemo_rl_lite.errors import printable
+from nemo_rl_lite.system.user_errors import CallError, as_call_error
 
 # A process may take this long, in seconds, to start and to import the user's code.
 START_S = 60.0
@@ -44,18 +42,6 @@ _KILLS = 50
 _CHUNK, _CHUNKS = 2**18, 64
 # The number of starts in a row that may fail, as in a moment without memory.
 _MOST_STARTS = 3
-_LONGEST_ERROR = 300
-# Folders of this package and of Python itself, which are not a user's code.
-_PACKAGE, _PYTHON = f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{Path(threading.__file__).parent}{os.sep}"
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
-
-
-class CallError(Exception):
-    """A call has no result: the code raised (`details`: its traceback), was late, or its process ended."""
-
-    def __init__(self, message: str, details: str = ""):
-        super().__init__(message)
-        self.details = details
 
 
 class CallTimeout(CallError):
@@ -64,38 +50,6 @@ class CallTimeout(CallError):
 
 class StartError(CallError):
     """The processes do not start."""
-
-
-def as_call_error(error: BaseException) -> CallError:
-    """Describe a user's error in one short line: some quote a whole response."""
-    text = f"{type(error).__name__}: {error}"
-    short = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
-    return CallError(short, "".join(traceback.format_exception(error)))
-
-
-def place_of(error: BaseException) -> str:
-    """Return the last line of the user's file in an error's traceback, as " (FILE, line N)"; "" if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-
-
-def is_users(file: str) -> bool:
-    """Return True for a file of neither this package nor Python itself."""
-    return not file.startswith((_PACKAGE, "<frozen ")) and (not file.startswith(_PYTHON) or _INSTALLED in file)
-
-
-# Places in a user's code whose errors have been printed, and the most of them.
-_reported: set[tuple[str, str, str]] = set()
-_MOST_REPORTED = 100
-
-
-def report_once(what: str, error: BaseException) -> None:
-    """Print a user's error, once for each place in the code. Its text may quote what a model wrote."""
-    place = (what, type(error).__name__, place_of(error))
-    if place not in _reported and len(_reported) < _MOST_REPORTED:
-        _reported.add(place)
-        sys.stderr.write(f"{what}: {printable(as_call_error(error))}{place[-1]}\n")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 
 import psutil
 
-from nemo_rl_lite.system.pool import as_call_error, kill_descendants
+from nemo_rl_lite.system.pool import kill_descendants
+from nemo_rl_lite.system.user_errors import as_call_error
 
 # Says that the next message has been taken; the first is the target.
 _TAKEN = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nemo_rl_lite.cluster.calls import Call, result, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import EngineError, WorkerError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Request
+from nemo_rl_lite.generation.interface import Completion, Decoded, Request, RequestError
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.ipc import SharedWeights
 
@@ -26,7 +26,9 @@ class RemoteReplica:
     _before: asyncio.Future[None] | None = None
     """Done when the worker has done the previous step."""
 
-    async def step(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+    async def step(
+        self, submitted: Mapping[int, Request], aborted: Sequence[int]
+    ) -> dict[int, Completion | RequestError]:
         """See `Replica.step`.
 
         Raises:
@@ -46,7 +48,8 @@ class RemoteReplica:
         finally:
             own.done() or own.set_result(None)
         for completion in finished.values():
-            _require_finite(self.rank, completion)
+            if isinstance(completion, Completion):
+                _require_finite(self.rank, completion)
         return finished
 
 

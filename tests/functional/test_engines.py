@@ -248,7 +248,7 @@ def test_a_broadcast_brings_the_old_model_back(seen):
 
 
 def test_a_weight_that_the_producer_left_out_is_an_error(seen):
-    assert "left 1 weights of the engine as they were" in seen["partial"]
+    assert "did not update 1 weights of the engine" in seen["partial"]
     assert LEFT_OUT in seen["partial"]
 
 

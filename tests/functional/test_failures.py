@@ -165,7 +165,7 @@ def test_a_process_of_ray_that_dies_is_a_lost_worker(start, tmp_path, model_fold
     (victim,) = [one for one in run.processes() if one.name() == name]
     victim.kill()
     started = time.monotonic()
-    run.wait_for(r"(?s)starting again from the last checkpoint \(restart 1")
+    run.wait_for(r"(?s)restarting from the last checkpoint \(restart 1")
     assert time.monotonic() - started < 15
     run.wait_for("step +[4-9]/5000")
     os.killpg(run.process.pid, signal.SIGTERM)
@@ -211,8 +211,9 @@ class Hangs:
 
 def test_an_environment_that_always_hangs_ends_the_run(tmp_path, model_folder):
     options = ["environment.name=tests.functional.test_failures.Hangs", "environment.max_turns=2"]
+    options += ["environment.timeout_s=1", "algorithm.val_at_start=false", "policy.train_global_batch_size=16"]
     started = time.monotonic()
-    done = run_here(tmp_path / "run", model_folder, *SMALL, *options, "environment.timeout_s=1")
+    done = run_here(tmp_path / "run", model_folder, *SMALL, *options, "algorithm.num_prompts_per_step=2")
     assert done.returncode == 2 and time.monotonic() - started < SOON_S
     assert re.search(r"the environment failed on (\d+) of \1 samples, .*environment.max_failure_fraction", done.stderr)
     assert "no answer within environment.timeout_s = 1" in done.stderr and "Traceback" not in done.stderr

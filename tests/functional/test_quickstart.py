@@ -148,6 +148,7 @@ def test_the_run_folder_is_complete(run):
     assert "Traceback" not in output and "held-out accuracy" in output
 
 
+@pytest.mark.slow
 def test_one_can_chat_with_it(run):
     """A conversation of two turns, and a new one, greedily: transformers says the same to each."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -104,7 +104,7 @@ def test_a_full_disk_is_named_before_what_was_written_is_removed(run, monkeypatc
     policy.written = policy.full = True
     checkpoints.save_if_due(2, last=False)
     checkpoints.wait_until_written()
-    assert f"the disk is full: {store.folder} has 1 MiB free of 8 MiB; there is none yet" in said[0]
+    assert f"the disk is full: {store.folder} has 1 MiB free of 8 MiB; there is no other checkpoint" in said[0]
 
 
 def test_a_full_disk_is_told_of_and_training_goes_on(run):

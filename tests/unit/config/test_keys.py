@@ -84,12 +84,11 @@ def test_what_is_composed_is_the_callers_to_change():
         ("policy.generation.vllm_cfg.paint", "grpo", "the section is generation here; --cfg job lists its keys"),
         ("checkpointing", "grpo", "did you mean checkpoint?"),
         ("data.train.split_validation_size", "grpo", "data.validation_fraction=1"),
-        ("grpo.max_num_epochs", "grpo", "leave it out: this algorithm counts steps"),
         ("sft.max_num_epochs", "sft", "algorithm.max_num_epochs=1"),
         ("dpo.preference_loss_weight", "grpo", "algorithm.preference_loss_weight, which needs algorithm=dpo"),
         ("grpo.num_prompt_per_step", "grpo", "did you mean algorithm.num_prompts_per_step?"),
         # Of another algorithm, or misspelt.
-        ("algorithm.max_num_epochs", "grpo", "remove it, or algorithm=sft"),
+        ("algorithm.early_stop_patience", "grpo", "remove it, or algorithm=sft"),
         ("reward.nam", "grpo", "did you mean reward.name?"),
         ("polcy.precision", "grpo", "did you mean policy.precision?"),
         ("policy.megatron.peft.enabled", "grpo", "did you mean policy.megatron_cfg.peft.enabled?"),

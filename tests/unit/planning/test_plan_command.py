@@ -63,7 +63,7 @@ def test_a_mistake_is_one_line(capsys, tmp_path):
     for content in ('{"eos_token_id": 0}', "[]"):
         (tmp_path / "generation_config.json").write_text(content)
         status, _, error = ends_with(["--model-config", str(tmp_path / "generation_config.json")], capsys)
-        assert status == 1 and "no config.json of a text model" in error
+        assert status == 1 and "not that of a text model" in error
 
 
 REFUSED = {
@@ -79,7 +79,7 @@ def test_a_model_that_cannot_be_trained_has_no_plan(words, capsys, tmp_path):
     status, _, error = ends_with(["--model-config", str(file)], capsys)
     assert status == 1 and str(file) in error and words in error
     status, _, error = ends_with(["--model-config", str(file), "policy.model_name=Qwen/Qwen3-8B"], capsys)
-    assert status == 2 and "another model than policy.model_name" in error
+    assert status == 2 and "conflicts with policy.model_name" in error
 
 
 def test_a_models_config_alone_is_enough(tmp_path):

@@ -140,7 +140,7 @@ def test_all_problems_are_one_error_and_no_folder_is_made(runs, tmp_path):
         GRPO(data=[{"question": "?"}], eval_data=ROWS).train()
     with pytest.raises(DataError, match=r"data=data\['train'\]"):
         SFT(data={"train": ROWS}).train()
-    with pytest.raises(ConfigError, match=r"model\n +is a Module, and the workers load"):
+    with pytest.raises(ConfigError, match=r"model\n +is a Module; the workers load"):
         SFT(torch.nn.Module(), data=ROWS, eval_data=ROWS).train()
     assert not runs and not list(tmp_path.iterdir())
 
@@ -173,7 +173,7 @@ def test_a_training_needs_the_main_thread_and_is_alone(runs):
     thread.join()
     with pytest.raises(LauncherError) as error:
         GRPO(on_step=lambda metrics: GRPO().train()).train()
-    assert "main thread" in errors[0] and "one runs at a time" in str(error.value)
+    assert "main thread" in errors[0] and "run one at a time" in str(error.value)
 
 
 def test_a_training_is_stopped_by_its_object(runs):
