@@ -59,7 +59,7 @@ class Again:
 
         return replay
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Do nothing: functions need no memory."""
 
 
