@@ -130,7 +130,6 @@ class ParallelPlace:
     data_rank: int
     data_size: int
     tensor_rank: int
-    pipeline_rank: int
     has_logits: bool
     is_whole: bool
     context_rank: int = 0
@@ -380,7 +379,6 @@ def _own_place(parallel: MegatronConfig) -> ParallelPlace:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         has_logits=parallel_state.is_pipeline_last_stage(),
         is_whole=not ParallelDims.of(parallel, dist.get_world_size()).splits_weights,
         context_rank=parallel_state.get_context_parallel_rank(),

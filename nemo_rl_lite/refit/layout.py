@@ -59,10 +59,6 @@ class RefitPlan:
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
 
-    @property
-    def names(self) -> list[str]:
-        return [slot.name for bucket in self.buckets for slot in bucket.slots]
-
 
 def make_plan(tensors: Iterable[tuple[str, tuple[int, ...], str]], bucket_bytes: int) -> RefitPlan:
     """Place `(name, shape, dtype)` tensors in buckets of at most `bucket_bytes`, in order and aligned to 512 bytes.
