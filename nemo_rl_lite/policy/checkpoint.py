@@ -198,7 +198,6 @@ class _Writing:
         self.thread.start()
 
     def finish(self) -> dict[str, str]:
-        """See `PolicyState.finish_save`."""
         self.thread.join()
         try:
             for finalize in self._finalize:

@@ -72,7 +72,7 @@ _PROBE_TOKENS = 32
 
 
 class Weights:
-    """Export of all weights, with adapters merged. Both methods are collective."""
+    """Export of the full model, with adapters merged. Both methods are collective."""
 
     def __init__(self, model: MegatronModel):
         self._model, self._on_cpu = model, model.device.type == "cpu"
@@ -233,7 +233,7 @@ def plan_refit(
     megatron-bridge's.
 
     `shared_device`: each engine rank is on its policy rank's device. `consumers`: number of this rank's engine ranks.
-    `adapters_alone`: export LoRA adapters instead of all weights.
+    `adapters_alone`: export LoRA adapters instead of the full model.
     """
     planning, device = _Planning(model, config, adapters_alone), model.device
     found = planning.found()

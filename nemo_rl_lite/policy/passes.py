@@ -206,7 +206,7 @@ def _run(
 
 
 def rows_of(micro: ModelInput, batch: Batch) -> Batch:
-    """Return the micro-batch's rows of a batch at its width; in a bucket, padded to the bucket's shape."""
+    """Return the micro-batch's rows of a batch at its width; in a bucket, padded to the bucket."""
     own = batch.rows(micro.rows, micro.width)
     return own if micro.bucket is None else own.padded_to(micro.bucket.rows, micro.bucket.width)
 

@@ -122,7 +122,7 @@ class MegatronWorker:
         return self._phases.pop_moves()
 
     def take_passes(self) -> dict[str, list[float]]:
-        """Return the seconds of each pass since the last call, by phase (`PassClock`)."""
+        """See `PassClock.take`."""
         return self._model.clock.take()
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> np.ndarray | None:
@@ -245,17 +245,14 @@ class MegatronWorker:
         return self._open_producer.store.port, self._open_producer.offer
 
     def join_refit(self) -> None:
-        """See `OpenProducer.join`."""
         self._sender = self._open_producer.join()
 
     def send_weights(self) -> RefitReport | None:
-        """See `Sender.send`."""
         with self._memory.phase("refit"):
             require_weights(self._model, self._phases)
             return self._sender.send()
 
     def begin_save(self, folder: str) -> None:
-        """See `PolicyState.begin_save`."""
         self._phases.arrive(Component.OPTIMIZER_STATES)
         require_weights(self._model, self._phases)
         self._model.in_engine.check()
@@ -268,7 +265,6 @@ class MegatronWorker:
         return self._state.finish_save()
 
     def load(self, folder: str) -> None:
-        """See `PolicyState.load`."""
         self._phases.enter(Phase.TRAIN)
         self._model.gather.complete()
         self._state.load(Path(folder))

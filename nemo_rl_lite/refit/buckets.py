@@ -131,7 +131,6 @@ class BucketReshard:
         report.add("pack", clock)
 
     def fill(self, index: int, buffer: Tensor | None, report: RefitReport) -> None:
-        """See `Export.fill`."""
         clock, exchange = time.perf_counter(), self._exchanges[index]
         if buffer is None:
             buffer = self._arena[: self._plan.buckets[index].nbytes if exchange.whole is not None else 0]
@@ -152,7 +151,6 @@ class BucketReshard:
         report.add("pack", clock)
 
     def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
-        """See `Export.finish`."""
         report = RefitReport()
         for index in range(self._filled, len(self._exchanges)):
             if self._begun == index:
@@ -238,7 +236,6 @@ class BucketSender:
         self._channel, self._verify, self._export = channel, verify, export
 
     def send(self) -> RefitReport:
-        """See `Sender.send`."""
         self._export.start()
         try:
             return self._send()
@@ -278,7 +275,6 @@ class BucketReceiver:
         self._channel, self._verify = channel, verify
 
     def receive(self, loader: Loader) -> RefitReport:
-        """See `Receiver.receive`."""
         report, checksums, channel = RefitReport(), Checksums(self._verify), self._channel
         buckets = channel.plan.buckets
         channel.group.expect(channel.plan.digest)
@@ -336,7 +332,6 @@ class Stream:
         report.add("pack", clock)
 
     def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
-        """See `Export.finish`."""
         if self._gathers:
             for _ in self._tensors:
                 pass
@@ -370,8 +365,8 @@ class BroadcastOffer:
 
 @dataclass(frozen=True)
 class SharedOffer:
-    """`WeightSource` of a shared buffer, uint8 [halves, half_bytes]: a CUDA IPC handle, or the path of an in-memory
-    file that exists as long as the producer's process."""
+    """`WeightSource` of a shared buffer, uint8 [halves, half_bytes]: its CUDA IPC handle, or the path of an in-memory
+    file. The file lives as long as the producer."""
 
     cuda: tuple[Any, ...] | None
     file: str | None

@@ -84,7 +84,6 @@ class EngineLoader(Loader):
         self.filled: set[str] | None = set()
 
     def fill(self, arrived: ReceivedBucket) -> None:
-        """See `Loader.fill`."""
         named = arrived.named()
         self._load_named([(name, tensor.clone()) for name, tensor in named] if self._keep else named)
 
@@ -139,19 +138,16 @@ class CopyReplayLoader(EngineLoader):
         return {name for one in self._handling.values() for name in one.left}
 
     def windows(self) -> list[Window] | None:
-        """See `Loader.windows`."""
         copies = [one for handling in self._handling.values() for one in handling.copies]
         found = [(one.name, *one.window, one.target) for one in copies if one.window is not None]
         return found if len(found) == len(copies) and not self.left else None
 
     def forget_buffers(self) -> None:
-        """See `Loader.forget_buffers`."""
         for handling in self._handling.values():
             handling._ready = None
 
     @torch.no_grad()
     def fill(self, arrived: ReceivedBucket) -> None:
-        """See `Loader.fill`."""
         handling = self._handling.get(arrived.index)
         if handling is None:
             self._handling[arrived.index] = self._watched(arrived)

@@ -2,14 +2,14 @@
 
 At each refit the producer sends the current addresses of its parameters and waits. The consumer opens that memory,
 copies, and closes it. The first refit fills buckets for the engine's loader. If the loader only copies windows of
-tensors, later refits copy directly to the engine's weights: a tensor-parallel consumer reads its part alone, from any
+tensors, later refits copy directly to the engine's weights. A tensor-parallel consumer reads its part alone, from any
 GPU of the machine. Ranks with sharded weights share as a group: each sends the addresses of all, and no rank moves its
 parameters before all consumers are done.
 
 A policy rank can use an engine's frozen weights and free its own. Equal weights are found by comparing bytes,
-regardless of names and fusion: a frozen parameter becomes a view of the first rows of an engine's weight (padding is at
-the end). Neither side writes to shared memory, and the engine's weights never move, because CUDA graphs use their
-addresses.
+regardless of names and fusion. A frozen parameter becomes a view of the first rows of an engine's weight, because
+padding is at the end. Neither side writes to shared memory, and the engine's weights never move, because CUDA graphs
+use their addresses.
 """
 
 import json
