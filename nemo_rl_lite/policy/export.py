@@ -4,8 +4,8 @@ The bridge gathers, splits and renames weights in Python, tensor by tensor. `fin
 numbers instead of values. Refits then copy without the bridge, for tensor, pipeline and expert parallelism, fused
 projections, stacked experts, tied embeddings and padded vocabularies.
 
-Stages of a refit: `plan_refit` -> `Producer.open` -> `OpenProducer.join` -> `Sender.send`, repeatedly. All are
-collective. A new connection starts at `Producer.open`.
+Stages of a refit: `plan_refit`, `Producer.open`, `Producer.join`, and `Sender.send` for each refit. All are collective.
+A new connection starts at `Producer.open`.
 """
 
 import gc
@@ -203,27 +203,16 @@ class Producer:
     device: torch.device
     timeout_s: float
 
-    def open(self, host: str) -> "OpenProducer":
-        """Open this rank's rendezvous. Connections reuse buffers."""
-        offer = None if self.transport is None else self.transport.offer()
-        return OpenProducer(self, refit_group.host_store(host, self.timeout_s), offer)
+    def open(self, host: str) -> tuple[dist.TCPStore, WeightSource | None]:
+        """Return this rank's open rendezvous, and the weight source for consumers. Connections reuse buffers."""
+        return refit_group.host_store(host, self.timeout_s), self.transport and self.transport.offer()
 
-
-@dataclass(frozen=True)
-class OpenProducer:
-    """Producer whose consumers can join, with the `offer` for them."""
-
-    producer: Producer
-    store: dist.TCPStore
-    offer: WeightSource | None
-
-    def join(self) -> Sender:
-        """Wait for all of this rank's consumers. Returns the sender."""
-        own = self.producer
-        if own.transport is None or self.offer is None:
-            return NoConsumers(own.export)
-        device = self.offer.group_device(own.device)
-        return own.transport.sender(refit_group.join(self.store, 0, 1 + own.consumers, device, own.timeout_s))
+    def join(self, store: dist.TCPStore, offer: WeightSource | None) -> Sender:
+        """Wait until all consumers have joined what `open` returned. Returns the sender."""
+        if self.transport is None or offer is None:
+            return NoConsumers(self.export)
+        device = offer.group_device(self.device)
+        return self.transport.sender(refit_group.join(store, 0, 1 + self.consumers, device, self.timeout_s))
 
 
 def plan_refit(

@@ -241,11 +241,11 @@ class MegatronWorker:
 
     def open_refit(self, host: str) -> tuple[int, WeightSource | None]:
         """Open this rank's rendezvous. Returns its port, and the weight source for consumers."""
-        self._open_producer = self._producer.open(host)
-        return self._open_producer.store.port, self._open_producer.offer
+        self._store, self._offer = self._producer.open(host)
+        return self._store.port, self._offer
 
     def join_refit(self) -> None:
-        self._sender = self._open_producer.join()
+        self._sender = self._producer.join(self._store, self._offer)
 
     def send_weights(self) -> RefitReport | None:
         with self._memory.phase("refit"):
