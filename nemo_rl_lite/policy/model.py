@@ -57,7 +57,7 @@ class Gather:
         self._is_behind = self.overlaps
         self.complete()
 
-    def fall_behind(self) -> None:
+    def mark_stale(self) -> None:
         """Note that gradients were reduced: megatron-core gathers in the next forward pass."""
         self._is_behind = self.overlaps
 

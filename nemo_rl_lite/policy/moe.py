@@ -106,8 +106,8 @@ def freeze(chunks: list[Any]) -> list[Any]:
 
 
 def keep_biases_in_float32(chunks: list[Any]) -> None:
-    """Convert the biases before the weights are loaded, so that they are not rounded. megatron-core would convert them
-    in the first forward pass, which would change the layout of the state's copies."""
+    """Convert the biases before the weights are loaded, so that they are not rounded. megatron-core converts them in
+    the first forward pass, when copies of the state already have the old size."""
     for bias in expert_biases(chunks):
         bias.data = bias.data.float()
 

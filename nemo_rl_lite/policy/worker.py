@@ -195,7 +195,7 @@ class MegatronWorker:
             parts = run(batch, self._train_layout, self._temperature, loss, counts, mismatch_counts)
             self._model.clock.keep("train")
             self._phases.arrive(Component.OPTIMIZER_STATES)
-            self._model.gather.fall_behind()
+            self._model.gather.mark_stale()
             learning_rate = self._optimizer.param_groups[0]["lr"]
             finite, grad_norm = gradients_are_finite(self._model), math.nan
             if finite:

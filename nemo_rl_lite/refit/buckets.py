@@ -54,7 +54,7 @@ def assemble(
 ) -> "BucketReshard | None":
     """Return this rank's `BucketReshard`, or None if no rank needs this one. Collective over the default group.
 
-    `recipe`: None if this rank sends no weights. `groups`: existing process groups to reuse.
+    `recipe`: None without consumers. `groups`: existing process groups to reuse.
     """
     rank = dist.get_rank()
     ranks, group = group_by_need(None if recipe is None else source_ranks(recipe), groups, timeout_s)
@@ -68,10 +68,10 @@ def assemble(
 class BucketReshard:
     """`Export` of parameters that are sharded over ranks.
 
-    Each rank packs windows for other ranks into its section of an arena. The ranks exchange sections, and receivers
-    copy windows from the arena into the bucket. If one rank has a bucket's parameters, as with pipeline stages, it
-    fills the bucket and broadcasts it. All ranks process all buckets in order, with the buffer None on ranks that
-    receive no weights.
+    Each rank packs windows for other ranks into its section of an arena. The ranks exchange sections, and those with
+    consumers copy windows from the arena into the bucket. If one rank has a bucket's parameters (pipeline stages), it
+    fills the bucket and broadcasts it. All ranks process all buckets in order, with the buffer None on ranks without
+    consumers.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class BucketReshard:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ):
-        """`parameters`: this rank's, contiguous, by number in the recipes. `recipes`: of receiving ranks, by global
-        rank. `group`: None for a single rank."""
+        """`parameters`: this rank's, contiguous, by number in the recipes. `recipes`: of ranks with consumers, by
+        global rank. `group`: None for a single rank."""
         self._plan, self._parameters, self._group = plan, parameters, group
         self._ranks = [rank] if group is None else dist.get_process_group_ranks(group)
         # Gloo's all-gather is several times slower than a broadcast from each rank.
         gather = device.type == "cuda"
         self._exchanges = [plan_exchange(bucket, recipes, self._ranks, rank, gather) for bucket in plan.buckets]
         self._rank = rank
-        # A rank that receives no weights still takes part in broadcasts.
+        # A rank without consumers still takes part in broadcasts.
         broadcast = 0 if rank in recipes else max(bucket.nbytes for bucket in plan.buckets)
         arena_bytes = max([broadcast, *(exchange.nbytes for exchange in self._exchanges)])
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)

@@ -156,7 +156,7 @@ def group_by_need(
     """Return the ranks that share weights with this rank, itself included, and their process group. Collective over the
     default group.
 
-    `needed`: the ranks whose parameters this rank reads; None if it reads none. `groups`: existing groups to reuse.
+    `needed`: the ranks whose parameters this rank reads; None without consumers. `groups`: existing groups to reuse.
     Returns no ranks if no rank needs this one, and no group for a single rank.
     """
     rank = dist.get_rank()

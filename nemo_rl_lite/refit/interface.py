@@ -134,8 +134,8 @@ class Export(Protocol):
         """Write the bucket's tensors to `buffer`, uint8 [bucket.nbytes]."""
 
     def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
-        """Complete this refit's collectives for the other ranks. `buffer_of`: a bucket's memory, or None on a rank that
-        receives no weights."""
+        """Complete this refit's collectives for the other ranks. `buffer_of`: a bucket's memory; None without
+        consumers."""
 
 
 class Loader(Protocol):

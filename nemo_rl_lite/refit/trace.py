@@ -231,7 +231,7 @@ class ExchangePlan:
 def plan_exchange(
     bucket: Bucket, recipes: Mapping[int, Recipe], ranks: Sequence[int], rank: int, gather: bool
 ) -> ExchangePlan:
-    """Plan the work of `rank`, one of `ranks`. `recipes`: of receiving ranks. `gather`: allow an all-gather."""
+    """Plan the work of `rank`, one of `ranks`. `recipes`: of ranks with consumers. `gather`: allow an all-gather."""
     wanted = {
         receiver: [(slot, segment) for slot in bucket.slots for segment in recipe[slot.name]]
         for receiver, recipe in recipes.items()
@@ -239,7 +239,7 @@ def plan_exchange(
     sources = {segment.rank for segments in wanted.values() for _, segment in segments}
     if len(sources) == 1 and not sources >= wanted.keys():
         (source,) = sources
-        # If the source is not a receiver, use a receiver's segments.
+        # If the source has no consumers, use the segments of a rank that has.
         here = wanted.get(source, next(iter(wanted.values()))) if rank == source else []
         return ExchangePlan(whole=source, here=here)
     places = _places(wanted)
