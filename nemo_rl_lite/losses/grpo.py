@@ -139,8 +139,8 @@ def clip_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
 
 
 def kl_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
-    """-A r, and for the share `kl_cov_ratio` of tokens with the largest covariances + `ppo_kl_coef`
-    |log pi - log previous| (KL-Cov, Cui et al. 2025, arXiv:2505.22617)."""
+    """-A r, plus `ppo_kl_coef` |log pi - log previous| for the share `kl_cov_ratio` of tokens with the largest
+    covariances (KL-Cov, Cui et al. 2025, arXiv:2505.22617)."""
     step, engine_BT = sampled.step, sampled.generation_BT.double()
     covariances_BT = covariances(step, sampled.logprobs_BT, sampled.advantages)
     # Of tokens with equal covariance and equal logprob in the engine, a random share.
