@@ -53,16 +53,7 @@ from nemo_rl_lite.refit.interface import (
     WeightSource,
 )
 from nemo_rl_lite.refit.ipc import DirectOffer, DirectSender, IpcExport, Parameters, probe_sharing
-from nemo_rl_lite.refit.layout import (
-    Named,
-    RefitPlan,
-    Slot,
-    buffer_of,
-    dtype_name,
-    make_plan,
-    same_bytes,
-    view,
-)
+from nemo_rl_lite.refit.layout import Named, RefitPlan, Slot, buffer_of, dtype_name, make_plan, same_bytes, view
 from nemo_rl_lite.refit.trace import IndexTracer, Recipe, Segment, trace_strided_copies
 
 log = logging.getLogger(__name__)

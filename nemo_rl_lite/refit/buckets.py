@@ -22,15 +22,7 @@ from torch import Tensor
 from nemo_rl_lite.compat.torch import open_cuda_tensor, share_cuda_tensor
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.group import PendingTransfer, RefitGroup, all_gather, group_by_need
-from nemo_rl_lite.refit.interface import (
-    Checksums,
-    Export,
-    Loader,
-    RefitReport,
-    Transport,
-    Verify,
-    synchronize,
-)
+from nemo_rl_lite.refit.interface import Checksums, Export, Loader, RefitReport, Transport, Verify, synchronize
 from nemo_rl_lite.refit.layout import (
     CopyList,
     Named,
