@@ -1,4 +1,4 @@
-"""Run checks of this machine concurrently, with a time limit that also holds if a driver never answers, and print them."""
+"""Run checks of this machine concurrently and print them. The time limit also holds if a driver never answers."""
 
 import sys
 import time
