@@ -132,7 +132,6 @@ def _files_of(path: str) -> list[Path]:
 
 
 def _other_format(path: str) -> str:
-    """Return the fix for a name with an unknown ending."""
     if path.endswith(".gz"):
         return _UNPACK
     if re.fullmatch(r"[\w-]+/[\w.-]+", path) and not Path(path).exists():

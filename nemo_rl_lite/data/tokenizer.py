@@ -101,12 +101,10 @@ class ChatTokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Token ids by text."""
         return self._tokenizer.get_vocab()
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of special tokens by text."""
         added = self._tokenizer.added_tokens_decoder.items()
         return {one.content: token for token, one in added if one.special and one.content.strip()}
 
@@ -268,7 +266,6 @@ def check_stop_strings(tokenizer: ChatTokenizer, stop_strings: Sequence[str]) ->
 
 
 def _texts(one: Problem | Example) -> list[str]:
-    """Return the texts of a row's messages and its answer."""
     if isinstance(one, Problem):
         return [*(message["content"] for message in one.messages), one.answer]
     return [message["content"] for each in one.conversations for message in each.messages]

@@ -151,7 +151,6 @@ def installed(name: str) -> str | None:
 
 
 def tested_versions() -> dict[str, str]:
-    """Return the versions in constraints.txt."""
     return dict(re.findall(r"^([^#=\s]+)==(\S+)", constraints_file().read_text(), re.M))
 
 
@@ -172,7 +171,6 @@ def is_there(module: str) -> bool:
 
 
 def python(machine: Machine) -> Iterator[Check]:
-    """Check the interpreter's version."""
     fits = sys.version_info[:2] == (3, 12)
     found, fix = f"{platform.python_version()} ({sys.executable})", f"{INSTALL} with python3.12 on PATH, or in pyenv"
     yield judge("Python", fits, found, "3.12", fix, EVERY_RUN, FAIL)
@@ -307,7 +305,6 @@ def start_cuda() -> tuple[int, str]:
 
 
 def each_gpu(machine: Machine) -> Iterator[Check]:
-    """Check each GPU's capability, compute mode and free memory."""
     for gpu in machine.gpus:
         name, capability = f"GPU {gpu.index}", ".".join(map(str, gpu.capability))
         found = f"{gpu.name}, {gpu.total_mib / 1024:.1f} GiB"

@@ -159,7 +159,6 @@ def _step_line(
 
 
 def phases_in(timers: Iterable[str]) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Return the entries of PHASES that have one of these timers."""
     present = set(timers)
     return {phase: (names, colour) for phase, (names, colour) in PHASES.items() if not present.isdisjoint(names)}
 

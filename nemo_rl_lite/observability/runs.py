@@ -86,7 +86,6 @@ class RunState:
         return max(0.0, times[last] + (self.total - last) * each - time.time())
 
     def latest(self, name: str) -> float | None:
-        """Return the last value of a metric."""
         return next((entry[name] for entry in reversed(self.metrics) if entry.get(name) is not None), None)
 
     def as_json(self) -> dict[str, Any]:

@@ -224,7 +224,6 @@ def tracked(summary: Summary) -> dict[str, float]:
 
 
 def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
-    """Return charts of seconds and of device memory by phase."""
     seconds = list(summary.seconds_by_phase.items())
     predicted, measured = stacks(metrics, PREDICTED), stacks(metrics, MEASURED)
     residency = [
@@ -251,7 +250,6 @@ def stacks(metrics: MetricsLog, prefix: str) -> dict[str, dict[str, float]]:
 
 
 def _row(curve: Curve, metrics: MetricsLog) -> tuple[str, str, str] | None:
-    """Return label and values of a metric at the start and at the end; None if either is missing."""
     if curve.held_out:
         before, after = _held_out(metrics, curve.metric)
     else:

@@ -77,7 +77,6 @@ class System:
 
 
 def _read(nvml: ModuleType, gpu: object) -> dict[str, float]:
-    """Return the supported readings of a GPU."""
     readings = {
         "util": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
         "mem_gb": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,

@@ -287,7 +287,6 @@ class Rollout:
 
 
 def _rewards(rewards: Iterable[float | None]) -> Tensor:
-    """Convert rewards to float64, with NaN for None."""
     return torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
 
 

@@ -148,7 +148,6 @@ def gpu_name(command: str = "nvidia-smi") -> str | None:
 
 
 def _of_gpus(fact: str, command: str) -> list[str]:
-    """Return a property of each GPU."""
     query = [command, f"--query-gpu={fact}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

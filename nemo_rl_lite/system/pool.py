@@ -356,7 +356,6 @@ class _Manager:
                 process.send(None, "close", (item,), self._timeout_s)
 
     def _home(self, session: int | None) -> _Process | None:
-        """Return the process of a session, or None."""
         return next((one for one in self._processes if session in one.sessions), None)
 
     def _give_out(self) -> None:
@@ -462,7 +461,6 @@ class _Manager:
                 self._give_up(why)
 
     def _give_up(self, why: str) -> None:
-        """Fail all calls that wait for a process."""
         for call in self._queue:
             call.resolve(StartError(why))
         self._queue.clear()
