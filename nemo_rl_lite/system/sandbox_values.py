@@ -377,13 +377,13 @@ def _or_native(name: str, base: type) -> Callable:
 
 
 def _is_public(target: Any, content: Sequence[Any]) -> bool:
-    """Return whether a program may use an attribute of an object of its tests."""
+    """Return whether the program may use an attribute of a test object."""
     kind = target if isinstance(target, type) else type(target)
     return kind.__module__ == "__main__" and bool(content) and not str(content[0]).startswith("_")
 
 
 def _plain(base: type, value: Any) -> Any:
-    """Return the value of a subclass of one of Python's types, whatever the subclass overrides."""
+    """Return the plain value of an instance of a subclass of a built-in type."""
     match base:
         case builtins.int:
             return int.__index__(value) if not isinstance(value, bool) else value
@@ -401,7 +401,7 @@ def _plain(base: type, value: Any) -> Any:
 
 
 def _update(old: Any, new: Any) -> None:
-    """Give containers the content that they have on the other side, and keep which objects they are."""
+    """Update containers in place to their content on the other side."""
     if type(old) is not type(new):
         return
     if isinstance(old, list):
@@ -454,6 +454,6 @@ class Names(dict):
         if name in self._hidden or name.startswith("__"):
             raise KeyError(name)
         if name in _COMPARING:
-            # With these, tests compare: they are not what a program calls so.
+            # Tests compare with these modules, so the program must not replace them.
             return __import__(_COMPARING[name])
         return self._peer.ask("global", name)
