@@ -312,7 +312,6 @@ def _response(value: object, where: str) -> tuple[Message, ...]:
 
 
 def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], where: str) -> list[Conversation]:
-    """Return two chats that begin with the same messages."""
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1

@@ -55,7 +55,7 @@ class TrainingSet[T: Prompted](Protocol):
 
 @dataclass(frozen=True)
 class FileSet[T: Prompted]:
-    """A finite list, shuffled anew in each epoch by `(seed, epoch)`."""
+    """A finite list, shuffled in each epoch by `(seed, epoch)`."""
 
     problems: tuple[T, ...]
     seed: int

@@ -132,7 +132,6 @@ def _files_of(path: str) -> list[Path]:
 
 
 def _other_format(path: str) -> str:
-    """Return the fix for a name with an unknown ending."""
     if path.endswith(".gz"):
         return _UNPACK
     if re.fullmatch(r"[\w-]+/[\w.-]+", path) and not Path(path).exists():
@@ -204,7 +203,7 @@ def _saved_rows(folder: Path) -> Iterator[tuple[int, object]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield the rows below a line of names. All values are texts, so that an answer such as 007 stays as it is."""
+    """Yield the rows below a line of column names. All values are texts, so 007 stays unchanged."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         try:
             for number, row in enumerate(csv.DictReader(lines, strict=True), start=1):

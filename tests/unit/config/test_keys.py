@@ -75,6 +75,7 @@ def test_what_is_composed_is_the_callers_to_change():
         ("loss_type", "grpo", "algorithm=FILE, such as algorithm=dapo"),
         ("rpo_alpha", "dpo", "algorithm.sft_loss_weight=1"),
         ("rpo_alpha", "grpo", "algorithm.sft_loss_weight=1, which needs algorithm=dpo"),
+        ("data.train_max_samples", "grpo", "data.max_samples=1"),
         ("output_dir", "grpo", "hydra.run.dir=1"),
         # NeMo-RL.
         ("policy.tokenizer.name", "grpo", "leave it out: the tokenizer is read from the folder of policy.model_name"),
