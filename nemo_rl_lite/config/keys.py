@@ -25,7 +25,7 @@ RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
 DEFAULT_ALGORITHM = "grpo"
 # Sections of NeMo-RL that are an algorithm's.
 ALGORITHM_SECTIONS = ("grpo", "sft", "dpo", "distillation")
-# Begins an answer of the aliases to a key that changes nothing here.
+# Begins an answer of the aliases to a key that has no effect here.
 NOTHING = "nothing:"
 # The least similarity of a guess to the key that was given.
 _LIKE = 0.8
@@ -239,7 +239,7 @@ def _fix(answer: str | Sequence[str], given: object, algorithm: str) -> str:
     fits = [one for one, key in zip(answers, keys, strict=True) if key is None or key[0].rstrip(".") in known]
     chosen = fits[0] if fits else answers[0]
     if not chosen or chosen.startswith(NOTHING):
-        return f"leave it out: {chosen.removeprefix(NOTHING).strip() or 'it is so here'}"
+        return f"leave it out: {chosen.removeprefix(NOTHING).strip() or 'it is always so'}"
     if chosen.endswith("={}") and not isinstance(given, str):
         chosen = chosen.removesuffix("={}")
     needs = "" if fits or not keys[0] else f", which needs algorithm={owners(keys[0][0])[0]}"

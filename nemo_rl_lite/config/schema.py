@@ -20,6 +20,7 @@ from nemo_rl_lite.config.schema_algorithm import (
     DPOConfig,
     Fraction,
     GRPOConfig,
+    JoinedByCommas,
     KTOConfig,
     NoneIsOff,
     NonNegativeFloat,
@@ -336,8 +337,8 @@ class CheckpointConfig:
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     name: str
-    train_path: Annotated[str | None, ActiveIf(".name", "file")]
-    validation_path: Annotated[str | None, ActiveIf(".name", "file")]
+    train_path: Annotated[str | None, JoinedByCommas, ActiveIf(".name", "file")]
+    validation_path: Annotated[str | None, JoinedByCommas, ActiveIf(".name", "file")]
     path: Annotated[str | None, ActiveIf(".name", "hub")]
     subset: Annotated[str | None, ActiveIf(".name", "hub")]
     train_split: Annotated[str, ActiveIf(".name", "hub")]

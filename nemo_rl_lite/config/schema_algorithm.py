@@ -22,6 +22,10 @@ DURATION = r"^(\d+:){1,3}\d{1,2}$"
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
 # For a list: null is an empty one.
 NullIsEmpty = BeforeValidator(lambda value: [] if value is None else value)
+# For a path: a list of files is one text with commas.
+JoinedByCommas = BeforeValidator(
+    lambda value: ",".join(value) if isinstance(value, list) and all(isinstance(one, str) for one in value) else value
+)
 # For a limit: vLLM, verl and TRL write 0 or -1 for none.
 NoneIsOff = BeforeValidator(lambda value: None if value in (0, -1) else value)
 UserCode = Annotated[str, Field(pattern=USER_CODE)]

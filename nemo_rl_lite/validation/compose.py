@@ -191,12 +191,13 @@ def _default_batch(
 def _less_than_rows(most: int, composed: DictConfig) -> int:
     """Return the largest power of two that is surely not more than the rows of a file to train on, at most `most`."""
     data = composed.data
-    if data.name != "file" or not isinstance(data.train_path, str):
+    if data.name != "file" or data.train_path is None:
         return most
     try:
-        rows = sum(1 for _ in islice(file_rows(data.train_path), 2 * most))
+        paths = ",".join(data.train_path) if OmegaConf.is_list(data.train_path) else data.train_path
+        rows = sum(1 for _ in islice(file_rows(paths), 2 * most))
         left = rows * (1 - float(data.validation_fraction)) * 0.9
-    except (DataError, ValueError, TypeError):
+    except (DataError, ValueError, TypeError, AttributeError):
         # The rules report it.
         return most
     return min(most, 2 ** int(log2(max(left, 1))))
