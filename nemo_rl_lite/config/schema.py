@@ -1,7 +1,7 @@
-"""The shape of a configuration: types, ranges, and when a key has an effect. `schema_algorithm` has the algorithms.
+"""The schema of a configuration: types, ranges, and conditions for an effect. Algorithms are in `schema_algorithm`.
 
-`configs/` is the only source of defaults, except for reward terms that users add. Dataclasses are frozen, so that what
-a run records is what it ran with.
+`configs/` is the only source of defaults, except for reward terms that users add. Dataclasses are frozen, so a run's
+record matches its configuration.
 """
 
 from typing import Annotated, Any, Literal
@@ -102,7 +102,7 @@ class RefitConfig:
 
 Precision = Literal["float32", "bfloat16"]
 
-# Modules whose inputs can wait in host memory for the backward pass.
+# Modules whose inputs can be offloaded until the backward pass.
 OffloadModule = Literal[
     "attn_norm",
     "qkv_linear",
@@ -116,7 +116,7 @@ OffloadModule = Literal[
 ]
 # Linear layers that can have an adapter.
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-# Components that can leave the GPU while the engines generate.
+# Components that can be offloaded while engines generate.
 OffloadedComponent = Literal["parameters", "gradients", "optimizer_states"]
 TokenLimit = PositiveInt | Auto
 
@@ -243,7 +243,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class TeacherParallelConfig:
-    """The keys of `MegatronConfig` that apply to a model that only scores."""
+    """The keys of `MegatronConfig` for a model that is not trained."""
 
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
@@ -322,7 +322,9 @@ class CheckpointConfig:
     resume_layouts: Annotated[Literal["any", "data_parallel"], ActiveIf(".save_period")]
     keep_newest: Annotated[PositiveInt, ActiveIf(".save_period")]
     keep_best: Annotated[NonNegativeInt, ActiveIf(".save_period"), ActiveIf("validations")]
-    must_save_by: Annotated[PositiveInt | Annotated[str, Field(pattern=DURATION)] | None, ActiveIf(".save_period")]
+    must_save_by: Annotated[
+        PositiveInt | Annotated[str, Field(pattern=DURATION, description="duration")] | None, ActiveIf(".save_period")
+    ]
     resume_from: Annotated[str, Field(min_length=1)] | None
     export_hf_at_end: bool
     push_to_hub: str | None
@@ -407,7 +409,7 @@ class AgentConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
-    run_name: Annotated[str, Field(pattern=RUN_NAME)]
+    run_name: Annotated[str, Field(pattern=RUN_NAME, description="folder name")]
     algorithm: Annotated[
         GRPOConfig | SFTConfig | DPOConfig | ORPOConfig | KTOConfig | DistillationConfig, Field(discriminator="name")
     ]
@@ -425,7 +427,7 @@ class Config:
     checkpoint: CheckpointConfig
 
     def options[T: AlgorithmConfig](self, kind: type[T]) -> T:
-        """Return the algorithm's options as a `kind`. Raises TypeError: they are of another."""
+        """Return the algorithm's options as a `kind`. Raises TypeError: they have another type."""
         if not isinstance(self.algorithm, kind):
             raise TypeError(f"{kind.__name__} expected, this run has {type(self.algorithm).__name__}")
         return self.algorithm

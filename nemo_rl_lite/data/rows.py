@@ -294,7 +294,7 @@ def template_columns(template: str) -> list[str]:
         if name is None:
             continue
         if not name or specification or conversion or any(mark in name for mark in ".["):
-            raise ValueError(f"the field {name!r} is more, or less, than a column's name")
+            raise ValueError(f"the field {name!r} is not a plain column name")
         columns.append(name)
     return columns
 
