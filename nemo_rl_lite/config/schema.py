@@ -164,20 +164,25 @@ class DataParallelConfig:
     bucket_size: Annotated[PositiveInt | None, ActiveIf(".overlap_grad_reduce")]
 
 
+StageLayers = Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
+
+
 @dataclass(frozen=True, config=STRICT)
-class MegatronConfig:
+class TeacherParallelConfig:
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
-    num_layers_in_first_pipeline_stage: Annotated[
-        PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)
-    ]
-    num_layers_in_last_pipeline_stage: Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
-    context_parallel_size: PositiveInt
-    cp_comm_type: Annotated[Literal["p2p", "a2a"], ActiveIf(".context_parallel_size", above=1)]
+    num_layers_in_first_pipeline_stage: StageLayers
+    num_layers_in_last_pipeline_stage: StageLayers
     expert_model_parallel_size: PositiveInt
     sequence_parallel: Annotated[bool, ActiveIf(".tensor_model_parallel_size", above=1)]
-    freeze_moe_router: bool
     moe_router_dtype: Literal["fp32", "fp64"] | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class MegatronConfig(TeacherParallelConfig):
+    context_parallel_size: PositiveInt
+    cp_comm_type: Annotated[Literal["p2p", "a2a"], ActiveIf(".context_parallel_size", above=1)]
+    freeze_moe_router: bool
     moe_router_bias_update_rate: NonNegativeFloat
     moe_grouped_gemm: Annotated[bool, ActiveIf("GPUs")]
     moe_permute_fusion: Annotated[bool, ActiveIf("GPUs")]
@@ -239,21 +244,6 @@ class PolicyConfig:
     use_pinned_optimizer_offload: Annotated[bool, ActiveIf("GPUs")]
     overlap_offload: Annotated[bool, ActiveIf("GPUs")]
     megatron_cfg: MegatronConfig
-
-
-@dataclass(frozen=True, config=STRICT)
-class TeacherParallelConfig:
-    """The keys of `MegatronConfig` for a model that is not trained."""
-
-    tensor_model_parallel_size: PositiveInt
-    pipeline_model_parallel_size: PositiveInt
-    num_layers_in_first_pipeline_stage: Annotated[
-        PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)
-    ]
-    num_layers_in_last_pipeline_stage: Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
-    expert_model_parallel_size: PositiveInt
-    sequence_parallel: Annotated[bool, ActiveIf(".tensor_model_parallel_size", above=1)]
-    moe_router_dtype: Literal["fp32", "fp64"] | None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -387,9 +377,8 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class EnvironmentConfig:
+class AgentConfig:
     name: Annotated[str, Field(min_length=1)] | None
-    max_turns: PositiveInt
     timeout_s: PositiveFloat | None
     concurrency: PositiveInt
     processes: Annotated[int, Field(gt=0, le=4096)]
@@ -398,13 +387,8 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class AgentConfig:
-    name: Annotated[str, Field(min_length=1)] | None
-    timeout_s: PositiveFloat | None
-    concurrency: PositiveInt
-    processes: Annotated[int, Field(gt=0, le=4096)]
-    max_failure_fraction: Annotated[float, Field(ge=0, le=1)]
-    kwargs: dict[str, Any]
+class EnvironmentConfig(AgentConfig):
+    max_turns: PositiveInt
 
 
 @dataclass(frozen=True, config=STRICT)
