@@ -31,7 +31,6 @@ READERS = {
     "data.map",
     "data.train_path",
     "data.validation_path",
-    "data.map",
     "policy.model_name",
     "reward.name",
     "environment.name",

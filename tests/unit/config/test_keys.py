@@ -78,10 +78,10 @@ def test_what_is_composed_is_the_callers_to_change():
         ("data.train_max_samples", "grpo", "data.max_samples=1"),
         ("output_dir", "grpo", "hydra.run.dir=1"),
         # NeMo-RL.
-        ("policy.tokenizer.name", "grpo", "leave it out: the tokenizer is read from the folder of policy.model_name"),
+        ("policy.tokenizer.name", "grpo", "leave it out"),
         ("policy.megatron_cfg.optimizer.clip_grad", "grpo", "policy.max_grad_norm=1"),
-        ("policy.megatron_cfg.fp8_cfg.fp8_recipe", "grpo", "leave it out: no pass is in FP8"),
-        ("policy.generation.vllm_cfg.max_model_len", "grpo", "leave it out: it is policy.max_total_sequence_length"),
+        ("policy.megatron_cfg.fp8_cfg.fp8_recipe", "grpo", "leave it out"),
+        ("policy.generation.vllm_cfg.max_model_len", "grpo", "leave it out"),
         ("policy.generation.vllm_cfg.paint", "grpo", "the section is generation here; --cfg job lists its keys"),
         ("checkpointing", "grpo", "did you mean checkpoint?"),
         ("data.train.split_validation_size", "grpo", "data.validation_fraction=1"),
