@@ -1,4 +1,4 @@
-"""Import what a configuration names: `package.module.name`, `path/to/file.py:name`, or `path/to/file.pkl:name`.
+"""Import user code by path: `package.module.name`, `path/to/file.py:name`, or `path/to/file.pkl:name`.
 
 A file is imported as a module below this one, whose name holds the file's absolute path. So its functions and classes
 can be pickled: a process that loads them imports this module, which finds the file again. A .pkl file holds one object,
@@ -25,7 +25,7 @@ __path__: list[str] = []
 
 
 def imported(path: str) -> Any:
-    """Import the object that a path names. What its module raises passes through.
+    """Import an object by its path. Exceptions of its module pass through.
 
     Raises:
         ImportError: there is no such module, file or name.

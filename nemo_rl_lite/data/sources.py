@@ -105,7 +105,6 @@ def _own_validation_set[T: Prompted](
 
 
 def _texts(one: Prompted) -> tuple[str, ...]:
-    """Return the texts of a row's prompt and answer."""
     answers = [one.answer] if isinstance(one, Problem) else []
     trained = [each.messages[each.first_trained :] for each in one.conversations] if isinstance(one, Example) else []
     return (*(message["content"] for said in (one.messages, *trained) for message in said), *answers)

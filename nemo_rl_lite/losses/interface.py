@@ -53,8 +53,7 @@ class Loss(Protocol):
 
     - `needs`, a set of `Need`: policy outputs in addition to logprobs; each is a field of `Batch`.
     - `topk`, an int: the number of logits per token in `topk_logits`.
-    - `summarize(metrics)`: returns the metrics to log of a global batch from the sums over its shares; for metrics that
-      are not sums, such as quotients.
+    - `summarize(metrics)`: converts sums over shares to the metrics of a global batch, such as quotients.
     - `with_mismatched_kl(kl)`: returns the loss of a batch with this KL to the reference on mismatched responses
       (`supervised.mismatched`). Supervised training measures the KL first.
     """

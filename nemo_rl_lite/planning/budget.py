@@ -66,6 +66,7 @@ KNOWN = {
     "A100-80GB": Gpu("NVIDIA A100-SXM4-80GB", 81920, 312e12, 2.04e12),
     "A100-40GB": Gpu("NVIDIA A100-SXM4-40GB", 40960, 312e12, 1.56e12),
     "B200": Gpu("NVIDIA B200", 183359, 2250e12, 8e12),
+    "A10": Gpu("NVIDIA A10", 23028, 125e12, 0.6e12),
     "L40S": Gpu("NVIDIA L40S", 46068, 362e12, 0.86e12),
     "RTX4090": Gpu("NVIDIA GeForce RTX 4090", 24564, 165e12, 1.01e12),
 }
@@ -81,16 +82,19 @@ def parse_size(text: str) -> int:
 
 
 def size_of(gpu: str | None) -> tuple[str, int]:
-    """Return name and bytes of `gpu` (a name or a size), by default of this machine's smallest GPU or of `ASSUMED`.
+    """Return the name and bytes of `gpu` (a name or a size); without it, of this machine's smallest GPU or `ASSUMED`.
 
     Raises:
-        ValueError: `gpu` is neither.
+        ValueError: `gpu` is neither a known name nor a size.
     """
     if gpu is None:
         found = machine.gpu_bytes()
         return ("this machine's GPU", found) if found else (f"{ASSUMED} (assumed)", KNOWN[ASSUMED].mib * 2**20)
+    wanted = re.sub(r"nvidia|[\W_]", "", gpu.lower())
     for name, known in KNOWN.items():
-        if gpu.lower() == name.lower():
+        # A100 is an A100-80GB, and H100-80GB an H100.
+        family = name.lower().partition("-")[0]
+        if wanted in (family, name.lower().replace("-", ""), f"{family}{round(known.mib / 1024)}gb"):
             return name, known.mib * 2**20
     try:
         return f"a GPU of {gpu}", parse_size(gpu)

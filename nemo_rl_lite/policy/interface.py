@@ -52,13 +52,9 @@ class Teacher(Protocol):
         device only during this call."""
         ...
 
-    def pop_memory(self) -> dict[str, float]:
-        """See `Policy.pop_memory`."""
-        ...
+    def pop_memory(self) -> dict[str, float]: ...
 
-    def pop_moves(self) -> dict[str, Move]:
-        """See `Policy.pop_moves`."""
-        ...
+    def pop_moves(self) -> dict[str, Move]: ...
 
 
 class Policy(Protocol):
@@ -114,7 +110,7 @@ class Policy(Protocol):
     def take_waits(self) -> dict[str, float]:
         """Return idle time of data-parallel replicas since the last call; empty for one replica.
 
-        `<phase>`: seconds of the slowest replica's passes, without its waits. `idle_share/<phase>`: the share of the
+        `<phase>`: time of the slowest replica's passes in seconds, without waits. `idle_share/<phase>`: share of the
         replicas' time that they wait for it.
         """
         ...

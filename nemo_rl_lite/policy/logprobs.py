@@ -1,12 +1,11 @@
 """Fused LM head and scores of a model's last hidden states: logprobs, entropy, largest logits.
 
 Full float32 logits are never materialized. The vocabulary is processed in slices; the backward pass recomputes their
-logits, or reads them in the model's precision. This is cut cross-entropy (Wijmans et al. 2025, arXiv:2411.09009) for a
-split vocabulary.
+logits, or reads them in the model's precision. The method is Cut Cross-Entropy (Wijmans et al. 2025, arXiv:2411.09009)
+for a split vocabulary.
 
-Shapes: b sequences of T tokens in n rows; N positions on this context-parallel rank; H hidden; v vocabulary entries on
-this tensor-parallel rank; s entries of a slice; k largest or other tokens. Values are float32, with a gradient outside
-`no_grad`.
+Shapes: b sequences of T tokens in n rows. On this rank: N positions, v vocabulary entries, s entries of a slice. H
+hidden, k largest or other tokens. Values are float32, with a gradient outside `no_grad`.
 """
 
 import inspect

@@ -18,6 +18,7 @@ from nemo_rl_lite.checkpoint.resume import locate
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.composition import compose_files
 from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.names import in_our_names
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
@@ -106,6 +107,8 @@ def find_served(given: argparse.Namespace, say: Say, usual_tokens: int | None = 
         LauncherError: the engine cannot run here, or a flag is out of range.
         CheckpointError: see `find_model`.
     """
+    for told in in_our_names(given.overrides)[1]:
+        say(f"note: {told}")
     served, flags = find_model(given.run, say), SampledBy.of(given)
     config = alone(with_chat_keys(served.config, given.overrides))
     longest = _context(served.folder)
