@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -58,8 +59,10 @@ class SampledBy:
         return cls(**{one.name: getattr(given, one.name) for one in fields(cls)})
 
     def applied(self, usual: Sampling) -> Sampling:
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        return replace(usual, **given | ({} if self.top_k is None else {"top_k": all_or(self.top_k)}))
+        given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.top_k is not None:
+            given["top_k"] = all_or(self.top_k)
+        return replace(usual, **given)
 
 
 @dataclass(frozen=True)
