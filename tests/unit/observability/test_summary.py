@@ -81,7 +81,7 @@ def test_phases_say_how_near_the_limits_of_the_gpu_they_are(tmp_path):
     text, summary = reported(metrics, tmp_path, "grpo")
     rows = [" ".join(line.strip("│").split()) for line in text.splitlines()]
     expected = {"generate │ 1.000 │ 50% of the bandwidth", "train │ 0.500 │ 38% of the bf16 peak"}
-    assert expected | {"total step │ 2.000 │"} <= set(rows)
+    assert expected | {"step │ 2.000 │"} <= set(rows)
     assert summary["limit_shares"] == {"generate": 0.5, "train": 0.375}
     assert tracked(summarize(metrics, tmp_path, {}, ()))["limit_shares/train"] == 0.375
 
