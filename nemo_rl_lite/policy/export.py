@@ -196,7 +196,8 @@ class Producer:
 
     def open(self, host: str) -> tuple[dist.TCPStore, WeightSource | None]:
         """Return this rank's open rendezvous, and the weight source for consumers. Connections reuse buffers."""
-        return refit_group.host_store(host, self.timeout_s), self.transport and self.transport.offer()
+        offer = None if self.transport is None else self.transport.offer()
+        return refit_group.host_store(host, self.timeout_s), offer
 
     def join(self, store: dist.TCPStore, offer: WeightSource | None) -> Sender:
         """Wait until all consumers have joined what `open` returned. Returns the sender."""
