@@ -57,7 +57,6 @@ def test_what_is_composed_is_the_callers_to_change():
         ("actor.ppo_max_token_len_per_gpu", "grpo", "policy.sequence_packing.train_mb_tokens=1"),
         ("actor.loss_agg_mode", "grpo", "did you mean algorithm.loss_fn.token_level_loss?"),
         ("trainer.save_freq", "grpo", "checkpoint.save_period=1"),
-        ("data.max_samples", "grpo", "leave it out: data is not cut"),
         ("actor.fsdp_config.param_offload", "grpo", "offload=FILE, such as offload=auto"),
         ("lora_r", "grpo", "policy.megatron_cfg.peft.dim=1"),
         ("loss_fn.use_on_policy_kl_approximation", "grpo", "true or false"),
