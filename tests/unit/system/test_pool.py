@@ -80,8 +80,7 @@ def outcome(future) -> object:
         return error
 
 
-@pytest.mark.parametrize("row", ["", LARGE])
-@pytest.mark.parametrize("hang", HANGS)
+@pytest.mark.parametrize(("hang", "row"), [*((hang, LARGE) for hang in HANGS), (HANGS[0], "")])
 def test_a_process_that_hangs_costs_its_own_call(hang, row):
     pool = make_pool()
     late = pool.submit("do", hang.__name__, row)
@@ -115,10 +114,10 @@ def test_a_process_that_hangs_after_its_calls_is_named_and_does_not_hold_the_nex
     assert pool.submit("do", "").result(30) == 0
 
 
-@pytest.mark.parametrize("at_once", [1, 8])
-@pytest.mark.parametrize("written", ["no pickle", pickle.dumps(5), pickle.dumps((1, 2, 3))])
+@pytest.mark.parametrize(
+    ("written", "at_once"), [(b"no pickle", 1), (pickle.dumps(5), 1), (pickle.dumps((1, 2, 3)), 8)]
+)
 def test_a_process_whose_code_writes_to_its_pipe_is_ended(written, at_once):
-    written = written.encode() if isinstance(written, str) else written
     pool = make_pool(at_once, timeout_s=30)
     assert isinstance(outcome(pool.submit("write", struct.pack("!i", len(written)) + written)), CallError)
     assert pool.submit("echo", 1).result(30) == 1
@@ -154,8 +153,7 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("at_once", [1, 4])
-@pytest.mark.parametrize("busy", ["", "keep_the_gil", "stop"])
+@pytest.mark.parametrize(("busy", "at_once"), [("", 1), ("keep_the_gil", 4), ("stop", 1)])
 def test_no_process_is_left_after_a_launcher_that_was_killed(busy, at_once):
     command = [sys.executable, "-c", LAUNCHER, str(at_once), busy]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
