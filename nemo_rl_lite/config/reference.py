@@ -144,7 +144,9 @@ def _files(group: str, names: Sequence[str] = ()) -> str:
         changed = [
             f"`{key}={raw(value)}`"
             for key, value in values(group, file).items()
-            if value != values(group, default).get(key, ...) and not (isinstance(value, dict) and value)
+            if value != values(group, default).get(key, ...)
+            and not (isinstance(value, dict) and value)
+            and (key, value) != (f"{group}.name", file)
         ]
         rows.append((f"`{group}={file}`", _header(group, file), "<br>".join(changed) or "the defaults"))
     text = f"### Files of the group {group}\n\n" + table(("choice", "purpose", "sets"), rows)
