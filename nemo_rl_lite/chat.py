@@ -3,20 +3,17 @@
 Each line is a message. /reset starts a new conversation, /quit ends. Responses go to standard output.
 """
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 from rich.console import Console
 
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.errors import printable, shown_as_message
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.run.model import CHAT_KEYS
-from nemo_rl_lite.run.serving import MODEL_ARGUMENT, SampledBy, find_served, start_engine
+from nemo_rl_lite.run.serving import find_served, model_parser, start_engine
 from nemo_rl_lite.serving.protocol import ChatRequest, RefusedError
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 
@@ -28,22 +25,10 @@ Reply = Callable[[Sequence[Message]], str]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command. Exit status: 0 done, 1 no model, or a line of a file got no response, 2 bad arguments."""
-    parser = argparse.ArgumentParser(
-        prog="nrl-lite chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help=MODEL_ARGUMENT)
-    parser.add_argument("overrides", nargs="*", help=f"{' and '.join(CHAT_KEYS)}, as for train")
-    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=int, help=f"maximum tokens per response (default: {_RESPONSE_TOKENS})"
-    )
-    parser.add_argument("--top-p", metavar="P", type=float, help="as generation.top_p (default: the run's)")
-    parser.add_argument("--top-k", metavar="K", type=int, help="as generation.top_k (default: the run's)")
-    given = parser.parse_intermixed_args(arguments)
+    given = model_parser("nrl-lite chat", __doc__, str(_RESPONSE_TOKENS)).parse_intermixed_args(arguments)
     console = Console(stderr=True, highlight=False, markup=False)
     with shown_as_message("nrl-lite chat"):
-        flags = SampledBy(given.max_new_tokens, given.temperature, given.top_p, given.top_k)
-        served = find_served(given.run, given.overrides, flags, console.print, _RESPONSE_TOKENS)
+        served = find_served(given, console.print, _RESPONSE_TOKENS)
         with console.status(f"starting {served}"):
             queue, responder = start_engine(served)
         if sys.stdin.isatty():

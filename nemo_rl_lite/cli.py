@@ -37,6 +37,14 @@ def main() -> None:
         sys.stdout.write(usage())
     elif verb in ("--version", "-V"):
         sys.stdout.write(f"nemo_rl_lite {__version__}\n")
+    elif verb == "--completion":
+        from nemo_rl_lite.config.completion import SHELLS, script
+
+        shell = sys.argv[2] if len(sys.argv) == 3 else ""
+        if shell not in SHELLS:
+            sys.stderr.write("usage: nrl-lite --completion bash|zsh\n")
+            sys.exit(2)
+        sys.stdout.write(script(shell, VERBS))
     elif verb in VERBS:
         sys.argv = [f"nrl-lite {verb}", *sys.argv[2:]]
         if verb in ("chat", "serve"):
@@ -54,7 +62,8 @@ def main() -> None:
 
 def usage() -> str:
     verbs = "\n".join(f"  {verb:11}  {what}" for verb, what in VERBS.items())
-    return f"usage: nrl-lite COMMAND [arguments]\n\n{verbs}\n"
+    tab = "Tab completion: source <(nrl-lite --completion bash), or zsh; put it into ~/.bashrc or ~/.zshrc"
+    return f"usage: nrl-lite COMMAND [arguments]\n\n{verbs}\n\n{tab}\n"
 
 
 def find_modules_here() -> None:

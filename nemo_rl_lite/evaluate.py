@@ -31,11 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", metavar="FOLDER", type=local_path, help="default: outputs/evaluations/...")
     given = parser.parse_intermixed_args(arguments)
     with shown_as_message("nrl-lite evaluate"):
+        from nemo_rl_lite.config.names import in_our_names
         from nemo_rl_lite.evaluation.evaluate import evaluate
         from nemo_rl_lite.evaluation.task import Options, compose
         from nemo_rl_lite.observability.console import RunConsole
         from nemo_rl_lite.run.serving import find_model
+        from nemo_rl_lite.validation.notes import show_notes
 
+        show_notes(in_our_names(given.overrides)[1])
         console = RunConsole()
         options = Options(given.samples, given.problems, given.temperature, given.pass_reward)
         evaluation = compose(find_model(given.model, console.say), given.overrides, options)

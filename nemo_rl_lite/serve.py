@@ -9,33 +9,20 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.errors import ConfigError, UsageError, shown_as_message
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.run.model import CHAT_KEYS
-from nemo_rl_lite.run.serving import MODEL_ARGUMENT, SampledBy, find_served, start_engine
+from nemo_rl_lite.run.serving import find_served, model_parser, start_engine
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint, bound_socket
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command. Exit status: 0 after Ctrl-C, 1 no model, 2 bad arguments."""
-    parser = argparse.ArgumentParser(prog="nrl-lite serve", description=__doc__)
-    parser.add_argument("run", metavar="RUN", type=Path, help=MODEL_ARGUMENT)
-    parser.add_argument("overrides", nargs="*", help=f"{' and '.join(CHAT_KEYS)}, as for train")
+    parser = model_parser("nrl-lite serve", __doc__, "all that fit into the model's context")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=_port, help="port to listen on (default: a free one)")
-    parser.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=int,
-        help="maximum tokens per response (default: all that fit into the model's context)",
-    )
-    parser.add_argument("--temperature", metavar="T", type=float, help="default of requests (default: the run's)")
-    parser.add_argument("--top-p", metavar="P", type=float, help="default of requests (default: the run's)")
-    parser.add_argument("--top-k", metavar="K", type=int, help="default of requests (default: the run's)")
     parser.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in requests (default: its folder's)"
     )
@@ -49,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_intermixed_args(arguments)
     with shown_as_message("nrl-lite serve"):
-        limits = SampledBy(given.max_new_tokens, given.temperature, given.top_p, given.top_k)
-        served = find_served(given.run, given.overrides, limits, _tell)
+        served = find_served(given, _tell)
         names = [given.served_model_name] if given.served_model_name else [served.name, *served.other_names]
         # Bind before the model loads, so that a port in use fails at once.
         with _bound(given.host, given.port) as bound:

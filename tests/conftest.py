@@ -47,6 +47,8 @@ GROUPS = {
     "test_resume": "here",
     "test_serving": "here",
 }
+# Folders of unit tests that are one group. Most modules of losses import TRL, which takes as long as many tests.
+TOGETHER = ("losses",)
 # Modules whose tests are independent, and the number of groups that they are split into.
 PARTS = {"test_bad_configs": 4}
 _PLACES = {module: place for place, module in enumerate(GROUPS)}
@@ -69,6 +71,8 @@ def group_of(nodeid: str) -> str:
     """The group of a test."""
     module, path = module_of(nodeid)
     parts = PARTS.get(PurePath(path).stem, 1)
+    if PurePath(path).parent.name in TOGETHER:
+        return PurePath(path).parent.name
     return GROUPS.get(module, path) + (f" {zlib.crc32(nodeid.encode()) % parts}" if parts > 1 else "")
 
 

@@ -1,4 +1,4 @@
-"""Train on a data set, top to bottom: data -> (reference logprobs) -> train. SFT, DPO, ORPO, KTO differ in the loss."""
+"""SFT, DPO, ORPO and KTO, top to bottom: data -> (reference logprobs) -> train. They differ in the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,21 +15,21 @@ from nemo_rl_lite.policy.interface import BatchRef, Policy, Scored
 
 @dataclass
 class Supervised:
-    """All parts of a run. `run()` is the algorithm."""
+    """Supervised and preference training."""
 
     config: SupervisedConfig
     loss: Loss
     with_reference: bool
-    """True if the loss compares with the policy that the run started from."""
+    """True if the loss compares with the starting weights."""
     shown: tuple[str, ...]
-    """Metrics that are printed besides the loss, where the loss has them."""
+    """Metrics to print in addition to the loss, if it has them."""
     policy: Policy
     training: TrainingExamples
     validation: Sequence[TokenRow]
     steps: Steps
     report: Report
     held_out: BatchRef | None = field(default=None, init=False)
-    """The validation rows in the workers, from the first validation on."""
+    """The validation rows in the workers, after the first validation."""
 
     def run(self) -> None:
         config, total = self.config, total_steps(self.config, self.training.steps_per_epoch)
@@ -68,7 +68,7 @@ class Supervised:
         self.report.step(step, total, len(rows), train, seconds, self.policy.work(batch, scored), shown)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Measure the loss and its metrics on the held-out rows, if there are any."""
+        """Measure the loss and its metrics on the held-out rows."""
         if not self.validation:
             return {}
         timer, what = Timer(), f"validating on {len(self.validation)} held-out sequences"
@@ -85,7 +85,7 @@ class Supervised:
         return values
 
     def _compared(self, batch: BatchRef) -> Loss:
-        """Return the loss of a batch; KTO's gets the current KL of mismatched responses to the reference."""
+        """Return the loss of a batch. KTO's loss gets the current KL of mismatched responses to the reference."""
         with_mismatched_kl = getattr(self.loss, "with_mismatched_kl", None)
         if with_mismatched_kl is None:
             return self.loss
@@ -102,7 +102,7 @@ class Supervised:
         return {name: metrics[name] for name in (*more, *self.shown) if name in metrics}
 
     def _has_stopped_improving(self) -> bool:
-        """Return True if the last `early_stop_patience` validations were no better than the best before them."""
+        """Return True if the last `early_stop_patience` validations did not improve on the best before them."""
         patience, metric = self.config.early_stop_patience, self.config.val_metric
         steps, values = self.report.metrics.series(f"validation/{metric}")
         if patience is None or len(values) <= patience:
@@ -112,7 +112,7 @@ class Supervised:
         if better(best, *values[-patience:]) != best:
             return False
         self.report.console.say(
-            f"stopped after step {steps[-1]}: {patience} validations in a row were no better than {metric} {best:.4f} "
+            f"stopped after step {steps[-1]}: {patience} validations did not improve on {metric} {best:.4f} "
             "(algorithm.early_stop_patience)"
         )
         return True

@@ -413,6 +413,7 @@ nrl-lite train algorithm=sft policy.megatron_cfg.optimizer.lr=1e-4
 ```
 
 - `nrl-lite keys WORD` searches this page.
+- `source <(nrl-lite --completion bash)`, or `zsh`, completes keys, files and choices with Tab.
 - `nrl-lite train --cfg job` prints the composed configuration and starts nothing.
 - `hydra.run.dir=FOLDER` names the run's folder.
 - `${a.b}` in a value stands for the value of another key.

@@ -196,7 +196,6 @@ class ChatTemplate:
         return text
 
     def _written(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
-        """Return the rendered text. A template may raise anything."""
         return self._tokenizer.apply_chat_template(
             list(map(_with_thoughts, messages)),
             tools=list(tools) or None,

@@ -168,7 +168,6 @@ def _warn(source: str, of_all: str, longer: int, left_out: Counter[LeftOut]) -> 
 
 
 def _reasons(left_out: Counter[LeftOut], encoder: Encoder) -> str:
-    """Return the reasons for leaving out examples with their counts, and the fix."""
     reasons = " and ".join(f"{why} ({count})" for why, count in left_out.items())
     is_cut = _TOO_LONG in left_out or encoder.too_long == "truncate"
     fix = f"raise policy.max_total_sequence_length = {encoder.max_length}" if is_cut else "add pairs that differ"

@@ -193,7 +193,7 @@ def to_labelled(config: DataConfig, row: Row, where: str) -> Example:
     response = _response(column(row, name, where), where)
     said = _compared((*asked, *response), len(asked), where)
     said = replace(said, tools=_tools(config, row, config.prompt_column, where))
-    label = row[config.label_column]
+    label = {"true": True, "false": False}.get(str(row[config.label_column]).lower(), row[config.label_column])
     if label not in (0, 1):
         raise DataError(f"{where}: column '{config.label_column}' must be true or false, found {label!r}")
     return Example((said,), where, label=bool(label))
@@ -305,14 +305,13 @@ def _continued(asked: tuple[Message, ...], two: tuple[object, object], where: st
 
 
 def _response(value: object, where: str) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        refuse_chat_as_text(value, f"{where}, the response")
-        return ({"role": "assistant", "content": value},)
+    if isinstance(value, str | int | float):
+        refuse_chat_as_text(str(value), f"{where}, the response")
+        return ({"role": "assistant", "content": str(value)},)
     return read_messages([value] if isinstance(value, Mapping) else value, where)
 
 
 def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], where: str) -> list[Conversation]:
-    """Return two chats that begin with the same messages."""
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1

@@ -55,7 +55,7 @@ class TrainingSet[T: Prompted](Protocol):
 
 @dataclass(frozen=True)
 class FileSet[T: Prompted]:
-    """A finite list, shuffled anew in each epoch by `(seed, epoch)`."""
+    """A finite list, shuffled in each epoch by `(seed, epoch)`."""
 
     problems: tuple[T, ...]
     seed: int
@@ -97,14 +97,15 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt") -> tuple[Message, ...]:
-    """Convert a prompt (text, or a list of chat messages) to messages, after an optional system prompt.
+    """Return a prompt (text, number or list of chat messages) as messages, after the system prompt if there is one.
 
     Raises:
         DataError: the prompt has another type, is empty, or ends with the assistant.
     """
-    if isinstance(prompt, str):
-        refuse_chat_as_text(prompt, f"{where}, the prompt")
-        messages = ({"role": "user", "content": prompt},)
+    if isinstance(prompt, str | int | float):
+        text = str(prompt)
+        refuse_chat_as_text(text, f"{where}, the prompt")
+        messages = ({"role": "user", "content": text},)
     elif isinstance(prompt, list) and prompt:
         messages = read_messages(prompt, f"{where}, the prompt")
     else:

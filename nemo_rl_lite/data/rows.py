@@ -3,11 +3,12 @@
 Each row comes with its name for errors, such as "train.jsonl, row 3".
 """
 
+import ast
 import csv
 import glob
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from math import isfinite
 from pathlib import Path
@@ -30,6 +31,7 @@ _BEGINNINGS = {
     b"\xfe\xff": ("is text in UTF-16", _RECODE),
     b"version https://git-lfs": ("is a Git LFS pointer", "git lfs pull"),
 }
+_NUMBER_OR_BOOLEAN = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|True|False")
 # One escape of a surrogate pair. Alone it cannot be encoded.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -51,8 +53,8 @@ class MissingColumnError(DataError):
 
 
 def file_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a JSON, CSV or Parquet file, or of a folder that `datasets` saved. A pattern such as
-    `data/*.jsonl` names several files, which are read in order of their names.
+    """Yield the rows of a JSON, CSV or Parquet file, of a folder that `datasets` saved, of all files of a pattern
+    such as `data/*.jsonl`, or of a comma-separated list. A JSON file has an object per line, or is a list of objects.
 
     Raises:
         DataError: there is no such file, one is unreadable, or a row is not a JSON object.
@@ -106,11 +108,13 @@ def share_a_file(one: str, other: str) -> bool:
 
 
 def _files_of(path: str) -> list[Path]:
-    """Return the file, which may be missing, or the files that a pattern matches, in order.
+    """Return the file, which need not exist, or all files of a pattern or a comma-separated list.
 
     Raises:
         DataError: the ending is unknown, or no file matches the pattern.
     """
+    if "," in path and not Path(path).exists():
+        return [file for one in path.split(",") for file in _files_of(one.strip())]
     if "://" in path:
         fix = "download the file; for a dataset of the hub: data=hub data.path=ORGANISATION/NAME"
         raise FileError(f"{path}: is a URL, not a local file", fix)
@@ -132,7 +136,6 @@ def _files_of(path: str) -> list[Path]:
 
 
 def _other_format(path: str) -> str:
-    """Return the fix for a name with an unknown ending."""
     if path.endswith(".gz"):
         return _UNPACK
     if re.fullmatch(r"[\w-]+/[\w.-]+", path) and not Path(path).exists():
@@ -204,15 +207,31 @@ def _saved_rows(folder: Path) -> Iterator[tuple[int, object]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield the rows below a line of names. All values are texts, so that an answer such as 007 stays as it is."""
+    """Yield the rows below a line of names, with the types of `_typed`."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         try:
-            for number, row in enumerate(csv.DictReader(lines, strict=True), start=1):
-                if None in row or None in row.values():
-                    raise ValueError(f"row {number} has not as many values as the first line has names")
-                yield number, row
+            rows = list(csv.DictReader(lines, strict=True))
         except csv.Error as error:
             raise ValueError(str(error)) from None
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise ValueError(f"row {number} has not as many values as the first line has names")
+    columns = {name: _typed([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+    for number, values in enumerate(zip(*columns.values(), strict=True), start=1):
+        yield number, dict(zip(columns, values, strict=True))
+
+
+def _typed(texts: Sequence[str]) -> Sequence[object]:
+    """Return a CSV column as numbers or booleans if Python writes them in the same way, else as texts: 007 and 7.50
+    stay texts."""
+    if not all(map(_NUMBER_OR_BOOLEAN.fullmatch, texts)):
+        return texts
+    try:
+        values = list(map(ast.literal_eval, texts))
+    except SyntaxError:
+        # A leading zero.
+        return texts
+    return values if list(map(repr, values)) == list(texts) else texts
 
 
 _READERS = {_PARQUET: _parquet_rows, _CSV: _csv_rows}
@@ -268,10 +287,10 @@ def shown_columns(row: Row) -> str:
 
 
 def text_of(row: Row, name: str, where: str) -> str:
-    """Return a column's text or number as text. Raises DataError: it is missing, or has another type."""
+    """Return the text, number or boolean of a column as text. Raises DataError: it is missing, or something else."""
     value = column(row, name, where)
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | bool):
+        return str(value)
     if isinstance(value, Mapping):
         fields = ", ".join(map(str, value))
         raise DataError(f"{where}: column '{name}' must be text or a number, not a structure (its fields: {fields})")

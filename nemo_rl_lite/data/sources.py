@@ -8,12 +8,12 @@ from itertools import islice
 from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
-from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.config.user_code import imported_for
 from nemo_rl_lite.data.formats import Example, RowFormat
 from nemo_rl_lite.data.problems import Derived, FileSet, LeftOut, Problem, Prompted, TrainingSet, place
 from nemo_rl_lite.data.rows import Row, file_rows, find_column, hub_rows, share_a_file
 from nemo_rl_lite.data.tasks import TASKS
-from nemo_rl_lite.errors import ConfigError, DataError, Violation
+from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.system.user_errors import as_call_error, place_of
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,6 @@ def _own_validation_set[T: Prompted](
 
 
 def _texts(one: Prompted) -> tuple[str, ...]:
-    """Return the texts of a row's prompt and answer."""
     answers = [one.answer] if isinstance(one, Problem) else []
     trained = [each.messages[each.first_trained :] for each in one.conversations] if isinstance(one, Example) else []
     return (*(message["content"] for said in (one.messages, *trained) for message in said), *answers)
@@ -168,18 +167,9 @@ def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
 
 
 def row_map(config: DataConfig) -> RowMap | None:
-    """Import the function `data.map`. Raises ConfigError: it cannot be imported, or is no function."""
-    if config.map is None:
-        return None
+    """Import the function `data.map`. Raises ConfigError: it cannot be imported, or is not a function."""
     fix = "name a function of one row: path/to/file.py:function, or package.module.function"
-    try:
-        function = imported(config.map)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        rule = f"cannot be imported: {as_call_error(error)}"
-        raise ConfigError([Violation("data.map", config.map, rule, fix)]) from error
-    if not callable(function):
-        raise ConfigError([Violation("data.map", config.map, "is not a function", fix)])
-    return function
+    return None if config.map is None else imported_for("data.map", config.map, fix)
 
 
 def _mapped(config: DataConfig, rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:

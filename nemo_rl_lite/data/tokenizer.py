@@ -5,7 +5,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,8 @@ from nemo_rl_lite.errors import ConfigError, DataError, Violation
 log = logging.getLogger(__name__)
 
 _RESIZE = "resize the model's embedding to its tokenizer (resize_token_embeddings of transformers)"
+# Number of chat starts whose tokens are kept.
+_STARTS = 64
 # Number of rows whose texts are checked.
 _CHECKED = 500
 
@@ -87,6 +89,8 @@ class ChatTokenizer:
             fix = f"leave it out, or one that it reads: {', '.join(options)}" if options else "leave it out"
             raise ConfigError([Violation(key, value, "the model's chat template does not read this", fix)])
         self._model_tokens = _vocabulary_size(model_path)
+        # The samples of a group begin with the same text, also those of agents.
+        self._start = lru_cache(maxsize=_STARTS)(self._tokenized_start)
         if beyond := [token for token in self.end_tokens if token >= self._model_tokens]:
             raise _unusable(model_path, self._beyond(beyond[0]), _RESIZE)
         self.highest_token: int = max(self.vocabulary.values())
@@ -101,12 +105,10 @@ class ChatTokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Token ids by text."""
         return self._tokenizer.get_vocab()
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of special tokens by text."""
         added = self._tokenizer.added_tokens_decoder.items()
         return {one.content: token for token, one in added if one.special and one.content.strip()}
 
@@ -152,7 +154,7 @@ class ChatTokenizer:
         Raises:
             DataError: the chat template cannot render the chat.
         """
-        return self._start(self.template.prompt(messages, tools))
+        return list(self._start(self.template.prompt(messages, tools)))
 
     def conversation(self, said: Conversation) -> tuple[list[int], list[bool]]:
         """Return the token ids of a chat, and a mask of the trained ones: those of trained messages and their end
@@ -205,9 +207,9 @@ class ChatTokenizer:
         """Return the text of one token, which may be special."""
         return self._tokenizer.decode([token])
 
-    def _start(self, text: str) -> list[int]:
+    def _tokenized_start(self, text: str) -> tuple[int, ...]:
         """Return the token ids of the start of a chat. A template writes the special tokens itself."""
-        return self._tokens(text) if self.template.exists else self.opening(text)
+        return tuple(self._tokens(text) if self.template.exists else self.opening(text))
 
     def _tokens(self, text: str) -> list[int]:
         return self._known(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -268,7 +270,6 @@ def check_stop_strings(tokenizer: ChatTokenizer, stop_strings: Sequence[str]) ->
 
 
 def _texts(one: Problem | Example) -> list[str]:
-    """Return the texts of a row's messages and its answer."""
     if isinstance(one, Problem):
         return [*(message["content"] for message in one.messages), one.answer]
     return [message["content"] for each in one.conversations for message in each.messages]

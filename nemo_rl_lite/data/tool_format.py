@@ -247,6 +247,5 @@ def _loose(text: str) -> str:
 
 
 def _not_json(error: Exception, begin: int) -> str:
-    """Describe an error in the call that begins at this position."""
     at = f" (character {error.pos - begin + 1})" if isinstance(error, json.JSONDecodeError) else ""
     return f"the call is not valid JSON: {str(error).partition(': line ')[0]}{at}"

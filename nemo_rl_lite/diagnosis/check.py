@@ -1,4 +1,4 @@
-"""Check this machine, all checks at once. A time limit holds even if a driver never answers."""
+"""Run checks of this machine concurrently and print them. The time limit also holds if a driver never answers."""
 
 import sys
 import time

@@ -151,7 +151,6 @@ def installed(name: str) -> str | None:
 
 
 def tested_versions() -> dict[str, str]:
-    """Return the versions in constraints.txt."""
     return dict(re.findall(r"^([^#=\s]+)==(\S+)", constraints_file().read_text(), re.M))
 
 
@@ -172,7 +171,6 @@ def is_there(module: str) -> bool:
 
 
 def python(machine: Machine) -> Iterator[Check]:
-    """Check the interpreter's version."""
     fits = sys.version_info[:2] == (3, 12)
     found, fix = f"{platform.python_version()} ({sys.executable})", f"{INSTALL} with python3.12 on PATH, or in pyenv"
     yield judge("Python", fits, found, "3.12", fix, EVERY_RUN, FAIL)
@@ -241,7 +239,7 @@ def conflicts(machine: Machine) -> Iterator[Check]:
 
 
 def read_gpus() -> tuple[list[Gpu], str]:
-    """The GPUs that nvidia-smi lists, or none and its reason (empty without nvidia-smi)."""
+    """Return the GPUs that nvidia-smi lists, or none and its error (empty without nvidia-smi)."""
     command = ["nvidia-smi", _QUERY, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_LIMIT_S, check=False)
@@ -284,7 +282,7 @@ def driver(machine: Machine) -> Iterator[Check]:
         yield Check("driver", bad, f"{found}; the torch here is for CPUs", "torch for CUDA", fix, ON_GPUS)
     else:
         wanted = f"CUDA {built}, which torch is built for" if built else ""
-        # A driver that does not say what it runs is not blamed for it.
+        # Some drivers do not report a version.
         fits = not newest or newest >= int(built.partition(".")[0] or 0)
         yield judge("driver", fits, found, wanted, "install a newer driver (580 for CUDA 13)", ON_GPUS, bad)
     fix = next((fix for said, fix in REMEDIES.items() if said in error), LOOK_IN_DMESG)
@@ -292,9 +290,9 @@ def driver(machine: Machine) -> Iterator[Check]:
 
 
 def start_cuda() -> tuple[int, str]:
-    """Start CUDA in another process. Returns the driver's newest major version (0: unknown), and why CUDA fails."""
+    """Start CUDA in another process. Return the driver's newest major version (0: unknown), and the error of CUDA."""
     command = [sys.executable, "-I", "-c", PROBE]
-    # This variable may hide all GPUs, which `environment_variables` reports.
+    # The variable may hide all GPUs; `environment_variables` reports that.
     shown = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(command, env=shown, capture_output=True, text=True, timeout=DRIVER_LIMIT_S, check=False)
@@ -307,7 +305,6 @@ def start_cuda() -> tuple[int, str]:
 
 
 def each_gpu(machine: Machine) -> Iterator[Check]:
-    """Check each GPU's capability, compute mode and free memory."""
     for gpu in machine.gpus:
         name, capability = f"GPU {gpu.index}", ".".join(map(str, gpu.capability))
         found = f"{gpu.name}, {gpu.total_mib / 1024:.1f} GiB"
@@ -328,12 +325,12 @@ def each_gpu(machine: Machine) -> Iterator[Check]:
 
 
 def compiler(machine: Machine) -> Iterator[Check]:
-    """Check for the compiler and headers with which Triton compiles its launchers."""
+    """Check for the compiler and headers that Triton needs."""
     if not machine.gpus:
         return
     named = os.environ.get("CC")
     found = next(filter(None, map(shutil.which, (named,) if named else ("gcc", "clang"))), None)
-    # Triton looks for the headers under the same scheme: Debian's default scheme has none.
+    # Triton uses the same scheme; Debian's default scheme has no headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_path("include", scheme)) / "Python.h"
     off = "Triton, and so vLLM and checksums on GPUs"
@@ -347,7 +344,7 @@ def compiler(machine: Machine) -> Iterator[Check]:
 
 
 def environment_variables(machine: Machine) -> Iterator[Check]:
-    """Check that no variable hides GPUs or puts other libraries before torch's."""
+    """Check that no variable hides GPUs or overrides torch's libraries."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if machine.gpus and visible is not None:
         named = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -364,7 +361,7 @@ def environment_variables(machine: Machine) -> Iterator[Check]:
 
 
 def _severity(machine: Machine) -> CheckStatus:
-    """The status of a problem with GPUs: an environment for CPUs does not need them."""
+    """Return the status of a GPU problem, which matters less in a CPU environment."""
     return FAIL if machine.kind == GPU else WARN
 
 
@@ -381,7 +378,7 @@ def memory(machine: Machine) -> Iterator[Check]:
 
 
 def cpus(machine: Machine) -> Iterator[Check]:
-    """Check the CPUs of this process, and the share that its control groups grant."""
+    """Check the CPUs of this process, and the limit of its control groups."""
     allowed = len(os.sched_getaffinity(0))
     granted = min([allowed, *map(cpu_quota, control_groups("cpu", machine.system))])
     found = f"{allowed} of {os.cpu_count()}" + f", of which a limit grants the time of {granted:g}" * (
@@ -393,7 +390,7 @@ def cpus(machine: Machine) -> Iterator[Check]:
 
 
 def cpu_quota(group: Path) -> float:
-    """CPUs whose time a control group of version 2 or 1 grants; infinite without a limit."""
+    """Return the number of CPUs that a control group (v1 or v2) grants; infinity without a limit."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with suppress(OSError, ValueError):
             quota, period = (int(part) for name in names for part in (group / name).read_text().split())
@@ -418,15 +415,15 @@ def shared_memory(machine: Machine) -> Iterator[Check]:
 
 
 def isolation(machine: Machine) -> Iterator[Check]:
-    """Check if the sandbox can isolate programs."""
+    """Check that the sandbox can isolate programs."""
     refused = sandbox.refused()
-    found = f"the kernel refuses {refused}" if refused else "programs have namespaces of their own"
+    found = f"the kernel refuses {refused}" if refused else "programs have their own namespaces"
     off = f"isolation of reward=program and environment=python: {sandbox.OPEN}"
     yield judge("sandbox", not refused, found, "namespaces", sandbox.ALLOW, off)
 
 
 def disks(machine: Machine) -> Iterator[Check]:
-    """Check the disks of checkpoints and exports, and of the hub's downloads."""
+    """Check the disks of the current folder and of the hub's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     yield disk("disk of the current folder", Path.cwd(), "checkpoints (up to 14 bytes per parameter each) and exports")
@@ -434,7 +431,7 @@ def disks(machine: Machine) -> Iterator[Check]:
 
 
 def disk(name: str, folder: Path, off: str) -> Check:
-    """Check that a folder, or its nearest existing parent, can be written and has room."""
+    """Check that a folder, or its nearest existing parent, is writable and has free space."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     fix = "free some, or use another disk (hydra.run.dir=..., HF_HOME)"
     free = shutil.disk_usage(there).free
@@ -449,7 +446,7 @@ def _gib(nbytes: float) -> str:
 
 
 def cluster_address(machine: Machine) -> Iterator[Check]:
-    """Check the cluster that RAY_ADDRESS makes a run join."""
+    """Check the cluster in RAY_ADDRESS."""
     address = ray_address()
     if not names_another(address):
         yield Check(RAY_ADDRESS, OK, address or "not set: a run starts its own Ray on this machine")
@@ -460,7 +457,7 @@ def cluster_address(machine: Machine) -> Iterator[Check]:
 
 
 def ports(machine: Machine) -> Iterator[Check]:
-    """Check that ranks can listen on the ports at which they meet, and that the kernel uses others."""
+    """Check that ranks can listen on the rendezvous ports, and that the kernel does not use them."""
     span = f"{LASTING_PORTS.start}-{LASTING_PORTS.stop - 1}"
     free = sum(map(is_free, random.sample(LASTING_PORTS, _TRIED_PORTS)))
     found, fix = f"{free} of {_TRIED_PORTS} tried in {span} are free", f"allow processes here to listen on {span}"
@@ -482,7 +479,7 @@ def is_free(port: int) -> bool:
 
 
 def hub(machine: Machine) -> Iterator[Check]:
-    """Check that the Hugging Face hub answers, and whether there is a token for it."""
+    """Check that the Hugging Face hub answers, and whether a token is set."""
     from huggingface_hub import get_token
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 

@@ -238,7 +238,6 @@ def summarize(rollout: Rollout, pass_reward: float) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, Any], title: str, console: RunConsole) -> None:
-    """Print the table."""
     samples, rows = found["samples"], list[tuple[str, str, str]]()
     rows.append((f"avg@{samples}", *_shown(found["avg"])))
     rows += [(f"pass@{k}", *_shown(one)) for k, one in found["pass_at_k"].items()]

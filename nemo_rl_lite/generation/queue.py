@@ -55,20 +55,16 @@ class ReplicaLoad:
     busy: Stopwatch = field(default_factory=Stopwatch)
     _new: dict[int, PendingRequest] = field(default_factory=dict)
     _unfinished: dict[int, PendingRequest] = field(default_factory=dict)
-    _aborted: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
 
     @property
     def load(self) -> int:
         return len(self._new) + len(self._unfinished)
 
     @property
-    def has_work(self) -> bool:
-        return bool(self.load or self._aborted)
-
-    @property
     def unfinished(self) -> list[int]:
         """Return the numbers of requests that the replica still has."""
-        return [*self._aborted, *self._unfinished]
+        return [*self.aborted, *self._unfinished]
 
     def give(self, asked: PendingRequest) -> None:
         self._new[asked.number] = asked
@@ -76,7 +72,7 @@ class ReplicaLoad:
     def hand_over(self) -> tuple[dict[int, Request], list[int]]:
         """Return the replica's next exchange: new requests by number, and numbers to abort."""
         new, self._new = self._new, {}
-        aborted, self._aborted = self._aborted, []
+        aborted, self.aborted = self.aborted, []
         self._unfinished |= new
         return {number: asked.request for number, asked in new.items()}, aborted
 
@@ -93,14 +89,14 @@ class ReplicaLoad:
     def drop(self, asked: PendingRequest) -> None:
         self._new.pop(asked.number, None)
         if self._unfinished.pop(asked.number, None):
-            self._aborted.append(asked.number)
+            self.aborted.append(asked.number)
 
     @property
     def requests(self) -> list[PendingRequest]:
         return [*self._unfinished.values(), *self._new.values()]
 
     def clear(self) -> None:
-        self._new, self._unfinished, self._aborted = {}, {}, []
+        self._new, self._unfinished, self.aborted = {}, {}, []
 
 
 class Assignment:
@@ -336,7 +332,7 @@ class RequestQueue:
         in_flight = Counter(self._running.values())
         for replica in self._assignment.alive:
             held = self._assignment.held[replica]
-            while in_flight[replica] < _EXCHANGES and held.has_work:
+            while in_flight[replica] < _EXCHANGES and (held.load or held.aborted):
                 in_flight[replica] += 1
                 step = asyncio.ensure_future(self._replicas[replica].step(*held.hand_over()))
                 # One failure is raised; asyncio would print the others.

@@ -44,7 +44,7 @@ class TokenRow:
     """Staleness in steps: the weight version at the start of the training step minus the one that sampled the token. 0
     for tokens that were not sampled."""
     reward: float | None = None
-    """For KTO: 1 if the response is desirable, else 0."""
+    """Reward; in KTO, 1 for a desirable response, else 0."""
     teacher_logprobs: Sequence[float] | np.ndarray | None = None
     """Logprobs of the teacher in nats; 0 for the first token."""
     teacher_topk_logits: Sequence[Sequence[float]] | np.ndarray | None = None

@@ -9,7 +9,7 @@ Fu et al. 2025). Masked tokens and sequences have weight 0 but count in the deno
 
 A token's covariance is (A - mean A)(log pi - mean log pi). Tokens with large ones reduce the entropy most (Cui et al.
 2025, arXiv:2505.22617). Means and thresholds are over the optimizer step, from the engine's logprobs, so they do not
-depend on micro-batches and replicas; verl's quantiles are per micro-batch.
+depend on the split; verl's quantiles are per micro-batch.
 
 Log ratios are clamped to +-20 before exp, as in verl: in float32, exp(89) is infinite and its gradient NaN.
 """
@@ -99,7 +99,6 @@ class PolicyTerm:
     """Terms of a micro-batch's tokens in the loss, and masks. Each tensor broadcasts to [B, T]."""
 
     loss: Tensor
-    """With gradient."""
     bounded: Tensor
     """Ratios within their bounds."""
     low: Tensor
@@ -140,8 +139,8 @@ def clip_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
 
 
 def kl_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
-    """-A r, and for the share `kl_cov_ratio` of tokens with the largest covariances + `ppo_kl_coef`
-    |log pi - log previous| (KL-Cov, Cui et al. 2025, arXiv:2505.22617)."""
+    """-A r, plus `ppo_kl_coef` |log pi - log previous| for the share `kl_cov_ratio` of tokens with the largest
+    covariances (KL-Cov, Cui et al. 2025, arXiv:2505.22617)."""
     step, engine_BT = sampled.step, sampled.generation_BT.double()
     covariances_BT = covariances(step, sampled.logprobs_BT, sampled.advantages)
     # Of tokens with equal covariance and equal logprob in the engine, a random share.
@@ -154,8 +153,8 @@ def kl_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
 
 
 def cispo(config: LossConfig, sampled: Sampled) -> PolicyTerm:
-    """-A sg(clip(r, 1 - min, 1 + max)) log pi, with sg = stop-gradient: a clipped token keeps its gradient, weighted by
-    the bound (CISPO, MiniMax 2025, arXiv:2506.13585, where min = 1: no lower bound)."""
+    """-A sg(clip(r, 1 - min, 1 + max)) log pi, with sg = stop-gradient (CISPO, MiniMax 2025, arXiv:2506.13585, where
+    min = 1). A clipped token keeps its gradient, weighted by the bound."""
     ratio, clipped = sampled.ratio, _clipped(config, sampled.ratio)
     loss_BT = -sampled.advantages * clipped.detach() * sampled.logprobs_BT
     return PolicyTerm(loss_BT, clipped, ratio < clipped, ratio > clipped)
@@ -348,25 +347,14 @@ class GRPOLoss:
             nll = -masked_sum(logprobs_BT, mask_BT * (rewards_B > 0)[:, None]) / counts.own[_POSITIVE]
             total = total + config.positive_example_nll_weight * nll
         with torch.no_grad():
-            metrics = {
-                "sampling_importance_ratio": masked_sum(_exp(previous_BT - generation_BT), mask_BT) / counts.tokens,
-                "approx_entropy": -(_exp(logprobs_BT - generation_BT) * logprobs_BT).sum() / counts.tokens,
-                **_spread("probs_ratio", ratio, mask_BT, counts),
-                **_spread("probs_ratio_clamped", term.bounded, mask_BT, counts),
-                "clip_ratio/low": mean_over_tokens(term.low, mask_BT, counts),
-                "clip_ratio/high": mean_over_tokens(term.high, mask_BT, counts),
-            }
+            metrics = _policy_metrics(sampled, term, counts)
             if corrects(config):
                 metrics |= corrected.metrics(mask_BT, counts)
-            if kl_BT is not None:
-                metrics["kl_penalty"] = masked_sum(kl_BT, mask_BT) / counts.tokens
-            if batch.entropy is not None:
-                metrics["entropy"] = masked_sum(batch.entropy, mask_BT) / counts.tokens
+            for name, values_BT in (("kl_penalty", kl_BT), ("entropy", batch.entropy), ("high_entropy_share", open_BT)):
+                if values_BT is not None:
+                    metrics[name] = mean_over_tokens(values_BT, mask_BT, counts)
             if nll is not None:
                 metrics["positive_nll"] = nll.detach().clone()
-            for name, tokens_BT in (("high_entropy_share", open_BT), ("covariance_share", term.chosen)):
-                if tokens_BT is not None:
-                    metrics[name] = mean_over_tokens(tokens_BT, mask_BT, counts)
             metrics["loss"] = total.detach().clone()
         return total, metrics
 
@@ -413,6 +401,22 @@ def _of_high_entropy(entropy_BT: Tensor, mask_BT: Tensor, share: float) -> Tenso
     return (entropy_BT >= least) & (mask_BT > 0)
 
 
+def _policy_metrics(sampled: Sampled, term: PolicyTerm, counts: Normalizers) -> Metrics:
+    """Return this micro-batch's share of the metrics of ratios and bounds."""
+    logprobs_BT, generation_BT, mask_BT = sampled.logprobs_BT, sampled.generation_BT, sampled.mask_BT
+    metrics = {
+        "sampling_importance_ratio": masked_sum(_exp(sampled.previous_BT - generation_BT), mask_BT) / counts.tokens,
+        "approx_entropy": -(_exp(logprobs_BT - generation_BT) * logprobs_BT).sum() / counts.tokens,
+        **_spread("probs_ratio", sampled.ratio, mask_BT, counts),
+        **_spread("probs_ratio_clamped", term.bounded, mask_BT, counts),
+        "clip_ratio/low": mean_over_tokens(term.low, mask_BT, counts),
+        "clip_ratio/high": mean_over_tokens(term.high, mask_BT, counts),
+    }
+    if term.chosen is not None:
+        metrics["covariance_share"] = mean_over_tokens(term.chosen, mask_BT, counts)
+    return metrics
+
+
 def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Metrics:
     """Return mean, minimum and maximum over the mask's tokens of values that broadcast to it."""
     # A boolean index would synchronize host and device.
@@ -451,8 +455,8 @@ def kl_estimate(
 
     With d = reference - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. `sampled_with`: logprobs under the
     sampling policy; estimates are weighted by policy / sampling policy. Without this weight, the gradient of k1
-    averages to 0, and that of k3 to the gradient of KL(reference || policy) (Tang and Munos 2025, arXiv:2506.09477).
-    Tokens whose d is clamped have no gradient.
+    averages to 0, and k3's is that of KL(reference || policy) (Tang and Munos 2025, arXiv:2506.09477). Tokens whose d
+    is clamped have no gradient.
     """
     d = whole = reference - logprobs
     if input_clamp is not None:

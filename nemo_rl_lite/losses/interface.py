@@ -53,8 +53,7 @@ class Loss(Protocol):
 
     - `needs`, a set of `Need`: policy outputs in addition to logprobs; each is a field of `Batch`.
     - `topk`, an int: the number of logits per token in `topk_logits`.
-    - `summarize(metrics)`: returns the metrics to log of a global batch from the sums over its shares; for metrics that
-      are not sums, such as quotients.
+    - `summarize(metrics)`: converts sums over shares to the metrics of a global batch, such as quotients.
     - `with_mismatched_kl(kl)`: returns the loss of a batch with this KL to the reference on mismatched responses
       (`supervised.mismatched`). Supervised training measures the KL first.
     """
@@ -62,11 +61,9 @@ class Loss(Protocol):
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """Return a micro-batch's share of the global loss (scalar, with gradient) and of its metrics, `loss`
         included."""
-        ...
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         """Count the denominators of the loss of a global batch."""
-        ...
 
 
 def loss_of(loss: Loss, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:

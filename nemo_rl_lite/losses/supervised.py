@@ -167,16 +167,15 @@ class DPOLoss(_PairLoss):
 class ORPOLoss(_PairLoss):
     """NLL of chosen responses + `preference_loss_weight` * mean over pairs of -log sigmoid(log odds ratio).
 
-    The odds ratio is odds(chosen) / odds(rejected), with odds = p / (1 - p) and p the geometric mean of a response's
-    token probabilities (ORPO, Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7). `preference_loss_weight` is TRL's
-    beta, and lambda in the paper. The NLL is the mean over the optimizer step's chosen response tokens; TRL includes
-    prompt tokens.
+    The odds ratio is odds(chosen) / odds(rejected), with odds = p / (1 - p) (ORPO, Hong et al. 2024, arXiv:2403.07691,
+    eq. 6 and 7). p is the geometric mean of a response's token probabilities. `preference_loss_weight` is TRL's beta,
+    and lambda in the paper. The NLL is the mean over the optimizer step's chosen response tokens; TRL includes prompt
+    tokens.
     """
 
     config: ORPOConfig
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """See `Loss`."""
         beta, mask_BT = self.config.preference_loss_weight, batch.mask
         means_B = masked_sums(logprobs_BT, mask_BT) / mask_BT.sum(dim=1).clamp(min=1)
         chosen_P, rejected_P = means_B[::2], means_B[1::2]
@@ -286,8 +285,8 @@ def kto_loss(options: KTOConfig) -> UnpairedLoss:
 
 
 def mismatched(rows: Sequence[TokenRow], longest: int) -> list[TokenRow]:
-    """Return each row's prompt (up to its first token with a loss) with the previous row's response, truncated to
-    `longest` tokens; the first row gets the last response. As in TRL, but over a whole batch."""
+    """Return each row's prompt with the previous row's response, truncated to `longest` tokens. The first row gets the
+    last response. As in TRL, but over a whole batch."""
     firsts = [int(np.argmax(row.mask)) for row in rows]
     found = []
     for at, row in enumerate(rows):
@@ -306,7 +305,6 @@ class SFTLoss:
         return count_masked(rows)
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """See `Loss`."""
         total = -masked_sum(logprobs_BT, batch.mask) / counts.tokens
         return total, {"loss": total.detach().clone()}
 

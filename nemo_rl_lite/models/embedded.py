@@ -82,11 +82,7 @@ def embedded_folder(config: Config) -> Path:
 
 
 def prepare(
-    folder: Path,
-    num_digits: int,
-    seed: int,
-    progress: Progress = lambda step, loss: None,
-    steps: int = MAX_STEPS,
+    folder: Path, num_digits: int, seed: int, progress: Progress = lambda step, loss: None, steps: int = MAX_STEPS
 ) -> Path:
     """Write the model, after at most `steps` of warm-up, to `folder` in Hugging Face format, and return the folder.
 

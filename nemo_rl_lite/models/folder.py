@@ -179,10 +179,7 @@ def on_host(weights: Iterable[tuple[str, "Tensor"]]) -> dict[str, "Tensor"]:
 
 
 def write_hf_folder(
-    weights: dict[str, "Tensor"],
-    source: Path,
-    target: Path,
-    check: Callable[[Path], None] = lambda folder: None,
+    weights: dict[str, "Tensor"], source: Path, target: Path, check: Callable[[Path], None] = lambda folder: None
 ) -> None:
     """Write `weights` (Hugging Face names, separate memory) to `target`, with the configuration and tokenizer files of
     `source`, and the chat template's end tokens in generation_config.json.

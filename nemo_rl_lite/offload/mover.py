@@ -93,7 +93,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Move:
-    """Finished move: bytes, transfer time, and the part of that time for which this process waited."""
+    """Finished move: bytes, transfer time, and blocking (exposed) time."""
 
     nbytes: int
     transfer_s: float
@@ -255,7 +255,6 @@ class FrozenWeights(Movable):
     _copied: list[Span] | None = None
 
     def offload(self) -> None:
-        """See `Movable.offload`."""
         if self._copied is None:
             super().offload()
             self.synchronize(alone=True)
@@ -266,6 +265,5 @@ class FrozenWeights(Movable):
             self.recount()
 
     def reload(self) -> None:
-        """See `Movable.reload`."""
         super().reload()
         self.synchronize(alone=True)

@@ -20,7 +20,7 @@ class Phase(StrEnum):
 
 
 class Component(StrEnum):
-    """Consumers of device memory."""
+    """Consumer of device memory."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"

@@ -29,10 +29,7 @@ from nemo_rl_lite.policy.model import MegatronModel, is_adapter
 # megatron-core's formats of optimizer states, by `checkpoint.resume_layouts`: by parameter, gathered in host memory of
 # one rank per data-parallel group; or each rank's share of the optimizer's buckets.
 _OPTIMIZER_FORMATS = {
-    "any": {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-    },
+    "any": {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True},
     "data_parallel": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
 _FORMAT = "resume_layouts"
@@ -198,7 +195,6 @@ class _Writing:
         self.thread.start()
 
     def finish(self) -> dict[str, str]:
-        """See `PolicyState.finish_save`."""
         self.thread.join()
         try:
             for finalize in self._finalize:

@@ -69,7 +69,7 @@ class Shard:
         """Return `ModelInput.unpack` of the whole micro-batch, [b, width, ...], on every rank. Collective.
 
         `of_next_M`: values [M, ...] of the next token at this rank's positions. All ranks compute the same loss.
-        Backward gives each rank the gradient of its own values, and megatron-core sums the contributions.
+        Backward gives each rank the gradient of its values, and megatron-core sums the contributions.
         """
         if self.order is None:
             return self.micro.unpack(of_next_M)

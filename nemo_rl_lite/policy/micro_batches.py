@@ -1,8 +1,12 @@
 """Split batches into micro-batches, distribute sequences over replicas, and copy tensors to the device.
 
-Three layouts: a fixed number of right-padded sequences; padded sequences of similar length up to a token budget
-(dynamic batching); sequences concatenated in one row, with attention within each (sequence packing). Up to rounding,
-logprobs and gradients do not depend on the layout.
+Layouts:
+
+- fixed: a fixed number of right-padded sequences
+- dynamic: padded sequences of similar length, up to a token budget
+- packed: sequences concatenated in one row, with attention within each
+
+Up to rounding, logprobs and gradients do not depend on the layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

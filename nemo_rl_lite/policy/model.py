@@ -57,7 +57,7 @@ class Gather:
         self._is_behind = self.overlaps
         self.complete()
 
-    def fall_behind(self) -> None:
+    def mark_stale(self) -> None:
         """Note that gradients were reduced: megatron-core gathers in the next forward pass."""
         self._is_behind = self.overlaps
 
@@ -130,7 +130,6 @@ class ParallelPlace:
     data_rank: int
     data_size: int
     tensor_rank: int
-    pipeline_rank: int
     has_logits: bool
     is_whole: bool
     context_rank: int = 0
@@ -212,7 +211,6 @@ def build_model(
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     bridge = auto_bridge().from_hf_pretrained(path)
-    from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -226,6 +224,34 @@ def build_model(
         from megatron.bridge.peft.lora import LoRA
 
         lora = LoRA(target_modules=list(peft.target_modules), dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
+    model = MegatronModel(
+        bridge,
+        _build_chunks(bridge, provider, parallel, lora, on_gpu, trains),
+        _own_place(parallel),
+        device,
+        half_precision=config.precision != "float32",
+        keep_logits=keeps_logits(config),
+        lora=lora,
+        trains=trains,
+        context=context_ranks(),
+    )
+    if lora is not None:
+        sizes = [(parameter.requires_grad, parameter.numel()) for parameter in model.parameters()]
+        trained, total = sum(size for is_trained, size in sizes if is_trained), sum(size for _, size in sizes)
+        log.info("LoRA: %d of %d parameters are trained on this rank", trained, total)
+    if config.router_replay.enabled:
+        model.replay = moe.replaying(model.chunks, parallel, model.context, device)
+    if model.place.has_logits:
+        check_scorable(unwrap_model(model.chunks[-1]))
+    return model
+
+
+def _build_chunks(
+    bridge: Any, provider: Any, parallel: MegatronConfig, lora: Any, on_gpu: bool, trains: bool
+) -> list[Any]:
+    """Build this rank's model chunks and load their weights."""
+    from megatron.core import parallel_state
+
     in_graphs = on_gpu and parallel.cuda_graph_impl != "none"
 
     def before_wrapping(bare: list[Any]) -> list[Any]:
@@ -251,26 +277,7 @@ def build_model(
     if lora is None:
         bridge.load_hf_weights(chunks)
     activation_offload.add_mlps(chunks, parallel)
-    model = MegatronModel(
-        bridge,
-        chunks,
-        _own_place(parallel),
-        device,
-        half_precision=config.precision != "float32",
-        keep_logits=keeps_logits(config),
-        lora=lora,
-        trains=trains,
-        context=context_ranks(),
-    )
-    if lora is not None:
-        sizes = [(parameter.requires_grad, parameter.numel()) for parameter in model.parameters()]
-        trained, total = sum(size for is_trained, size in sizes if is_trained), sum(size for _, size in sizes)
-        log.info("LoRA: %d of %d parameters are trained on this rank", trained, total)
-    if config.router_replay.enabled:
-        model.replay = moe.replaying(chunks, parallel, model.context, device)
-    if model.place.has_logits:
-        check_scorable(unwrap_model(chunks[-1]))
-    return model
+    return chunks
 
 
 def is_adapter(name: str) -> bool:
@@ -380,7 +387,6 @@ def _own_place(parallel: MegatronConfig) -> ParallelPlace:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         has_logits=parallel_state.is_pipeline_last_stage(),
         is_whole=not ParallelDims.of(parallel, dist.get_world_size()).splits_weights,
         context_rank=parallel_state.get_context_parallel_rank(),

@@ -1,15 +1,14 @@
 """Routers of MoE models: precision, freezing, and replay.
 
-Router replay: the policy uses the experts that the engine chose for each token. Engine and policy round differently. If
-two experts have close scores, the routers may choose different ones, which changes a token's logprobs far more than
-rounding does (Ma et al., "Stabilizing MoE reinforcement learning by aligning training and inference routers",
-arXiv:2510.11370). Only the choice is replayed; experts are weighted by the policy's own router, with gradient.
+Router replay (Ma et al., "Stabilizing MoE reinforcement learning by aligning training and inference routers",
+arXiv:2510.11370): the policy uses the experts that the engine chose for each token. Engine and policy round
+differently, so their routers may choose differently between experts with close scores. That changes a token's logprobs
+far more than rounding does. Only the choice is replayed; the policy's router weights the experts, with gradient.
 
 megatron-core's routers read the experts from their field `router_replay`. The class here also handles tokens without
 recorded experts, and pipelines, which may recompute a micro-batch's layers after later micro-batches have started.
 
-Shapes: n rows of S positions; M positions on this rank; L layers; E experts, k of them chosen; b sequences of up to
-`width` tokens.
+Shapes: n rows of S positions, M positions on this rank, L layers, E experts (k chosen), b sequences.
 """
 
 from collections import deque
@@ -107,8 +106,8 @@ def freeze(chunks: list[Any]) -> list[Any]:
 
 
 def keep_biases_in_float32(chunks: list[Any]) -> None:
-    """Convert the biases before the weights are loaded, so that they are not rounded. megatron-core would convert them
-    in the first forward pass, which would change the layout of the state's copies."""
+    """Convert the biases before the weights are loaded, so that they are not rounded. megatron-core converts them in
+    the first forward pass, when copies of the state already have the old size."""
     for bias in expert_biases(chunks):
         bias.data = bias.data.float()
 

@@ -1,8 +1,8 @@
 """Build megatron-core's optimizer and learning-rate schedule from the configuration.
 
-Its CPU optimizer keeps a share `optimizer_offload_fraction` of each rank's parameters in host memory: float32 masters
-and both moments (12 bytes per parameter), and a pinned copy of the gradient (4 bytes), stepped by torch's fused AdamW.
-The rest is on the GPU, stepped by Transformer Engine's FusedAdam. Both decouple weight decay.
+Its CPU optimizer keeps a share `optimizer_offload_fraction` of each rank's states in host memory: float32 masters and
+both moments (12 bytes per parameter), and a pinned copy of the gradient (4 bytes). torch's fused AdamW steps them. The
+rest is on the GPU, stepped by Transformer Engine's FusedAdam. Both decouple weight decay.
 """
 
 import gc
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nemo_rl_lite.compat.megatron import forget_classes
 from nemo_rl_lite.compat.torch import free_host_cache
-from nemo_rl_lite.config.schema import OptimizerConfig, PolicyConfig
+from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.policy.memory import gradient_buffers, torch_optimizers
 from nemo_rl_lite.policy.model import MegatronModel
 
@@ -25,6 +25,7 @@ _SAME_FIELDS = (
     *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
     "use_distributed_optimizer",
 )
+_CPU_OFFLOAD_FIELDS = ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
 
 
 def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, Any]:
@@ -32,9 +33,14 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
     master weights are copies of them."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from megatron.core.utils import get_model_config
 
     settings, schedule = config.megatron_cfg.optimizer, config.megatron_cfg.scheduler
+    cpu_offload: dict[str, Any] = {}
+    if settings.optimizer_cpu_offload:
+        cpu_offload = {name: getattr(settings, name) for name in _CPU_OFFLOAD_FIELDS}
+        # Without it, megatron-core also keeps float32 masters of all parameters on the GPU. Gradients, masters and
+        # moments stay float32.
+        cpu_offload["use_precision_aware_optimizer"] = True
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             **{name: getattr(settings, name) for name in _SAME_FIELDS},
@@ -43,7 +49,7 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
             bf16=config.precision == "bfloat16",
             params_dtype=getattr(torch, config.precision),
             overlap_param_gather=model.gather.overlaps,
-            **megatron_options(settings),
+            **cpu_offload,
         ),
         model.chunks,
     )
@@ -68,6 +74,13 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
+    _connect(model, optimizer)
+    return optimizer, scheduler
+
+
+def _connect(model: MegatronModel, optimizer: Any) -> None:
+    from megatron.core.utils import get_model_config
+
     for chunk in model.chunks:
         model_config = get_model_config(chunk)
         model_config.finalize_model_grads_func = model.finish_gradients
@@ -78,7 +91,6 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
             no_sync, start = zip(*((one.no_sync, one.start_grad_sync) for one in model.chunks), strict=True)
             model_config.no_sync_func = list(no_sync) if len(no_sync) > 1 else no_sync[0]
             model_config.grad_sync_func = list(start) if len(start) > 1 else start[0]
-    return optimizer, scheduler
 
 
 def disconnect(model: MegatronModel) -> None:
@@ -99,20 +111,6 @@ def gradients_are_finite(model: MegatronModel) -> bool:
         finite *= gradients.sum().isfinite()
     dist.all_reduce(finite, dist.ReduceOp.MIN)
     return bool(finite)
-
-
-def megatron_options(settings: OptimizerConfig) -> dict[str, Any]:
-    """Return the fields of megatron-core's OptimizerConfig for its CPU optimizer; none if disabled."""
-    if not settings.optimizer_cpu_offload:
-        return {}
-    return {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": settings.optimizer_offload_fraction,
-        "overlap_cpu_optimizer_d2h_h2d": settings.overlap_cpu_optimizer_d2h_h2d,
-        # Otherwise megatron-core also keeps float32 masters of all parameters on the GPU. Gradients, masters and
-        # moments stay float32.
-        "use_precision_aware_optimizer": True,
-    }
 
 
 def is_split(optimizer: torch.optim.Optimizer) -> bool:

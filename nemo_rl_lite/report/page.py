@@ -42,7 +42,6 @@ def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """Return the page as text."""
     series = sum(len(_names(run)) for run in runs)
     points = min(MOST, max(FEWEST, NUMBERS // (2 * max(series, 1))))
     data = {
@@ -98,7 +97,6 @@ def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
 
 
 def _curve_labels(run: RunRecord) -> dict[str, str]:
-    """Return the labels of a run's curves by metric."""
     view = view_of(run.algorithm, held_out_label(run.config)) if run.algorithm in ALGORITHMS else ()
     return {curve.metric: curve.label for panel in view for curve in panel.curves}
 

@@ -80,9 +80,11 @@ def final_text(response: str) -> str | None:
 def find_answer(response: str) -> str:
     """Return the final answer without box, tags and marks; "" if there is none.
 
-    After the reasoning, the first of these that exists counts: the last box or `<answer>` tag (boxes in a list are one
-    answer); the text after the last "answer is", "Answer:" or "####"; the last marked expression (`$...$`, `**...**`),
-    or a plain number or expression after it. An unclosed box is empty.
+    The answer is searched after the reasoning, in this order:
+
+    - the last box or `<answer>` tag; boxes in a list are one answer, and an unclosed box is empty;
+    - the text after the last "answer is", "Answer:" or "####";
+    - the last marked expression (`$...$`, `**...**`), or a plain number or expression after it.
     """
     text = final_text(response) or ""
     boxes, tags = _boxes(text), list(_ANSWER_TAG.finditer(text))

@@ -47,7 +47,7 @@ _MOST_ACCENTS = 30
 
 
 def _composed(text: str) -> str:
-    """Return the text in NFC. Long runs of combining characters take quadratic time, and stay as they are."""
+    """Return the text in NFC. Long runs of combining characters take quadratic time, and stay unchanged."""
     run = 0
     for letter in "" if text.isascii() else text:
         run = run + 1 if unicodedata.combining(letter) else 0

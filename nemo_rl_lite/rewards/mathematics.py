@@ -229,7 +229,6 @@ def _clock(time: re.Match[str]) -> tuple[int, tuple[int, int], str]:
 
 
 def _without_unit(text: str) -> tuple[str, str | None]:
-    """Split a value and the name of its unit."""
     if money := _MONEY.fullmatch(text):
         return money["minus"] + _without_unit(money["value"])[0], _unit_name(money["sign"])
     found = _UNIT.fullmatch(text)

@@ -117,7 +117,7 @@ class RolloutTask:
     samples: int
     sampling: Sampling
     seed: int
-    """With the numbers of prompt, sample and turn, it determines a response's seed."""
+    """Seed of the responses, together with the numbers of prompt, sample and turn."""
     useful: bool = False
     oversample: float | None = None
     """Prompts in flight: this times `count`, minus the useful ones so far. None: an estimate of the number needed."""

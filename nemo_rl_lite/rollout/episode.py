@@ -160,7 +160,7 @@ class Rollout:
     environment_errors: int = 0
     """Number of episodes whose environment or agent failed."""
     taught: tuple[bool, ...] = ()
-    """Whether the rewards of each sampled prompt differ, in data order, up to the last kept prompt."""
+    """True for each sampled prompt with mixed rewards, in data order, up to the last kept prompt."""
     rested: int = 0
     """Number of prompts skipped by their cooldown."""
     took_s: float = 0.0
@@ -287,7 +287,6 @@ class Rollout:
 
 
 def _rewards(rewards: Iterable[float | None]) -> Tensor:
-    """Convert rewards to float64, with NaN for None."""
     return torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
 
 

@@ -157,7 +157,7 @@ def _check(observation: Observation) -> None:
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise ValueError(f"step() returned {message!r:.80}; a message is a dict with a role of {', '.join(_ROLES)}")
         if not isinstance(message.get("content"), str):
-            raise TypeError(f"step() returned a message whose content is no text: {message!r:.80}")
+            raise TypeError(f"step() returned a message whose content is not text: {message!r:.80}")
         # Raises ValueError for half of a surrogate pair, which a model may generate.
         message["content"].encode()
     if observation.reward is not None:

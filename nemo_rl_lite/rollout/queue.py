@@ -178,7 +178,6 @@ class _RolloutPrefetcher:
         return self._sampler.state(), [*found, *self._saved.values()]
 
     def tasks(self) -> list[RolloutTask]:
-        """Return the tasks of unfinished rollouts."""
         return [one.task for one in self._unfinished() if one.task is not None]
 
     def _begin(self) -> None:

@@ -97,7 +97,6 @@ class RolloutFiles:
 
 
 def rollout_files(run_folder: Path) -> list[Path]:
-    """Return the rollout files of a run, in order of steps."""
     return sorted((run_folder / ROLLOUTS).glob("step-*.parquet"))
 
 

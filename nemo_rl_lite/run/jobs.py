@@ -144,11 +144,73 @@ def _written(file: Path, content: Mapping[str, str]) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-class GRPOJob:
-    """The `Job` of GRPO and distillation."""
+class _AlgorithmJob:
+    """Common parts of the jobs."""
+
+    _data: Mapping[str, Any]
 
     def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
         self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
+
+    def _limit_steps(self, per_epoch: Fraction | int | None) -> None:
+        """Set the number of steps, and say which limit it follows from."""
+        algorithm = self._config.algorithm
+        self._total = total_steps(algorithm, per_epoch)
+        note_total_steps(self._config, self._total)
+        if limits := shown_limits(algorithm, per_epoch):
+            self._console.say(limits)
+
+    def resume_lines(self, start: Start) -> Iterator[str]:
+        """See `Job.resume_lines`."""
+        key, epochs = "algorithm.max_num_epochs", self._config.algorithm.max_num_epochs
+        asks_for_more = any(change.startswith("algorithm.max_num_") for change in start.changes)
+        # A run that ended before its final export resumes from its own last checkpoint.
+        if start.steps > self._total or (start.steps == self._total and asks_for_more):
+            rule = f"gives {self._total} steps, but {start.folder} is at step {start.steps}"
+            raise ConfigError([Violation(key, epochs, rule, f"{key}={(epochs or 0) + 1}, or {key}=null")])
+        return start.data_lines(self._data)
+
+    def _steps(
+        self,
+        metrics: MetricsLog,
+        start: Start,
+        policy: Policy,
+        groups: Sequence[WorkerGroup],
+        callbacks: Callbacks,
+        rollouts: SaveRollouts = lambda folder: {},
+    ) -> Steps:
+        """Make the steps after `start`. `groups`: all workers, for the profiler; `rollouts` saves the state of the
+        rollout source in checkpoints."""
+        config, options = self._config, self._config.checkpoint
+        checkpoints = Checkpoints(
+            checkpoint_store(config, self._folder),
+            policy,
+            options.save_period,
+            options.async_save,
+            {"config": described(config), "data": dict(self._data)},
+            self._console.say,
+            saved=start.steps or None,
+            rollouts=rollouts,
+        )
+        stopping = Stopping(seconds(options.must_save_by) if options.save_period else None, seconds_since_start)
+        around = StepProfiler(config.profile, self._folder, groups).around
+        return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around, callbacks)
+
+    def _finish(self, policy: RemotePolicy, steps: Steps, groups: Sequence[WorkerGroup]) -> dict[str, int]:
+        """Export the model; return each worker's peak memory."""
+        policy.release_host_memory()
+        if self._config.checkpoint.exports:
+            policy.export_hf(str(self._folder / "hf"))
+        # Raise for a failed checkpoint only after the export.
+        steps.checkpoints.require()
+        return peak_memory(groups)
+
+
+class GRPOJob(_AlgorithmJob):
+    """The `Job` of GRPO and distillation."""
+
+    def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
+        super().__init__(config, folder, console, model_path)
         self._judge = make_judge(config.reward)
         self._playing = Playing(config)
         kind = problems(self._playing.tools)
@@ -165,21 +227,11 @@ class GRPOJob:
         self._data = data_identity(self._training.finite(), self._validation)
         self._epoch_length = len(self._training.finite())
         check_epochs(config, self._epoch_length)
-        options = config.options(GRPOConfig)
-        per_epoch = Fraction(self._epoch_length, options.num_prompts_per_step)
-        self._total = total_steps(options, per_epoch)
-        note_total_steps(config, self._total)
-        if limits := shown_limits(options, per_epoch):
-            console.say(limits)
+        self._limit_steps(Fraction(self._epoch_length, config.options(GRPOConfig).num_prompts_per_step))
         check_texts(self._tokenizer, self._training)
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
         try_reward(self._judge, self._training.problem(0))
         self._playing.try_environment(self._training.problem(0))
-
-    def resume_lines(self, start: Start) -> Iterator[str]:
-        """See `Job.resume_lines`."""
-        _check_epochs_left(self._config, start, self._total)
-        return start.data_lines(self._data)
 
     def run(
         self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
@@ -200,8 +252,7 @@ class GRPOJob:
                 loop.run()
             finally:
                 loop.rollouts.close()
-        _finish(config, self._folder, workers.policy, loop.steps)
-        return peak_memory(workers.groups)
+        return self._finish(workers.policy, loop.steps, workers.groups)
 
     def _loop(
         self,
@@ -220,9 +271,7 @@ class GRPOJob:
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
         sampler = Sampler(options, collector, sampling, self._validation, order, saved.get("useful_share", 1.0))
         rollouts = self._source(sampler, workers.generation, start)
-        steps = make_steps(
-            config, self._folder, start, workers.policy, metrics, console, groups, callbacks, self._data, rollouts.save
-        )
+        steps = self._steps(metrics, start, workers.policy, groups, callbacks, rollouts.save)
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
         return GRPO(
@@ -293,29 +342,20 @@ def _staleness(options: GRPOConfig) -> Staleness | None:
     return Staleness(rollouts.max_trajectory_age_steps, rollouts.in_flight_weight_updates)
 
 
-class SupervisedJob:
+class SupervisedJob(_AlgorithmJob):
     """The `Job` of SFT, DPO, ORPO and KTO."""
 
     def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
-        self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
+        super().__init__(config, folder, console, model_path)
         tokenizer = ChatTokenizer(model_path, config.policy.tokenizer.chat_template_kwargs)
         encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
         with console.busy("checking that every chat fits"):
             self._training = training_examples(config, encoder)
             check_texts(tokenizer, self._training.examples)
-            options, per_epoch = config.options(SupervisedConfig), self._training.steps_per_epoch
-            self._total = total_steps(options, per_epoch)
-            note_total_steps(config, self._total)
             self._validation = validation_examples(config, encoder, self._training.examples.finite())
             held_out = [(np.asarray(row.tokens).tobytes(), np.asarray(row.mask).tobytes()) for row in self._validation]
             self._data = data_identity(self._training.examples.finite(), held_out)
-        if limits := shown_limits(options, per_epoch):
-            console.say(limits)
-
-    def resume_lines(self, start: Start) -> Iterator[str]:
-        """See `Job.resume_lines`."""
-        _check_epochs_left(self._config, start, self._total)
-        return start.data_lines(self._data)
+        self._limit_steps(self._training.steps_per_epoch)
 
     def run(
         self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
@@ -327,7 +367,7 @@ class SupervisedJob:
             policy = launch_policy(begun, start.policy, setup)
         report_start(setup, start.steps, metrics, console)
         options = config.options(SupervisedConfig)
-        steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group], callbacks, self._data)
+        steps = self._steps(metrics, start, policy, [policy.group], callbacks)
         system = SystemUsage(policy.group.processes)
         Supervised(
             config=options,
@@ -340,53 +380,4 @@ class SupervisedJob:
             steps=steps,
             report=Report(metrics, console, policy, policy_ranks(config), policy_speed(config), system.take),
         ).run()
-        _finish(config, self._folder, policy, steps)
-        return peak_memory([policy.group])
-
-
-def _check_epochs_left(config: Config, start: Start, total: int) -> None:
-    """Raise ConfigError: the run resumes after the last of its `total` steps, which its epochs set."""
-    key, epochs = "algorithm.max_num_epochs", config.algorithm.max_num_epochs
-    asks_for_more = any(change.startswith("algorithm.max_num_") for change in start.changes)
-    # A run that ended before its final export resumes from its own last checkpoint.
-    if start.steps > total or (start.steps == total and asks_for_more):
-        rule = f"{start.folder} has taken {start.steps} steps already, and that many epochs are {total} steps"
-        raise ConfigError([Violation(key, epochs, rule, f"{key}={(epochs or 0) + 1}, or {key}=null")])
-
-
-def make_steps(
-    config: Config,
-    folder: Path,
-    start: Start,
-    policy: Policy,
-    metrics: MetricsLog,
-    console: RunConsole,
-    groups: Sequence[WorkerGroup],
-    callbacks: Callbacks,
-    data: Mapping[str, Any],
-    rollouts: SaveRollouts = lambda folder: {},
-) -> Steps:
-    """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler; `data`: see
-    `data_identity`; `rollouts` saves the state of the rollout source in checkpoints."""
-    options = config.checkpoint
-    checkpoints = Checkpoints(
-        checkpoint_store(config, folder),
-        policy,
-        options.save_period,
-        options.async_save,
-        {"config": described(config), "data": dict(data)},
-        console.say,
-        saved=start.steps or None,
-        rollouts=rollouts,
-    )
-    stopping = Stopping(seconds(options.must_save_by) if options.save_period else None, seconds_since_start)
-    around = StepProfiler(config.profile, folder, groups).around
-    return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around, callbacks)
-
-
-def _finish(config: Config, folder: Path, policy: RemotePolicy, steps: Steps) -> None:
-    policy.release_host_memory()
-    if config.checkpoint.exports:
-        policy.export_hf(str(folder / "hf"))
-    # Raise for a failed checkpoint only after the export.
-    steps.checkpoints.require()
+        return self._finish(policy, steps, [policy.group])

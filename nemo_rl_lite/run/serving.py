@@ -1,15 +1,17 @@
 """Finds a model in a run, a folder or on the Hub, and starts an engine for it in this process."""
 
+import argparse
 import importlib.util
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -17,6 +19,7 @@ from nemo_rl_lite.checkpoint.resume import locate
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.composition import compose_files
 from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.names import in_our_names
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
@@ -30,8 +33,8 @@ from nemo_rl_lite.observability.environment import CONFIG_FILE
 from nemo_rl_lite.observability.runs import NoRunError, find_run
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.run.folder import is_run
-from nemo_rl_lite.run.model import chat_tokenizer, with_chat_keys
-from nemo_rl_lite.serving.public import ResponderConfig
+from nemo_rl_lite.run.model import CHAT_KEYS, chat_tokenizer, with_chat_keys
+from nemo_rl_lite.serving.public import ResponderConfig, all_or, out_of_range
 from nemo_rl_lite.system.machine import ON_CPUS, gpu_bytes
 from nemo_rl_lite.validation.compose import restore
 
@@ -39,7 +42,7 @@ from nemo_rl_lite.validation.compose import restore
 _CHAT_TOKENS, _NEW_TOKENS = 8192, 512
 _ON_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"]
 Say = Callable[[str], None]
-MODEL_ARGUMENT = "a run (its folder, its name or last), a Hugging Face folder or a Hub model ID"
+_MODELS = "a run (its folder, its name or last), a Hugging Face folder or a Hub model ID"
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,15 @@ class SampledBy:
     top_p: float | None = None
     top_k: int | None = None
 
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> "SampledBy":
+        return cls(**{one.name: getattr(given, one.name) for one in fields(cls)})
+
     def applied(self, usual: Sampling) -> Sampling:
-        return replace(usual, **{name: value for name, value in asdict(self).items() if value is not None})
+        given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.top_k is not None:
+            given["top_k"] = all_or(self.top_k)
+        return replace(usual, **given)
 
 
 @dataclass(frozen=True)
@@ -75,24 +85,41 @@ class Served:
         return f"{self.name} ({self.folder}) with {self.config.generation.backend} on {where}"
 
 
-def find_served(
-    path: Path, overrides: Sequence[str], flags: SampledBy, say: Say, usual_tokens: int | None = None
-) -> Served:
-    """Find a model (see `find_model`) and apply the limits of its context.
+def model_parser(command: str, description: str | None, tokens: str) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that `find_served` reads. `tokens`: default of --max-new-tokens."""
+    parser = argparse.ArgumentParser(
+        prog=command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help=_MODELS)
+    parser.add_argument("overrides", nargs="*", help=f"{' and '.join(CHAT_KEYS)}, as for train")
+    most = f"maximum tokens per response (default: {tokens})"
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, help=most)
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
+    parser.add_argument("--top-p", metavar="P", type=float, help="as generation.top_p (default: the run's)")
+    parser.add_argument("--top-k", metavar="K", type=int, help="as generation.top_k (default: the run's)")
+    return parser
 
-    Args:
-        overrides: values of `CHAT_KEYS`.
-        usual_tokens: maximum tokens per response without a flag; None for all that fit.
+
+def find_served(given: argparse.Namespace, say: Say, usual_tokens: int | None = None) -> Served:
+    """Find the model of a command line (see `model_parser`, `find_model`) and apply the limits of its context.
+
+    `usual_tokens`: maximum tokens per response without a flag; None for all that fit.
 
     Raises:
         ConfigError: an override is invalid.
         LauncherError: the engine cannot run here, or a flag is out of range.
         CheckpointError: see `find_model`.
     """
-    served = find_model(path, say)
-    config = alone(with_chat_keys(served.config, overrides))
+    for told in in_our_names(given.overrides)[1]:
+        say(f"note: {told}")
+    served, flags = find_model(given.run, say), SampledBy.of(given)
+    config = alone(with_chat_keys(served.config, given.overrides))
     longest = _context(served.folder)
-    _check(flags, longest, engine_of(config).temperatures)
+    if flags.max_new_tokens is not None and not 0 < flags.max_new_tokens < longest:
+        rule = f"must be above 0 and below the context of {longest} tokens"
+        raise UsageError(f"--max-new-tokens {flags.max_new_tokens}: {rule}")
+    if found := out_of_range(engine_of(config), flags.temperature, flags.top_p, flags.top_k):
+        raise UsageError(f"--{found[0].replace('_', '-')} {found[1]}")
     policy = replace(config.policy, max_total_sequence_length=longest)
     # vLLM shortens the context to what the GPU's memory holds.
     fits = {"max_model_len": -1} if on_gpus(config) and engine_of(config).takes_share else {}
@@ -102,23 +129,9 @@ def find_served(
         serve=replace(config.generation.serve, enabled=True),
         vllm_kwargs={**fits, **config.generation.vllm_kwargs},
     )
-    names = dict.fromkeys((*served.other_names, str(path)))
+    names = dict.fromkeys((*served.other_names, str(given.run)))
     config = replace(config, policy=policy, generation=generation)
     return replace(served, config=config, other_names=tuple(names), flags=flags)
-
-
-def _check(flags: SampledBy, longest: int, temperatures: tuple[float, float]) -> None:
-    """Raise UsageError where a flag is out of range."""
-    lowest, highest = temperatures
-    tokens, heat, top_p, top_k = flags.max_new_tokens, flags.temperature, flags.top_p, flags.top_k
-    if tokens is not None and not 0 < tokens < longest:
-        raise UsageError(f"--max-new-tokens {tokens}: must be above 0 and below the context of {longest} tokens")
-    if heat and not lowest <= heat <= highest:
-        raise UsageError(f"--temperature {heat:g}: must be 0, or {lowest:g} to {highest:g}, for this engine")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"--top-p {top_p:g}: must be above 0 and at most 1")
-    if top_k is not None and top_k < 1:
-        raise UsageError(f"--top-k {top_k}: must be at least 1")
 
 
 def _context(folder: Path) -> int:
@@ -236,7 +249,7 @@ def _last_step(metrics: Path) -> int:
 
 def _of_folder(folder: Path) -> Served:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; name {MODEL_ARGUMENT} (nrl-lite runs lists runs)")
+        raise CheckpointError(f"{folder}: no such folder; name {_MODELS} (nrl-lite runs lists runs)")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is neither a run's folder nor a Hugging Face model's: it has no config.json")
     try:

@@ -33,7 +33,6 @@ from nemo_rl_lite.validation.compose import compose_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from nemo_rl_lite.config.schema import Config
     from nemo_rl_lite.observability.summary import Summary
     from nemo_rl_lite.planning.page import Plan
 
@@ -149,7 +148,7 @@ class Trainer:
             config = compose_config(overrides)
             folder.mkdir(parents=True, exist_ok=True)
             with logged_to(folder):
-                summary = run_in(folder, config, _command(overrides), callbacks)
+                summary = run_in(folder, config, shlex.join(["nrl-lite", "train", *overrides]), callbacks)
         return TrainingResult(folder, summary, callbacks.stopped)
 
     def check(self) -> None:
@@ -196,13 +195,10 @@ class Trainer:
             overrides.append(f"{RUN_FOLDER}={literal(RUN_FOLDER, folder, inputs.path_of)}")
             with inputs.named():
                 [(_, config)] = checked(Flags(()), overrides)
-                self._check_algorithm(config)
+                if (name := config.algorithm.name) != self.algorithm:
+                    rule = f"has algorithm={name}, and {type(self).__name__} trains with {self.algorithm}"
+                    raise ConfigError([Violation("recipe", self._recipe, rule, "the class of that algorithm")])
                 yield overrides, inputs, folder.absolute()
-
-    def _check_algorithm(self, config: "Config") -> None:
-        if config.algorithm.name != self.algorithm:
-            rule = f"has algorithm={config.algorithm.name}, and {type(self).__name__} trains with {self.algorithm}"
-            raise ConfigError([Violation("recipe", self._recipe, rule, "the class of the recipe's algorithm")])
 
     def _overrides(self, inputs: Inputs) -> list[str]:
         found = [] if self._recipe is None else [f"recipes={self._recipe}"]
@@ -364,7 +360,3 @@ def _training() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environ | kept)
         _TRAINING.release()
-
-
-def _command(overrides: Sequence[str]) -> str:
-    return shlex.join(["python", "-m", "nemo_rl_lite.train", *overrides])

@@ -162,7 +162,7 @@ class CompletionHandler(Protocol):
     """Answers the requests of one key."""
 
     async def respond(self, asked: ApiRequest, progress: ChoiceProgress | None = None) -> Answer:
-        """Answer a request; report the tokens so far if it streams. Raises RefusedError."""
+        """Answer one request; report the tokens so far if it streams. Raises RefusedError."""
         ...
 
 

@@ -58,29 +58,43 @@ class PublicHandler:
         return limited(usual, asked, prompt_tokens, self.config.max_length)
 
     def _sampling(self, asked: ApiRequest) -> Sampling:
-        usual, (lowest, highest) = self.config.sampling, self.config.engine.temperatures
+        usual, engine = self.config.sampling, self.config.engine
         sampling = replace(usual, stop_strings=(*usual.stop_strings, *(asked.stop or ())))
         temperature = sampling.temperature if asked.temperature is None else asked.temperature
-        if temperature and not lowest <= temperature <= highest:
-            message = f"temperature = {temperature:g}: must be 0, or {lowest:g} to {highest:g}, for this engine"
-            raise RefusedError(400, message, "temperature")
-        if asked.top_p is not None and not 0 < asked.top_p <= 1:
-            raise RefusedError(400, f"top_p = {asked.top_p:g} must be above 0 and at most 1", "top_p")
-        if asked.top_k is not None and asked.top_k < -1:
-            raise RefusedError(400, f"top_k = {asked.top_k} must be -1 or more", "top_k")
+        if found := out_of_range(engine, temperature, asked.top_p, asked.top_k):
+            name, rule = found
+            raise RefusedError(400, f"{name} = {rule}", name)
         options = asked.options()
         if not temperature and options.top_logprobs == 1:
             # The sampled token is the most likely one.
             options = replace(options, top_logprobs=0)
-        if (unsupported := options.changed()) and not self.config.engine.takes_options:
+        if (unsupported := options.changed()) and not engine.takes_options:
             name = "response_format" if unsupported[0] == "json_schema" else unsupported[0]
             raise RefusedError(400, f"{name} is not supported by this engine: serve with vLLM, or leave it out", name)
         sampling = replace(sampling, options=options)
         if not temperature:
             return sampling.greedy()
-        # As in vLLM, -1 and 0 mean all tokens.
-        top_k = sampling.top_k if asked.top_k is None else max(asked.top_k, 0) or None
+        top_k = sampling.top_k if asked.top_k is None else all_or(asked.top_k)
         return replace(sampling, temperature=temperature, top_p=asked.top_p or sampling.top_p, top_k=top_k)
+
+
+def out_of_range(
+    engine: Engine, temperature: float | None, top_p: float | None, top_k: int | None
+) -> tuple[str, str] | None:
+    """Return the name of a sampling parameter that the engine cannot take, and its value with the rule."""
+    lowest, highest = engine.temperatures
+    if temperature and not lowest <= temperature <= highest:
+        return "temperature", f"{temperature:g}: must be 0, or {lowest:g} to {highest:g}, for this engine"
+    if top_p is not None and not 0 < top_p <= 1:
+        return "top_p", f"{top_p:g}: must be above 0 and at most 1"
+    if top_k is not None and top_k < -1:
+        return "top_k", f"{top_k}: must be -1 or more"
+    return None
+
+
+def all_or(top_k: int) -> int | None:
+    """Return None for all tokens, which vLLM calls -1 and 0."""
+    return top_k if top_k > 0 else None
 
 
 def limited(sampling: Sampling, asked: ApiRequest, prompt_tokens: int, max_length: int) -> Sampling:

@@ -1,6 +1,6 @@
 """Photograph the upper part of a report of runs with Chromium, as docs/images/report.png: report_picture.py RUN...
 
-The runs of the picture: nrl-lite train run_name=lr-3e-4, and run_name=lr-1e-3 policy.megatron_cfg.optimizer.lr=1e-3
+The runs of the picture: `nrl-lite train`, and with run_name=lr-1e-3 policy.megatron_cfg.optimizer.lr=1e-3
 """
 
 import os
@@ -16,7 +16,7 @@ from whole_runs import tiny_run
 from nemo_rl_lite.report.page import write_report
 
 PICTURE = record.ROOT / "docs" / "images" / "report.png"
-SIZE = "1180,640"
+SIZE = "1180,672"
 
 
 def main(arguments: list[str]) -> None:

@@ -28,13 +28,13 @@ from rich.style import Style
 from rich.text import Text
 
 IMAGES = record.ROOT / "docs" / "images"
-COLUMNS, ROWS = 112, 22
-COLUMN, ROW = 7.5, 17
+COLUMNS, ROWS = 128, 20
+COLUMN, ROW = 6.6, 16
 """Pixels of a character."""
-PLAYED_S, LAST_S, SHORTEST_S = 16.0, 5.0, 0.12
-"""Seconds of the animation, of its last frame in addition, and of its shortest frame."""
+PLAYED_S, LAST_S, SHORTEST_S, WAIT_S = 20.0, 5.0, 0.12, 3.0
+"""Seconds of the animation, of its last frame in addition, of its shortest frame, and of the longest wait."""
 STYLE = (
-    "text{font:12.4px ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace;fill:#e6edf3;white-space:pre}"
+    "text{font:11px ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace;fill:#e6edf3;white-space:pre}"
     ".b{font-weight:bold}.d{fill:#9198a1}.c1{fill:#ff7b72}.c2{fill:#3fb950}.c3{fill:#e3b341}.c4{fill:#79c0ff}"
     ".c5{fill:#d2a8ff}.c6{fill:#56d4dd}.f{opacity:0}.f:last-child{opacity:1}"
     "@media(prefers-reduced-motion:reduce){.f{animation:none!important}}"
@@ -62,7 +62,7 @@ def pictures() -> dict[Path, str]:
 
 
 def save(cast: Path, command: list[str]) -> int:
-    """Run the command in a terminal, and write what it prints; return its exit status."""
+    """Run the command in a terminal, and write what it prints, with paths below this folder; return its exit status."""
     process, terminal = pty.fork()
     if not process:
         os.environ |= {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
@@ -72,7 +72,7 @@ def save(cast: Path, command: list[str]) -> int:
     with open(terminal, "rb", buffering=0) as output:  # noqa: PTH123
         for text in _chunks(output):
             sys.stdout.write(text)
-            events.append([round(time.monotonic() - began, 3), "o", text])
+            events.append([round(time.monotonic() - began, 3), "o", text.replace(f"{Path.cwd()}/", "")])
     header = {"version": 2, "width": COLUMNS, "height": ROWS, "command": " ".join(command)}
     cast.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (header, *events)))
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -93,9 +93,9 @@ def _chunks(output: BinaryIO) -> Iterator[str]:
 
 
 def draw(cast: Path) -> str:
-    """Return the animation: the recording at constant speed, without idle time at its start."""
+    """Return the animation, at constant speed but for waits."""
     lines = cast.read_text().splitlines()
-    frames = _frames((at, text) for at, _, text in map(json.loads, lines[1:]))
+    frames = _frames(_without_waits(json.loads(line) for line in lines[1:]))
     command = json.loads(lines[0])["command"]
     first, last = frames[0][0], frames[-1][0]
     speed = max((last - first) / PLAYED_S, 0.001)
@@ -132,6 +132,14 @@ def draw(cast: Path) -> str:
     )
 
 
+def _without_waits(events: Iterable[tuple[float, str, str]]) -> Iterator[Event]:
+    """Yield texts and when they are shown, with waits of at most WAIT_S."""
+    shown, before = 0.0, 0.0
+    for at, _, text in events:
+        shown, before = shown + min(at - before, WAIT_S), at
+        yield shown, SPINNER.sub("\u280b", text)
+
+
 def _frames(events: Iterable[Event]) -> list[tuple[float, tuple[str, ...]]]:
     """Return the screens and when they appear. A screen has ROWS lines as SVG."""
     lines, row, frames = [""], 0, []
@@ -154,7 +162,7 @@ def _frames(events: Iterable[Event]) -> list[tuple[float, tuple[str, ...]]]:
 
 def _drawn(line: str) -> Iterator[str]:
     """Yield a line of the terminal as SVG, in parts of COLUMNS characters."""
-    text = Text.from_ansi(SPINNER.sub("\u280b", line))
+    text = Text.from_ansi(line)
     for part in text.divide(range(COLUMNS, len(text), COLUMNS)):
         yield "".join(map(_span, part.render(CONSOLE)))
 

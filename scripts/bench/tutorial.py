@@ -18,6 +18,7 @@ import record
 from whole_runs import STEP, steps_of, tiny_run
 
 PAGE = record.ROOT / "docs" / "tutorial.md"
+CPUS = ["policy=megatron", "generation=vllm", "cluster.gpus_per_node=0"]
 FEW = 5
 """Steps at the start and the end of a run whose rewards are averaged."""
 
@@ -43,7 +44,8 @@ def chosen(on_gpu: bool) -> dict[str, list[str]]:
     """Return the commands to follow, by name."""
     trains = [words for words in commands() if words[:2] == ["nrl-lite", "train"]]
     [dry] = [words for words in trains if "--dry-run" in words]
-    [train] = [words for words in trains if words != dry and ("policy=megatron_gpu" in words) == on_gpu]
+    [train] = [words for words in trains if words != dry and ("policy=megatron" in words) != on_gpu]
+    dry += [] if on_gpu else CPUS
     [evaluate] = [words for words in commands() if words[:2] == ["nrl-lite", "evaluate"]]
     return {"dry run": dry, "training": train, "evaluation": evaluate}
 

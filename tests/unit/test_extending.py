@@ -55,9 +55,9 @@ def test_every_command_of_the_pages_composes(package):
     module("capitals").main("capitals.jsonl")
     module("programs").main("programs.jsonl")
     composed = [compose_config(words[2:]) for words in COMMANDS if words[:2] == ["nrl-lite", "train"]]
-    assert len(composed) == 12
+    assert len(composed) == 13
     assert composed[0].reward.name == "my_package/rewards.py:short_and_right"
-    assert composed[8].reward.terms["digits"].weight == 0.1
+    assert composed[9].reward.terms["digits"].weight == 0.1
     for config in composed:
         # Every reward of the pages can be found and called.
         make_judge(config.reward)
@@ -148,6 +148,15 @@ def test_the_rows(package):
     assert len(everything) + len(held_out) == 8 and held_out
     asked = {one.messages[0]["content"]: one.answer for one in [*everything, *held_out]}
     assert asked["What is the capital of Kenya? One word."] == "Nairobi"
+
+
+def test_the_map_of_rows(package):
+    module("capitals").main("capitals.jsonl")
+    command = next(words for words in COMMANDS if "data.map=my_package/rows.py:short_names" in words)
+    data = compose_config(command[2:]).data
+    kept = [*training_set(data, 1, PROBLEMS).finite(), *validation_set(data, 10, PROBLEMS)]
+    asked = {one.messages[0]["content"].split()[5] for one in kept}
+    assert asked == {"CHILE?", "CUBA?", "EGYPT?", "GHANA?", "JAPAN?", "KENYA?", "PERU?"}
 
 
 def test_the_task(package, monkeypatch):

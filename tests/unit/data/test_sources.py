@@ -98,7 +98,7 @@ def test_parquet_holds_chats_too(tmp_path):
 
 
 def test_a_bad_row_far_down_is_named(tmp_path):
-    rows = [{"prompt": "x", "answer": "y"}] * 150 + [{"prompt": 7, "answer": "y"}]
+    rows = [{"prompt": "x", "answer": "y"}] * 150 + [{"prompt": {}, "answer": "y"}]
     with pytest.raises(DataError, match=r"problems.jsonl, row 151: the prompt must be text"):
         trained(both_paths(tmp_path, rows))
 

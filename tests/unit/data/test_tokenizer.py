@@ -186,3 +186,12 @@ def test_a_template_without_a_system_role_names_the_key(make):
     tokenizer = make("{{ raise_exception('broken') }}")
     with pytest.raises(DataError, match=r"broken$"):
         tokenizer.prompt([{"role": "system", "content": "1"}, *QUESTION])
+
+
+def test_the_samples_of_a_group_tokenize_their_prompt_once(make, monkeypatch):
+    chats, texts = make(CHATML), []
+    tokenized = chats._tokens
+    monkeypatch.setattr(chats, "_tokens", lambda text: texts.append(text) or tokenized(text))
+    first, second = (chats.prompt(QUESTION) for _ in range(2))
+    first.append(0)
+    assert first[:-1] == second and len(texts) == 1

@@ -111,7 +111,7 @@ def test_trackers_get_the_numbers_and_two_charts(tmp_path):
 
 
 def test_a_run_without_a_step_left_says_so(tmp_path):
-    with pytest.raises(LauncherError, match=r"no step was left to take.*algorithm\.max_num_steps"):
+    with pytest.raises(LauncherError, match=r"no step was left.*algorithm\.max_num_steps"):
         summarize(MetricsLog([], [{"step": 30, "validation/accuracy": 0.7}]), tmp_path, {}, ())
 
 

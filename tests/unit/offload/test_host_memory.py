@@ -102,7 +102,7 @@ def test_pieces_cover_every_byte_once_and_in_order(monkeypatch):
 
 
 def test_copies_are_whole_when_the_wait_is_over():
-    source = torch.arange(100_000_000, dtype=torch.int32).view(torch.uint8)
+    source = torch.arange(40_000_000, dtype=torch.int32).view(torch.uint8)
     target = torch.zeros_like(source)
     own = Copies([(target, source)], None)
     own.wait()

@@ -26,7 +26,7 @@ def test_it_says_whether_it_fits(capsys):
     status, text, _ = ends_with([*recipe, "--gpu", "24GiB"], capsys)
     assert status == 1 and "DOES NOT FIT" in text and "would fit: " in text
     status, text, _ = ends_with([*recipe, "--host-memory", "10GiB"], capsys)
-    assert status == 1 and "HOST MEMORY DOES NOT SUFFICE" in text
+    assert status == 1 and "HOST MEMORY IS TOO SMALL" in text
 
 
 APART = [
@@ -40,7 +40,7 @@ def test_it_says_who_waits_for_whom(capsys):
     _, text, _ = ends_with(APART, capsys)
     assert "4 (now)" in text and "the policy waits" in text and "responses of 1536" in text
     _, text, _ = ends_with([*APART, "--mean-length", "300"], capsys)
-    assert "responses of 300, the longest of 3072 (as --mean-length says)" in text
+    assert "responses of 300, the longest of 3072 (from --mean-length)" in text
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ class Again:
     def record(self, function):
         return lambda: function().clone()
 
-    def forget(self):
+    def clear(self):
         self.forgotten += 1
 
 

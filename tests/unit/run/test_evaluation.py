@@ -238,7 +238,7 @@ def test_other_code_of_a_reward_is_another_evaluation(model, tmp_path):
     Journal(folder, asked).keep([group(asked[0], 1.0)])
     claim(folder, compose(model, given, ONE).identity())
     file.write_text("def score(response, answer):\n    return 0.5\n")
-    with pytest.raises(ConfigError, match=r"code of reward\.name = '\w{8}'\n.*was begun with '\w{8}'.*\n.*--output"):
+    with pytest.raises(ConfigError, match=r"code of reward\.name = '\w{8}'\n.*was started with '\w{8}'.*\n.*--output"):
         claim(folder, compose(model, given, ONE).identity())
     assert before != compose(model, given, ONE).usual_folder()
 

@@ -15,7 +15,7 @@ from nemo_rl_lite import chat, serve
 from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError, UsageError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.run import serving
-from nemo_rl_lite.run.serving import SampledBy, find_served
+from nemo_rl_lite.run.serving import find_served, model_parser
 from nemo_rl_lite.serving.protocol import RefusedError
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -35,8 +35,13 @@ def model_folder(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def find(folder: Path, most: int | None = None, *overrides: str, **flags: float) -> serving.Served:
-    return find_served(folder, overrides, SampledBy(most, **flags), lambda message: None)
+def find(
+    folder: Path, most: int | None = None, *overrides: str, usual_tokens: int | None = None, **flags: float
+) -> serving.Served:
+    limits = ["--max-new-tokens", most] if most is not None else []
+    limits += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    given = model_parser("nrl-lite chat", None, "").parse_intermixed_args([str(folder), *overrides, *map(str, limits)])
+    return find_served(given, lambda message: None, usual_tokens)
 
 
 def exported(run: Path, **changes: object) -> Path:
@@ -91,7 +96,7 @@ def test_a_models_own_context_limits_a_chat(tmp_path):
         assert (config.policy.max_total_sequence_length, config.generation.max_new_tokens) == (600, 599)
     long = find(model_folder(tmp_path / "long", max_position_embeddings=10**6, dtype="float32")).config
     assert (long.policy.max_total_sequence_length, long.policy.precision) == (8192, "float32")
-    usual = find_served(run, (), SampledBy(), lambda message: None, usual_tokens=64)
+    usual = find(run, usual_tokens=64)
     assert usual.config.generation.max_new_tokens == 64
 
 
@@ -107,7 +112,7 @@ def test_on_a_gpu_vllm_takes_what_fits_of_the_context(tmp_path, monkeypatch):
         ({"most": 600}, "--max-new-tokens 600: must be above 0 and below the context of 600 tokens"),
         ({"temperature": -1}, "--temperature -1: must be 0, or"),
         ({"top_p": 2}, "--top-p 2: must be"),
-        ({"top_k": 0}, "--top-k 0: must be"),
+        ({"top_k": -2}, "--top-k -2: must be"),
     ],
 )
 def test_a_flag_out_of_range_is_named(tmp_path, flags, said):

@@ -80,7 +80,7 @@ def test_values_of_every_kind_are_in_the_configuration(runs):
     assert config.data.name == "file" and config.data.train_path.startswith(str(result.folder / "inputs" / "data-"))
     assert (config.policy.megatron_cfg.optimizer.lr, config.algorithm.seed) == (1e-4, 3)
     assert result.folder.name == "own" and result.metrics == LAST and result.history == [LAST]
-    assert "it runs: python -m nemo_rl_lite.train algorithm=grpo" in (result.folder / "train.log").read_text()
+    assert "it runs: nrl-lite train algorithm=grpo" in (result.folder / "train.log").read_text()
 
 
 def test_data_is_a_file_a_dataset_of_the_hub_or_a_file_of_the_group(runs, tmp_path):
