@@ -97,11 +97,8 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt") -> tuple[Message, ...]:
-    """Convert a prompt (text, or a list of chat messages) to messages, after an optional system prompt.
-
-    Raises:
-        DataError: the prompt has another type, is empty, or ends with the assistant.
-    """
+    """Convert a prompt (text, or a list of chat messages) to messages, after an optional system prompt. Raises
+    DataError: the prompt has another type, is empty, or ends with the assistant."""
     if isinstance(prompt, str):
         refuse_chat_as_text(prompt, f"{where}, the prompt")
         messages = ({"role": "user", "content": prompt},)

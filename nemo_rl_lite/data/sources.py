@@ -22,11 +22,8 @@ RowMap = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
 def training_set[T: Prompted](config: DataConfig, seed: int, kind: RowFormat[T]) -> TrainingSet[T]:
-    """Return the training data, shuffled or generated from `seed`.
-
-    Raises:
-        DataError: a row cannot be read; the error names file, row and cause.
-    """
+    """Return the training data, shuffled or generated from `seed`. Raises DataError: a row cannot be read; the error
+    names file, row and cause."""
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
     items = _used(config, _training_rows(config), kind)
@@ -40,11 +37,7 @@ def validation_set[T: Prompted](
     config: DataConfig, limit: int, kind: RowFormat[T], training: Sequence[T] = ()
 ) -> list[T]:
     """Return at most `limit` held-out items, always the same ones; none if nothing is held out. Log how many of them
-    are also `training` items.
-
-    Raises:
-        DataError: a row cannot be read; the error names file, row and cause.
-    """
+    are also `training` items. Raises DataError: a row cannot be read; the error names file, row and cause."""
     if config.name in TASKS:
         return list(map(kind.from_problem, TASKS[config.name](config, 0).validation(limit)))
     if validation_source(config) is not None:
@@ -113,11 +106,8 @@ def _texts(one: Prompted) -> tuple[str, ...]:
 def _read[T: Prompted](
     config: DataConfig, rows: Iterable[tuple[str, Row]], kind: RowFormat[T], all_rows: bool = True
 ) -> tuple[list[T], Counter[LeftOut]]:
-    """Convert rows to items. Return the items, and the number of rows left out for each reason.
-
-    Raises:
-        DataError: a row cannot be read, or `all_rows` of the data are left out.
-    """
+    """Convert rows to items. Return the items, and the number of rows left out for each reason. Raises DataError: a row
+    cannot be read, or `all_rows` of the data are left out."""
     kept, left_out, first, tools = list[T](), Counter[LeftOut](), "", config.tools_column
     has_tools = tools is None
     for where, row in rows:
@@ -173,11 +163,8 @@ def row_map(config: DataConfig) -> RowMap | None:
 
 
 def _mapped(config: DataConfig, rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
-    """Apply `data.map` to each row, and drop the rows for which it returns None.
-
-    Raises:
-        DataError: the function raises, returns no row, or drops all rows.
-    """
+    """Apply `data.map` to each row, and drop the rows for which it returns None. Raises DataError: the function raises,
+    returns no row, or drops all rows."""
     function, kept, dropped = row_map(config), 0, 0
     for where, row in rows:
         if function is None:
