@@ -55,7 +55,7 @@ def check_engine_gpus(config: Config) -> Iterator[Violation]:
     on_one_node = min(generation_gpus(config), config.cluster.gpus_per_node)
     if on_one_node % size:
         sizes = [divisor for divisor in range(1, on_one_node + 1) if on_one_node % divisor == 0]
-        yield Violation(key, size, f"must divide the {on_one_node} GPUs of generation on a node", f"one of {sizes}")
+        yield Violation(key, size, f"must divide the generation GPUs per node ({on_one_node})", f"one of {sizes}")
 
 
 @rule("generation", "cluster", "agent", "policy.router_replay", options=RolloutAlgorithmConfig)

@@ -88,10 +88,10 @@ def check_parallel_groups(config: Config) -> Iterator[Violation]:
         more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={dims.replica}"
         sizes = f"tensor ({dims.tp}) x pipeline ({dims.pp})" + (f" x context ({dims.cp})" if dims.cp > 1 else "")
         key, size = (_CONTEXT, dims.cp) if dims.cp > 1 and dims.tp * dims.pp == 1 else (_TENSOR, dims.tp)
-        rule_text = f"{sizes} parallel size must divide the {dims.world} policy ranks"
+        rule_text = f"{sizes} parallel size must divide the number of policy ranks ({dims.world})"
         yield Violation(key, size, rule_text, f"{more}, or smaller parallel sizes")
     elif dims.stage % dims.ep:
-        yield Violation(_EXPERTS, dims.ep, f"must divide the {dims.stage} ranks of a pipeline stage", f"{_EXPERTS}=1")
+        yield Violation(_EXPERTS, dims.ep, f"must divide the ranks per pipeline stage ({dims.stage})", f"{_EXPERTS}=1")
 
 
 @rule("cluster", MEGATRON)
