@@ -169,7 +169,7 @@ class Steps:
                         prepare_to_save()
                         self.checkpoints.save(step)
                     return
-                self.checkpoints.wait_until_written()
+                self.checkpoints.finish_if_written()
                 reason = self.stopping.after_step(self.checkpoints.longest_save_s)
                 if reason and step < total:
                     prepare_to_save()

@@ -377,8 +377,8 @@ class Checkpoints:
         except CheckpointError as error:
             self._say(f"warning: {error}")
 
-    def wait_until_written(self) -> None:
-        """Complete the current checkpoint if it is written, without waiting."""
+    def finish_if_written(self) -> None:
+        """Complete the checkpoint in flight if it is written; does not wait."""
         if self._writing is not None and self._policy.save_is_written():
             self.finish()
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nemo_rl_lite.config.schema import AgentConfig
-from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.config.user_code import imported, imported_for
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.environments.registry import UserProcesses
+from nemo_rl_lite.environments.registry import user_pool
 from nemo_rl_lite.errors import ConfigError, Violation
 
 
@@ -34,21 +34,12 @@ class Agent(Protocol):
 
 
 def check_agent(config: AgentConfig) -> None:
-    """Import the configured agent, and check its signature.
-
-    Raises:
-        ConfigError: there is no such function, or it does not take `agent.kwargs`.
-    """
+    """Import the configured agent, and check its signature. Raises ConfigError: there is no such function, or it does
+    not take `agent.kwargs`."""
     if config.name is None:
         return
-    try:
-        agent: Agent = imported(config.name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        rule = f"cannot be imported: {type(error).__name__}: {error}"
-        fix = "give package.module.function or path/to/file.py:function of a function that can be imported"
-        raise ConfigError([Violation("agent.name", config.name, rule, fix)]) from error
-    if not callable(agent):
-        raise ConfigError([Violation("agent.name", config.name, "is not a function", "name a function")])
+    fix = "give package.module.function or path/to/file.py:function of a function that can be imported"
+    agent: Agent = imported_for("agent.name", config.name, fix)
     try:
         inspect.signature(agent).bind("problem", "endpoint", **config.kwargs)
     except TypeError as error:
@@ -61,11 +52,11 @@ class Agents:
 
     def __init__(self, config: AgentConfig, host: str):
         """`host`: host of the endpoint."""
-        self._processes = UserProcesses("agent", config, _Calls, host=host)
+        self._pool = user_pool("agent", config, _Calls, host=host)
 
     async def play(self, problem: Problem, endpoint: Endpoint) -> Any:
-        """Call the agent for one episode. Raises what `UserProcesses.call` raises."""
-        return await self._processes.call("play", problem, endpoint)
+        """Call the agent for one episode. Raises what `CallPool.call` raises."""
+        return await self._pool.call("play", problem, endpoint)
 
 
 class _Calls:

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from nemo_rl_lite.config.schema import AgentConfig, EnvironmentConfig
-from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.config.user_code import imported, imported_for
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool, callable_tools
 from nemo_rl_lite.environments.interface import Environment, Observation
-from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.system.pool import CallPool, PoolTarget, StartError
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.system.pool import CallPool, PoolTarget
 from nemo_rl_lite.system.user_errors import CallError, as_call_error, report_once
 
 ENVIRONMENTS = {
@@ -35,23 +35,16 @@ def find_environment(name: str) -> Callable[..., Environment]:
 
 
 def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
-    """Instantiate the configured environment, call its `check`, and return its tools.
-
-    Raises:
-        ConfigError: the class cannot be imported or instantiated with `environment.kwargs`, or its tools are invalid.
-    """
+    """Instantiate the configured environment, call its `check`, and return its tools. Raises ConfigError: the class
+    cannot be imported or instantiated with `environment.kwargs`, or its tools are invalid."""
     if config.name is None:
         return ()
 
     def refused(rule: str, fix: str, key: str = "name", value: Any = config.name) -> ConfigError:
         return ConfigError([Violation(f"environment.{key}", value, rule, fix)])
 
-    try:
-        kind = find_environment(config.name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        own = "package.module.Class or path/to/file.py:Class that can be imported"
-        fix = f"choose one of {', '.join(ENVIRONMENTS)}, or give {own}"
-        raise refused(f"cannot be imported: {type(error).__name__}: {error}", fix) from error
+    fix = f"choose one of {', '.join(ENVIRONMENTS)}, or give package.module.Class or path/to/file.py:Class"
+    kind = imported_for("environment.name", ENVIRONMENTS.get(config.name, config.name), fix)
     try:
         environment = kind(**config.kwargs)
         getattr(environment, "check", lambda: None)()
@@ -74,7 +67,7 @@ class Environments(ABC):
     """Environments of many episodes, one per session number."""
 
     async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """Call the session's environment; the first call makes it. Raises what `UserProcesses.call` raises."""
+        """Call the session's environment; the first call makes it. Raises what `CallPool.call` raises."""
         return await self._ask("step", session, problem, list(conversation))
 
     async def cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
@@ -167,42 +160,26 @@ class InThisProcess(Environments):
         await _awaited(self._sessions.close(session))
 
 
-class UserProcesses:
-    """Processes for the user code of a section, with at most `concurrency` concurrent calls."""
-
-    def __init__(self, section: str, config: EnvironmentConfig | AgentConfig, kind: type, **others: Any):
-        """`kind`: the class that each process instantiates with the configured name and kwargs, and `others`."""
-        arguments = {"name": config.name, "kwargs": config.kwargs, **others}
-        path = f"{kind.__module__}.{kind.__qualname__}"
-        target = PoolTarget(path, arguments, f"the {section}'s process", f"{section}.timeout_s")
-        processes = min(config.processes, config.concurrency)
-        self._key = f"{section}.name = {config.name}"
-        self.pool = CallPool(target, processes, -(-config.concurrency // processes), config.timeout_s)
-
-    async def call(self, method: str, *arguments: Any, session: int | None = None) -> Any:
-        """Call a method of the class.
-
-        Raises:
-            CallError: it raises or exceeds the time limit, or its process ends.
-            DataError: the processes do not start.
-        """
-        try:
-            return await asyncio.wrap_future(self.pool.submit(method, *arguments, session=session))
-        except StartError as error:
-            raise DataError(f"{self._key}: {error}") from error
+def user_pool(section: str, config: EnvironmentConfig | AgentConfig, kind: type, **others: Any) -> CallPool:
+    """Start the pool of a section's user code: objects of `kind`, with the configured name, kwargs and `others`."""
+    arguments = {"name": config.name, "kwargs": config.kwargs, **others}
+    path, key = f"{kind.__module__}.{kind.__qualname__}", f"{section}.name = {config.name}"
+    target = PoolTarget(path, arguments, f"the {section}'s process", f"{section}.timeout_s", key)
+    processes = min(config.processes, config.concurrency)
+    return CallPool(target, processes, -(-config.concurrency // processes), config.timeout_s)
 
 
 class InProcesses(Environments):
     """Runs environments in separate processes."""
 
     def __init__(self, config: EnvironmentConfig):
-        self._processes = UserProcesses("environment", config, Sessions)
+        self._pool = user_pool("environment", config, Sessions)
 
     async def _ask(self, method: str, session: int, *arguments: Any) -> Any:
-        return await self._processes.call(method, session, *arguments, session=session)
+        return await self._pool.call(method, session, *arguments, session=session)
 
     async def close(self, session: int) -> None:
-        self._processes.pool.close(session)
+        self._pool.close(session)
 
 
 def _as_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:

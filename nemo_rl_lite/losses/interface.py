@@ -61,11 +61,9 @@ class Loss(Protocol):
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """Return a micro-batch's share of the global loss (scalar, with gradient) and of its metrics, `loss`
         included."""
-        ...
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         """Count the denominators of the loss of a global batch."""
-        ...
 
 
 def loss_of(loss: Loss, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:

@@ -54,7 +54,7 @@ _ACCURACY = Curve("validation/accuracy", "held-out accuracy", 3)
 _HELD_OUT_REWARD = Curve("validation/accuracy", "held-out reward", 3)
 _REWARD = Curve("train/reward", "training reward", 3)
 _TRAINING_ACCURACY = Curve("train/accuracy", "training accuracy", 3)
-_KL = Curve("train/kl_penalty", "KL to reference", 4)
+_KL = Curve("train/kl_penalty", "KL to the reference", 4)
 _MARGIN = Curve("train/rewards_margin_mean", "reward margin", 3)
 _GRADIENT_NORM = Curve("train/grad_norm", "gradient norm", 3)
 _LOSSES = (
@@ -196,7 +196,7 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
     console.table(title, ("", "at the start", "at the end"), rows)
     headers, shares = ("phase", "s", "GPU") if summary.limit_shares else ("phase", "s"), summary.limit_shares
     phases = []
-    for phase, seconds in (summary.seconds_by_phase | {"total step": summary.seconds_a_step}).items():
+    for phase, seconds in (summary.seconds_by_phase | {"step": summary.seconds_a_step}).items():
         reached = f"{shares[phase]:.0%} of the {_LIMITS[phase][0]}" if phase in shares else ""
         phases.append((phase, f"{seconds:.3f}", reached)[: len(headers)])
     console.table("median seconds per step", headers, phases)

@@ -99,15 +99,12 @@ class DeviceMemory(Protocol):
 
     def free_here(self) -> int:
         """Return the bytes that this process can allocate, torch's cache included."""
-        ...
 
     def free_elsewhere(self) -> int:
         """Return the bytes that another process can allocate."""
-        ...
 
     def trim(self) -> None:
         """Free torch's cache for other processes, after all work on the device."""
-        ...
 
 
 class PhaseMemory:

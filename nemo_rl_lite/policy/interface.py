@@ -50,7 +50,6 @@ class Teacher(Protocol):
     def scored(self, rows: TokenRows) -> TokenRows:
         """Return the rows with the teacher's scores, in the policy's logprob phase. The teacher's weights are on the
         device only during this call."""
-        ...
 
     def pop_memory(self) -> dict[str, float]: ...
 
@@ -62,27 +61,21 @@ class Policy(Protocol):
 
     def prepare_for_logprob(self) -> None:
         """Enter the logprob phase from any other: move components to their places in the residency table."""
-        ...
 
     def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
         """Send each row to the replica that trains on it. A batch replaces the previous one of its name."""
-        ...
 
     def score(self, batch: BatchRef, which: Sequence[Scored]) -> None:
         """Add logprobs to the batch on the workers."""
-        ...
 
     def work(self, batch: BatchRef, which: Sequence[Scored]) -> Work | None:
         """Return FLOPs of `score` with `which` and of `train` for the batch; None for unknown model sizes."""
-        ...
 
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         """Return loss and metrics of a batch of any size, without a gradient."""
-        ...
 
     def prepare_for_training(self) -> None:
         """Enter the training phase from any other."""
-        ...
 
     def train(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         """Take one optimizer step per `train_global_batch_size` rows, in order. Returns metrics averaged over steps.
@@ -90,22 +83,18 @@ class Policy(Protocol):
         If engines sampled the rows, the metrics include `mismatch_metrics` of the whole batch. Rows of the first step
         without `previous` logprobs use those of the training pass.
         """
-        ...
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
         """Return logprobs [B, T] in nats of a few right-padded sequences at the sampling temperature.
 
         Entry t is of token t; entry 0 and entries beyond `lengths_B` are 0. Peak memory is logged under `phase`.
         """
-        ...
 
     def pop_memory(self) -> dict[str, float]:
         """Return memory in bytes by phase since the last call, of the rank with the highest peak (`MemoryMeter`)."""
-        ...
 
     def pop_moves(self) -> dict[str, Move]:
         """Return moves since the last call, by "<component>/to_host" or "/to_device", of the slowest rank."""
-        ...
 
     def take_waits(self) -> dict[str, float]:
         """Return idle time of data-parallel replicas since the last call; empty for one replica.
@@ -113,25 +102,19 @@ class Policy(Protocol):
         `<phase>`: time of the slowest replica's passes in seconds, without waits. `idle_share/<phase>`: share of the
         replicas' time that they wait for it.
         """
-        ...
 
     def begin_save(self, folder: str) -> None:
         """Start to write weights, optimizer and schedule to an empty folder that all ranks see, in the training phase.
         Training may continue meanwhile."""
-        ...
 
     def save_is_written(self) -> bool:
         """Return whether `finish_save` would return immediately."""
-        ...
 
     def finish_save(self) -> dict[str, str]:
         """Complete the save. Returns digests of files in its folder, by name. Raises CheckpointError."""
-        ...
 
     def load(self, folder: str) -> None:
         """Resume from a save of any parallel layout."""
-        ...
 
     def export_hf(self, path: str) -> None:
         """Write the current weights as a Hugging Face folder."""
-        ...

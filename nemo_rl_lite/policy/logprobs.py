@@ -1,8 +1,8 @@
 """Fused LM head and scores of a model's last hidden states: logprobs, entropy, largest logits.
 
 Full float32 logits are never materialized. The vocabulary is processed in slices; the backward pass recomputes their
-logits, or reads them in the model's precision. The method is Cut Cross-Entropy (Wijmans et al. 2025, arXiv:2411.09009)
-for a split vocabulary.
+logits, or reads them in the model's precision. See Cut Cross-Entropy (Wijmans et al. 2025, arXiv:2411.09009); here the
+vocabulary may be split over ranks.
 
 Shapes: b sequences of T tokens in n rows. On this rank: N positions, v vocabulary entries, s entries of a slice. H
 hidden, k largest or other tokens. Values are float32, with a gradient outside `no_grad`.
@@ -117,7 +117,7 @@ class LinearScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         first = dist.get_rank(head.group) * len(weight_vH)
         own_N, own_others_Nk = next_N - first, None if others_Nk is None else others_Nk - first
-        reader = _ways(hidden_NH, head).Reader(own_N, head, own_others_Nk)
+        reader = _implementation(hidden_NH, head).Reader(own_N, head, own_others_Nk)
         kept: list[Tensor] = []
         for start, slice_sH in _slices(weight_vH):
             logits_Ns = hidden_NH @ slice_sH.T
@@ -153,7 +153,7 @@ class LinearScores(torch.autograd.Function):
         of_logprob_N = torch.zeros_like(totals[1]) if gradients[0] is None else gradients[0]
         wanted = (of_logprob_N, *gradients[1:3], gradients[4])
         scaled = [None if one is None else one / head.temperature for one in wanted]
-        gradient = _ways(hidden_NH, head).Gradient(own_N, head, VocabReductions(*totals), scaled)
+        gradient = _implementation(hidden_NH, head).Gradient(own_N, head, VocabReductions(*totals), scaled)
         factor_N1 = gradient.factor_N1
         scaled_NH = hidden_NH if factor_N1 is None else (hidden_NH * factor_N1).to(hidden_NH.dtype)
         of_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
@@ -173,7 +173,7 @@ class LinearScores(torch.autograd.Function):
         return whole_NH.to(hidden_NH.dtype), of_weight_vH, None, None, None
 
 
-def _ways(hidden_NH: Tensor, head: LMHead) -> Any:
+def _implementation(hidden_NH: Tensor, head: LMHead) -> Any:
     """Return the module with `Reader` and `Gradient` for these logits."""
     if not hidden_NH.is_cuda or head.soft_cap is not None or head.topk or head.others:
         return vocab_chunks

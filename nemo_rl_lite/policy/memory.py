@@ -83,7 +83,7 @@ class GPUMemory:
         torch.cuda.empty_cache()
         if self._has_reported or torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < _LARGE_BYTES // 2:
             return
-        text = mostly_empty(torch.cuda.memory_snapshot())
+        text = describe_fragmentation(torch.cuda.memory_snapshot())
         if text is not None:
             self._has_reported = True
             log.info("%s", text)
@@ -104,7 +104,7 @@ class CPUMemory:
         """Do nothing: there is no cache."""
 
 
-def mostly_empty(segments: Iterable[Mapping[str, Any]]) -> str | None:
+def describe_fragmentation(segments: Iterable[Mapping[str, Any]]) -> str | None:
     """Describe the large segments of `torch.cuda.memory_snapshot` that are less than half in use; None without any."""
     sizes = [(one["total_size"], one["allocated_size"]) for one in segments]
     held = [(total, used) for total, used in sizes if total >= _LARGE_BYTES and 2 * used < total]

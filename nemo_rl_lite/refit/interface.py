@@ -114,7 +114,6 @@ class Sender(Protocol):
     def send(self) -> RefitReport | None:
         """Send the current weights to all consumers; returns None without consumers. Collective over ranks that share
         a model. Raises RefitError: a consumer exceeded the timeout, or tensors differ from the plan."""
-        ...
 
 
 class Export(Protocol):
@@ -143,7 +142,6 @@ class Loader(Protocol):
 
     def fill(self, arrived: ReceivedBucket) -> None:
         """Load a bucket's tensors, whose memory the next bucket overwrites."""
-        ...
 
     def windows(self) -> list[Window] | None:
         """Return, after a first refit, all windows that are copied; None if the loader does more than copy."""
@@ -160,7 +158,6 @@ class Receiver(Protocol):
     def receive(self, loader: Loader) -> RefitReport:
         """Receive all weights into `loader`, whose time is not part of the report's `transfer`. Raises RefitError: the
         producer has another plan, or weights did not arrive in time or intact."""
-        ...
 
 
 class WeightSource(Protocol):
@@ -168,11 +165,9 @@ class WeightSource(Protocol):
 
     def group_device(self, device: torch.device) -> torch.device:
         """Return the process group's device, for weights on `device`."""
-        ...
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> Receiver:
         """Return the receiver of an engine with weights on `device`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.errors import ConfigError, DataError, Violation
+from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rewards.registry import (
     INSTANT,
     WRONG_IF_LATE,
@@ -22,7 +22,7 @@ from nemo_rl_lite.rewards.registry import (
     find_batch_reward,
     find_reward,
 )
-from nemo_rl_lite.system.pool import CallPool, CallTimeout, PoolTarget, StartError
+from nemo_rl_lite.system.pool import CallPool, CallTimeout, PoolTarget
 from nemo_rl_lite.system.user_errors import CallError, as_call_error
 
 # Seconds that an incomplete batch waits for more responses.
@@ -164,11 +164,8 @@ class Batches:
 
 
 def make_judge(config: RewardConfig) -> Judge:
-    """Make the function that scores by the configured reward.
-
-    Raises:
-        ConfigError: there is no such reward, or it does not take its kwargs.
-    """
+    """Make the function that scores by the configured reward. Raises ConfigError: there is no such reward, or it does
+    not take its kwargs."""
     terms = terms_of(config)
     here = RewardCalls(terms)
     if config.timeout_s is None or all(term.name in INSTANT for term in terms):
@@ -216,15 +213,16 @@ class _RemoteCalls:
 
     def __init__(self, config: RewardConfig, terms: Sequence[Term]):
         path = f"{RewardCalls.__module__}.{RewardCalls.__qualname__}"
-        self._name = config.name
         self._wrong_if_late = all(term.name in WRONG_IF_LATE for term in terms)
-        target = PoolTarget(path, {"terms": terms}, "the reward's process", "reward.timeout_s")
+        target = PoolTarget(
+            path, {"terms": terms}, "the reward's process", "reward.timeout_s", f"reward.name = {config.name}"
+        )
         self._pool = CallPool(target, config.processes, config.concurrency, config.timeout_s)
 
     async def one(self, response: str, problem: Problem) -> Parts:
         """See `RewardCalls.one`. Raises DataError: the processes do not start."""
         try:
-            return await self._call("one", response, problem)
+            return await self._pool.call("one", response, problem)
         except CallError as error:
             is_wrong = isinstance(error, CallTimeout) and self._wrong_if_late
             return (LateReward if is_wrong else RewardError)(str(error), error.details)
@@ -234,15 +232,9 @@ class _RemoteCalls:
     ) -> Sequence[float | RewardError]:
         """See `RewardCalls.batch`. Raises DataError: the processes do not start."""
         try:
-            return await self._call("batch", label, responses, problems)
+            return await self._pool.call("batch", label, responses, problems)
         except CallError as error:
             return [RewardError(str(error), error.details)] * len(responses)
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            return await asyncio.wrap_future(self._pool.submit(method, *arguments))
-        except StartError as error:
-            raise DataError(f"reward.name = {self._name}: {error}") from error
 
 
 def try_reward(judge: Judge, problem: Problem) -> None:

@@ -14,7 +14,7 @@ from functools import cache
 from numbers import Real
 from typing import Any
 
-from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.config.user_code import imported_for
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.system.user_errors import as_call_error
@@ -107,11 +107,8 @@ WRONG_IF_LATE = frozenset({"format", "math", "program", "reasoning_gym"})
 
 
 def find_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -> Reward:
-    """Find the reward `name`: one of `REWARDS`, or a user's (see `imported`). `section` holds its keys.
-
-    Raises:
-        ConfigError: there is no such function, or it does not take the kwargs.
-    """
+    """Find the reward `name`: one of `REWARDS`, or a user's (see `imported`). `section` holds its keys. Raises
+    ConfigError: there is no such function, or it does not take the kwargs."""
     function = _found(name, kwargs, section, ("response", "answer"), "problem")
 
     def reward(response: str, problem: Problem) -> float | Awaitable[float]:
@@ -159,7 +156,8 @@ def _found(
     name: str, kwargs: Mapping[str, Any], section: str, arguments: tuple[str, str], of_problem: str
 ) -> Callable[[Any, Any, Any], Any]:
     """Return a function that calls the user's function, or an object of the user's class, with its arguments."""
-    target = function = _import(REWARDS.get(name, name), section)
+    fix = f"choose one of {', '.join(REWARDS)}, or give package.module.function or path/to/file.py:function"
+    target = function = imported_for(f"{section}.name", REWARDS.get(name, name), fix)
     is_class = inspect.isclass(target)
     if is_class:
         # The method of its objects.
@@ -198,12 +196,3 @@ def _made(name: str, target: Callable[..., Any], kwargs: Mapping[str, Any]) -> C
         raise
     except (Exception, SystemExit) as error:  # a user's class may raise anything
         raise UnavailableReward(f"{name} cannot be instantiated: {as_call_error(error)}") from error
-
-
-def _import(path: str, section: str) -> Any:
-    try:
-        return imported(path)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        rule = f"cannot be imported: {as_call_error(error)}"
-        fix = f"choose one of {', '.join(REWARDS)}, or give package.module.function or path/to/file.py:function"
-        raise ConfigError([Violation(f"{section}.name", path, rule, fix)]) from error

@@ -5,6 +5,7 @@ own session, adopts orphans of its children, and is killed with all of them. Not
 does not read or write loses only its own calls.
 """
 
+import asyncio
 import itertools
 import math
 import os
@@ -27,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.system.user_errors import CallError, as_call_error
 
 # Seconds for a process to start and to import the user's code.
@@ -55,12 +57,13 @@ class StartError(CallError):
 @dataclass(frozen=True)
 class PoolTarget:
     """The object in each process: an instance of the class at the dotted `path` with `arguments`. Messages call a
-    process `title` and the time limit `limit`."""
+    process `title`, the time limit `limit` and the configured code `source`."""
 
     path: str
     arguments: Mapping[str, Any]
     title: str
     limit: str
+    source: str = "user code"
 
 
 @dataclass(eq=False)
@@ -105,7 +108,7 @@ class CallPool:
     """
 
     def __init__(self, target: PoolTarget, processes: int, at_once: int, timeout_s: float | None):
-        self._manager = _Manager(target, processes, at_once, timeout_s)
+        self._source, self._manager = target.source, _Manager(target, processes, at_once, timeout_s)
         self.end = weakref.finalize(self, self._manager.stop)
         """Ends all processes, once."""
         _pools.add(self)
@@ -116,6 +119,18 @@ class CallPool:
         call = PoolCall(method, arguments, session)
         self._manager.post(call)
         return call.future
+
+    async def call(self, method: str, *arguments: Any, session: int | None = None) -> Any:
+        """Call a method of the target, and return its result.
+
+        Raises:
+            CallError: it raises or exceeds the time limit, or its process ends.
+            DataError: the processes do not start.
+        """
+        try:
+            return await asyncio.wrap_future(self.submit(method, *arguments, session=session))
+        except StartError as error:
+            raise DataError(f"{self._source}: {error}") from error
 
     def close(self, session: int) -> None:
         """End a session: its process calls the target's `close(session)`."""
