@@ -96,6 +96,7 @@ class StepTime:
 
     @property
     def policy(self) -> float:
+        """Time for logprobs and training."""
         return self.logprob + self.train
 
     @property
