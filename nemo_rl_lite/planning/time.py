@@ -218,7 +218,7 @@ class GpuSplit:
 
 
 @dataclass(frozen=True)
-class Divisions:
+class GpuSplits:
     """Splits of the GPUs of `config`, composed from `overrides`. Non-colocated engines generate one step ahead."""
 
     config: Config
