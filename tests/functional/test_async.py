@@ -71,7 +71,7 @@ def first_of_the_data(count: int) -> list[str]:
 def test_an_engine_dies_and_the_run_is_stopped_and_every_prompt_is_trained_once(run, gate, model_folder):
     run.wait_for(rf"^step +1/{STEPS}")
     os.kill(run.worker("generation-1"), signal.SIGKILL)
-    run.wait_for("the engine is back")
+    run.wait_for("the engine has restarted")
     run.wait_for(rf"^step +{STOPPED_IN}/{STEPS}")
     os.kill(run.process.pid, signal.SIGTERM)
     gate.passed(STEPS)
