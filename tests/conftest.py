@@ -4,6 +4,7 @@ pytest-xdist asks for its scheduler here, because its own groups (`--dist loadgr
 items no longer have in pytest 9.2: it runs each test wherever there is room, and module fixtures twice.
 """
 
+import gc
 import zlib
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -78,9 +79,11 @@ def group_of(nodeid: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Every process imports all modules, and most of what they test."""
+    """Every process imports all modules, and most of what they test, which later collections of garbage leave out."""
     with quick_imports():
-        return (yield)
+        result = yield
+    gc.freeze()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

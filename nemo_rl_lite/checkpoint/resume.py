@@ -139,7 +139,7 @@ def _adapters_of_another_model(
         return
     if Path(before).expanduser().resolve() != Path(now).expanduser().resolve():
         rule = f"{checkpoint} has LoRA adapters of {before!r}, and no other weights"
-        fix = f"{key}={before}, or another folder; where that model was moved, a link at its old place"
+        fix = f"{key}={before}, or another checkpoint; if that model was moved, make a link at its old path"
         yield Violation(key, now, rule, fix)
 
 

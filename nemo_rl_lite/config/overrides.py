@@ -133,8 +133,7 @@ def _problem(override: Override, sweeps: bool) -> Violation | None:
 def _hydra_problem(override: Override, key: str, given: str, sweeps: bool) -> Violation | None:
     """Return the problem of an override of Hydra's section. Only the folders may be set."""
     if key not in (RUN_FOLDER, SWEEP_FOLDER):
-        fix = f"{RUN_FOLDER}=FOLDER, or with -m {SWEEP_FOLDER}=FOLDER"
-        return Violation(key, given, "is not supported", fix)
+        return Violation(key, given, "is not supported", f"{RUN_FOLDER}=FOLDER, or with -m {SWEEP_FOLDER}=FOLDER")
     if "://" in given:
         rule = "is an address, and a run needs a folder that all nodes see"
         return Violation(key, given, rule, f"{key}=outputs/my-run, and copy it afterwards")

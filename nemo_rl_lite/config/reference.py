@@ -65,9 +65,9 @@ class Entry:
 
 def page() -> str:
     """Return docs/configuration.md."""
-    first = {one.key: one for one in entries()}
-    rows = [(f"`{key}`", first[key].default, first[key].sentence) for key in FIRST_KEYS]
-    parts = [INTRODUCTION, FIRST_TITLE + table(("key", "default", "description"), rows), _groups(), _recipes()]
+    known = {one.key: one for one in entries()}
+    first = _table([known[key] for key in FIRST_KEYS])
+    parts = [INTRODUCTION, FIRST_TITLE + first, _groups(), _recipes()]
     parts += ["## Top level", _table(_entries(_schema(), "", "train"))]
     for section, node in _schema()["properties"].items():
         if section == ALGORITHM:
@@ -122,8 +122,9 @@ def _about(path: str, file: str | None) -> str:
 
 
 def _table(found: Sequence[Entry]) -> str:
-    rows = [(f"`{one.key}`", one.kind, one.default, one.sentence) for one in found]
-    return table(("key", "type", "default", "description"), rows)
+    # Keys are long, so type and default stand below them.
+    rows = [(f"`{one.key}`<br>{one.kind}<br>default: {one.default}", one.sentence) for one in found]
+    return table(("key", "description"), rows)
 
 
 def _groups() -> str:
@@ -144,7 +145,9 @@ def _files(group: str, names: Sequence[str] = ()) -> str:
         changed = [
             f"`{key}={raw(value)}`"
             for key, value in values(group, file).items()
-            if value != values(group, default).get(key, ...) and not (isinstance(value, dict) and value)
+            if value != values(group, default).get(key, ...)
+            and not (isinstance(value, dict) and value)
+            and (key, value) != (f"{group}.name", file)
         ]
         rows.append((f"`{group}={file}`", _header(group, file), "<br>".join(changed) or "the defaults"))
     text = f"### Files of the group {group}\n\n" + table(("choice", "purpose", "sets"), rows)
@@ -330,6 +333,8 @@ def shown(defaults: Mapping[str, Any], key: str) -> str:
         return "required"
     if found := _VARIABLE.fullmatch(text):
         return f"`{found[2]}`, or the variable `{found[1]}`"
+    if found := re.fullmatch(r"\$\{default_steps:.*,(.*)\}", text):
+        return f"`{found[1]}`; `null` with `max_num_epochs` for finite data"
     if found := re.fullmatch(r"\$\{default_fraction:.*,(.*)\}", text):
         return f"`{found[1]}`, or 0 without effect"
     if found := _OF_MODEL.fullmatch(text):

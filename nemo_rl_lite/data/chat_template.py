@@ -72,19 +72,13 @@ class ChatTemplate:
         return not any(name in written for name in names)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """Return the text of a chat, up to the start of the assistant turn.
-
-        Raises:
-            DataError: the template cannot render the chat.
-        """
+        """Return the text of a chat, up to the start of the assistant turn. Raises DataError: the template cannot
+        render the chat."""
         return self._text(messages, tools, prompt=True)
 
     def turn(self, said: Conversation, index: int, before: str) -> str:
-        """Return the text of the message `index`: from the prompt `before` to its end token.
-
-        Raises:
-            DataError: the template does not render the chat as prompt, response and end token.
-        """
+        """Return the text of the message `index`: from the prompt `before` to its end token. Raises DataError: the
+        template does not render the chat as prompt, response and end token."""
         message, (_, end) = said.messages[index], self.turn_end
         if not self.exists:
             return _plain(message)
@@ -107,11 +101,8 @@ class ChatTemplate:
         return turn
 
     def between_turns(self, messages: Sequence[Message]) -> str:
-        """Return the text between two assistant turns: the end token, `messages` and the start of the next turn.
-
-        Raises:
-            DataError: the template cannot render these messages after an assistant turn.
-        """
+        """Return the text between two assistant turns: the end token, `messages` and the start of the next turn. Raises
+        DataError: the template cannot render these messages after an assistant turn."""
         if not self.exists:
             return "".join(f"\n{message['content']}" for message in messages)
         rest = self._after_calls(messages)

@@ -29,11 +29,8 @@ class Encoder:
     too_long: Literal["error", "drop", "truncate"]
 
     def rows(self, examples: Sequence[Example]) -> list[TokenRow]:
-        """Return a row for each conversation, in order.
-
-        Raises:
-            DataError: a chat exceeds `policy.max_total_sequence_length`, or does not fit the chat template.
-        """
+        """Return a row for each conversation, in order. Raises DataError: a chat exceeds
+        `policy.max_total_sequence_length`, or does not fit the chat template."""
         rows = []
         for example in examples:
             reward = None if example.label is None else float(example.label)
@@ -49,11 +46,8 @@ class Encoder:
         return self._left_out(list(map(self.tokenizer.conversation, example.conversations))) is None
 
     def check(self, examples: Sequence[Example]) -> tuple[int, Counter[LeftOut]]:
-        """Count the examples that exceed `policy.max_total_sequence_length`, and those left out for each reason.
-
-        Raises:
-            DataError: a chat is too long and `too_long` is "error", or it does not fit the chat template.
-        """
+        """Count the examples that exceed `policy.max_total_sequence_length`, and those left out for each reason. Raises
+        DataError: a chat is too long and `too_long` is "error", or it does not fit the chat template."""
         longer, left_out = list[tuple[int, Example, Conversation]](), Counter[LeftOut]()
         for example in examples:
             try:
@@ -113,11 +107,8 @@ class TrainingExamples:
 
 
 def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
-    """Return the training batches of a configuration.
-
-    Raises:
-        DataError: an example cannot be used, or there are fewer than one batch.
-    """
+    """Return the training batches of a configuration. Raises DataError: an example cannot be used, or there are fewer
+    than one batch."""
     kind, batch_size = format_of(config), config.policy.train_global_batch_size
     examples = training_set(config.data, config.algorithm.seed, kind)
     source, count = config.data.train_path or config.data.path or config.data.name, len(examples.finite())
@@ -143,11 +134,7 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
 
 def validation_examples(config: Config, encoder: Encoder, training: Sequence[Example] = ()) -> list[TokenRow]:
     """Return the held-out rows of at most `algorithm.max_val_samples` examples; there may be none. Log how many are
-    also `training` examples.
-
-    Raises:
-        DataError: an example cannot be used.
-    """
+    also `training` examples. Raises DataError: an example cannot be used."""
     kind = format_of(config)
     examples = validation_set(config.data, config.algorithm.max_val_samples, kind, training)
     source = config.data.validation_path or config.data.train_path or config.data.path or config.data.name

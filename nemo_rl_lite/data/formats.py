@@ -68,11 +68,8 @@ class Example:
 
 
 def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
-    """Convert a row to a problem; `where` names the row in errors.
-
-    Raises:
-        DataError: a column is missing, has a wrong type, or does not match `data.answer_pattern`.
-    """
+    """Convert a row to a problem; `where` names the row in errors. Raises DataError: a column is missing, has a wrong
+    type, or does not match `data.answer_pattern`."""
     if config.prompt_template is not None:
         prompt = [{"role": "user", "content": filled(config.prompt_template, row, where)}]
     elif config.prompt_column not in row and (chats := [name for name in CHAT_COLUMNS if name in row]):
@@ -131,11 +128,7 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
 
 def to_pair(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
     """Convert a row to a preference pair; `where` names the row in errors. Rows that prefer neither response are left
-    out.
-
-    Raises:
-        DataError: the layout is unknown, or a column has a wrong type.
-    """
+    out. Raises DataError: the layout is unknown, or a column has a wrong type."""
     chosen, rejected = config.chosen_column, config.rejected_column
     if chosen in row and rejected in row:
         two = column(row, chosen, where), column(row, rejected, where)
@@ -177,11 +170,8 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
 
 
 def to_labelled(config: DataConfig, row: Row, where: str) -> Example:
-    """Convert a row to a labelled response; `where` names the row in errors.
-
-    Raises:
-        DataError: a column is missing or has a wrong type.
-    """
+    """Convert a row to a labelled response; `where` names the row in errors. Raises DataError: a column is missing or
+    has a wrong type."""
     name = config.response_column or _COMPLETION
     if name not in row or config.label_column not in row:
         pair = {config.chosen_column, config.rejected_column} <= row.keys()

@@ -38,11 +38,7 @@ _CHAT_CONTENT = re.compile(rf"{_QUOTE}(?:content|value){_QUOTE}\s*:")
 
 def read_messages(value: object, where: str) -> tuple[Message, ...]:
     """Read messages in OpenAI's format or in ShareGPT's (`from` and `value`). Content is text, or text parts. Assistant
-    messages may have reasoning, tool calls and a weight.
-
-    Raises:
-        DataError: the value has another format.
-    """
+    messages may have reasoning, tool calls and a weight. Raises DataError: the value has another format."""
     if isinstance(value, str):
         refuse_chat_as_text(value, where)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
@@ -212,11 +208,8 @@ def _call(call: object, where: str) -> dict[str, Any]:
 
 
 def writable(value: Any) -> Any:
-    """Return a value read from JSON if it can be written again.
-
-    Raises:
-        ValueError, RecursionError: it has NaN or half of a surrogate pair, or is nested too deeply.
-    """
+    """Return a value read from JSON if it can be written again. Raises ValueError, RecursionError: it has NaN or half
+    of a surrogate pair, or is nested too deeply."""
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     return value
 

@@ -75,11 +75,7 @@ def file_rows(path: str) -> Iterator[tuple[str, Row]]:
 
 def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Row]]:
     """Yield the rows of one split of `data.path`: a hub dataset, or a folder that `datasets` saved. `key` names the
-    split's configuration key.
-
-    Raises:
-        DataError: the hub cannot be reached, or has no such dataset, subset or split.
-    """
+    split's configuration key. Raises DataError: the hub cannot be reached, or has no such dataset, subset or split."""
     import datasets
 
     # The download's progress bars would garble the console.
@@ -309,11 +305,8 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def template_columns(template: str) -> list[str]:
-    """Return the columns that a template names, in order.
-
-    Raises:
-        ValueError: braces do not match, or a field is not a plain column name.
-    """
+    """Return the columns that a template names, in order. Raises ValueError: braces do not match, or a field is not a
+    plain column name."""
     columns = []
     for _, name, specification, conversion in Formatter().parse(template):
         if name is None:
@@ -325,11 +318,8 @@ def template_columns(template: str) -> list[str]:
 
 
 def filled(template: str, row: Row, where: str) -> str:
-    """Fill a template with a row's columns. Unlike str.format, it reads no attributes.
-
-    Raises:
-        DataError: a column is missing, or is neither text nor a number.
-    """
+    """Fill a template with a row's columns. Unlike str.format, it reads no attributes. Raises DataError: a column is
+    missing, or is neither text nor a number."""
     return "".join(
         text + ("" if name is None else text_of(row, name, where)) for text, name, _, _ in Formatter().parse(template)
     )

@@ -22,14 +22,11 @@ RowMap = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
 def training_set[T: Prompted](config: DataConfig, seed: int, kind: RowFormat[T]) -> TrainingSet[T]:
-    """Return the training data, shuffled or generated from `seed`.
-
-    Raises:
-        DataError: a row cannot be read; the error names file, row and cause.
-    """
+    """Return the training data, shuffled or generated from `seed`. Raises DataError: a row cannot be read; the error
+    names file, row and cause."""
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
-    items = _used(config, _training_rows(config), kind)
+    items = _used(config, _training_rows(config, is_logged=True), kind)
     _, kept = _split(config, items)
     if not kept:
         raise DataError(_empty(config, items, "to train on"))
@@ -40,11 +37,7 @@ def validation_set[T: Prompted](
     config: DataConfig, limit: int, kind: RowFormat[T], training: Sequence[T] = ()
 ) -> list[T]:
     """Return at most `limit` held-out items, always the same ones; none if nothing is held out. Log how many of them
-    are also `training` items.
-
-    Raises:
-        DataError: a row cannot be read; the error names file, row and cause.
-    """
+    are also `training` items. Raises DataError: a row cannot be read; the error names file, row and cause."""
     if config.name in TASKS:
         return list(map(kind.from_problem, TASKS[config.name](config, 0).validation(limit)))
     if validation_source(config) is not None:
@@ -113,11 +106,8 @@ def _texts(one: Prompted) -> tuple[str, ...]:
 def _read[T: Prompted](
     config: DataConfig, rows: Iterable[tuple[str, Row]], kind: RowFormat[T], all_rows: bool = True
 ) -> tuple[list[T], Counter[LeftOut]]:
-    """Convert rows to items. Return the items, and the number of rows left out for each reason.
-
-    Raises:
-        DataError: a row cannot be read, or `all_rows` of the data are left out.
-    """
+    """Convert rows to items. Return the items, and the number of rows left out for each reason. Raises DataError: a row
+    cannot be read, or `all_rows` of the data are left out."""
     kept, left_out, first, tools = list[T](), Counter[LeftOut](), "", config.tools_column
     has_tools = tools is None
     for where, row in rows:
@@ -155,7 +145,7 @@ def _split[T: Prompted](config: DataConfig, items: Sequence[T]) -> tuple[list[T]
     return held, kept
 
 
-def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
+def _training_rows(config: DataConfig, is_logged: bool = False) -> Iterator[tuple[str, Row]]:
     """Return the rows that `data.map` keeps, at most `data.max_samples`."""
     if config.name == "hub":
         rows = hub_rows(config, config.train_split, "data.train_split")
@@ -163,7 +153,7 @@ def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
         raise DataError("data.train_path is null: name a file")
     else:
         rows = file_rows(config.train_path)
-    return islice(_mapped(config, rows), config.max_samples)
+    return islice(_mapped(config, rows, is_logged), config.max_samples)
 
 
 def row_map(config: DataConfig) -> RowMap | None:
@@ -172,34 +162,39 @@ def row_map(config: DataConfig) -> RowMap | None:
     return None if config.map is None else imported_for("data.map", config.map, fix)
 
 
-def _mapped(config: DataConfig, rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
-    """Apply `data.map` to each row, and drop the rows for which it returns None.
-
-    Raises:
-        DataError: the function raises, returns no row, or drops all rows.
-    """
-    function, kept, dropped = row_map(config), 0, 0
-    for where, row in rows:
-        if function is None:
-            yield where, row
-            continue
-        try:
-            found = function(dict(row))
-        except Exception as error:  # a user's function may raise anything
-            rule = f"data.map = {config.map} raised {as_call_error(error)}{place_of(error)}"
-            raise DataError(f"{where}: {rule}") from error
-        if found is None:
-            dropped += 1
-        elif isinstance(found, Mapping):
-            kept += 1
-            yield where, found
-        else:
-            rule = f"data.map = {config.map} returned a {type(found).__name__}"
-            raise DataError(f"{where}: {rule}; return the row as a dictionary, or None to drop it")
+def _mapped(config: DataConfig, rows: Iterable[tuple[str, Row]], is_logged: bool = False) -> Iterator[tuple[str, Row]]:
+    """Apply `data.map` to each row, and drop the rows for which it returns None. `is_logged`: log their number. Raises
+    DataError: the function raises, returns no row, or drops all rows."""
+    function = row_map(config)
+    if function is None:
+        yield from rows
+        return
+    kept, dropped = 0, 0
+    try:
+        for where, row in rows:
+            found = _changed(config, function, where, row)
+            if found is None:
+                dropped += 1
+            else:
+                kept += 1
+                yield where, found
+    finally:
+        if is_logged and dropped:
+            log.info("data.map dropped %d of %d rows", dropped, dropped + kept)
     if dropped and not kept:
         raise DataError(f"data.map = {config.map} returned None for all {dropped} rows")
-    if dropped:
-        log.info("data.map dropped %d of %d rows", dropped, dropped + kept)
+
+
+def _changed(config: DataConfig, function: RowMap, where: str, row: Row) -> Row | None:
+    try:
+        found = function(dict(row))
+    except Exception as error:  # a user's function may raise anything
+        rule = f"data.map = {config.map} raised {as_call_error(error)}{place_of(error)}"
+        raise DataError(f"{where}: {rule}") from error
+    if found is not None and not isinstance(found, Mapping):
+        rule = f"data.map = {config.map} returned a {type(found).__name__}"
+        raise DataError(f"{where}: {rule}; return the row as a dictionary, or None to drop it")
+    return found
 
 
 def _empty(config: DataConfig, items: Sequence[Prompted], what: str) -> str:

@@ -81,11 +81,8 @@ class ReasoningGym:
     """Maximum number of draws for one problem: a task with few questions repeats itself."""
 
     def problem(self, position: int) -> Problem:
-        """Return the problem at a position; seed and position determine it.
-
-        Raises:
-            DataError: the task fails, or yields no training problem.
-        """
+        """Return the problem at a position; seed and position determine it. Raises DataError: the task fails, or yields
+        no training problem."""
         fraction = self.config.validation_fraction
         for draw in range(self.DRAWS):
             problem = self._draw(f"{self.seed}/{position}/{draw}")

@@ -93,10 +93,6 @@ class ChatTokenizer:
         self._start = lru_cache(maxsize=_STARTS)(self._tokenized_start)
         if beyond := [token for token in self.end_tokens if token >= self._model_tokens]:
             raise _unusable(model_path, self._beyond(beyond[0]), _RESIZE)
-        self.highest_token: int = max(self.vocabulary.values())
-        """The highest token id that a prompt may have."""
-        self.longest_token: int = max(map(len, self.vocabulary))
-        """Maximum number of characters of a token. It bounds the tokens of a text from below."""
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -106,6 +102,16 @@ class ChatTokenizer:
     @property
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab()
+
+    @cached_property
+    def highest_token(self) -> int:
+        """The highest token id that a prompt may have."""
+        return max(self.vocabulary.values())
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Maximum number of characters of a token, which bounds the tokens of a text from below."""
+        return max(map(len, self.vocabulary))
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -149,20 +155,13 @@ class ChatTokenizer:
         return thoughts + end + found.text_before(answer), found.find(answer)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the token ids of a chat, up to the start of the assistant turn.
-
-        Raises:
-            DataError: the chat template cannot render the chat.
-        """
+        """Return the token ids of a chat, up to the start of the assistant turn. Raises DataError: the chat template
+        cannot render the chat."""
         return list(self._start(self.template.prompt(messages, tools)))
 
     def conversation(self, said: Conversation) -> tuple[list[int], list[bool]]:
         """Return the token ids of a chat, and a mask of the trained ones: those of trained messages and their end
-        tokens.
-
-        Raises:
-            DataError: the template does not render the chat as prompts, responses and end tokens.
-        """
+        tokens. Raises DataError: the template does not render the chat as prompts, responses and end tokens."""
         tokens, trained = list[int](), list[bool]()
         end_token, end = self.template.turn_end
         done = ""
@@ -235,11 +234,8 @@ def _vocabulary_size(folder: Path) -> int:
 
 
 def check_texts(tokenizer: ChatTokenizer, training: TrainingSet[Problem] | TrainingSet[Example]) -> None:
-    """Warn of special tokens in the rows' texts, and of system messages and tools that the template omits.
-
-    Raises:
-        ConfigError: the chat template omits user messages.
-    """
+    """Warn of special tokens in the rows' texts, and of system messages and tools that the template omits. Raises
+    ConfigError: the chat template omits user messages."""
     if tokenizer.template.leaves_out("user"):
         rule, fix = "has a chat template that omits user messages", "correct its chat_template"
         raise ConfigError([Violation("policy.model_name", None, rule, fix)])

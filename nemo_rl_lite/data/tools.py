@@ -22,11 +22,8 @@ Tool = Mapping[str, Any]
 
 
 def row_tools(config: DataConfig, row: Row, where: str) -> tuple[Tool, ...]:
-    """Return the tools in a row's column `data.tools_column`; none if it is null or missing.
-
-    Raises:
-        DataError: the column does not hold tools.
-    """
+    """Return the tools in a row's column `data.tools_column`; none if it is null or missing. Raises DataError: the
+    column does not hold tools."""
     name = config.tools_column
     tools = None if name is None else find_column(row, name)
     if isinstance(tools, str):
@@ -50,11 +47,8 @@ def _in_openais_format(tool: dict[str, Any]) -> Tool:
 
 
 def callable_tools(tools: object, where: str) -> tuple[Tool, ...]:
-    """Return tools whose calls can be checked. Tools of OpenAI's Responses API get the field `function`.
-
-    Raises:
-        DataError: one has no name, or its parameters are not a JSON schema; `where` begins the message.
-    """
+    """Return tools whose calls can be checked. Tools of OpenAI's Responses API get the field `function`. Raises
+    DataError: one has no name, or its parameters are not a JSON schema; `where` begins the message."""
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"{where} must be a list of functions in OpenAI's format, found {tools!r:.80}")
     return tuple(_callable(tool, where) for tool in tools)

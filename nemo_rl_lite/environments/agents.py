@@ -34,11 +34,8 @@ class Agent(Protocol):
 
 
 def check_agent(config: AgentConfig) -> None:
-    """Import the configured agent, and check its signature.
-
-    Raises:
-        ConfigError: there is no such function, or it does not take `agent.kwargs`.
-    """
+    """Import the configured agent, and check its signature. Raises ConfigError: there is no such function, or it does
+    not take `agent.kwargs`."""
     if config.name is None:
         return
     fix = "give package.module.function or path/to/file.py:function of a function that can be imported"

@@ -35,11 +35,8 @@ def find_environment(name: str) -> Callable[..., Environment]:
 
 
 def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
-    """Instantiate the configured environment, call its `check`, and return its tools.
-
-    Raises:
-        ConfigError: the class cannot be imported or instantiated with `environment.kwargs`, or its tools are invalid.
-    """
+    """Instantiate the configured environment, call its `check`, and return its tools. Raises ConfigError: the class
+    cannot be imported or instantiated with `environment.kwargs`, or its tools are invalid."""
     if config.name is None:
         return ()
 

@@ -76,11 +76,8 @@ class Functions(ToolEnvironment):
     """Offers user functions. Their signatures and docstrings become schemas."""
 
     def __init__(self, tools: Sequence[str], max_characters: int):
-        """`max_characters`: limit of an answer.
-
-        Raises:
-            ValueError: there are no functions, two have the same name, or one is not a function.
-        """
+        """`max_characters`: limit of an answer. Raises ValueError: there are no functions, two have the same name, or
+        one is not a function."""
         if not tools:
             raise ValueError("tools names no function")
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -143,11 +140,8 @@ class Python(ToolEnvironment):
     user message the answer, so any model can use it."""
 
     def __init__(self, call: str, seconds: float, memory_mib: int, max_characters: int):
-        """Set a call's limits on time, memory and output.
-
-        Raises:
-            ValueError: `call` is neither `tool` nor `block`, or a limit is not positive.
-        """
+        """Set a call's limits on time, memory and output. Raises ValueError: `call` is neither `tool` nor `block`, or a
+        limit is not positive."""
         if call not in ("tool", "block"):
             raise ValueError(f"call must be tool or block, not {call!r}")
         if min(seconds, memory_mib, max_characters) <= 0:

@@ -69,10 +69,7 @@ class AwakeEngines:
 @contextmanager
 def running_engines(served: Served, folder: Path, say: Say) -> Iterator[Generation]:
     """Start the configured engines. Several engines run in actors, with logs in `folder/logs`, until the block ends.
-
-    Raises:
-        WorkerError: there are too few GPUs, an engine does not start, or all engines have died too often.
-    """
+    Raises WorkerError: there are too few GPUs, an engine does not start, or all engines have died too often."""
     if engines(served.config) == 1:
         queue, _ = start_engine(served)
         yield AwakeEngines(queue)
@@ -205,11 +202,7 @@ def _asked(problem: Problem) -> list[Any]:
 
 
 def summarize(rollout: Rollout, pass_reward: float) -> dict[str, Any]:
-    """Return the metrics of all samples. Lengths are in tokens.
-
-    Raises:
-        DataError: no response has a reward.
-    """
+    """Return the metrics of all samples. Lengths are in tokens. Raises DataError: no response has a reward."""
     samples = rollout.samples_per_prompt
     rewards_PK = rollout.rewards_B.view(-1, samples).numpy()
     judged_PK = ~np.isnan(rewards_PK)

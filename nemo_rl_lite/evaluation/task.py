@@ -121,11 +121,8 @@ def _digest(reward: str) -> str:
 
 
 def compose(model: Served, arguments: Sequence[str], options: Options) -> Evaluation:
-    """Apply a command's overrides to the configuration of a model.
-
-    Raises:
-        ConfigError: listing all invalid overrides, violated rules and invalid options.
-    """
+    """Apply a command's overrides to the configuration of a model. Raises ConfigError: listing all invalid overrides,
+    violated rules and invalid options."""
     overrides, violations = check_overrides(arguments)
     if violations:
         raise ConfigError(violations)

@@ -31,11 +31,8 @@ class Callbacks:
         self.stopped = True
 
     def step_done(self, step: int, history: Sequence[Metrics]) -> bool:
-        """Report a step; return True if the run should end. `history`: entries of the metrics log, in order.
-
-        Raises:
-            CallbackError: `on_step` raised.
-        """
+        """Report a step; return True if the run should end. `history`: entries of the metrics log, in order. Raises
+        CallbackError: `on_step` raised."""
         if self.on_step is not None:
             metrics = {"step": float(step)}
             for entry in reversed(history):
@@ -49,11 +46,7 @@ class Callbacks:
         return self.stopped
 
     def rollout_done(self, step: int, rows: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """Report a rollout. `rows` makes its rows on demand.
-
-        Raises:
-            CallbackError: `on_rollout` raised.
-        """
+        """Report a rollout. `rows` makes its rows on demand. Raises CallbackError: `on_rollout` raised."""
         if self.on_rollout is not None:
             _called("on_rollout", self.on_rollout, step, list(rows()))
 

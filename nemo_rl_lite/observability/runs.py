@@ -153,11 +153,7 @@ def read_states(folders: Iterable[Path]) -> list[RunState]:
 
 def find_run(word: str, outputs: Path = OUTPUTS) -> Path:
     """Return the newest run that a word names: a run's folder, a folder with runs, a run's name below `outputs`, or
-    `last`.
-
-    Raises:
-        NoRunError: there is no such run.
-    """
+    `last`. Raises NoRunError: there is no such run."""
     given = Path(word).expanduser()
     if is_run(given):
         return given

@@ -1,8 +1,8 @@
 """Fused LM head and scores of a model's last hidden states: logprobs, entropy, largest logits.
 
 Full float32 logits are never materialized. The vocabulary is processed in slices; the backward pass recomputes their
-logits, or reads them in the model's precision. The method is Cut Cross-Entropy (Wijmans et al. 2025, arXiv:2411.09009)
-for a split vocabulary.
+logits, or reads them in the model's precision. See Cut Cross-Entropy (Wijmans et al. 2025, arXiv:2411.09009); here the
+vocabulary may be split over ranks.
 
 Shapes: b sequences of T tokens in n rows. On this rank: N positions, v vocabulary entries, s entries of a slice. H
 hidden, k largest or other tokens. Values are float32, with a gradient outside `no_grad`.

@@ -48,7 +48,7 @@ def _power_of_2_below(most: int) -> int:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Padded shape of a pack, for a CUDA graph. Missing sequences have length 0. Padding is split into pieces of at
+    """Padded size of a pack, for a CUDA graph. Missing sequences have length 0. Padding is split into pieces of at
     most `width` tokens."""
 
     tokens: int
@@ -92,7 +92,7 @@ class Layout:
     together: int = 1
     """Number of neighbours that stay in one micro-batch. A fixed `size` counts groups of neighbours."""
     in_buckets: bool = False
-    """Pad packs to the shape of a `Bucket`."""
+    """Pad packs to a `Bucket`."""
     piece: int = 1
     """Packed sequences are padded to a multiple of this many tokens, for context-parallel ranks."""
 

@@ -1,8 +1,8 @@
 """Build megatron-core's optimizer and learning-rate schedule from the configuration.
 
-Its CPU optimizer keeps a share `optimizer_offload_fraction` of each rank's states in host memory: float32 masters and
-both moments (12 bytes per parameter), and a pinned copy of the gradient (4 bytes). torch's fused AdamW steps them. The
-rest is on the GPU, stepped by Transformer Engine's FusedAdam. Both decouple weight decay.
+Its CPU optimizer keeps a share `optimizer_offload_fraction` of each rank's states in host memory. These are float32
+masters and both moments (12 bytes per parameter), and a pinned copy of the gradient (4 bytes). torch's fused AdamW
+steps them. Transformer Engine's FusedAdam steps the rest on the GPU. Both decouple weight decay.
 """
 
 import gc

@@ -106,8 +106,10 @@ class Gradient:
         return found_Ns.scatter_(1, index_N1, torch.where(inside_N1, less_N1, found_Ns.gather(1, index_N1)))
 
     def _general(self, logits_Ns: Tensor, start: int) -> Tensor:
-        """Return the gradient of all scores: (1 for the token) - p for a logprob, -p (log p + E) for the entropy E, 1
-        for a large logit."""
+        """Return the gradient of all scores.
+
+        Of a logprob: (1 for the token) - p. Of the entropy E: -p (log p + E). Of a large logit: 1.
+        """
         totals, cap = self._totals, self._head.soft_cap
         of_logprob_N, of_entropy_N, of_top_Nk, of_others_Nk = self._gradients
         of_logprob_N1 = of_logprob_N[:, None]  # pyrefly: ignore

@@ -19,8 +19,8 @@ _WARPS = 8
 
 @triton.jit
 def _read(logits, own, state, rows, width, start, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """Add a row of the slice to its state: largest logit, sum of exp(logit - largest), sum of these terms times
-    (logit - largest), next token's logit."""
+    """Add a row of the slice to its state: m, the largest logit; the sum of exp(logit - m); the sum of
+    exp(logit - m) (logit - m); the next token's logit."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width

@@ -115,8 +115,8 @@ class IndexTracer:
 
 
 def trace_strided_copies(numbers: Tensor, numbering: IndexTracer) -> list[Segment] | None:
-    """Return the segments that fill a tensor with these `numbers` (any device); None if they are not numbers of
-    `numbering`, or the layout is too irregular."""
+    """Return the segments that fill a tensor with these `numbers`. None if they are not of `numbering`, or the layout
+    is too irregular."""
     if numbers.dtype != torch.int64:
         return None
     flat = numbers.reshape(-1)

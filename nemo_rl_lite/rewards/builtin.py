@@ -30,11 +30,8 @@ def nothing(response: str, answer: str) -> float:
 
 
 def last_number(response: str, answer: str) -> float:
-    """Return 1 if the last number after the reasoning is the answer, else 0.
-
-    Raises:
-        ValueError: the answer is not a number.
-    """
+    """Return 1 if the last number after the reasoning is the answer, else 0. Raises ValueError: the answer is not a
+    number."""
     expected = read_number(answer)
     if expected is None:
         raise ValueError(f"the reference answer {answer!r} is not a number")

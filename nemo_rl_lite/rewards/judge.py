@@ -164,11 +164,8 @@ class Batches:
 
 
 def make_judge(config: RewardConfig) -> Judge:
-    """Make the function that scores by the configured reward.
-
-    Raises:
-        ConfigError: there is no such reward, or it does not take its kwargs.
-    """
+    """Make the function that scores by the configured reward. Raises ConfigError: there is no such reward, or it does
+    not take its kwargs."""
     terms = terms_of(config)
     here = RewardCalls(terms)
     if config.timeout_s is None or all(term.name in INSTANT for term in terms):

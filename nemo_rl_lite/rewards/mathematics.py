@@ -124,10 +124,7 @@ _MONEY = re.compile(r"(?P<minus>-?)(?P<sign>\\?\$|[€£¥₹]|USD |EUR |Rs\.? ?
 
 def same_value(response: str, answer: str) -> float:
     """Return 1 if the response's final answer, or the whole text after the reasoning, equals the reference, else 0.
-
-    Raises:
-        ValueError: the reference answer is empty.
-    """
+    Raises ValueError: the reference answer is empty."""
     if not _normal(answer):
         raise ValueError(f"the reference answer {answer!r} is empty")
     whole, stated = final_text(response), find_answer(response)

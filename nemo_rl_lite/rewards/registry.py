@@ -107,11 +107,8 @@ WRONG_IF_LATE = frozenset({"format", "math", "program", "reasoning_gym"})
 
 
 def find_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -> Reward:
-    """Find the reward `name`: one of `REWARDS`, or a user's (see `imported`). `section` holds its keys.
-
-    Raises:
-        ConfigError: there is no such function, or it does not take the kwargs.
-    """
+    """Find the reward `name`: one of `REWARDS`, or a user's (see `imported`). `section` holds its keys. Raises
+    ConfigError: there is no such function, or it does not take the kwargs."""
     function = _found(name, kwargs, section, ("response", "answer"), "problem")
 
     def reward(response: str, problem: Problem) -> float | Awaitable[float]:

@@ -156,7 +156,7 @@ class Rollout:
     episodes: list[Episode]
     samples_per_prompt: int
     reward_errors: int
-    """Number of episodes without a reward."""
+    """Number of episodes whose reward failed."""
     environment_errors: int = 0
     """Number of episodes whose environment or agent failed."""
     taught: tuple[bool, ...] = ()
@@ -303,11 +303,7 @@ def passes(rewards: np.ndarray, least: float = 1.0) -> np.ndarray:
 
 def pass_at_k(passed_P: np.ndarray, samples: int, k: int) -> np.ndarray:
     """Return the unbiased estimate of pass@k for each problem: 1 - C(n - c, k) / C(n, k), where c of n `samples` passed
-    (Chen et al. 2021). float64 [P].
-
-    Raises:
-        ValueError: `k` is not between 1 and `samples`.
-    """
+    (Chen et al. 2021). float64 [P]. Raises ValueError: `k` is not between 1 and `samples`."""
     if not 1 <= k <= samples:
         raise ValueError(f"k = {k} is not between 1 and {samples}")
     failed_P, taken_k = samples - np.asarray(passed_P), np.arange(k)

@@ -39,11 +39,8 @@ class Assistant:
     async def respond(
         self, tokens: Sequence[int] = (), messages: Sequence[Message] = (), sampling: Sampling | None = None
     ) -> None:
-        """Add `messages`, tokenized as `tokens`, and the policy's response to the episode.
-
-        Raises:
-            EngineError, WorkerError: there is no response (see `RequestQueue.sample`); the episode is unchanged.
-        """
+        """Add `messages`, tokenized as `tokens`, and the policy's response to the episode. Raises EngineError,
+        WorkerError: there is no response (see `RequestQueue.sample`); the episode is unchanged."""
         episode = self.episode
         digest = hashlib.blake2b(repr((*self.seeds, len(episode.turns))).encode(), digest_size=4).digest()
         seed = int.from_bytes(digest) >> 1

@@ -26,11 +26,8 @@ log = logging.getLogger(__name__)
 def fitting_prompts(
     training: TrainingSet, validation: Sequence[Problem], tokenizer: ChatTokenizer, config: Config
 ) -> tuple[TrainingSet, list[Problem]]:
-    """Keep the training and validation problems whose prompts leave room for the response.
-
-    Raises:
-        DataError: a prompt leaves no room and `data.too_long` is `error`, or no prompt leaves room.
-    """
+    """Keep the training and validation problems whose prompts leave room for the response. Raises DataError: a prompt
+    leaves no room and `data.too_long` is `error`, or no prompt leaves room."""
     max_new_tokens, max_length = config.generation.max_new_tokens, config.policy.max_total_sequence_length
 
     def length(problem: Problem) -> int:

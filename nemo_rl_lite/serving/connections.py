@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import time
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -28,7 +29,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         waiting = [one for one in self.connections if isinstance(one, BoundedProtocol) and one.awaits_head]
         if len(self.connections) >= most_connections() and waiting:
-            min(waiting, key=BoundedProtocol.due).transport.abort()
+            oldest = min(waiting, key=lambda one: one.waits_since)
+            # The connection is lost later; the next one must not choose it again.
+            oldest._stop_waiting()
+            oldest.transport.abort()
         super().connection_made(transport)
         self._await_head()
 
@@ -60,11 +64,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def awaits_head(self) -> bool:
         return self._deadline is not None
 
-    def due(self) -> float:
-        return self._deadline.when() if self._deadline is not None else float("inf")
-
     def _await_head(self) -> None:
         self._stop_waiting()
+        # The loop's time is the same for connections that arrive together.
+        self.waits_since = time.monotonic()
         self._deadline = self.loop.call_later(HEAD_S, self.transport.abort)
 
     def _stop_waiting(self) -> None:

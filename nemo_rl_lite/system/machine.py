@@ -54,11 +54,8 @@ def log_to_stderr() -> None:
 
 
 def local_path(text: str) -> Path:
-    """Convert an argument to a path, as argparse's `type`. Expands `~`, which a shell leaves in `--output=~/x`.
-
-    Raises:
-        ArgumentTypeError: it is a URL, or an unknown user's home.
-    """
+    """Convert an argument to a path, as argparse's `type`. Expands `~`, which a shell leaves in `--output=~/x`. Raises
+    ArgumentTypeError: it is a URL, or an unknown user's home."""
     if "://" in text:
         raise ArgumentTypeError(f"{text} is a URL, not a local path")
     try:
@@ -106,11 +103,8 @@ def cache_folder() -> Path:
 
 
 def free_port() -> int:
-    """Return a free port outside the range of outgoing connections, because it is opened later.
-
-    Raises:
-        OSError: there is no free port.
-    """
+    """Return a free port outside the range of outgoing connections, because it is opened later. Raises OSError: there
+    is no free port."""
     for port in [*random.sample(LASTING_PORTS, 20), 0]:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
@@ -134,7 +128,7 @@ def gpu_count(command: str = "nvidia-smi") -> int:
 
 
 def lacks_gpus(wanted: int, command: str = "nvidia-smi") -> bool:
-    """Return whether this machine certainly has fewer GPUs. It is unknown with MIG or without nvidia-smi."""
+    """Return whether this machine certainly has fewer GPUs. Unknown with MIG, and with a driver but no nvidia-smi."""
     if not wanted or gpu_count(command) >= wanted:
         return False
     unlisted = shutil.which(command) is None and _NVIDIA_DEVICE.exists()
@@ -247,11 +241,8 @@ def check_single_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def wandb_login(environment: Mapping[str, str], address: str) -> str:
-    """Return the variable or file with W&B's key for the server at `address`; empty without one.
-
-    Raises:
-        OSError, netrc.NetrcParseError: the netrc file cannot be read.
-    """
+    """Return the variable or file with W&B's key for the server at `address`; empty without one. Raises OSError,
+    netrc.NetrcParseError: the netrc file cannot be read."""
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         if environment.get(name):
             return name

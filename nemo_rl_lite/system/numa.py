@@ -48,10 +48,7 @@ class NoNodeError(Exception):
 
 def node_of(gpu: str, root: Path = SYSFS) -> tuple[int, frozenset[int]]:
     """Return the NUMA node of the GPU at PCI address `gpu`, and its CPUs that this process may use. `root`: sysfs.
-
-    Raises:
-        NoNodeError: the machine does not report the node, or this process may use none of its CPUs.
-    """
+    Raises NoNodeError: the machine does not report the node, or this process may use none of its CPUs."""
     try:
         node = int((root / "bus/pci/devices" / gpu / "numa_node").read_text())
         if node < 0:
@@ -88,11 +85,7 @@ def gpu_address(device: int = 0) -> str:
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
-    """Parse a list such as `0-3,8,10-11`.
-
-    Raises:
-        ValueError: `text` is not such a list.
-    """
+    """Parse a list such as `0-3,8,10-11`. Raises ValueError: `text` is not such a list."""
     cpus: set[int] = set()
     for part in text.strip().split(",") if text.strip() else []:
         first, _, last = part.partition("-")

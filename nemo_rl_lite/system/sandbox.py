@@ -70,11 +70,8 @@ class Ran:
 
 
 def run_python(code: str, stdin: str = "", limits: Limits | None = None, errors: bool = True) -> Ran:
-    """Run the code as a script in a temporary folder. `errors`: include standard error in the output.
-
-    Raises:
-        OSError: the sandbox cannot run on this machine. Errors of the code are in the result.
-    """
+    """Run the code as a script in a temporary folder. `errors`: include standard error in the output. Raises OSError:
+    the sandbox cannot run on this machine. Errors of the code are in the result."""
     return _run(code, stdin, limits or Limits(), errors)[0]
 
 

@@ -141,8 +141,7 @@ def check_preference_loss(config: Config) -> Iterator[Violation]:
     if options.f_divergence != "reverse_kl" and kind in _OF_EACH_RESPONSE:
         key = "algorithm.f_divergence"
         rule_text = f"preference_loss={kind} supports only the reverse KL"
-        fix = f"{key}=reverse_kl, or algorithm.preference_loss=dpo"
-        yield Violation(key, options.f_divergence, rule_text, fix)
+        yield Violation(key, options.f_divergence, rule_text, f"{key}=reverse_kl, or algorithm.preference_loss=dpo")
 
 
 @rule(BATCH, "algorithm.preference_loss", options=KTOConfig)

@@ -118,9 +118,11 @@ def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFA
     if kind == "string_type" and key in _FILES:
         return Violation(key, given, "must be a file name", f"{key}='data/*.jsonl' for several")
     given = "null" if given is None else given
-    value = rule.replace("must be", "is", 1).replace("must not be", "is not", 1)
-    fix = f"choose one of: {expected}" if expected else f"set {key} to a value that {value}"
-    return Violation(key, given, rule, f"set {key} to such a value" if "pattern" in context else fix)
+    if expected:
+        return Violation(key, given, rule, f"choose one of: {expected}")
+    noun = rule.removeprefix("must be ").partition(":")[0]
+    value = rule.replace("must be", "a value that is", 1).replace("must not be", "a value that is not", 1)
+    return Violation(key, given, rule, f"set {key} to {noun if noun.startswith(('a ', 'an ', 'true')) else value}")
 
 
 def merged(violations: Sequence[Violation]) -> list[Violation]:

@@ -126,8 +126,7 @@ def _right_columns(data: DataConfig, error: DataError, kind: RowFormat) -> str:
 def check_validation_data(config: Config) -> Iterator[Violation]:
     data, fraction = config.data, "data.validation_fraction"
     if data.name == "reasoning_gym" and validates(config) and not data.validation_fraction:
-        rule_text = "is 0, but validation is on"
-        yield Violation(fraction, data.validation_fraction, rule_text, f"{fraction}=0.1")
+        yield Violation(fraction, data.validation_fraction, "is 0, but validation is on", f"{fraction}=0.1")
     if data.name not in ROWS or (data.name == "file" and data.train_path is None):
         return
     key = "data.validation_path" if data.name == "file" else "data.validation_split"
@@ -135,8 +134,7 @@ def check_validation_data(config: Config) -> Iterator[Violation]:
         off = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
         yield Violation(key, None, "is null, but validation is on", f"name one, or {fraction}=0.05, or {off}")
     if validation_source(data) is not None and data.validation_fraction:
-        rule_text = f"excludes {key}"
-        yield Violation(fraction, data.validation_fraction, rule_text, f"{fraction}=0, or {key}=null")
+        yield Violation(fraction, data.validation_fraction, f"excludes {key}", f"{fraction}=0, or {key}=null")
 
 
 @rule("data")

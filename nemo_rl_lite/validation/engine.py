@@ -47,8 +47,7 @@ _BLOCK = 128
 def check_engine_gpus(config: Config) -> Iterator[Violation]:
     key, size = "generation.vllm_cfg.tensor_parallel_size", config.generation.vllm_cfg.tensor_parallel_size
     if size > 1 and not on_gpus(config):
-        fix = f"{key}=1, and generation.data_parallel_size for more engines"
-        yield Violation(key, size, "must be 1 on CPUs", fix)
+        yield Violation(key, size, "must be 1 on CPUs", f"{key}=1, and generation.data_parallel_size for more engines")
     elif size > 1 and not engine_of(config).spans_gpus:
         yield Violation(key, size, f"must be 1 with the {config.generation.backend} engine", f"{key}=1")
     if not on_gpus(config):
@@ -56,8 +55,7 @@ def check_engine_gpus(config: Config) -> Iterator[Violation]:
     on_one_node = min(generation_gpus(config), config.cluster.gpus_per_node)
     if on_one_node % size:
         sizes = [divisor for divisor in range(1, on_one_node + 1) if on_one_node % divisor == 0]
-        rule_text = f"must divide the {on_one_node} GPUs of generation on a node"
-        yield Violation(key, size, rule_text, f"one of {sizes}")
+        yield Violation(key, size, f"must divide the generation GPUs per node ({on_one_node})", f"one of {sizes}")
 
 
 @rule("generation", "cluster", "agent", "policy.router_replay", options=RolloutAlgorithmConfig)
@@ -71,8 +69,7 @@ def check_engine(config: Config) -> Iterator[Violation]:
         yield Violation("cluster.gpus_per_node", 0, "what is installed here (install.sh gpu) runs on GPUs only", fix)
     if config.policy.router_replay.enabled and not engine_of(config).records_experts:
         key = "policy.router_replay.enabled"
-        rule_text = f"is not supported by the {backend} engine"
-        yield Violation(key, True, rule_text, f"{key}=false, or generation=vllm")
+        yield Violation(key, True, f"is not supported by the {backend} engine", f"{key}=false, or generation=vllm")
     # These come with vLLM.
     for package in ("fastapi", "uvicorn"):
         if has_endpoint(config) and importlib.util.find_spec(package) is None:

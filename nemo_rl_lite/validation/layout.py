@@ -88,10 +88,10 @@ def check_parallel_groups(config: Config) -> Iterator[Violation]:
         more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={dims.replica}"
         sizes = f"tensor ({dims.tp}) x pipeline ({dims.pp})" + (f" x context ({dims.cp})" if dims.cp > 1 else "")
         key, size = (_CONTEXT, dims.cp) if dims.cp > 1 and dims.tp * dims.pp == 1 else (_TENSOR, dims.tp)
-        rule_text = f"{sizes} parallel size must divide the {dims.world} policy ranks"
+        rule_text = f"{sizes} parallel size must divide the number of policy ranks ({dims.world})"
         yield Violation(key, size, rule_text, f"{more}, or smaller parallel sizes")
     elif dims.stage % dims.ep:
-        yield Violation(_EXPERTS, dims.ep, f"must divide the {dims.stage} ranks of a pipeline stage", f"{_EXPERTS}=1")
+        yield Violation(_EXPERTS, dims.ep, f"must divide the ranks per pipeline stage ({dims.stage})", f"{_EXPERTS}=1")
 
 
 @rule("cluster", MEGATRON)
@@ -229,8 +229,7 @@ def check_router_fusion(config: Config) -> Iterator[Violation]:
     """Refuse other types: the kernel keeps scores in the logits' type, megatron-core in float32; it has no float64."""
     parallel, key = config.policy.megatron_cfg, f"{MEGATRON}.moe_router_dtype"
     if parallel.moe_router_fusion and parallel.moe_router_dtype != "fp32":
-        rule_text = "needs routers in float32"
-        yield Violation(_FUSION, True, rule_text, f"{key}=fp32, or {_FUSION}=false")
+        yield Violation(_FUSION, True, "needs routers in float32", f"{key}=fp32, or {_FUSION}=false")
     if parallel.moe_router_fusion and config.policy.router_replay.enabled:
         rule_text = "is incompatible with router replay: the kernel chooses the experts"
         yield Violation(_FUSION, True, rule_text, f"{_FUSION}=false, or {_REPLAY}=false")
@@ -255,8 +254,7 @@ def check_token_batches(config: Config) -> Iterator[Violation]:
         yield Violation(key, True, "excludes sequence packing", f"{key}=false")
         return
     if policy.sequence_packing.enabled is True and gpu and policy.precision != "bfloat16":
-        fix = f"policy.precision=bfloat16, or {_PACKING}=false"
-        yield Violation(_PACKING, True, "needs bfloat16 on GPUs", fix)
+        yield Violation(_PACKING, True, "needs bfloat16 on GPUs", f"policy.precision=bfloat16, or {_PACKING}=false")
     mode = batch_mode(policy, gpu)
     if mode == "fixed":
         return
@@ -311,8 +309,7 @@ def check_optimizer(config: Config) -> Iterator[Violation]:
         yield Violation(_SHARDED, True, "is not supported with sgd", f"{_SHARDED}=false")
     gather = f"{_DATA_PARALLEL}.overlap_param_gather"
     if overlap.overlap_param_gather and not optimizer.use_distributed_optimizer:
-        rule_text = "needs a sharded optimizer"
-        yield Violation(gather, True, rule_text, f"{gather}=false, or {_SHARDED}=true")
+        yield Violation(gather, True, "needs a sharded optimizer", f"{gather}=false, or {_SHARDED}=true")
     if overlap.overlap_param_gather and not overlap.overlap_grad_reduce:
         rule_text = "needs overlap_grad_reduce"
         yield Violation(gather, True, rule_text, f"{_DATA_PARALLEL}.overlap_grad_reduce=true, or {gather}=false")
@@ -345,8 +342,7 @@ def check_cpu_optimizer(config: Config) -> Iterator[Violation]:
         yield Violation(key, 0, "must be greater than 0 with optimizer_cpu_offload", f"{key}=1.0, or {_CPU}=false")
     if settings.optimizer != "adam":
         key = f"{_OPTIMIZER}.optimizer"
-        rule_text = "optimizer_cpu_offload needs adam"
-        yield Violation(key, settings.optimizer, rule_text, f"{key}=adam, or {_CPU}=false")
+        yield Violation(key, settings.optimizer, "optimizer_cpu_offload needs adam", f"{key}=adam, or {_CPU}=false")
     elif not settings.use_distributed_optimizer:
         rule_text = "optimizer_cpu_offload needs a sharded optimizer"
         yield Violation(_SHARDED, False, rule_text, f"{_SHARDED}=true, or {_CPU}=false")
@@ -358,8 +354,7 @@ def check_activation_offload(config: Config) -> Iterator[Violation]:
     if not parallel.fine_grained_activation_offloading:
         return
     if not on_gpus(config):
-        rule_text = "needs GPUs"
-        yield Violation(_ACTIVATIONS, True, rule_text, f"{_ACTIVATIONS}=false, or offload=none")
+        yield Violation(_ACTIVATIONS, True, "needs GPUs", f"{_ACTIVATIONS}=false, or offload=none")
     if parallel.activation_checkpointing:
         key = f"{MEGATRON}.activation_checkpointing"
         rule_text = "excludes fine_grained_activation_offloading: there are no inputs to offload"

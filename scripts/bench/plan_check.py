@@ -184,7 +184,9 @@ def config_of(run: dict[str, Any]) -> Config:
 
 def _laid_over(defaults: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     merged = dict(defaults)
-    for key, value in kept.items():
+    for name, value in kept.items():
+        # The key's name in older runs.
+        key = "cuda_ipc" if name == "direct" else name
         if isinstance(value, dict) and isinstance(defaults.get(key), dict):
             merged[key] = _laid_over(defaults[key], value)
         elif key in defaults:

@@ -54,6 +54,22 @@ TABLES = {
             "GRPO step (median of a run)",
         ),
     ),
+    "tutorial table": Table(
+        "tutorial",
+        "tutorial-1x-h100",
+        (
+            *(
+                "dry run",
+                "training",
+                "evaluation",
+                "step time",
+                "reward of the first steps",
+                "reward of the last steps",
+            ),
+            *("held-out accuracy at the start"),
+            *("held-out accuracy at the end", "peak memory, policy-0"),
+        ),
+    ),
     "presets table": Table(
         "memory",
         "offload-presets-1x-h100",

@@ -180,7 +180,7 @@ def test_the_embedded_task_makes_a_mistake_for_each_answer(digits):
 
 @pytest.mark.parametrize("make", [pair_of, labelled_of])
 def test_a_task_of_right_answers_has_no_pairs(make):
-    with pytest.raises(DataError, match=r"right answers only.*data=file or data=hub"):
+    with pytest.raises(DataError, match=r"only right answers.*data=file or data=hub"):
         make(Problem(chat("1+1"), "2"))
 
 

@@ -206,12 +206,14 @@ def mapped(tmp_path, function, *overrides):
     return split(tmp_path, f"data.map={tmp_path / 'rows.py'}:{function}", *overrides, fraction=0)
 
 
-def test_a_map_changes_and_drops_rows_before_they_are_counted(tmp_path):
+def test_a_map_changes_and_drops_rows_before_they_are_counted(tmp_path, caplog):
+    caplog.set_level("INFO")
     off = ["algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0"]
     found = trained(mapped(tmp_path, "keep", "data.max_samples=3", *off)).finite()
     assert [(one.messages[0]["content"], one.answer) for one in found] == [
         (f"WHAT IS {i} + 1?", str(i + 1)) for i in (1, 3, 5)
     ]
+    assert "data.map dropped 3 of 6 rows" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -159,5 +159,5 @@ def test_a_template_without_tools_is_named(tmp_path, name, end):
     with speaking(tmp_path, name, end) as model:
         with pytest.raises(BadRequestError, match="tools: the model's chat template does not write tools") as refused:
             model.ask()
-        assert "environment" not in refused.value.message and not model.asked
+        assert "environment.name" not in refused.value.message and not model.asked
         assert model.ask(tools=()).choices[0].message.content == ""
