@@ -22,28 +22,14 @@ RECIPES, ALGORITHM = "recipes", "algorithm"
 SECTION_OF = {"offload": "policy"}
 # Algorithms with most keys of another; the page shows the others.
 EXTENDS = {"distillation": "grpo", "dpo": "sft", "orpo": "sft", "kto": "sft"}
-FIRST_KEYS = (
-    "policy.model_name",
-    "data.train_path",
-    "data.path",
-    "data.prompt_column",
-    "data.answer_column",
-    "reward.name",
-    "algorithm.num_prompts_per_step",
-    "algorithm.num_generations_per_prompt",
-    "algorithm.max_num_steps",
-    "policy.train_global_batch_size",
-    "policy.megatron_cfg.optimizer.lr",
-    "policy.megatron_cfg.peft.enabled",
-    "algorithm.loss_fn.reference_policy_kl_penalty",
-    "generation.max_new_tokens",
-    "policy.max_total_sequence_length",
-    "cluster.gpus_per_node",
-    "policy.megatron_cfg.tensor_model_parallel_size",
-    "algorithm.val_period",
-    "checkpoint.save_period",
-    "logger.wandb_enabled",
-)
+FIRST_KEYS = """
+policy.model_name data.train_path data.path data.prompt_column data.answer_column reward.name
+algorithm.num_prompts_per_step algorithm.num_generations_per_prompt algorithm.max_num_steps
+policy.train_global_batch_size policy.megatron_cfg.optimizer.lr policy.megatron_cfg.peft.enabled
+algorithm.loss_fn.reference_policy_kl_penalty generation.max_new_tokens policy.max_total_sequence_length
+cluster.gpus_per_node policy.megatron_cfg.tensor_model_parallel_size algorithm.val_period checkpoint.save_period
+logger.wandb_enabled
+"""
 
 
 class UndocumentedError(Exception):
@@ -66,7 +52,7 @@ class Entry:
 def page() -> str:
     """Return docs/configuration.md."""
     known = {one.key: one for one in entries()}
-    first = _table([known[key] for key in FIRST_KEYS])
+    first = _table([known[key] for key in FIRST_KEYS.split()])
     parts = [INTRODUCTION, FIRST_TITLE + first, _groups(), _recipes()]
     parts += ["## Top level", _table(_entries(_schema(), "", "train"))]
     for section, node in _schema()["properties"].items():
@@ -110,15 +96,11 @@ def _section(path: str, found: Sequence[Entry], file: str | None = None) -> Iter
     """Yield a heading, the section's comment and a table of its keys."""
     if found:
         yield f"{'#' * (2 + path.count('.'))} {path}"
-        yield _about(path, file)
+        if "." in path:
+            yield _comment(path, file)
+        elif len(groups()[path]) == 1:
+            yield _header(path, default_file(path))
         yield _table(found)
-
-
-def _about(path: str, file: str | None) -> str:
-    """Return the comment of a section. Groups of several files have a table of them instead."""
-    if "." in path:
-        return _comment(path, file)
-    return _header(path, default_file(path)) if len(groups()[path]) == 1 else ""
 
 
 def _table(found: Sequence[Entry]) -> str:
