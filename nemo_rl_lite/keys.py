@@ -12,7 +12,6 @@ _WIDTH = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 1 no key matches."""
     parser = argparse.ArgumentParser(prog="nrl-lite keys", description=__doc__)
     parser.add_argument("words", metavar="WORD", nargs="+", help="part of a key, such as rollouts or policy.lr")
     words = [word.casefold() for word in parser.parse_args(arguments).words]

@@ -4,6 +4,7 @@ pytest-xdist asks for its scheduler here, because its own groups (`--dist loadgr
 items no longer have in pytest 9.2: it runs each test wherever there is room, and module fixtures twice.
 """
 
+import gc
 import zlib
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -47,6 +48,8 @@ GROUPS = {
     "test_resume": "here",
     "test_serving": "here",
 }
+# Folders of unit tests that are one group. Most modules of losses import TRL, which takes as long as many tests.
+TOGETHER = ("losses",)
 # Modules whose tests are independent, and the number of groups that they are split into.
 PARTS = {"test_bad_configs": 4}
 _PLACES = {module: place for place, module in enumerate(GROUPS)}
@@ -69,14 +72,18 @@ def group_of(nodeid: str) -> str:
     """The group of a test."""
     module, path = module_of(nodeid)
     parts = PARTS.get(PurePath(path).stem, 1)
+    if PurePath(path).parent.name in TOGETHER:
+        return PurePath(path).parent.name
     return GROUPS.get(module, path) + (f" {zlib.crc32(nodeid.encode()) % parts}" if parts > 1 else "")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Every process imports all modules, and most of what they test."""
+    """Every process imports all modules, and most of what they test, which later collections of garbage leave out."""
     with quick_imports():
-        return (yield)
+        result = yield
+    gc.freeze()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

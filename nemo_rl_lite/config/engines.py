@@ -39,6 +39,8 @@ class Engine:
     """It can apply LoRA adapters itself."""
     records_experts: bool = False
     """It returns the routed experts of each token."""
+    takes_options: bool = False
+    """It takes `ServedOptions`: penalties, top logprobs and a JSON schema."""
     least_cpu_head_dim: int = 1
     """Smallest head dimension on a CPU."""
     temperatures: tuple[float, float] = (0.0, math.inf)
@@ -90,6 +92,7 @@ ENGINES: dict[str, Engine] = {
         spans_gpus=True,
         serves_adapters=True,
         records_experts=True,
+        takes_options=True,
         least_cpu_head_dim=32,
         # vLLM rejects T > 2 and clamps T < 0.01, so its logprobs would differ from the policy's.
         temperatures=(0.01, 2.0),

@@ -315,6 +315,8 @@ def shown(defaults: Mapping[str, Any], key: str) -> str:
         return "required"
     if found := _VARIABLE.fullmatch(text):
         return f"`{found[2]}`, or the variable `{found[1]}`"
+    if found := re.fullmatch(r"\$\{default_steps:.*,(.*)\}", text):
+        return f"`{found[1]}`; `null` with `max_num_epochs` for finite data"
     if found := re.fullmatch(r"\$\{default_fraction:.*,(.*)\}", text):
         return f"`{found[1]}`, or 0 without effect"
     if found := _OF_MODEL.fullmatch(text):

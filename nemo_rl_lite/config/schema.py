@@ -337,6 +337,8 @@ class DataConfig:
     validation_split: Annotated[str | None, ActiveIf(".name", "hub")]
     task: Annotated[str | None, ActiveIf(".name", "reasoning_gym")]
     task_kwargs: dict[str, Any]
+    map: Annotated[str | None, ActiveIf(".name", "file", "hub")]
+    max_samples: Annotated[PositiveInt | None, ActiveIf(".name", "file", "hub")]
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     prompt_column: str
     prompt_template: str | None

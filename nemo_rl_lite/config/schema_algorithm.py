@@ -118,6 +118,7 @@ class AlgorithmConfig:
     seed: Seed
     loss: UserCode | None
     loss_kwargs: Annotated[dict[str, Any], ActiveIf(".loss")]
+    max_num_epochs: Annotated[PositiveInt | None, ActiveIf("data.name", "file", "hub")]
     max_num_steps: PositiveInt | None
     val_metric: Annotated[str, ActiveIf("validations")]
     higher_is_better: Annotated[bool, ActiveIf("validations")]
@@ -131,7 +132,6 @@ class AlgorithmConfig:
 class RolloutAlgorithmConfig(AlgorithmConfig):
     """Options of the algorithms that train on generated responses."""
 
-    max_num_steps: PositiveInt
     num_prompts_per_step: PositiveInt
     num_generations_per_prompt: PositiveInt
     val_temperature: Annotated[NonNegativeFloat, ActiveIf("validations")]
@@ -195,7 +195,6 @@ class DistillationConfig(GRPOConfig):
 class SupervisedConfig(AlgorithmConfig):
     """Options of the algorithms that train on a data set."""
 
-    max_num_epochs: PositiveInt | None
     early_stop_patience: PositiveInt | None
 
 

@@ -16,7 +16,6 @@ from nemo_rl_lite.config.schema_algorithm import (
     GRPOConfig,
     KTOConfig,
     LossConfig,
-    SupervisedConfig,
 )
 from nemo_rl_lite.config.sizes import as_teacher, optimizer_steps, samples_per_step, validates
 from nemo_rl_lite.data.tasks import TASKS
@@ -97,9 +96,9 @@ def check_stale_rollouts(config: Config) -> Iterator[Violation]:
         yield Violation(key, options.rollouts.source, rule_text, fix)
 
 
-@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", options=SupervisedConfig)
+@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name")
 def check_end(config: Config) -> Iterator[Violation]:
-    options, key = config.options(SupervisedConfig), "algorithm.max_num_steps"
+    options, key = config.algorithm, "algorithm.max_num_steps"
     if options.max_num_steps is None and config.data.name in TASKS:
         yield Violation(key, None, f"is null, and {config.data.name} generates data without end", f"{key}=100")
     elif options.max_num_steps is None and options.max_num_epochs is None:

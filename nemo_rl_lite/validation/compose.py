@@ -218,6 +218,11 @@ def _default_fraction(name: object, share: float, *, _root_: DictConfig) -> floa
     return share if options.get("val_at_start") or options.get("val_at_end") or options.get("val_period") else 0.0
 
 
+def _default_steps(epochs: object, steps: int, *, _root_: DictConfig) -> int | None:
+    """`${default_steps:EPOCHS,A}`: A steps; no limit where epochs of a finite data set end the run."""
+    return None if epochs and _root_.data.name in ("file", "hub") else steps
+
+
 def _default_buffer(tokens: object, share: int) -> int:
     """Resolve `${default_buffer:TOKENS,N}`: TOKENS / N, at least 1."""
     return max(1, _tokens(tokens, share) // share)
@@ -236,6 +241,7 @@ for _resolver in (
     _default_batch,
     _default_for,
     _default_fraction,
+    _default_steps,
     _default_buffer,
 ):
     OmegaConf.register_new_resolver(_resolver.__name__.removeprefix("_"), _resolver, replace=True)

@@ -11,7 +11,7 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import validates
 from nemo_rl_lite.data.formats import CHATS, NEEDS_NEGATIVES, PAIRS, PROBLEMS, RowFormat, format_of
 from nemo_rl_lite.data.rows import FileError, MissingColumnError, template_columns
-from nemo_rl_lite.data.sources import ROWS, check_file, validation_source
+from nemo_rl_lite.data.sources import ROWS, check_file, row_map, validation_source
 from nemo_rl_lite.data.tasks import TASKS, unknown_arguments, unknown_task
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.validation.compose import rule
@@ -42,6 +42,10 @@ def check_source(config: Config) -> Iterator[Violation]:
 def check_rows(config: Config) -> Iterator[Violation]:
     """Check templates and columns, and with them the first rows of files."""
     data, wrong = config.data, [*_texts(config.data)]
+    try:
+        row_map(data)
+    except ConfigError as error:
+        wrong += error.violations
     wrong += [] if wrong or data.name not in ROWS else _columns(config, format_of(config))
     yield from wrong
     if data.name != "file" or wrong:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import figures
 import learning_figure
 import record
-import speed_figure
 
 DOCS = record.ROOT / "docs"
 LEARNING = DOCS / "analysis" / "learning.md"
@@ -52,6 +52,22 @@ TABLES = {
         (
             *("held-out accuracy before", "held-out accuracy after", "end to end, with the warm-up"),
             "GRPO step (median of a run)",
+        ),
+    ),
+    "tutorial table": Table(
+        "tutorial",
+        "tutorial-1x-h100",
+        (
+            *(
+                "dry run",
+                "training",
+                "evaluation",
+                "step time",
+                "reward of the first steps",
+                "reward of the last steps",
+            ),
+            *("held-out accuracy at the start"),
+            *("held-out accuracy at the end", "peak memory, policy-0"),
         ),
     ),
     "presets table": Table(
@@ -94,7 +110,7 @@ TABLES = {
     "SFT then GRPO table": Table("analysis/supervised", "learning-gsm8k-1x-h100"),
     "throughput table": Table("analysis/supervised", "sft-throughput-qwen3-1.7b-1x-h100"),
     "soak table": Table(
-        "reliability",
+        "analysis/faults",
         "soak-cpu-2cores",
         (
             *(f"from a killed {who} to the next step's end" for who in KILLED),
@@ -127,12 +143,12 @@ TABLES = {
         ),
     ),
     "engine settings table": Table(
-        "rollouts",
+        "analysis/engines",
         "engine-settings-1x-h100",
         columns=("throughput", "start", "bandwidth share of decoding"),
     ),
     "precision table": Table(
-        "rollouts",
+        "analysis/engines",
         "engine-precision-smollm2-135m-instruct-1x-h100",
         columns=(
             *("mean logprob difference", "gen_kl_error", "token_mult_prob_error"),
@@ -186,7 +202,7 @@ def read_records() -> dict[str, dict[str, Any]]:
 def out_of_date() -> list[Path]:
     """Return the pages and pictures that show other than the records."""
     records = read_records()
-    stale = [path for path, text in pages(records).items() if path.read_text() != text]
+    stale = [path for path, text in pages(records).items() if not path.exists() or path.read_text() != text]
     return stale + ([learning_figure.PICTURE] if learning_figure.is_stale(list(records.values())) else [])
 
 
@@ -220,8 +236,7 @@ def pages(records: dict[str, dict[str, Any]]) -> dict[Path, str]:
     before, rest = LEARNING.read_text().split("<!-- learning -->\n")
     learned = "".join(f"{line}\n" for line in learning_figure.table(list(records.values()), "../"))
     learned = f"{before}<!-- learning -->\n{learned}<!-- /learning -->{rest.split('<!-- /learning -->')[1]}"
-    speed = speed_figure.svg(records[speed_figure.RECORD])
-    return {LEARNING: learned, speed_figure.PICTURE: speed} | {paths[page]: text for page, text in texts.items()}
+    return {LEARNING: learned} | figures.pictures(records) | {paths[page]: text for page, text in texts.items()}
 
 
 def _table_lines(table: Table, one: dict[str, Any]) -> list[str]:

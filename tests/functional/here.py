@@ -65,6 +65,14 @@ def import_class(path: str) -> Any:
     return getattr(module, class_name)
 
 
+@cache
+def import_policy() -> None:
+    """Import what policies need. Freeze it, because a run collects garbage several times."""
+    import_class(reserve_module.POLICY_CLASS)
+    gc.collect()
+    gc.freeze()
+
+
 class Worker:
     """One worker of this process; what it logs goes to its log file."""
 
@@ -312,6 +320,7 @@ def leaving_nothing() -> Iterator[None]:
 def without_ray(elsewhere: Sequence[str] = ()) -> Iterator[None]:
     """Run a run's workers in this process within the block, except for the groups `elsewhere`. Restore environment and
     logging at its end."""
+    import_policy()
     root, environ = logging.getLogger(), dict(os.environ)
     handlers, level, argv = root.handlers[:], root.level, sys.argv
     with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:

@@ -85,6 +85,7 @@ def test_engines_that_apply_adapters_agree_with_the_policy(tmp_path, model_folde
     check(metrics, model_folder)
 
 
+@pytest.mark.slow
 def test_so_do_they_with_shards_of_some_adapters(tmp_path, model_folder):
     """With layers of which the engine has no adapters."""
     some = ["cluster.cpu_ranks=2", TENSOR, f"{PEFT}.target_modules=[linear_fc1]", "generation.vllm_cfg.lora=adapters"]

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_lite import train
 from nemo_rl_lite.report.page import page
 from nemo_rl_lite.report.record import ROLLOUTS, SAMPLES, read_run
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files
-from tests.functional.here import run_here
+from tests.functional.conftest import run_command
 from tests.metric_names import not_logged, undocumented
 
 pytestmark = pytest.mark.functional
@@ -86,10 +87,12 @@ def test_engine_and_policy_agree_after_every_refit(run):
         assert line["refit/buckets"] > 5 and line["refit/bytes"] > 3_000_000
 
 
-def test_a_second_run_in_the_same_folder_is_refused(run, model_folder):
+def test_a_second_run_in_the_same_folder_is_refused(run, model_folder, capsys):
     folder, _, metrics = run
-    refused = run_here(folder, model_folder)
-    assert refused.returncode == 2 and "holds a run already" in refused.stderr and "Traceback" not in refused.stderr
+    with pytest.raises(SystemExit) as end:
+        train.main(run_command(folder, model_folder)[3:])
+    errors = capsys.readouterr().err
+    assert end.value.code == 2 and "holds a run already" in errors and "Traceback" not in errors
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == len(metrics)
 
 
@@ -148,6 +151,7 @@ def test_the_run_folder_is_complete(run):
     assert "Traceback" not in output and "held-out accuracy" in output
 
 
+@pytest.mark.slow
 def test_one_can_chat_with_it(run):
     """A conversation of two turns, and a new one, greedily: transformers says the same to each."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

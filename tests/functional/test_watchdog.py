@@ -66,6 +66,7 @@ def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path, mo
         assert "Timeout (0:00:03)!" in log.read_text()
 
 
+@pytest.mark.slow
 def test_where_others_give_up_first_it_is_still_the_one_that_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(calls, "DEATH_S", 4.0)
     group = group_of_two("trainer", tmp_path, limit_s=None, collective_timeout_s=4.0)

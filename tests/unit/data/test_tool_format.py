@@ -1,10 +1,10 @@
 """Calls are found in the formats of real chat templates, which TRL has copies of, and in two that are written here."""
 
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import trl
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_rl_lite.data.tool_format import (
@@ -17,7 +17,7 @@ from nemo_rl_lite.data.tool_format import (
     tool_format,
 )
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TEMPLATES = Path(find_spec("trl").origin).parent / "chat_templates"
 # As in Mistral's tokenizers of version 3 and of version 11.
 _MISTRAL = (
     "{% for m in messages %}{% if m.role == 'user' %}[AVAILABLE_TOOLS]{{ tools | tojson if tools else '' }}"

@@ -10,8 +10,6 @@ from nemo_rl_lite.generation.vllm.extension import AdapterSlot, engine_options
 from nemo_rl_lite.refit.engine import CopyReplayLoader
 from nemo_rl_lite.refit.layout import ReceivedBucket, make_plan, view
 
-layers = pytest.importorskip("vllm.lora.layers")
-
 # The second of two ranks has fewer of the adapters' dimensions than the first.
 DIM, MOST, HIDDEN, HEADS, KV_HEADS, HEAD = 6, 8, 16, 4, 2, 8
 WIDTHS = {"q_proj": HEADS * HEAD, "k_proj": KV_HEADS * HEAD, "v_proj": KV_HEADS * HEAD, "o_proj": HIDDEN}
@@ -19,6 +17,8 @@ WIDTHS = {"q_proj": HEADS * HEAD, "k_proj": KV_HEADS * HEAD, "v_proj": KV_HEADS 
 
 def layer_of(kind: str, tp_size: int, tp_rank: int, inputs: int, outputs: list[int], sharded: bool):
     """A layer of vLLM's with zeros for adapters, without the layer that it adapts."""
+    # Imported here, because every process of the tests imports this module.
+    layers = pytest.importorskip("vllm.lora.layers")
     made = object.__new__(getattr(layers, f"{kind}{'Sharded' if sharded else ''}LoRA"))
     torch.nn.Module.__init__(made)
     made.tp_size, made.tp_rank, made.n_slices = tp_size, tp_rank, len(outputs)

@@ -115,9 +115,13 @@ def consume(receiver) -> tuple[dict[str, torch.Tensor], RefitReport]:
     return collected.weights, report
 
 
-@pytest.mark.parametrize("way", [Broadcast, OneBuffer, ThreeBuffers, ThroughSharedBuffer])
-@pytest.mark.parametrize("bucket_bytes", [1, 2048, 10**9])
-@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize(
+    ("way", "bucket_bytes", "consumers"),
+    [
+        *((way, 2048, 2) for way in (Broadcast, OneBuffer, ThreeBuffers, ThroughSharedBuffer)),
+        *((way, bucket_bytes, 1) for way in (Broadcast, ThroughSharedBuffer) for bucket_bytes in (1, 10**9)),
+    ],
+)
 def test_every_consumer_gets_every_weight_bit_for_bit(way, bucket_bytes, consumers):
     plan = plan_of(WEIGHTS, bucket_bytes)
     refit = way(plan)
@@ -135,7 +139,7 @@ def test_every_consumer_gets_every_weight_bit_for_bit(way, bucket_bytes, consume
     assert set(sent.seconds) == {"iterate", "pack", "transfer"}
 
 
-@pytest.mark.parametrize("way", [OneBuffer, Broadcast, ThreeBuffers, ThroughSharedBuffer])
+@pytest.mark.parametrize("way", [OneBuffer, Broadcast, ThroughSharedBuffer])
 def test_a_slow_consumer_reads_each_bucket_before_its_memory_is_filled_again(way):
     """Eight large buckets through fewer buffers; the producer is always ahead, and one consumer of the other."""
     weights = {f"layer {index}": torch.full((300_000,), float(index)) for index in range(8)}
@@ -201,7 +205,7 @@ def test_a_consumer_with_another_plan_refuses_before_the_first_weight(way):
     producer = lambda group: refit.send(group, WEIGHTS.items())  # noqa: E731
     _, refused = run([producer, lambda group: consume(refit.receiver(group, other))], SHORT)
     assert isinstance(refused, RefitError)
-    assert "another plan" in str(refused)
+    assert "different plans" in str(refused)
 
 
 @WAYS

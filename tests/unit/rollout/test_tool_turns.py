@@ -2,11 +2,11 @@
 chat template, and the tokens of the policy stay as they are."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-import trl
 from tokenizers import AddedToken
 
 from nemo_rl_lite.data.problems import Problem, chat
@@ -122,7 +122,7 @@ TAGS = "<tool_call>\n<function=NAME>\n<parameter=a>\n41\n</parameter>\n</functio
 
 
 def template(name: str) -> str:
-    return (Path(trl.__file__).parent / "chat_templates" / name).read_text()
+    return (Path(find_spec("trl").origin).parent / "chat_templates" / name).read_text()
 
 
 @pytest.mark.parametrize(

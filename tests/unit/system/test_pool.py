@@ -14,7 +14,8 @@ import time
 import psutil
 import pytest
 
-from nemo_rl_lite.system.pool import CallError, CallPool, CallTimeout, PoolTarget
+from nemo_rl_lite.system.pool import CallPool, CallTimeout, PoolTarget
+from nemo_rl_lite.system.user_errors import CallError
 
 HERE = "tests.unit.system.test_pool"
 LARGE = "x" * 400_000
@@ -79,8 +80,7 @@ def outcome(future) -> object:
         return error
 
 
-@pytest.mark.parametrize("row", ["", LARGE])
-@pytest.mark.parametrize("hang", HANGS)
+@pytest.mark.parametrize(("hang", "row"), [*((hang, LARGE) for hang in HANGS), (stop, "")])
 def test_a_process_that_hangs_costs_its_own_call(hang, row):
     pool = make_pool()
     late = pool.submit("do", hang.__name__, row)
@@ -92,9 +92,8 @@ def test_a_process_that_hangs_costs_its_own_call(hang, row):
     assert [outcome(one) for one in others] == [len(row)] * 6
 
 
-@pytest.mark.parametrize("at_once", [1, 8])
-def test_sessions_of_a_process_that_hangs_are_lost_and_named(at_once):
-    pool = make_pool(at_once)
+def test_sessions_of_a_process_that_hangs_are_lost_and_named():
+    pool = make_pool()
     assert [pool.submit("do", "", session=session).result(30) for session in range(3)] == [0, 0, 0]
     late = pool.submit("do", keep_the_gil.__name__, session=0)
     assert isinstance(outcome(late), CallTimeout)
@@ -114,11 +113,9 @@ def test_a_process_that_hangs_after_its_calls_is_named_and_does_not_hold_the_nex
     assert pool.submit("do", "").result(30) == 0
 
 
-@pytest.mark.parametrize("at_once", [1, 8])
-@pytest.mark.parametrize("written", ["no pickle", pickle.dumps(5), pickle.dumps((1, 2, 3))])
-def test_a_process_whose_code_writes_to_its_pipe_is_ended(written, at_once):
-    written = written.encode() if isinstance(written, str) else written
-    pool = make_pool(at_once, timeout_s=30)
+@pytest.mark.parametrize("written", [b"no pickle", pickle.dumps(5), pickle.dumps((1, 2, 3))])
+def test_a_process_whose_code_writes_to_its_pipe_is_ended(written):
+    pool = make_pool(timeout_s=30)
     assert isinstance(outcome(pool.submit("write", struct.pack("!i", len(written)) + written)), CallError)
     assert pool.submit("echo", 1).result(30) == 1
 
@@ -144,19 +141,18 @@ def test_many_calls_run_at_a_time_and_are_given_out_fast():
 LAUNCHER = f"""
 import os, signal, sys
 from {HERE} import make_pool
-pool = make_pool(at_once=int(sys.argv[1]), timeout_s=600)
+pool = make_pool(at_once=4, timeout_s=600)
 print(pool.submit("start_a_child").result(60), flush=True)
-pool.submit("do", sys.argv[2])
-if sys.argv[2]:
+pool.submit("do", sys.argv[1])
+if sys.argv[1]:
     pool.submit("do", "", "x" * 1_000_000)
 signal.pause()
 """
 
 
-@pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("busy", ["", "keep_the_gil", "stop"])
-def test_no_process_is_left_after_a_launcher_that_was_killed(busy, at_once):
-    command = [sys.executable, "-c", LAUNCHER, str(at_once), busy]
+def test_no_process_is_left_after_a_launcher_that_was_killed(busy):
+    command = [sys.executable, "-c", LAUNCHER, busy]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout
         child = psutil.Process(int(launcher.stdout.readline()))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.algorithms.supervised import shown_limits
+from nemo_rl_lite.algorithms.loop import shown_limits
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.system import sandbox
@@ -131,6 +131,17 @@ def test_the_limit_that_ends_a_run_is_said(steps, epochs, per_epoch, ends_by):
     keys += ["data=hub", "data.path=a/b", "data.validation_fraction=0.1"]
     said = shown_limits(compose_config(["algorithm=sft", *keys]).algorithm, per_epoch)
     assert ends_by in said and bool(said) == bool(ends_by)
+
+
+def test_epochs_take_the_place_of_default_steps_where_data_ends(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "answer": "1"}\n' * 9)
+    of_file = [f"data.train_path={rows}", "algorithm.val_at_start=false", "algorithm.val_at_end=false"]
+    epochs = "algorithm.max_num_epochs=2"
+    assert compose_config([*of_file]).algorithm.max_num_steps == 30
+    assert compose_config([*of_file, epochs]).algorithm.max_num_steps is None
+    assert compose_config([*of_file, epochs, "algorithm.max_num_steps=7"]).algorithm.max_num_steps == 7
+    assert compose_config([epochs]).algorithm.max_num_steps == 30
 
 
 def test_a_step_with_more_prompts_than_the_data_has(caplog):
