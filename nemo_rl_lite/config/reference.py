@@ -121,20 +121,20 @@ def _files(group: str, names: Sequence[str] = ()) -> str:
     """Describe the files of a group, or those named: purpose, values that are not the default's, and arguments."""
     if len(groups()[group]) == 1:
         return ""
-    default = default_file(group)
-    rows = []
+    default, found = default_file(group), [*_arguments(group)]
+    arguments, rows = [one.key for one in found], []
     for file in sorted(names or groups()[group], key=lambda name: (name != default, name)):
         changed = [
-            f"`{key}={raw(value)}`"
+            f"`{key}`: {shown(values(group, file), key)}"
             for key, value in values(group, file).items()
             if value != values(group, default).get(key, ...)
-            and not (isinstance(value, dict) and value)
+            and not isinstance(value, dict)
+            and key not in arguments
             and (key, value) != (f"{group}.name", file)
         ]
         rows.append((f"`{group}={file}`", _header(group, file), "<br>".join(changed) or "the defaults"))
     text = f"### Files of the group {group}\n\n" + table(("choice", "purpose", "sets"), rows)
-    arguments = [*_arguments(group)]
-    return f"{text}\n\nTheir arguments:\n\n{_table(arguments)}" if arguments else text
+    return f"{text}\n\nTheir arguments:\n\n{_table(found)}" if found else text
 
 
 def _arguments(group: str) -> Iterator[Entry]:
@@ -281,8 +281,8 @@ TYPES = {
     "null": "`null`",
 }
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-# Defaults that depend on the model: {own} for the embedded model, {other} for all others.
-_OF_MODEL = re.compile(r"\$\{default_(\w+):\$\{[\w.]+\},(?P<own>[^,]+),(?P<other>[^,}]+).*\}")
+# Defaults that depend on other keys; {own} is mostly that of the embedded model, {other} that of all others.
+_RESOLVED = re.compile(r"\$\{default_(\w+):\$\{[\w.]+\},(?P<own>[^,}]+)(?:,(?P<other>[^,}]+))?.*\}")
 _BY_RESOLVER = {
     "length": "`{other}`, or the model's positions if fewer; `{own}` for the embedded model",
     "response": "`{other}`, or half of `policy.max_total_sequence_length` if less; `{own}` for the embedded model",
@@ -290,6 +290,9 @@ _BY_RESOLVER = {
     "rate": "`{other}`; `5.0e-6` with SFT; `{own}` with LoRA or the embedded model",
     "batch": "the rollout; `{own}` with SFT, DPO, ORPO, KTO or the embedded model",
     "for": "`{other}`; `{own}` for the embedded model",
+    "fraction": "`{own}`, or `0` without validation",
+    "steps": "`{own}`; `null` with `max_num_epochs` for finite data",
+    "buffer": "1/{own} of `generation.max_new_tokens`",
 }
 _VARIABLE = re.compile(r"\$\{(?:oc\.decode:\$\{oc\.env|variable):(\w+),([^}]*)\}+")
 
@@ -315,11 +318,7 @@ def shown(defaults: Mapping[str, Any], key: str) -> str:
         return "required"
     if found := _VARIABLE.fullmatch(text):
         return f"`{found[2]}`, or the variable `{found[1]}`"
-    if found := re.fullmatch(r"\$\{default_steps:.*,(.*)\}", text):
-        return f"`{found[1]}`; `null` with `max_num_epochs` for finite data"
-    if found := re.fullmatch(r"\$\{default_fraction:.*,(.*)\}", text):
-        return f"`{found[1]}`, or 0 without effect"
-    if found := _OF_MODEL.fullmatch(text):
+    if found := _RESOLVED.fullmatch(text):
         return _BY_RESOLVER[found[1]].format(**found.groupdict())
     if found := re.fullmatch(r"\$\{(\.?)([\w.]+)\}", text):
         return f"value of `{key.rpartition('.')[0] + '.' if found[1] else ''}{found[2]}`"
