@@ -62,7 +62,7 @@ def page() -> str:
         elif "$ref" in node:
             parts += [part for path, found in _walk(section, node) for part in _section(path, found)]
             parts += [_files(group) for group in groups() if SECTION_OF.get(group, group) == section]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n\n".join(filter(None, parts))) + "\n"
 
 
 def entries() -> Iterator[Entry]:
