@@ -148,11 +148,10 @@ CASES = {
     "algorithm.loss=torn.py:Loss": "torn.py, line 2",
     "algorithm.loss=tests.unit.validation.losses.Unheard": "algorithm.loss",
     "algorithm.loss=tests.unit.validation.losses.Exits": "SystemExit",
-    "algorithm.loss=tests.unit.validation.losses.Summary": "summarize",
     "algorithm.loss=tests.unit.validation.losses.Text": "needs",
     "algorithm.loss=tests.unit.validation.losses.Topk +algorithm.loss_kwargs.topk=0": "topk",
     "algorithm.loss=tests.unit.validation.losses.OfTeacher": "algorithm.topk_logits_k=64",
-    "algorithm.loss=nemo_rl_lite.losses.supervised.DPOLoss": "made from DPOConfig",
+    "algorithm.loss=nemo_rl_lite.losses.supervised.DPOLoss": "needs DPOConfig",
     # A teacher.
     "algorithm=distillation": "teacher.model_name",
     f"{TAUGHT} cluster.cpu_ranks=2 teacher.megatron_cfg.tensor_model_parallel_size=4": "teacher.megatron_cfg.tensor_mo",
