@@ -1,6 +1,6 @@
-"""nemo_rl_lite: a launcher for GRPO, SFT and DPO on Ray, megatron-core and vLLM.
+"""Post-train language models with GRPO, SFT, DPO, ORPO, KTO and distillation, on Ray, Megatron and vLLM.
 
-The classes of the Python API are imported when they are first used.
+The classes of the Python API are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

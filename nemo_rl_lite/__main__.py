@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite VERB ...`: the console script."""
+"""`python -m nemo_rl_lite COMMAND ...`, the same as `nrl-lite COMMAND ...`."""
 
 from nemo_rl_lite.cli import main
 

@@ -1,55 +1,38 @@
-"""`nrl-lite chat RUN [key.path=value ...]`: a conversation with a run's or a Hugging Face folder's model.
+"""`nrl-lite chat RUN [key.path=value ...]`: chat with a trained model, or one in a Hugging Face folder.
 
-A line is a message; /reset begins a new conversation, /quit ends. Responses go to standard output; without a terminal,
-messages are the lines of standard input.
+Each line is a message. /reset starts a new conversation, /quit ends. Responses go to standard output.
 """
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 from rich.console import Console
 
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.errors import printable, shown_as_message
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.run.model import CHAT_KEYS
-from nemo_rl_lite.run.serving import SampledBy, find_served, start_engine
+from nemo_rl_lite.run.serving import find_served, model_parser, start_engine
 from nemo_rl_lite.serving.protocol import ChatRequest, RefusedError
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 
 _RESPONSE_TOKENS = 1024
 _RESET, _QUIT = "/reset", "/quit"
 Reply = Callable[[Sequence[Message]], str]
-"""Returns the response to a conversation. Raises RefusedError: there is none."""
+"""Returns the response to a conversation. Raises RefusedError: the request is invalid or too long."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 1 there is no model, or a line of a file got no response, 2 bad
-    arguments."""
-    parser = argparse.ArgumentParser(
-        prog="nrl-lite chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, a Hugging Face folder or a Hub model ID")
-    parser.add_argument("overrides", nargs="*", help=f"as for train; of {' and '.join(CHAT_KEYS)}")
-    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=int, help=f"most tokens of a response (default: {_RESPONSE_TOKENS})"
-    )
-    parser.add_argument("--top-p", metavar="P", type=float, help="as generation.top_p (default: the run's)")
-    parser.add_argument("--top-k", metavar="K", type=int, help="as generation.top_k (default: the run's)")
-    given = parser.parse_intermixed_args(arguments)
+    """Run the command. Exit status: 0 done, 1 no model, or a line of a file got no response, 2 bad arguments."""
+    given = model_parser("nrl-lite chat", __doc__, str(_RESPONSE_TOKENS)).parse_intermixed_args(arguments)
     console = Console(stderr=True, highlight=False, markup=False)
     with shown_as_message("nrl-lite chat"):
-        flags = SampledBy(given.max_new_tokens, given.temperature, given.top_p, given.top_k)
-        served = find_served(given.run, given.overrides, flags, console.print, _RESPONSE_TOKENS)
+        served = find_served(given, console.print, _RESPONSE_TOKENS)
         with console.status(f"starting {served}"):
             queue, responder = start_engine(served)
         if sys.stdin.isatty():
-            console.print(f"{served}; {_RESET} begins a new conversation, {_QUIT} or Ctrl-D ends")
+            console.print(f"{served}; {_RESET} starts a new conversation, {_QUIT} or Ctrl-D ends")
         try:
             refused = converse(replier(queue, responder, console.print), console)
         except KeyboardInterrupt:
@@ -58,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def replier(queue: RequestQueue, responder: ResponderConfig, say: Callable[[str], None]) -> Reply:
-    """Return a function that asks the engine, and says when a response was cut."""
+    """Return a function that asks the engine and reports truncated responses."""
 
     async def reply(messages: Sequence[Message]) -> str:
         asked = ChatRequest(messages=list(messages))
@@ -66,14 +49,14 @@ def replier(queue: RequestQueue, responder: ResponderConfig, say: Callable[[str]
             answer = await PublicHandler(responder, requests).respond(asked)
         (completion,) = answer.completions
         if completion.finish_reason == "length":
-            say(f"cut after {len(completion.tokens)} tokens; --max-new-tokens allows more")
+            say(f"truncated after {len(completion.tokens)} tokens; raise --max-new-tokens")
         return responder.tokenizer.text(completion.tokens)
 
     return lambda messages: asyncio.run(reply(messages))
 
 
 def converse(reply: Reply, console: Console) -> int:
-    """Read messages, and write responses, until the input ends; return how many messages got none."""
+    """Read messages and write responses until the input ends; return the number of messages without a response."""
     messages, refused, at_terminal = list[Message](), 0, sys.stdin.isatty()
     while True:
         try:
@@ -85,7 +68,7 @@ def converse(reply: Reply, console: Console) -> int:
         if said == _RESET:
             messages.clear()
         elif said.startswith("/"):
-            console.print(f"there is no {said.split()[0]}, only {_RESET} and {_QUIT}")
+            console.print(f"unknown command {said.split()[0]}; use {_RESET} or {_QUIT}")
         elif said:
             messages.append({"role": "user", "content": said})
             try:
@@ -94,7 +77,7 @@ def converse(reply: Reply, console: Console) -> int:
             except RefusedError as error:
                 refused += 1
                 messages.pop()
-                console.print(f"{error}. {_RESET} begins a new conversation")
+                console.print(f"{error}. {_RESET} starts a new conversation")
                 continue
             messages.append({"role": "assistant", "content": response})
             shown = printable(response, kept="\n\t") if sys.stdout.isatty() else response

@@ -1,6 +1,6 @@
-"""`nrl-lite constraints`: print the path of the file with the versions that were tested together, for `pip install -c`.
+"""`nrl-lite constraints`: print the path of the tested package versions, for `pip install -c`.
 
-Needs no other package, so that it runs before they are installed.
+Needs no other package, so it runs before they are installed.
 """
 
 import argparse
@@ -11,7 +11,6 @@ from nemo_rl_lite.compat.versions import constraints_file
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
     argparse.ArgumentParser(prog="nrl-lite constraints", description=__doc__).parse_args(arguments)
     sys.stdout.write(f"{constraints_file()}\n")
 

@@ -1,23 +1,23 @@
-"""Errors that a user can act on, with their exit statuses. Imports nothing heavy."""
+"""Errors that a user can act on, with their exit statuses."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# Stands for a secret in what is written to disk.
+# Replaces secrets in files.
 HIDDEN = "REDACTED"
 
 
 class LauncherError(Exception):
-    """The base of all errors that are shown as a message without a traceback."""
+    """Base of all errors that are shown without a traceback."""
 
     exit_status = 1
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One problem of a configuration: the key, its value, the rule it violates, and the fix; the place in a file."""
+    """A problem of a configuration: key, value, violated rule, fix, and place in a file."""
 
     key: str
     value: object
@@ -48,19 +48,19 @@ class ConfigError(LauncherError):
 
 
 class DataError(LauncherError):
-    """A dataset cannot be read. The message names the file, the row and the problem."""
+    """A dataset cannot be read. The message names file, row and problem."""
 
     exit_status = 2
 
 
 class UsageError(LauncherError):
-    """A command's flag cannot be followed here. The message names the flag."""
+    """A command's flag is invalid. The message names the flag."""
 
     exit_status = 2
 
 
 class HostMemoryError(LauncherError):
-    """There is too little host memory for an offload. The message says what is needed and what is free."""
+    """An offload needs more host memory than is free."""
 
 
 class CheckpointError(LauncherError):
@@ -68,15 +68,15 @@ class CheckpointError(LauncherError):
 
 
 class TrainingError(LauncherError):
-    """Training makes no progress. The message says what was seen, and which key limits it."""
+    """Training makes no progress. The message names the symptom and the key that limits it."""
 
 
 class CallbackError(LauncherError):
-    """A user's callback raised; its own error is the cause. The message names the callback, the error and its line."""
+    """A user's callback raised. The message names the callback, the error and its line."""
 
 
 class RunStopped(LauncherError):
-    """The run was asked to end before its last step. It is saved, and the same command resumes it."""
+    """The run was stopped before its last step, with a checkpoint. The same command resumes it."""
 
     exit_status = 75
 
@@ -86,25 +86,25 @@ class RunStopped(LauncherError):
 
 
 class RefitError(LauncherError):
-    """New weights did not arrive completely. The message names the bucket and its tensors."""
+    """A refit is incomplete. The message names the bucket and its tensors."""
 
     exit_status = 4
 
 
 class EngineError(LauncherError):
-    """A generation engine computes nonsense. The message names the engine."""
+    """A generation engine computes non-finite numbers. The message names the engine."""
 
     exit_status = 3
 
 
 class LostTouchError(RefitError):
-    """A peer of the refit died, or did not answer in time; the cause is mostly on its side."""
+    """A peer of the refit died or timed out. The cause is mostly on its side."""
 
 
 class WorkerError(LauncherError):
     """A worker raised or died. `cause` is one line; the worker's traceback is in `details`.
 
-    `lost`: its process died, so that a restart may help; `raised`: otherwise the class of its exception;
+    `lost`: its process died, so a restart may help. `raised`: the class of its exception otherwise.
     `others_running`: some workers have neither finished nor failed.
     """
 
@@ -119,14 +119,13 @@ class WorkerError(LauncherError):
 
 
 def printable(text: object, kept: str = "") -> str:
-    """Escape a model's or a user's text for a terminal, except for the characters `kept`, so that it cannot move the
-    cursor, or change colours or the clipboard."""
+    """Escape control characters, except those in `kept`, so that untrusted text cannot control the terminal."""
     return "".join(one if one.isprintable() or one in kept else repr(one)[1:-1] for one in str(text))
 
 
 @contextmanager
 def shown_as_message(program: str) -> Iterator[None]:
-    """Print a user's error in the block of a command line, and exit with its status."""
+    """Print an error of the block and exit with its status."""
     try:
         yield
     except LauncherError as error:

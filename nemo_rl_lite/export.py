@@ -17,28 +17,31 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, Violation, shown_as_message
 from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, exported, locate_model, with_template
 from nemo_rl_lite.models.shape import push_problems
+from nemo_rl_lite.observability.runs import existing_or_run
 from nemo_rl_lite.system.machine import local_path
 from nemo_rl_lite.validation.compose import restore
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 1 failed, 2 bad arguments."""
+    """Run the command. Exit status: 0 done, 1 failed, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite export", description=__doc__)
-    parser.add_argument("run", type=local_path, help="a run's folder (for its newest checkpoint), or one checkpoint's")
+    parser.add_argument(
+        "run", type=local_path, help="a run (its folder, its name or last) for its newest checkpoint, or a checkpoint"
+    )
     parser.add_argument(
         "folder",
         type=local_path,
         nargs="?",
         help="folder to write (default: hf-step-N in the run's folder); LoRA's adapters go to FOLDER-adapter",
     )
-    parser.add_argument("--push-to-hub", metavar="NAME", help="also upload it to this repository (organisation/name)")
-    parser.add_argument("--public", action="store_true", help="make the repository a public one if it does not exist")
+    parser.add_argument("--push-to-hub", metavar="NAME", help="also upload to this Hub repository (organisation/name)")
+    parser.add_argument("--public", action="store_true", help="create the repository as public, not private")
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite export"):
         name = given.push_to_hub
         if name and (violations := [Violation("--push-to-hub", name, *problem) for problem in push_problems(name)]):
             raise ConfigError(violations)
-        folders = export(given.run.resolve(), given.folder.resolve() if given.folder else None)
+        folders = export(existing_or_run(given.run).resolve(), given.folder.resolve() if given.folder else None)
         if name:
             from nemo_rl_lite.run.publish import push
 
@@ -46,25 +49,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(run: Path, target: Path | None) -> list[Path]:
-    """Write the newest checkpoint of a run, or one checkpoint, to `target`, and check it. Returns the `exported`
-    folders.
+    """Write a run's newest checkpoint, or one checkpoint, to `target` and verify it; return the `exported` folders.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is of another version of this package, or the target is among
-            checkpoints; the model that the run started from is missing; the written model computes other logprobs.
+        CheckpointError: no checkpoint; a checkpoint of another version of this package; a target among checkpoints; the
+            starting model is missing; the written model's logprobs differ.
     """
     found = locate(run)
     if found is None:
         raise CheckpointError(f"{run} has no complete checkpoint: name a run's folder, or one in its checkpoints/")
     if target is not None and (checkpoints := checkpoints_around(target)):
-        raise CheckpointError(f"{target} is among a run's checkpoints, {checkpoints}: name a folder outside")
+        raise CheckpointError(f"{target} is inside a run's checkpoints, {checkpoints}: name a folder outside")
     config, named = _saved_config(found), target is not None
     target = target or found.path.parents[1] / f"hf-{found.path.name}"
     written = exported(config, target)
     for folder in written if named else ():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CheckpointError(f"{folder} exists and is not empty: name another folder, or remove it")
-    # Hide the libraries' progress bars and warnings; many warn while they are imported.
+    # Hide the libraries' warnings; many warn on import.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     with quick_imports():
@@ -84,13 +86,13 @@ def export(run: Path, target: Path | None) -> list[Path]:
     os.environ.update({name: str(value) for name, value in place.items()})
     model = locate_model(config, console)
     if not (model / "config.json").exists():
-        rule = "which has the tokenizer and, with LoRA, the weights, does not exist"
-        raise CheckpointError(f"{model}, the model that the run started from (policy.model_name), {rule}")
+        rule = "does not exist; the export needs its tokenizer and, with LoRA, its weights"
+        raise CheckpointError(f"{model}, the starting model (policy.model_name), {rule}")
     with tempfile.TemporaryDirectory() as scratch:
         if config.policy.tokenizer.chat_template:
             template = found.path.parents[1] / TEMPLATED / TEMPLATE_FILE
             if not template.is_file():
-                raise CheckpointError(f"{template}, the chat template of the run, does not exist: restore it")
+                raise CheckpointError(f"{template}, the run's chat template, does not exist: restore it")
             model = with_template(model, template, Path(scratch) / TEMPLATED)
         difference = convert(config, model, found.path / POLICY, target, console.say)
     write_cards(target, config, found.path.parents[1], found.step)
@@ -101,11 +103,11 @@ def export(run: Path, target: Path | None) -> list[Path]:
 
 def _saved_config(found: Checkpoint) -> Config:
     if "config" not in found.record:
-        raise CheckpointError(f"{found.path} does not say which configuration it was saved with")
+        raise CheckpointError(f"{found.path} does not record its configuration")
     try:
         return restore(json.dumps(found.record["config"]))
     except ConfigError as error:
-        # Keys of the command line do not help here, so the fixes of the violations are left out.
+        # The fixes are keys of a command line, which cannot help here.
         wrong = ", ".join(f"{one.key} {one.rule}" for one in error.violations)
         version = "was saved by another version of the launcher, and only that one exports it"
         raise CheckpointError(f"{found.path} {version}: {wrong}") from None

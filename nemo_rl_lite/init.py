@@ -1,4 +1,4 @@
-"""`nrl-lite init [FOLDER]`: write an experiment of one's own, with a reward and rows, that trains at once on a CPU."""
+"""`nrl-lite init [FOLDER]`: write an example experiment, reward and rows, which train on a CPU."""
 
 import argparse
 import shlex
@@ -9,17 +9,17 @@ from pathlib import Path
 FILES = {
     "experiment.yaml": """\
 # Your experiment: nrl-lite train experiment.yaml [key.path=value ...]
-# Keys and their defaults: nrl-lite keys WORD, or docs/configuration.md. Paths are seen from the folder in which
-# you call the command; files in the defaults list are beside this one.
+# Keys and their defaults: nrl-lite keys WORD, or docs/configuration.md. Paths are relative to the folder in which
+# you run the command. Files of the defaults list are next to this file.
 defaults:
-  # Files of groups. A recipe to begin with is a line of its own, such as - grpo-smollm2-135m-1n1g
+  # Files of groups. To start from a recipe, add a line such as - grpo-smollm2-135m-1n1g
   - algorithm: grpo
   - data: file
 
 run_name: my-experiment
 
 policy:
-  # The embedded model of 0.8 M parameters trains on a CPU. Yours: a folder, or a name of the hub.
+  # The embedded model of 0.8 M parameters trains on a CPU. Yours: a folder or a Hub model ID.
   model_name: embedded:reverse-digits
   train_global_batch_size: 8
 
@@ -46,7 +46,7 @@ checkpoint:
 
 
 def score(response: str, answer: str) -> float:
-    """Return the share of the answer's digits that stand at their place."""
+    """Return the share of the answer's digits at the right place."""
     right = sum(a == b for a, b in zip(response.strip(), answer, strict=False))
     return right / max(len(answer), len(response.strip()))
 ''',
@@ -57,12 +57,11 @@ def score(response: str, answer: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 2 a file is there already."""
     parser = argparse.ArgumentParser(prog="nrl-lite init", description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="where to write (default: here)")
     folder = parser.parse_args(arguments).folder.expanduser()
     if there := [name for name in FILES if (folder / name).exists()]:
-        parser.error(f"{folder / there[0]} is there already: name another folder")
+        parser.error(f"{folder / there[0]} exists already: name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in FILES.items():

@@ -1,4 +1,4 @@
-"""`nrl-lite keys WORD ...`: keys whose names have all words, or else whose sentences do, with range and default."""
+"""Search the configuration keys by name, else by description; print type, default and description."""
 
 import argparse
 import difflib
@@ -6,20 +6,19 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from nemo_rl_lite.config.reference import Entry, Reference
+from nemo_rl_lite.config.reference import Entry, entries
 
 _WIDTH = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 1 no key matches."""
     parser = argparse.ArgumentParser(prog="nrl-lite keys", description=__doc__)
     parser.add_argument("words", metavar="WORD", nargs="+", help="part of a key, such as rollouts or policy.lr")
     words = [word.casefold() for word in parser.parse_args(arguments).words]
-    entries = list(Reference.of_package().entries())
-    found = [one for one in entries if _has(one.key, words)] or [one for one in entries if _has(one.sentence, words)]
+    known = list(entries())
+    found = [one for one in known if _has(one.key, words)] or [one for one in known if _has(one.sentence, words)]
     if not found:
-        near = difflib.get_close_matches(words[0], [one.key.rpartition(".")[2] for one in entries], n=1)
+        near = difflib.get_close_matches(words[0], [one.key.rpartition(".")[2] for one in known], n=1)
         hint = f"; did you mean {near[0]}?" if near else "; `nrl-lite train --cfg job` prints all"
         sys.stderr.write(f"nrl-lite keys: no key has {' and '.join(words)}{hint}\n")
         sys.exit(1)
@@ -32,13 +31,8 @@ def _has(text: str, words: Sequence[str]) -> bool:
 
 def shown(entry: Entry) -> str:
     """Return the lines of a key: its name, range and default, sentence."""
-    kind, default, sentence = map(_plain, (entry.kind, entry.default, entry.sentence))
-    lines = [f"{kind}; default: {default}", textwrap.fill(sentence, _WIDTH)]
-    return f"{entry.key}\n{textwrap.indent(chr(10).join(lines), '    ')}"
-
-
-def _plain(markdown: str) -> str:
-    return markdown.replace("`", "").replace("\\|", "|").replace("&lt;", "<")
+    lines = f"{entry.kind}; default: {entry.default}\n{textwrap.fill(entry.sentence, _WIDTH)}".replace("`", "")
+    return f"{entry.key}\n{textwrap.indent(lines, '    ')}"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""`nrl-lite plan [options] [group=file ...] [key.path=value ...]`: a run's memory and time, and whether
-it fits, in seconds and without a GPU or weights."""
+"""`nrl-lite plan [options] [group=file ...] [key.path=value ...]`: predict memory, step time and whether a run fits.
+
+Needs neither a GPU nor weights.
+"""
 
 import argparse
 import sys
@@ -23,13 +25,17 @@ DOES_NOT_FIT = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 it fits, 1 it does not or something failed, 2 bad configuration or arguments."""
+    """Run the command. Exit status: 0 fits, 1 does not fit or failed, 2 bad configuration or arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", help="as for train")
     parser.add_argument("--gpu", help=f"a GPU ({', '.join(KNOWN)}) or its memory (80GiB); default: this machine's")
-    parser.add_argument("--host-memory", help="of one machine, such as 2TiB; default: not checked")
-    parser.add_argument("--model-config", type=local_path, help="the model's config.json, where the model is not here")
-    parser.add_argument("--mean-length", type=float, metavar="TOKENS", help="of responses; default: half of the most")
+    parser.add_argument("--host-memory", help="host memory of a machine, such as 2TiB; default: not checked")
+    parser.add_argument(
+        "--model-config", type=local_path, help="the model's config.json, if the model is not on this machine"
+    )
+    parser.add_argument(
+        "--mean-length", type=float, metavar="TOKENS", help="mean tokens per response; default: half of the maximum"
+    )
     given = parser.parse_intermixed_args(as_words(sys.argv[1:] if arguments is None else arguments))
     try:
         gpu = size_of(given.gpu)
@@ -39,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         given.overrides = expanded(given.overrides)
         if given.model_config and "policy.model_name" in given_keys(given.overrides):
-            rule = "describes another model than policy.model_name, which the command gives as well"
-            raise ConfigError([Violation("--model-config", str(given.model_config), rule, "one of the two")])
-        # With --model-config, the folder that policy.model_name names need not exist.
+            rule = "conflicts with policy.model_name, which the command also sets"
+            raise ConfigError([Violation("--model-config", str(given.model_config), rule, "give one of the two")])
+        # With --model-config, the model's folder need not exist.
         name = f"policy.model_name=config/{given.model_config.parent.name or 'here'}" if given.model_config else ""
         config, overrides = _compose([*given.overrides, *filter(None, [name])])
         show_notes(
@@ -54,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         violations = list(shape_fits_the_layout(config, shape))
         if given.gpu and not on_gpus(config):
             fix = "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu, or no --gpu"
-            violations.append(Violation("--gpu", given.gpu, "the run is on CPUs", fix))
+            violations.append(Violation("--gpu", given.gpu, "the run uses CPUs", fix))
         length, most = given.mean_length, config.generation.max_new_tokens
         if length is not None and not 0 < length <= most:
-            rule = f"is the mean length of responses, which have 1 to {most} tokens (generation.max_new_tokens)"
+            rule = f"must be a response length of 1 to {most} tokens (generation.max_new_tokens)"
             violations.append(Violation("--mean-length", f"{length:g}", rule, f"--mean-length {most // 2 or 1}"))
         if violations:
             raise ConfigError(violations)
@@ -70,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _compose(overrides: list[str]) -> tuple[Config, list[str]]:
-    """Compose the configuration; returns it with its overrides. A published model of the same sizes stands for the
-    recipes' model where that has not been made yet."""
+    """Return the configuration and its overrides. A published model of the same sizes replaces a recipe's model that
+    does not exist yet."""
     try:
         return compose_config(overrides), overrides
     except ConfigError as error:

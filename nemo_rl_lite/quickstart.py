@@ -1,16 +1,16 @@
-"""`nrl-lite quickstart [overrides]`: run the embedded example, and print a last line for scripts."""
+"""`nrl-lite quickstart [overrides]`: run the embedded example and print a RESULT line for scripts."""
 
 import sys
 import time
 
 from nemo_rl_lite.run.command import launch
 
-# The time of this import: scripts/quickstart.sh becomes this process after it has set up the machine.
+# Time of import: scripts/quickstart.sh becomes this process after the set-up.
 STARTED = time.perf_counter()
 
 
 def main() -> None:
-    """Run warm start and GRPO on the embedded task. The arguments are those of `nemo_rl_lite.train`."""
+    """Run warm start and GRPO on the embedded task, with the arguments of `nrl-lite train`."""
     for summary in launch(sys.argv[1:]):
         seconds = time.perf_counter() - STARTED
         before, after = (

@@ -1,4 +1,4 @@
-"""`nrl-lite runs [FOLDER ...]`: a table of the runs below folders (default: outputs), the newest first."""
+"""`nrl-lite runs [FOLDER ...]`: list the runs below folders (default: outputs), newest first."""
 
 import argparse
 import json
@@ -11,11 +11,10 @@ from nemo_rl_lite.system.machine import local_path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 2 bad arguments or a folder that does not exist."""
     parser = argparse.ArgumentParser(prog="nrl-lite runs", description=__doc__)
     parser.add_argument("folders", metavar="FOLDER", type=local_path, nargs="*", help="default: outputs")
     parser.add_argument("-n", type=int, default=30, metavar="N", help="the N newest runs; 0: all (default: 30)")
-    parser.add_argument("--json", action="store_true", help="a JSON object on each line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     given = parser.parse_args(arguments)
     if missing := next((one for one in given.folders if not one.is_dir()), None):
         parser.error(f"{missing}: no such folder")
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         console = Console(highlight=False)
         if not console.is_terminal:
-            # Each run stays on one line, for programs.
+            # One line per run, for programs.
             console.width = 1000
         if shown:
             console.print(runs_table(shown))

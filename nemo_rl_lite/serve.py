@@ -1,4 +1,4 @@
-"""`nrl-lite serve RUN [key.path=value ...]`: an OpenAI-compatible endpoint of a model."""
+"""`nrl-lite serve RUN [key.path=value ...]`: serve a model over the OpenAI API."""
 
 import argparse
 import asyncio
@@ -9,33 +9,20 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.errors import ConfigError, UsageError, shown_as_message
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.run.model import CHAT_KEYS
-from nemo_rl_lite.run.serving import SampledBy, find_served, start_engine
+from nemo_rl_lite.run.serving import find_served, model_parser, start_engine
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint, bound_socket
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 after Ctrl-C, 1 there is no model, 2 bad arguments."""
-    parser = argparse.ArgumentParser(prog="nrl-lite serve", description=__doc__)
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, a Hugging Face folder or a Hub model ID")
-    parser.add_argument("overrides", nargs="*", help=f"as for train; of {' and '.join(CHAT_KEYS)}")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
-    parser.add_argument("--port", type=_port, help="port to listen at (default: a free one)")
-    parser.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=int,
-        help="most tokens of a response (default: as many as fit into the model's context)",
-    )
-    parser.add_argument("--temperature", metavar="T", type=float, help="of requests without one (default: the run's)")
-    parser.add_argument("--top-p", metavar="P", type=float, help="of requests without one (default: the run's)")
-    parser.add_argument("--top-k", metavar="K", type=int, help="of requests without one (default: the run's)")
+    """Run the command. Exit status: 0 after Ctrl-C, 1 no model, 2 bad arguments."""
+    parser = model_parser("nrl-lite serve", __doc__, "all that fit into the model's context")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=_port, help="port to listen on (default: a free one)")
     parser.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in requests (default: its folder's)"
     )
@@ -44,15 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="KEY",
         type=_key,
         default=os.environ.get("VLLM_API_KEY"),
-        help="the key that requests need; others on this machine can read it in the command line, but not in the "
-        "environment variable VLLM_API_KEY (default: that, or else a new key)",
+        help="key that requests need (default: VLLM_API_KEY, or a new key); other users of this machine can read the "
+        "command line, but not the variable",
     )
     given = parser.parse_intermixed_args(arguments)
     with shown_as_message("nrl-lite serve"):
-        limits = SampledBy(given.max_new_tokens, given.temperature, given.top_p, given.top_k)
-        served = find_served(given.run, given.overrides, limits, _tell)
+        served = find_served(given, _tell)
         names = [given.served_model_name] if given.served_model_name else [served.name, *served.other_names]
-        # Another server at the port is found before the model loads.
+        # Bind before the model loads, so that a port in use fails at once.
         with _bound(given.host, given.port) as bound:
             _tell(f"starting {served}")
             queue, responder = start_engine(served)
@@ -62,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 async def _answer(endpoint: Endpoint, queue: RequestQueue, responder: ResponderConfig) -> None:
-    """Answer until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -88,14 +74,14 @@ def _bound(host: str, port: int | None) -> Iterator[socket.socket]:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"'{text}' is no port: a number from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a port: give a number from 1 to 65535")
     return int(text)
 
 
 def _key(text: str) -> str:
     if not re.fullmatch("[!-~]+", text):
-        what = "has other characters than visible ASCII ones, which a header cannot carry" if text else "is empty"
-        fix = "give another, or leave out --api-key and unset VLLM_API_KEY for a new key"
+        what = "has characters other than visible ASCII, which a header cannot carry" if text else "is empty"
+        fix = "choose another, or unset --api-key and VLLM_API_KEY for a new key"
         raise argparse.ArgumentTypeError(f"the key {what}: {fix}")
     return text
 

@@ -1,6 +1,6 @@
-"""`nrl-lite status RUN`: what a run does now, how far it is, its last metrics, memory, checkpoint and problems.
+"""`nrl-lite status RUN`: show a run's phase, progress, metrics, memory, checkpoint and problems.
 
-RUN is a run's folder, the name of a run below outputs/ (of several the newest), or `last`.
+RUN is a folder, the name of a run below outputs/ (the newest of that name), or `last`.
 """
 
 import argparse
@@ -12,7 +12,6 @@ from nemo_rl_lite.errors import shown_as_message
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 2 there is no such run."""
     parser = argparse.ArgumentParser(prog="nrl-lite status", description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", default="last", help="default: last")
     parser.add_argument("--json", action="store_true", help="a JSON object")

@@ -1,8 +1,8 @@
-"""`nrl-lite stop RUN`: end a run after its current step, with a checkpoint, from any machine that sees its folder.
+"""`nrl-lite stop RUN`: stop a run after its current step, with a checkpoint, from any machine that sees its folder.
 
-RUN is a run's folder, the name of a run below outputs/ (of several the newest), or `last`. The command waits until the
-run has ended, also one in a Slurm job, which is not requeued then. The training command with the run's folder resumes
-it. A sweep ends with the job that is stopped.
+RUN is a folder, the name of a run below outputs/ (the newest of that name), or `last`. The command waits until the run
+has ended. A Slurm job is not requeued. The training command with the run's folder resumes the run. Stopping a job of a
+sweep ends the sweep.
 """
 
 import argparse
@@ -14,13 +14,12 @@ from nemo_rl_lite.system.stopping import INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 the run has ended, 1 it has not, or failed meanwhile, 2 there is no such run,
-    130 interrupted."""
+    """Run the command. Exit status: 0 the run has ended, 1 it has not or failed, 2 no such run, 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="nrl-lite stop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", metavar="RUN", help="a folder, a name, or last")
-    parser.add_argument("--now", action="store_true", help="end at once, without a checkpoint of the current step")
+    parser.add_argument("--now", action="store_true", help="stop at once, without a checkpoint of the current step")
     parser.add_argument("--timeout", type=float, metavar="S", help="wait at most this many seconds (default: no limit)")
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite stop"):

@@ -1,6 +1,6 @@
-"""`nrl-lite tail RUN`: the console of a run, as it is written, until the run ends.
+"""`nrl-lite tail RUN`: follow the console output of a run until it ends.
 
-RUN is a run's folder, the name of a run below outputs/ (of several the newest), or `last`. Ctrl-C ends only this.
+RUN is a folder, the name of a run below outputs/ (the newest of that name), or `last`. Ctrl-C ends only this command.
 """
 
 import argparse
@@ -12,11 +12,10 @@ from nemo_rl_lite.system.stopping import INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 the run is done or was stopped, 1 it failed or is lost, 2 there is no such run,
-    130 interrupted."""
+    """Run the command. Exit status: 0 the run is done or stopped, 1 failed or lost, 2 no such run, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="nrl-lite tail", description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", default="last", help="default: last")
-    parser.add_argument("-n", type=int, default=10, metavar="N", help="begin with the last N lines (default: 10)")
+    parser.add_argument("-n", type=int, default=10, metavar="N", help="start with the last N lines (default: 10)")
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite tail"):
         from nemo_rl_lite.observability.runs import find_run

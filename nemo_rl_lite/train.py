@@ -1,4 +1,4 @@
-"""`nrl-lite train [group=file ...] [key.path=value ...]`: compose, validate, run."""
+"""`nrl-lite train [group=file ...] [key.path=value ...]`: compose and validate a configuration, and run it."""
 
 import sys
 from collections.abc import Sequence
@@ -7,14 +7,15 @@ from nemo_rl_lite.system.stopping import interrupt_on_signals, interrupted_statu
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line.
+    """Run the command.
 
     Exit status: 0 done, 1 failed, 2 bad configuration or data, 3 a worker failed, 4 a refit failed, 75 stopped with a
-    checkpoint, 130 interrupted; of a sweep, that of the first job that failed.
+    checkpoint, 130 interrupted.
+    A sweep ends with the status of its first failed job.
     """
     interrupt_on_signals()
     try:
-        # A signal in the second that this takes is not lost either.
+        # Signals during this import, which takes a second, are not lost.
         from nemo_rl_lite.run.command import launch
 
         launch(sys.argv[1:] if arguments is None else list(arguments))

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 STORED = ROOT / "tests" / "prose.json"
 # Generated from YAML comments and records.
 GENERATED = {"docs/configuration.md"}
-# A mapping of names.
-TABULAR = {"docs/from_nemo_rl.md"}
+# Mappings of keys, and the list of metrics.
+TABULAR = {"docs/from_nemo_rl.md", "docs/from_trl.md", "docs/from_verl.md", "docs/metrics.md"}
 MOST_WORDS = 25
 MOST_TABLES = 4
 STRUCTURE = {

@@ -105,7 +105,7 @@ def check_whole(kernels: ModuleType, inputs: Inputs, head: LMHead) -> None:
 def check_twice(kernels: ModuleType, inputs: Inputs, head: LMHead) -> None:
     """A second backward pass through the same graph gives the same gradient, though kept logits serve once."""
     hidden, weight, own = inputs[0].clone().requires_grad_(), inputs[1], inputs[2].clamp(0, len(inputs[1]) - 1)
-    with patch.object(linear_scores, "_ways", lambda *_: kernels):
+    with patch.object(linear_scores, "_implementation", lambda *_: kernels):
         total = LinearScores.apply(hidden, weight, own, None, head)[0].sum()
         first, second = (torch.autograd.grad(total, hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
@@ -118,7 +118,7 @@ def check_measured(kernels: ModuleType, inputs: Inputs, head: LMHead) -> None:
         found = []
         for entropy in (True, False):
             leaf = hidden.clone().requires_grad_()
-            with patch.object(linear_scores, "_ways", lambda *_, own=module: own):
+            with patch.object(linear_scores, "_implementation", lambda *_, own=module: own):
                 scores = LinearScores.apply(leaf, weight, own, None, replace(head, entropy=entropy))
             (gradient,) = torch.autograd.grad((scores[0] * _some(len(own), own)).sum(), leaf)
             found.append((scores[0].detach(), gradient))
@@ -127,7 +127,7 @@ def check_measured(kernels: ModuleType, inputs: Inputs, head: LMHead) -> None:
 
 def _run(hidden: Tensor, weight: Tensor, own: Tensor, head: LMHead, module: ModuleType) -> Found:
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    with patch.object(linear_scores, "_ways", lambda *_: module):
+    with patch.object(linear_scores, "_implementation", lambda *_: module):
         logprobs, entropy, *_ = LinearScores.apply(hidden, weight, own, None, head)
         total = (logprobs * _some(len(own), own)).sum() + (0 if entropy is None else (0.3 * entropy).sum())
         total.backward()

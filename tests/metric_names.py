@@ -1,10 +1,10 @@
-"""The table of metrics in docs/dashboards.md, held against what a run has logged."""
+"""The tables of docs/metrics.md, checked against the metrics that a run has logged."""
 
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "dashboards.md"
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
@@ -24,14 +24,15 @@ def not_logged(names: Iterable[str], *kinds: str) -> list[str]:
 
 
 def documented() -> list[str]:
-    """A pattern for each metric of the table."""
+    """Return a pattern for each metric."""
     return [pattern for pattern, _ in _rows()]
 
 
 def _rows() -> Iterator[tuple[str, set[str]]]:
-    """A pattern for each metric, and what kinds of runs log it."""
-    table = PAGE.read_text().split("<!-- metrics -->")[1].split("<!-- /metrics -->")[0]
-    for line in table.strip().splitlines()[2:]:
+    """Yield a pattern for each metric, and the kinds of runs that log it."""
+    for line in PAGE.read_text().splitlines():
+        if not line.startswith("| `"):
+            continue
         metrics, _, _, kinds = (cell.strip() for cell in line.strip("|").split("|"))
         names = re.findall(r"`([^`]+)`", metrics)
         for name in names:

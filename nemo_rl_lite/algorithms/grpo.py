@@ -1,6 +1,6 @@
 """Group relative policy optimisation, top to bottom: generate -> logprob -> train -> refit.
 
-On-policy distillation is the same loop: a teacher scores the rollout in the logprob phase, and the loss reads that.
+On-policy distillation uses the same loop: a teacher computes logprobs in the logprob phase, and the loss reads them.
 """
 
 import logging
@@ -25,15 +25,17 @@ from nemo_rl_lite.rollout.store import Split
 
 log = logging.getLogger(__name__)
 
-# Divergences on a step's line, by their metrics: to the start, and to the teacher.
+# Metrics of divergences, and their labels on the terminal.
 _SHOWN_KL = {"kl_penalty": "kl", "teacher_kl": "kl to teacher"}
 
 
 @dataclass
 class GRPO:
-    """All parts of a run. `run()` is the algorithm."""
+    """GRPO and on-policy distillation."""
 
     config: GRPOConfig
+    total: int
+    """Number of steps after which the run ends."""
     loss: Loss
     policy: Policy
     teacher: Teacher | None
@@ -44,7 +46,7 @@ class GRPO:
     decoding_speed: Callable[[], dict[str, float]]
     """Decoding rates of the engines since the last call."""
     check: Callable[[], dict[str, float]]
-    """Compares the engines' probe after the last refit with the policy, in its logprob or training phase."""
+    """Compares the engines' probe after the last refit with the policy, which is in its logprob or training phase."""
     keep: Callable[[int, Split, Rollout, Sequence[Phase]], None]
     """Records a rollout and the phases of its step."""
     held_out: int
@@ -56,21 +58,21 @@ class GRPO:
     signals: WeakSignals
     mismatch_warning: float
     reward_weights: Mapping[str, float]
-    """By the name of the reward's term."""
+    """Weights of reward terms, by name."""
 
     def run(self) -> None:
         sampling, config, step = self.sampling, self.config, self.steps.done
         if sampling.top_p < 1 or sampling.top_k is not None:
             log.warning(
-                "generation.top_p or top_k cuts the distribution that is sampled from, but not the one the policy's "
-                "logprobs come from: importance ratios are off by the share that is cut"
+                "generation.top_p or top_k truncates the sampled distribution, but not the policy's logprobs: "
+                "importance ratios are wrong by the truncated share"
             )
         setup = Timer()
         with setup("first_refit"):
             refitted = self.rollouts.publish(step)
         self.report.metrics.log(step, under("refit", refitted) | under("timing/setup", setup.take()))
         times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
-        for step in self.steps.until(config.max_num_steps, times, self.validate, self._prepare_to_save):
+        for step in self.steps.until(self.total, times, self.validate, self._prepare_to_save):
             self.step(step)
         self.steps.checkpoints.finish()
         self.rollouts.finish_generation()
@@ -110,12 +112,12 @@ class GRPO:
             with timer("generation"), self.report.console.busy(f"step {step + 1}: generating", announced=False) as show:
                 self.rollouts.wait_until_idle(show)
             with timer("checkpointing"):
-                self.steps.checkpoints.save_if_due(step, step == config.max_num_steps)
+                self.steps.checkpoints.save_if_due(step, step == self.total)
             with timer("prepare_for_generation/transfer_and_update_weights"):
                 refitted = self.rollouts.publish(step)
         seconds, sampled, ages = timer.take(), rollout.metrics(), rollout.ages(step - 1)
         if not ages["trajectory_age_max"]:
-            # A stale rollout's mismatch includes policy drift; do not warn.
+            # A stale rollout's mismatch includes policy drift, so do not warn.
             self._warn_of_mismatch(step, trained["token_mult_prob_error"])
         speed = {"generation_tokens_per_sec": rollout.generated / rollout.took_s} | self.decoding_speed()
         if self.scored:
@@ -131,7 +133,7 @@ class GRPO:
         shown |= self.signals.shown(sampled)
         self.report.step(
             step,
-            config.max_num_steps,
+            self.total,
             len(rollout.episodes),
             sampled | ages | advantage_metrics(advantages_PG) | trained,
             seconds,
@@ -157,7 +159,7 @@ class GRPO:
         return clip_advantages(found_PG, config.advantage_clip_low, config.advantage_clip_high)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Measure the mean reward on the held-out problems (`accuracy`) and, with several responses each, pass@k."""
+        """Measure the mean reward on the held-out problems (`accuracy`), and pass@k with several responses each."""
         timer, what = Timer(), f"validating on {self.held_out} held-out problems"
         with timer("total_validation_time"), self.report.console.busy(what) as show:
             rollout = self.rollouts.held_out(step, show)
@@ -178,8 +180,8 @@ class GRPO:
     def _warn_of_mismatch(self, step: int, factor: float) -> None:
         if not factor <= self.mismatch_warning:
             log.warning(
-                "step %d: policy and generation engine disagree by a factor of %.3f a token on average (limit %.3f, "
-                "logger.mismatch_warning): either the refit, the precision or the sampling settings differ",
+                "step %d: logprobs of policy and generation engine differ by a factor of %.3f per token on average "
+                "(limit %.3f, logger.mismatch_warning): check refit, precision and sampling settings",
                 step,
                 factor,
                 self.mismatch_warning,

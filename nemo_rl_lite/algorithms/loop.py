@@ -1,11 +1,13 @@
-"""Parts of every algorithm's loop: the report of a step and, between steps, validation, saving, stopping early."""
+"""Shared parts of the training loops: the report of a step; validation, checkpoints and stops between steps."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from nemo_rl_lite.checkpoint.store import Checkpoints
+from nemo_rl_lite.config.schema_algorithm import AlgorithmConfig
 from nemo_rl_lite.errors import RunStopped, TrainingError
 from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import ENGINES_IDLE, RunConsole
@@ -19,8 +21,32 @@ from nemo_rl_lite.system.stopping import Stopping
 
 log = logging.getLogger(__name__)
 
-# Validates after a step and returns metrics, under the names that `algorithm.val_metric` knows.
+# Validates after a step and returns metrics, by the names of `algorithm.val_metric`.
 Validate = Callable[[int], Mapping[str, float]]
+
+
+def total_steps(config: AlgorithmConfig, steps_per_epoch: Fraction | int | None) -> int:
+    """Return the number of steps after which a run ends, by epochs or `max_num_steps`, whichever comes first."""
+    return min(_limits(config, steps_per_epoch).values())
+
+
+def shown_limits(config: AlgorithmConfig, steps_per_epoch: Fraction | int | None) -> str:
+    """Return a sentence on the limit that ends the run; empty if there is only one."""
+    limits = _limits(config, steps_per_epoch)
+    if len(set(limits.values())) < 2:
+        return ""
+    first, other = sorted(limits, key=limits.__getitem__)
+    return f"the run ends after {limits[first]} steps, by {first}; {other} would be {limits[other]} steps"
+
+
+def _limits(config: AlgorithmConfig, steps_per_epoch: Fraction | int | None) -> dict[str, int]:
+    """Map each configured limit to its steps. Data without an end has no epochs."""
+    limits, epochs = {}, config.max_num_epochs
+    if config.max_num_steps is not None:
+        limits[f"algorithm.max_num_steps = {config.max_num_steps}"] = config.max_num_steps
+    if epochs and steps_per_epoch:
+        limits[f"algorithm.max_num_epochs = {epochs}"] = max(1, int(epochs * steps_per_epoch))
+    return limits
 
 
 @dataclass(frozen=True)
@@ -31,7 +57,7 @@ class Report:
     console: RunConsole
     policy: Policy
     devices: int
-    """GPUs of the run, or its policy ranks on CPUs: the divisor of throughput."""
+    """GPUs of the run, or policy ranks on CPUs, for throughput per device."""
     speed: PolicySpeed
     system: Callable[[], dict[str, float]]
     """Metrics of the machines since the last call."""
@@ -48,8 +74,8 @@ class Report:
         others: Mapping[str, float] | None = None,
         memory: Mapping[str, float] | None = None,
     ) -> None:
-        """Log a step on `samples` sequences of `total_num_tokens` tokens, and print a line with `shown` and the trend
-        of its first value. `others`: metrics with full names; `memory`: of the engines."""
+        """Log a step on `samples` sequences; print a line with `shown` and the trend of its first value. `others`:
+        metrics with full names; `memory`: memory metrics of the engines."""
         tokens, whole = train["total_num_tokens"], seconds["total_step_time"]
         speed = {
             "samples_per_sec": samples / whole,
@@ -76,14 +102,14 @@ class Report:
         self.console.step(step, total, shown, seconds, trend, (others or {}).get(ENGINES_IDLE))
 
     def validation(self, step: int, values: Mapping[str, float], timer: Timer, said: str) -> None:
-        """Log a validation after a step, and print `said` about it."""
+        """Log a validation after a step, and print `said`."""
         self.metrics.log(step, under("validation", values) | under("timing/validation", timer.take()))
         self.console.say(f"validation after step {step}: {said}")
 
 
 @dataclass(frozen=True)
 class ValidationTimes:
-    """When to validate: every `period` steps (0: never), before the first, after the last."""
+    """Steps to validate after: every `period` (0: none), the start, the end."""
 
     period: int
     at_start: bool
@@ -97,14 +123,14 @@ class ValidationTimes:
 
 @dataclass
 class Steps:
-    """Yields the steps of a run that has taken `done` already."""
+    """The steps of a run that has already taken `done`."""
 
     done: int
     checkpoints: Checkpoints
     stopping: Stopping
     metrics: MetricsLog
     max_skipped: int
-    """Most steps in a row that may be skipped because their gradients are not finite."""
+    """Maximum number of consecutive steps that may be skipped because of non-finite gradients."""
     around: Callable[[int], AbstractContextManager[None]]
     """Context of a step."""
     callbacks: Callbacks = field(default_factory=Callbacks)
@@ -113,16 +139,16 @@ class Steps:
     def until(
         self, total: int, times: ValidationTimes, validate: Validate, prepare_to_save: Callable[[], None]
     ) -> Iterator[int]:
-        """Yield the steps to take, up to `total` or until a callback ends the run. `prepare_to_save` brings the policy
-        into its training phase if a run ends early.
+        """Yield the steps up to `total`, or until a callback ends the run. `prepare_to_save` moves the policy into its
+        training phase before an early checkpoint.
 
         Raises:
             CallbackError: a user's callback raised.
-            RunStopped: a signal or a request came, or time is up; the state is saved.
+            RunStopped: a signal, a request or a time limit stopped the run; the state is saved.
             CheckpointError: the state could not be saved.
-            TrainingError: too many steps in a row were skipped.
+            TrainingError: too many consecutive steps were skipped.
         """
-        # Without checkpoints a signal ends the run at once.
+        # Without checkpoints, a signal ends the run at once.
         with self.stopping.listening(signals=self.checkpoints.enabled):
             seen = {name for entry in self.metrics.history if entry["step"] == self.done for name in entry}
             has_validated = any(name.startswith("validation/") for name in seen)
@@ -143,7 +169,7 @@ class Steps:
                         prepare_to_save()
                         self.checkpoints.save(step)
                     return
-                self.checkpoints.wait_until_written()
+                self.checkpoints.finish_if_written()
                 reason = self.stopping.after_step(self.checkpoints.longest_save_s)
                 if reason and step < total:
                     prepare_to_save()
@@ -153,20 +179,20 @@ class Steps:
                     raise RunStopped(step, total, reason, str(self.checkpoints.store.folder.parent))
 
     def _warn_of_no_gradient(self, step: int) -> None:
-        """Warn, once, of a step that trained nothing though its advantages differ."""
+        """Warn once if a step has zero gradients although its advantages differ."""
         steps, norms = self.metrics.series("train/grad_norm")
         if self._warned or steps[-1:] != [step] or norms[-1] != 0:
             return
         largest, smallest = (self.metrics.series(f"train/advantages/{name}")[1] for name in ("max", "min"))
         if not largest or largest[-1] != smallest[-1]:
             self._warned = True
-            log.warning("step %d: all gradients are exactly 0, so that nothing was trained: look at the loss", step)
+            log.warning("step %d: all gradients are exactly 0, so the step trained nothing: check the loss", step)
 
     def _count_skipped(self) -> None:
         _, skipped = self.metrics.series("train/skipped_steps")
         recent = skipped[-self.max_skipped :]
         if len(recent) == self.max_skipped and all(share == 1 for share in recent):
             raise TrainingError(
-                f"{self.max_skipped} steps in a row had no finite gradients and were left out "
-                "(policy.max_skipped_steps): try a smaller learning rate, or look at the samples of these steps"
+                f"{self.max_skipped} consecutive steps were skipped because of non-finite gradients "
+                "(policy.max_skipped_steps): lower the learning rate, or check the samples of these steps"
             )

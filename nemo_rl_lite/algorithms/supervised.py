@@ -1,9 +1,9 @@
-"""Train on a data set, top to bottom: data -> (reference logprobs) -> train. SFT, DPO, ORPO, KTO differ in the loss."""
+"""SFT, DPO, ORPO and KTO, top to bottom: data -> (reference logprobs) -> train. They differ in the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
+from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes, total_steps
 from nemo_rl_lite.config.schema_algorithm import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
@@ -15,21 +15,21 @@ from nemo_rl_lite.policy.interface import BatchRef, Policy, Scored
 
 @dataclass
 class Supervised:
-    """All parts of a run. `run()` is the algorithm."""
+    """Supervised and preference training."""
 
     config: SupervisedConfig
     loss: Loss
     with_reference: bool
-    """True if the loss compares with the policy that the run started from."""
+    """True if the loss compares with the starting weights."""
     shown: tuple[str, ...]
-    """Metrics that are printed besides the loss, where the loss has them."""
+    """Metrics to print in addition to the loss, if it has them."""
     policy: Policy
     training: TrainingExamples
     validation: Sequence[TokenRow]
     steps: Steps
     report: Report
     held_out: BatchRef | None = field(default=None, init=False)
-    """The validation rows in the workers, from the first validation on."""
+    """The validation rows in the workers, after the first validation."""
 
     def run(self) -> None:
         config, total = self.config, total_steps(self.config, self.training.steps_per_epoch)
@@ -68,7 +68,7 @@ class Supervised:
         self.report.step(step, total, len(rows), train, seconds, self.policy.work(batch, scored), shown)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Measure the loss and its metrics on the held-out rows, if there are any."""
+        """Measure the loss and its metrics on the held-out rows."""
         if not self.validation:
             return {}
         timer, what = Timer(), f"validating on {len(self.validation)} held-out sequences"
@@ -85,7 +85,7 @@ class Supervised:
         return values
 
     def _compared(self, batch: BatchRef) -> Loss:
-        """Return the loss of a batch; KTO's gets the current KL of mismatched responses to the reference."""
+        """Return the loss of a batch. KTO's loss gets the current KL of mismatched responses to the reference."""
         with_mismatched_kl = getattr(self.loss, "with_mismatched_kl", None)
         if with_mismatched_kl is None:
             return self.loss
@@ -102,7 +102,7 @@ class Supervised:
         return {name: metrics[name] for name in (*more, *self.shown) if name in metrics}
 
     def _has_stopped_improving(self) -> bool:
-        """Return True if the last `early_stop_patience` validations were no better than the best before them."""
+        """Return True if the last `early_stop_patience` validations did not improve on the best before them."""
         patience, metric = self.config.early_stop_patience, self.config.val_metric
         steps, values = self.report.metrics.series(f"validation/{metric}")
         if patience is None or len(values) <= patience:
@@ -112,7 +112,7 @@ class Supervised:
         if better(best, *values[-patience:]) != best:
             return False
         self.report.console.say(
-            f"stopped after step {steps[-1]}: {patience} validations in a row were no better than {metric} {best:.4f} "
+            f"stopped after step {steps[-1]}: {patience} validations did not improve on {metric} {best:.4f} "
             "(algorithm.early_stop_patience)"
         )
         return True
@@ -127,27 +127,3 @@ def _counts(rows: TokenRows) -> dict[str, float]:
         "num_unmasked_tokens": tokens,
         "total_num_tokens": float(rows.lengths.sum()),
     }
-
-
-def total_steps(config: SupervisedConfig, steps_per_epoch: int | None) -> int:
-    """Optimizer steps of a run: as many as its epochs have, or `max_num_steps` where that is fewer."""
-    return min(_limits(config, steps_per_epoch).values())
-
-
-def shown_limits(config: SupervisedConfig, steps_per_epoch: int | None) -> str:
-    """Say which limit ends the run, if there is another one."""
-    limits = _limits(config, steps_per_epoch)
-    if len(set(limits.values())) < 2:
-        return ""
-    first, other = sorted(limits, key=limits.__getitem__)
-    return f"the run ends after {limits[first]} steps, by {first}; {other} would be {limits[other]} steps"
-
-
-def _limits(config: SupervisedConfig, steps_per_epoch: int | None) -> dict[str, int]:
-    """Configured limit of the run -> its optimizer steps."""
-    limits, epochs = {}, config.max_num_epochs
-    if config.max_num_steps is not None:
-        limits[f"algorithm.max_num_steps = {config.max_num_steps}"] = config.max_num_steps
-    if epochs and steps_per_epoch:
-        limits[f"algorithm.max_num_epochs = {epochs}"] = epochs * steps_per_epoch
-    return limits

@@ -1,4 +1,4 @@
-"""Finds where a run starts: at its model, or at a checkpoint. Imports nothing heavy."""
+"""Find a run's start: its model, or a checkpoint. Imports nothing heavy."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from nemo_rl_lite.errors import ConfigError, Violation
 CHECKPOINTS = "checkpoints"
 # A run cannot resume from a checkpoint with other values of these keys.
 _FIXED = ("algorithm.name", "policy.megatron_cfg.peft", "policy.megatron_cfg.optimizer.optimizer")
-# These keys decide the optimizer's buckets, which a checkpoint with `resume_layouts=data_parallel` holds.
+# These keys set the optimizer's buckets, which `resume_layouts=data_parallel` saves.
 _MEGATRON = "policy.megatron_cfg"
 _DISTRIBUTED = f"{_MEGATRON}.optimizer.use_distributed_optimizer"
 _LAYOUT = (
@@ -24,7 +24,7 @@ _LAYOUT = (
     _DISTRIBUTED,
 )
 # Float32 parameters have no separate main copies. Only megatron-core's distributed optimizer, saved by parameter,
-# writes the same with and without them.
+# has the same format with and without main copies.
 _PRECISION = "policy.precision"
 # Sections that do not affect results.
 _FREE = ("run_name", "logger", "checkpoint", "cluster")
@@ -32,52 +32,51 @@ _FREE = ("run_name", "logger", "checkpoint", "cluster")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: after `steps`, from the policy's state in the folder `policy` (None: a new run)."""
+    """Start of a run: after `steps`, from the policy's state in the folder `policy` (None: a new run)."""
 
     steps: int = 0
     policy: Path | None = None
     changes: tuple[str, ...] = ()
     """One line for each key that differs from the saved configuration."""
     rollouts: Mapping[str, Any] = field(default_factory=dict)
-    """The saved state of the source of rollouts."""
+    """Saved state of the source of rollouts."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """See `data_identity`; empty in a checkpoint from before it was saved."""
+    """See `data_identity`; may be empty."""
 
     @property
     def folder(self) -> Path | None:
-        """The checkpoint's folder."""
+        """Return the checkpoint's folder."""
         return None if self.policy is None else self.policy.parent
 
     def lines(self) -> Iterator[str]:
-        """Lines for the terminal; none for a new run."""
+        """Yield lines for the terminal; none for a new run."""
         if self.steps:
             yield f"resuming after step {self.steps}, from {self.policy}"
         for change in self.changes:
             yield f"changed since then  {change}"
 
     def data_lines(self, now: Mapping[str, Any]) -> Iterator[str]:
-        """Lines for the terminal where the rows `now`, to train on or held out, are not the checkpoint's."""
+        """Yield lines for the terminal if the training or validation rows `now` differ from the checkpoint's."""
         then, now = dict(self.data), dict(now)
         held_out_then, held_out_now = (one.pop("validation", None) for one in (then, now))
         if then and then != now:
             counts = f"{then['rows']:,} then, {now['rows']:,} now" if now else "rows then, a generated task now"
             yield (
-                f"changed since then  the training rows ({counts}): step {self.steps + 1} takes its place in their new "
-                "order, so rows may repeat or be left out in this epoch"
+                f"changed since then  the training rows ({counts}): step {self.steps + 1} continues at its position in "
+                "their new order, so this epoch may repeat or skip rows"
             )
         if held_out_then and held_out_now and held_out_then != held_out_now:
             counts = f"{held_out_then['rows']:,} then, {held_out_now['rows']:,} now"
             yield (
-                f"changed since then  the held-out rows ({counts}): validations after step {self.steps} do not compare "
-                "with those before, nor do their best checkpoints"
+                f"changed since then  the held-out rows ({counts}): validations and best checkpoints before and after "
+                f"step {self.steps} are not comparable"
             )
 
 
 def checkpoint_store(config: Config, run_folder: Path) -> CheckpointStore:
-    """The store of the run's own checkpoints."""
+    """Return the store of the run's own checkpoints."""
     options, algorithm = config.checkpoint, config.algorithm
-    metric, higher = algorithm.val_metric, algorithm.higher_is_better
-    retention = Retention(options.keep_newest, options.keep_best, metric, higher)
+    retention = Retention(options.keep_newest, options.keep_best, algorithm.val_metric, algorithm.higher_is_better)
     return CheckpointStore(run_folder / CHECKPOINTS, retention)
 
 
@@ -87,17 +86,18 @@ def find_start(
     run_folder: Path,
     busy: Callable[[str], AbstractContextManager] = nullcontext,
 ) -> Start:
-    """Find the newest checkpoint in the run's folder, or else the one that `checkpoint.resume_from` names, or else
-    start from the model. `busy` shows that a long operation is running.
+    """Return the newest checkpoint in the run's folder, else that of `checkpoint.resume_from`, else the model.
+
+    `busy` shows that a long operation is running.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: there is no checkpoint at `checkpoint.resume_from`, or one that this run cannot resume from.
+        ConfigError: `checkpoint.resume_from` has no checkpoint, or one that this run cannot resume from.
     """
     store, named = checkpoint_store(config, run_folder), config.checkpoint.resume_from
     if not has_any(store.folder) and named is None:
         return Start()
-    with busy("checking that the checkpoint is whole"):
+    with busy("verifying the checkpoint"):
         found = store.newest_whole()
         if found is None and named is not None:
             found = locate(Path(named))
@@ -107,20 +107,19 @@ def find_start(
         fix = "the folder of a run, or of one checkpoint (.../checkpoints/step-00000010)"
         raise ConfigError([Violation("checkpoint.resume_from", named, "has no complete checkpoint", fix)])
     saved = found.record.get("config", {})
-    # Without a teacher its keys, which follow the policy's, change nothing.
-    free = _FREE if has_teacher(config) else (*_FREE, "teacher")
-    changes = changed(saved, whole_config, free)
+    # Without a teacher its keys, which default to the policy's, have no effect.
+    changes = changed(saved, whole_config, _FREE if has_teacher(config) else (*_FREE, "teacher"))
     before_all = dict(flatten(saved))
     fixed = _fixed(before_all, dict(flatten(whole_config)))
     wrong = [
         Violation(key, now, f"{found.path} was saved with {before!r}", "the saved value, or another folder")
         for key, (before, now) in changes.items()
-        # A key that the saved configuration does not have is newer than the checkpoint.
+        # A key that the saved configuration lacks is newer than the checkpoint.
         if _is_within(key, fixed) and key in before_all
     ]
-    wrong += _of_another_model(config, changes, found.path)
+    wrong += _adapters_of_another_model(config, changes, found.path)
     last, key = config.algorithm.max_num_steps, "algorithm.max_num_steps"
-    # The run's own checkpoint of the last step: it exited before the final export.
+    # A run may resume from its own checkpoint of the last step, because it may have exited before the final export.
     if last is not None and found.step >= last + (named is None or has_any(store.folder)):
         rule = f"{found.path} has taken {found.step} steps already"
         wrong.append(Violation(key, last, rule, f"{key}={found.step + 10}, or another number above {found.step}"))
@@ -130,20 +129,22 @@ def find_start(
     return Start(found.step, found.path / POLICY, lines, found.record.get("rollouts", {}), found.record.get("data", {}))
 
 
-def _of_another_model(config: Config, changes: Mapping[str, tuple[Any, Any]], checkpoint: Path) -> Iterator[Violation]:
-    """Yield a violation where LoRA's adapters, all that a checkpoint has, were trained on another model's weights."""
+def _adapters_of_another_model(
+    config: Config, changes: Mapping[str, tuple[Any, Any]], checkpoint: Path
+) -> Iterator[Violation]:
+    """Yield a violation if the checkpoint has LoRA adapters alone, and those of a different model."""
     key = "policy.model_name"
     before, now = changes.get(key, (None, None))
     if not config.policy.megatron_cfg.peft.enabled or before is None:
         return
     if Path(before).expanduser().resolve() != Path(now).expanduser().resolve():
         rule = f"{checkpoint} has LoRA adapters of {before!r}, and no other weights"
-        fix = f"{key}={before}, or another folder; where that model was moved, a link at its old place"
+        fix = f"{key}={before}, or another checkpoint; if that model was moved, make a link at its old path"
         yield Violation(key, now, rule, fix)
 
 
 def _fixed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys that must have the checkpoint's values, from the leaves of both configurations."""
+    """Return keys that must have the checkpoint's values, from the leaves of both configurations."""
     if saved.get("checkpoint.resume_layouts") == "data_parallel":
         return (*_FIXED, *_LAYOUT, _PRECISION)
     by_parameter = saved.get(_DISTRIBUTED) and now.get(_DISTRIBUTED)
@@ -151,16 +152,16 @@ def _fixed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def changed(
-    before: Mapping[str, Any], now: Mapping[str, Any], but_for: tuple[str, ...] = _FREE
+    before: Mapping[str, Any], now: Mapping[str, Any], ignored: tuple[str, ...] = _FREE
 ) -> dict[str, tuple[Any, Any]]:
-    """The keys outside `but_for` that differ between two configurations -> their values before and now."""
+    """Return the values, before and now, of keys that differ between two configurations, outside `ignored`."""
     old, new = dict(flatten(before)), dict(flatten(now))
-    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, but_for)]
+    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, ignored)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def locate(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or the newest one of the run in it. Raises CheckpointError: it is damaged."""
+    """Return the checkpoint in a folder, or the newest one of the run there. Raises CheckpointError: it is damaged."""
     path = path.expanduser().resolve()
     if (path / RECORD).exists():
         return verified(path)
@@ -168,7 +169,7 @@ def locate(path: Path) -> Checkpoint | None:
 
 
 def checkpoints_around(folder: Path) -> Path | None:
-    """The folder of checkpoints that `folder` is in, or is itself; None where it is outside."""
+    """Return the folder of checkpoints that `folder` is or lies in, or None."""
     for place in (folder, *folder.parents):
         if (place / RECORD).exists():
             return place.parent

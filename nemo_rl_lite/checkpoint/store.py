@@ -1,9 +1,8 @@
-"""Stores a run's checkpoints so that each is complete or absent, whenever the process ends. Imports nothing heavy.
+"""Store a run's checkpoints, each complete or absent whenever the process ends. Imports nothing heavy.
 
-A checkpoint is a folder `step-00000120` with what the run wrote and `checkpoint.json`, which has a digest of every file
-and of itself: a bit that flipped on a disk changes weights without an error anywhere else. It is written under a name
-that begins with a dot, synced to the disk, and then renamed; `latest` names the newest. Older ones stay until the new
-one is complete. `Checkpoints` saves them while a run trains.
+A checkpoint is a folder such as `step-00000120`. Its `checkpoint.json` has a digest of every file and of itself,
+because a bit that flips on disk would change weights silently. The folder is written under a name that begins with a
+dot, synced, and then renamed. Older checkpoints stay until the new one is complete; `latest` names the newest.
 """
 
 import hashlib
@@ -26,31 +25,31 @@ from nemo_rl_lite.system.machine import why_full
 log = logging.getLogger(__name__)
 RECORD, PREFIX = "checkpoint.json", "step-"
 LATEST, _REPLACED = "latest", ".replaced-"
-# The policy's part of a checkpoint's folder.
+# The policy's subfolder of a checkpoint.
 POLICY = "policy"
-
-# Reading a file and computing its digest release the interpreter's lock; disks and CPUs both have room for this many.
+# Threads that compute digests; reading and hashing release the GIL.
 _THREADS = 8
-
-# Names that a network file system gives to files that were removed while open.
+# NFS renames files to this prefix when they are removed while open.
 _REMOVED = ".nfs"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: `record` describes the run, `metrics` are those of the validation at its step, and `files`
-    are the digests of its files (None in a checkpoint from before digests)."""
+    """Complete checkpoint."""
 
     path: Path
     step: int
     metrics: Mapping[str, float]
+    """Validation metrics of the step."""
     record: Mapping[str, Any]
+    """Description of the run."""
     files: Mapping[str, str] | None
+    """Digest of each file; None in a checkpoint without digests."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The number of newest checkpoints, and of best ones by `metric`, that are kept."""
+    """Number of newest checkpoints to keep, and of best ones by `metric`."""
 
     newest: int
     best: int
@@ -59,17 +58,13 @@ class Retention:
 
 
 class CheckpointStore:
-    """The folder of a run's checkpoints."""
+    """Folder of a run's checkpoints."""
 
     def __init__(self, folder: Path, retention: Retention):
         self.folder, self._retention = folder, retention
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder for the checkpoint of `step`, under a name that no reader looks for.
-
-        Raises:
-            CheckpointError: the folder cannot be made.
-        """
+        """Return a new empty folder for the checkpoint of `step`; readers ignore its name. Raises CheckpointError."""
         unfinished = self._unfinished(step)
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -85,12 +80,8 @@ class CheckpointStore:
         record: Mapping[str, Any],
         digests: Mapping[str, str] | None = None,
     ) -> Checkpoint:
-        """Complete the checkpoint that was begun, and remove those that are not kept. `digests`: known ones, by the
-        file's path in the checkpoint.
-
-        Raises:
-            CheckpointError: it was not written completely; older checkpoints are unchanged.
-        """
+        """Complete the checkpoint of `step`, and remove those that retention drops. `digests`: the known ones, by path
+        in the checkpoint. Raises CheckpointError: it was not written completely; older checkpoints are unchanged."""
         unfinished, target = self._unfinished(step), self.folder / folder_name(step)
         known = dict(digests or {})
         try:
@@ -115,12 +106,11 @@ class CheckpointStore:
             pointer.replace(self.folder / LATEST)
             self._prune()
         except OSError as error:
-            log.warning("the checkpoint of step %d is complete, but older ones were not tidied up: %s", step, error)
+            log.warning("the checkpoint of step %d is complete, but older ones were not removed: %s", step, error)
         return done
 
     def tidy(self) -> None:
-        """Remove the unfinished checkpoints of a killed run, and restore one that was being replaced where the new one
-        is missing."""
+        """Clean up after a killed run: remove unfinished checkpoints, and restore a replaced one without successor."""
         for replaced in self.folder.glob(f"{_REPLACED}{PREFIX}*"):
             target = self.folder / replaced.name.removeprefix(_REPLACED)
             if load(target) is None and load(replaced) is not None:
@@ -131,45 +121,41 @@ class CheckpointStore:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write `metrics` into the checkpoint of `step`, if there is one."""
+        """Write `metrics` into the checkpoint of `step`, if there is one. Raises CheckpointError."""
         target = self.folder / folder_name(step)
-        found = load(target)
-        if found is not None:
-            try:
-                write_record(target, replace(found, metrics=dict(metrics)))
-            except OSError as error:
-                raise CheckpointError(f"the metrics of step {step} were not written to {target}: {error}") from error
+        if (found := load(target)) is None:
+            return
+        try:
+            write_record(target, replace(found, metrics=dict(metrics)))
+        except OSError as error:
+            raise CheckpointError(f"the metrics of step {step} were not written to {target}: {error}") from error
 
     def discard(self, step: int) -> None:
-        """Remove the checkpoint that was begun."""
+        """Remove the unfinished checkpoint of `step`."""
         shutil.rmtree(self._unfinished(step), ignore_errors=True)
 
     def complete(self) -> list[Checkpoint]:
-        """All complete checkpoints, the oldest first. Their files are not read."""
+        """Return all complete checkpoints, oldest first, without reading their files."""
         found = map(load, self._folders())
         return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
     def newest_whole(self) -> Checkpoint | None:
-        """The newest checkpoint, with its files verified; None where there is none.
+        """Return the newest checkpoint with verified files, or None if there is none.
 
-        Raises:
-            CheckpointError: it is damaged. The message names the next older checkpoint that is whole.
+        Raises CheckpointError: it is damaged. The message names the newest intact checkpoint.
         """
         folders = self._folders()
         if not folders:
             return None
-        *older, newest = folders
         try:
-            return verified(newest)
+            return verified(folders[-1])
         except CheckpointError as error:
-            fallback = None
-            for path in reversed(older):
+            offer, fix = "no older one is intact", "from the start"
+            for path in reversed(folders[:-1]):
                 with suppress(CheckpointError):
-                    fallback = verified(path)
+                    offer, fix = f"the newest intact one is {verified(path).path}", "from there"
                     break
-            offer = f"the newest one that is whole is {fallback.path}" if fallback else "no older one is whole"
-            fix = f"fix: restore it, or move it away to resume {'from there' if fallback else 'from the start'}"
-            raise CheckpointError(f"{error}; {offer}; {fix}") from error
+            raise CheckpointError(f"{error}; {offer}; fix: restore it, or move it away to resume {fix}") from error
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f".{folder_name(step)}"
@@ -178,12 +164,12 @@ class CheckpointStore:
         return sorted(self.folder.glob(f"{PREFIX}*"))
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint."""
+        """Return the newest complete checkpoint, or None."""
         checkpoints = self.complete()
         return checkpoints[-1] if checkpoints else None
 
     def best(self, count: int = 1) -> list[Checkpoint]:
-        """The `count` checkpoints with the best metric, the best first; of equal ones the newer first."""
+        """Return the `count` checkpoints with the best metric, best first; on ties, newer first."""
         metric, sign = self._retention.metric, 1 if self._retention.higher_is_better else -1
         measured = [one for one in self.complete() if math.isfinite(one.metrics.get(metric or "", math.nan))]
         return sorted(measured, key=lambda one: (sign * one.metrics[metric or ""], one.step), reverse=True)[:count]
@@ -194,7 +180,7 @@ class CheckpointStore:
         kept |= {one.path for one in self.best(self._retention.best)}
         for one in checkpoints:
             if one.path not in kept:
-                # Rename it first, so that an interrupted removal leaves no incomplete checkpoint.
+                # Rename first, so that an interrupted removal leaves no incomplete checkpoint.
                 gone = one.path.with_name(f".{one.path.name}")
                 shutil.rmtree(gone, ignore_errors=True)
                 one.path.rename(gone)
@@ -202,12 +188,12 @@ class CheckpointStore:
 
 
 def has_any(folder: Path) -> bool:
-    """Whether a run has saved there, including a replaced checkpoint that `tidy` would restore."""
+    """Return whether the folder has a checkpoint, including a replaced one that `tidy` would restore."""
     return any(path for begin in ("", _REPLACED) for path in folder.glob(f"{begin}{PREFIX}*"))
 
 
 def load(path: Path) -> Checkpoint | None:
-    """Read the record of the checkpoint in a folder; None where there is no complete one."""
+    """Return the checkpoint in a folder by its record, or None if it is not complete."""
     try:
         return read(path)
     except CheckpointError:
@@ -215,37 +201,31 @@ def load(path: Path) -> Checkpoint | None:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read the record of the checkpoint in a folder.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """Return the checkpoint in a folder by its record. Raises CheckpointError: the record is missing or damaged."""
     try:
         content = json.loads((path / RECORD).read_text())
         step, metrics, record, files = content["step"], content["metrics"], content["record"], content.get("files")
         kinds = [(step, int), (metrics, dict), (record, dict), (record.get("config", {}), dict), (files or {}, dict)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has no {RECORD} that can be read ({type(error).__name__}: {error})") from error
-    own, changed = content.pop("digest", None), f"{path / RECORD} is not what was saved"
-    if not all(isinstance(value, kind) for value, kind in kinds):
-        raise CheckpointError(changed)
-    # A checkpoint from before digests has neither.
-    if (own, files) != (None, None) and own != _record_digest(content):
-        raise CheckpointError(changed)
+    own = content.pop("digest", None)
+    # A checkpoint without digests has neither.
+    is_intact = (own, files) == (None, None) or own == _record_digest(content)
+    if not is_intact or not all(isinstance(value, kind) for value, kind in kinds):
+        raise CheckpointError(f"{path / RECORD} has changed since it was saved")
     if path.name.startswith(PREFIX) and path.name != folder_name(step):
-        raise CheckpointError(f"{path} says that it is of step {step}")
+        raise CheckpointError(f"the record in {path} is of step {step}")
     return Checkpoint(path, step, metrics, record, files)
 
 
 def verified(path: Path) -> Checkpoint:
-    """Read the record of the checkpoint in a folder, and all its files.
+    """Return the checkpoint in a folder after comparing all its files with their digests.
 
-    Raises:
-        CheckpointError: a file is missing, damaged, or not one of the checkpoint's.
+    Raises CheckpointError: a file is missing, damaged, or not one of the checkpoint's.
     """
     found = read(path)
     if found.files is None:
-        log.warning("%s has no digests: whether its files are as they were saved is not known", path)
+        log.warning("%s has no digests, so its files cannot be verified", path)
         return found
     try:
         own = [file for file in files_below(path) if file.name not in (RECORD, f".{RECORD}")]
@@ -258,31 +238,29 @@ def verified(path: Path) -> Checkpoint:
 
 
 def write_record(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the record of a checkpoint into its folder atomically. Raises OSError."""
+    """Write a checkpoint's record atomically. Raises OSError."""
     content: dict[str, Any] = {"step": checkpoint.step, "metrics": checkpoint.metrics, "record": checkpoint.record}
     if checkpoint.files is not None:
         content["files"] = checkpoint.files
         content["digest"] = _record_digest(content)
     unfinished = folder / f".{RECORD}"
     unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    # It contains the configuration.
+    # The configuration in it may be private.
     unfinished.chmod(0o640)
     to_disk(unfinished)
     unfinished.replace(folder / RECORD)
 
 
 def _record_digest(content: Mapping[str, Any]) -> str:
-    """The digest of a record, as written and as read."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def folder_name(step: int) -> str:
-    """The name of a checkpoint's folder."""
     return f"{PREFIX}{step:08d}"
 
 
 def to_disk(path: Path) -> None:
-    """Sync a file or a folder to the disk. Raises OSError."""
+    """Sync a file or folder to disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -291,7 +269,7 @@ def to_disk(path: Path) -> None:
 
 
 def digests_of(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """SHA-256 in hexadecimal of each file, by its path below `folder`. Raises OSError: a file cannot be read."""
+    """Return the SHA-256 of each file in hexadecimal, by its path below `folder`. Raises OSError."""
     paths = sorted(files)
     with ThreadPoolExecutor(_THREADS) as pool:
         names = [path.relative_to(folder).as_posix() for path in paths]
@@ -304,46 +282,40 @@ def _file_digest(path: Path) -> str:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files in a folder and its subfolders."""
+    """Return all files in a folder and its subfolders."""
     return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_REMOVED)]
 
 
 def difference(folder: Path, files: Iterable[Path], expected: Mapping[str, str]) -> str:
-    """The first way in which the `files` of a folder differ from the `expected` digests; empty without one."""
+    """Describe the first difference between the `files` of a folder and the `expected` digests; "" if there is none."""
     names = {path.relative_to(folder).as_posix(): path for path in files}
     if missing := sorted(expected.keys() - names.keys()):
         return f"{missing[0]} is missing"
     if foreign := sorted(names.keys() - expected.keys()):
         return f"{foreign[0]} is not one of its files"
     found = digests_of(folder, names.values())
-    return next((f"{name} is not what was saved" for name in sorted(expected) if found[name] != expected[name]), "")
+    changed = (name for name in sorted(expected) if found[name] != expected[name])
+    return next((f"{name} has changed since it was saved" for name in changed), "")
 
 
 SaveRollouts = Callable[[Path], Mapping[str, Any]]
-"""Returns what the source of rollouts needs to resume; large state goes to files in the checkpoint's folder."""
-
-
-def save_none(_: Path) -> Mapping[str, Any]:
-    """No-op for algorithms without rollouts."""
-    return {}
+"""Returns the state from which rollouts resume; large state goes to files in the checkpoint's folder."""
 
 
 class Saver(Protocol):
-    """The part of a policy that saving needs."""
+    """Policy as saving sees it; see `policy.interface.Policy`."""
 
     def begin_save(self, folder: str) -> None: ...
 
     def save_is_written(self) -> bool: ...
 
-    def finish_save(self) -> dict[str, str]:
-        """Wait until it is written; returns digests of some of its files, by name."""
-        ...
+    def finish_save(self) -> dict[str, str]: ...
 
 
 class Checkpoints:
-    """Saves every `period` steps (0: never) and on request; writes at most one checkpoint at a time.
+    """Saves every `period` steps (0: never) and on request, one checkpoint at a time.
 
-    A checkpoint that cannot be written is a warning, and training continues; `require` raises if the last one failed.
+    A failed save is a warning, and training continues; `require` raises if the last one failed.
     """
 
     def __init__(
@@ -355,9 +327,9 @@ class Checkpoints:
         record: Mapping[str, Any],
         say: Callable[[str], None],
         saved: int | None = None,
-        rollouts: SaveRollouts = save_none,
+        rollouts: SaveRollouts = lambda folder: {},
     ):
-        """Every checkpoint contains `record` and what `rollouts` returns. `saved`: the step that this run resumed
+        """Every checkpoint contains `record` and the result of `rollouts`. `saved`: the step that this run resumed
         from."""
         self.store, self._policy, self._period, self._asynchronous = store, policy, period, asynchronous
         self._record, self._say, self._rollouts = dict(record), say, rollouts
@@ -373,13 +345,13 @@ class Checkpoints:
         return self._period > 0
 
     def save_if_due(self, step: int, last: bool) -> None:
-        """Save after every `period`-th step and after the last."""
+        """Save after every `period`-th step and after the last one."""
         if self._period and (last or step % self._period == 0):
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Save the state after `step`, once, in the policy's training phase. Training may continue when this returns,
-        overlapped with the writing. A run without a period saves where it is asked to end."""
+        """Save the state after `step`, once, in the policy's training phase. Training may overlap with the writing. A
+        run without a period saves when it is stopped."""
         if step == self._saved:
             return
         self.finish()
@@ -397,7 +369,7 @@ class Checkpoints:
             self.finish()
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Store the validation metrics of `step`, which decide which checkpoints are best."""
+        """Store the validation metrics of `step`, by which retention ranks checkpoints."""
         self._measured = (step, dict(metrics))
         try:
             if step != self._writing:
@@ -405,18 +377,18 @@ class Checkpoints:
         except CheckpointError as error:
             self._say(f"warning: {error}")
 
-    def wait_until_written(self) -> None:
-        """Complete the current checkpoint if it is written, without waiting."""
+    def finish_if_written(self) -> None:
+        """Complete the checkpoint in flight if it is written; does not wait."""
         if self._writing is not None and self._policy.save_is_written():
             self.finish()
 
     def require(self) -> None:
-        """Raise CheckpointError where the last checkpoint was not written."""
+        """Raise CheckpointError if the last checkpoint was not written."""
         if self._failure is not None:
             raise self._failure
 
     def finish(self) -> None:
-        """Wait for the current checkpoint, and complete it."""
+        """Wait for the checkpoint in flight, and complete it."""
         step, self._writing = self._writing, None
         if step is None:
             return
@@ -430,10 +402,10 @@ class Checkpoints:
             self._fail(step, error)
 
     def _fail(self, step: int, error: Exception) -> None:
-        # Removing what was written frees space.
+        # Ask before `discard` frees space.
         cause = why_full(self.store.folder, error.__cause__ or error) or error
         self.store.discard(step)
         newest = self.store.latest()
-        there = f"the newest checkpoint is of step {newest.step}" if newest else "there is none yet"
+        there = f"the newest checkpoint is of step {newest.step}" if newest else "there is no other checkpoint"
         self._failure = CheckpointError(f"the checkpoint of step {step} was not written: {cause}; {there}")
         self._say(f"warning: {self._failure}")

@@ -1,4 +1,4 @@
-"""Ray actor that hosts an instance of any plain class, named by its dotted path, and calls its methods."""
+"""Ray actor that hosts an instance of a plain class, given by its dotted path."""
 
 import gc
 import importlib
@@ -18,13 +18,13 @@ from nemo_rl_lite.observability import profiling
 from nemo_rl_lite.observability.timer import SETUP, seconds_since_start
 from nemo_rl_lite.system.machine import free_port, log_to_stderr
 
-# Of every worker: no hub, no tokenizer threads, unbuffered output in its child processes.
+# Environment of every worker: no Hub access, no tokenizer threads, unbuffered output of child processes.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 @contextmanager
 def errors_that_travel() -> Iterator[None]:
-    """Replace an error that cannot be pickled by one with the same text. Ray would drop the text."""
+    """Replace an error that cannot be pickled by one with the same text, which Ray would drop."""
     try:
         yield
     except Exception as error:
@@ -37,10 +37,9 @@ def errors_that_travel() -> Iterator[None]:
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
 class WorkerActor:
-    """A process for one worker. Its output goes to `log_file`, and its heartbeats report what `worker` does.
+    """A process for one worker. Its output goes to `log_file`; `worker` is its name in heartbeats.
 
-    `environment` is set here, before anything that reads it is imported. Ray's runtime environments start another
-    process first, which takes longer than the start of this one."""
+    `environment` is set before other imports. Ray's runtime environments would start another process first."""
 
     def __init__(self, worker: str, log_file: str, environment: dict[str, str]):
         SETUP.add("process", seconds_since_start())
@@ -56,15 +55,15 @@ class WorkerActor:
         self._worker: Any = None
 
     def free_port(self) -> tuple[str, int]:
-        """Return the address of this process' node, and a free port there."""
+        """Return the address of this node and a free port."""
         return ray.util.get_node_ip_address(), free_port()
 
     def gpus(self) -> list[str]:
-        """Return the GPUs that Ray has given this process, in the form of CUDA_VISIBLE_DEVICES."""
+        """Return the GPUs that Ray has assigned to this process, as in CUDA_VISIBLE_DEVICES."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def load(self, class_path: str, environment: dict[str, str]) -> None:
-        """Set the environment and import the class and the packages it needs, so that `start` is quick."""
+        """Set the environment and import the class, so that `start` is quick."""
         log_to_stderr()
         os.environ.update(environment)
         module_name, _, class_name = class_path.rpartition(".")
@@ -77,14 +76,13 @@ class WorkerActor:
         gc.freeze()
 
     def start(self, arguments: dict[str, Any]) -> dict[str, float]:
-        """Construct the loaded worker. Returns the seconds of the parts of this process' start. `build` is the whole
-        constructor, with the parts that the worker has named."""
+        """Construct the loaded worker; return seconds by part of the start-up. `build` is the whole constructor."""
         with self._heartbeat.during("start", None), SETUP("build"), errors_that_travel():
             self._worker = self._class(**arguments)
         return SETUP.take()
 
     def call(self, method: str, phase: str, limit_s: float | None, *arguments: Any) -> Any:
-        """Call a method of the worker. After `limit_s` seconds the process' stacks go to its log."""
+        """Call a method of the worker. After `limit_s` seconds, write the stacks to the log."""
         with self._heartbeat.during(phase, limit_s), profiling.span(phase), errors_that_travel():
             return getattr(self._worker, method)(*arguments)
 
@@ -100,7 +98,7 @@ class WorkerActor:
         profiling.end(Path(file))
 
     def peak_memory(self) -> int:
-        """Return this process' highest resident memory so far, in bytes."""
+        """Return this process's peak resident memory in bytes."""
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

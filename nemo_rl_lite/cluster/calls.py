@@ -1,4 +1,4 @@
-"""Wait for concurrent calls of workers, and fail soon after one fails."""
+"""Wait for concurrent calls of workers, and raise soon after one fails."""
 
 import asyncio
 import re
@@ -13,9 +13,9 @@ from nemo_rl_lite.cluster.heartbeat import hang
 from nemo_rl_lite.errors import LostTouchError, WorkerError
 from nemo_rl_lite.observability.liveness import limited
 
-# Seconds to wait for other failures after the first, which is often not the cause.
+# Seconds to wait for more failures after the first one, which is often not the cause.
 GRACE_S = 2.0
-# Seconds to wait after a failed communication, until Ray notices that a process or a node has died.
+# Seconds to wait after a communication failure, until Ray notices a dead process or node.
 DEATH_S = 15.0
 _LOST_TOUCH = 2
 _COMMUNICATION = re.compile(r"connection (closed|reset)|gloo|nccl|timed out waiting", re.IGNORECASE)
@@ -23,8 +23,8 @@ _COMMUNICATION = re.compile(r"connection (closed|reset)|gloo|nccl|timed out wait
 
 @dataclass(frozen=True)
 class Call:
-    """A method that runs on every worker of a group. An error names `phase`. `limit_s`: seconds after which the call
-    counts as hanging (None: never)."""
+    """A method call on every worker of a group. Errors name `phase`. `limit_s`: seconds until the call counts as
+    hanging (None: never)."""
 
     workers: tuple[str, ...]
     phase: str
@@ -36,13 +36,13 @@ async def result(call: Call) -> list[Any]:
     """Await one call, with the results and errors of `wait`."""
     futures = [asyncio.wrap_future(reference.future()) for reference in call.references]
     for future in futures:
-        # `wait` raises the error. Without this, asyncio would report it as never retrieved after a cancellation.
+        # `wait` raises the error; asyncio would also report it after a cancellation.
         future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     try:
-        # At its limit the worker writes its stack to the log first.
+        # The worker first writes its stack to the log.
         _, late = await asyncio.wait(futures, timeout=None if call.limit_s is None else call.limit_s + GRACE_S)
     finally:
-        # Without this, one that fails while the loop ends would be reported, too.
+        # Otherwise asyncio reports a failure while the loop ends.
         for future in futures:
             future.cancel()
     return wait(call, timeout_s=0 if late else None)
@@ -51,17 +51,16 @@ async def result(call: Call) -> list[Any]:
 def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
     """Return the results of all workers of all calls, in order, or raise soon after the first failure.
 
-    Where one worker's failure makes others fail (a collective whose peer has died), the first of these is raised: the
-    error of a worker that died; of one that failed outside communication; of one that is still running while others
-    gave up waiting for it.
+    One worker's failure makes others fail in collectives. The cause is raised, in this order: a worker that died; one
+    that failed outside communication; one that is still running while others gave up waiting for it.
 
     Raises:
-        WorkerError: names the worker, the phase and the cause; also raised after `timeout_s` seconds, or after the
-            longest `limit_s` of the calls where each has one.
+        WorkerError: names worker, phase and cause. Also raised after `timeout_s` seconds, or after the longest
+            `limit_s` if each call has one.
     """
     limits = [call.limit_s for call in calls if call.limit_s is not None]
     if timeout_s is None and len(limits) == len(calls):
-        # At their limits the workers write their stacks to the logs first.
+        # The workers first write their stacks to the logs.
         timeout_s = max(limits) + GRACE_S
     origin = {
         reference: (worker, call.phase)
@@ -74,7 +73,7 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while pending:
         left = None if deadline is None else max(deadline - time.monotonic(), 0)
-        with limited("waiting for workers, which have limits of their own", None):
+        with limited("waiting for workers, whose calls have their own limits", None):
             done, pending = ray.wait(pending, num_returns=1, timeout=left)
         if not done:
             break
@@ -113,7 +112,7 @@ def _outcome(reference: Any, worker: str, phase: str) -> Any:
     try:
         return ray.get(reference)
     except RayTaskError as error:
-        # The launcher starts Ray before it imports torch.
+        # Imported late: the launcher starts Ray before it imports torch.
         from torch.distributed import DistError
 
         cause = error.cause if isinstance(error.cause, BaseException) else error
@@ -134,6 +133,6 @@ def _outcome(reference: Any, worker: str, phase: str) -> Any:
             0, WorkerError(worker, phase, "the process died (killed, or out of memory?)", details=str(error), lost=True)
         )
     except RayError as error:
-        # Such as a process that Ray ended because the machine's memory ran out: the message has the figures.
+        # For example, Ray killed a process because the machine ran out of memory.
         said = " ".join(str(error).split())[:400]
         return _Failure(1, WorkerError(worker, phase, f"{type(error).__name__}: {said}", details=str(error)))

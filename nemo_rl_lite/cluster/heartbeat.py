@@ -1,4 +1,4 @@
-"""Heartbeats of the workers' processes: phase, progress, stack and load, to name a worker that hangs."""
+"""Heartbeats of worker processes (phase, progress, stack, load), which identify a hanging worker."""
 
 import faulthandler
 import json
@@ -20,7 +20,7 @@ from nemo_rl_lite.observability.system import Sampler, Usage
 
 log = logging.getLogger(__name__)
 PERIOD_S = 2.0
-# A process without a heartbeat for longer than this hangs as a whole.
+# A process without a heartbeat for this long hangs with all its threads.
 SILENT_S = 5 * PERIOD_S
 _FRAMES = 24
 
@@ -38,16 +38,16 @@ class Heartbeat:
     """`file:line function` of the main thread, the innermost frame last."""
     node: str = ""
     usage: Usage = field(default_factory=Usage)
-    """Use of the process' machine and GPUs."""
+    """Load of the process's machine and GPUs."""
 
     @property
     def waits_for_others(self) -> bool:
-        """Return whether it is in a collective operation."""
+        """Return whether the process is in a collective operation."""
         return any("torch/distributed/" in frame for frame in self.stack[-4:])
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """Return the current optimizer step and micro-batch."""
+        """Return the optimizer step and the micro-batch."""
         return tuple(self.counts.get(name, 0) for name in ("optimizer_step", "micro_batch"))
 
     def is_silent(self, now: float) -> bool:
@@ -62,7 +62,7 @@ class Heartbeat:
 
 
 class HeartbeatThread:
-    """Writes this process' heartbeat into Ray's key-value store every PERIOD_S seconds."""
+    """Writes this process's heartbeat to Ray's key-value store every PERIOD_S seconds."""
 
     def __init__(self, worker: str, gpus: Sequence[str] = ()):
         self._worker, self._phase, self._since = worker, "idle", time.time()
@@ -71,7 +71,7 @@ class HeartbeatThread:
 
     @contextmanager
     def during(self, phase: str, limit_s: float | None) -> Iterator[None]:
-        """Report the block as `phase`. After its limit all threads' stacks go to the log, even if Python hangs."""
+        """Report the block as `phase`. After `limit_s`, write all stacks to the log, even if Python hangs."""
         self._phase, self._since = phase, time.time()
         if limit_s is not None:
             faulthandler.dump_traceback_later(limit_s, file=sys.stderr)
@@ -90,7 +90,7 @@ class HeartbeatThread:
             heartbeat = Heartbeat(self._worker, self._phase, self._since, time.time(), counts, stack, self._node, usage)
             try:
                 kv_put(_key(self._worker), json.dumps(asdict(heartbeat)).encode(), overwrite=True)
-            except Exception as error:  # of any kind: the next heartbeat may succeed
+            except Exception as error:  # the next heartbeat may succeed
                 log.debug("a heartbeat was not written: %s", error)
             time.sleep(PERIOD_S)
 
@@ -107,7 +107,7 @@ def last_heartbeats(workers: Sequence[str]) -> list[Heartbeat]:
 
 
 class SystemUsage:
-    """Use of the machines and GPUs of `workers`, from their heartbeats. Machine 0 is the first worker's."""
+    """Load of the workers' machines and GPUs, from heartbeats. Machine 0 is the first worker's."""
 
     def __init__(self, workers: Sequence[str]):
         self._workers = list(workers)
@@ -116,8 +116,8 @@ class SystemUsage:
         self._nodes: list[str] = []
 
     def take(self) -> dict[str, float]:
-        """Return means since the last call, or the previous means without a new sample: `node.0.cpu_util`,
-        `node.0.gpu.3.mem_gb` and so on (see `observability/system.py`)."""
+        """Return means since the last call, such as `node.0.cpu_util` or `node.0.gpu.3.mem_gb` (see
+        `observability/system.py`); the previous means without a new sample."""
         values: dict[str, list[float]] = {}
         for one in last_heartbeats(self._workers):
             if one.node not in self._nodes:
@@ -128,12 +128,12 @@ class SystemUsage:
             node = self._nodes.index(one.node)
             for name, value in self._means.get(one.worker, {}).items():
                 values.setdefault(f"node.{node}.{name}", []).append(value)
-        # Several workers report the same machine, or the same GPU.
+        # Several workers may share a machine or a GPU.
         return {name: sum(seen) / len(seen) for name, seen in values.items()}
 
 
 def hang(workers: Sequence[str], phase: str, cause: str) -> WorkerError:
-    """Make the error for workers that are still in `phase`. It names the stragglers; its details have all stacks."""
+    """Return the error for workers that are still in `phase`. It names the stragglers; its details have all stacks."""
     heartbeats, now = last_heartbeats(workers), time.time()
     named = stragglers(heartbeats, now) or list(workers)
     seen = "; ".join(one.describe(now) for one in heartbeats if one.worker in named)
@@ -144,13 +144,13 @@ def hang(workers: Sequence[str], phase: str, cause: str) -> WorkerError:
 
 
 def stragglers(heartbeats: Sequence[Heartbeat], now: float) -> list[str]:
-    """Return the workers that the others seem to wait for: silent ones, or else those with the least progress.
+    """Return the workers that others probably wait for: silent ones, otherwise those with the least progress.
 
-    Among equals, those outside torch's collectives are named. On GPUs ranks mostly wait where they read a result, so
-    all equals are named there.
+    Among equals, workers outside collectives are returned. On GPUs, ranks mostly wait outside collectives too, so all
+    equals are returned.
     """
     silent = [one for one in heartbeats if one.is_silent(now)]
-    # Engines count nothing, so their progress cannot be compared.
+    # Engines report no progress.
     comparable = all(one.counts for one in heartbeats)
     least = min((one.progress for one in heartbeats), default=())
     behind = [one for one in heartbeats if one.progress == least] if comparable else list(heartbeats)

@@ -1,4 +1,4 @@
-"""Start Ray with the run, place its workers, and stop Ray however the run ends.
+"""Starts and stops Ray with the run, and places its workers.
 
 Each GPU is one Ray bundle, which the policy and an engine may share.
 """
@@ -36,7 +36,7 @@ _POLL_S = 2.0
 
 # Ray options of one worker's actor.
 Slot = dict[str, Any]
-# The environment of Ray's own processes: no usage report, no idle worker for each core.
+# Environment of Ray's processes: no usage report, no idle worker per core.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -46,8 +46,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Placement:
-    """A slot for each policy rank, for each rank of a teacher, and for each GPU of generation; neighbours are on one
-    node where possible."""
+    """Slots of policy ranks, teacher ranks and generation GPUs. Neighbours share a node if possible."""
 
     policy: list[Slot]
     teacher: list[Slot]
@@ -55,13 +54,13 @@ class Placement:
 
 
 def place(config: Config, engines: int, teacher: bool = False) -> Placement:
-    """Reserve the run's GPUs. A teacher shares the GPU of each policy rank. `engines`: 0 without generation.
+    """Reserve the run's GPUs. A teacher shares the GPUs of the policy ranks. `engines`: 0 without generation.
 
-    On CPUs nothing is reserved: ranks are spread over the nodes, and each engine is on the node of the policy rank that
-    sends it weights. In a cluster that RAY_ADDRESS names, wait for nodes that have not joined yet.
+    On CPUs nothing is reserved. Ranks are spread over the nodes, and each engine is on the node of the policy rank that
+    sends it weights. In a cluster of RAY_ADDRESS, wait for nodes that have not joined yet.
 
     Raises:
-        WorkerError: the cluster does not have the GPUs or nodes, or not within `cluster.start_timeout_s`.
+        WorkerError: the cluster lacks GPUs or nodes after `cluster.start_timeout_s`.
     """
     ranks = policy_ranks(config)
     if not on_gpus(config):
@@ -102,7 +101,7 @@ def _alive() -> list[str]:
 
 
 def _wait_for(there: Callable[[], int], wanted: int, what: str, limit_s: float) -> None:
-    """Wait until there are enough nodes or GPUs. Only a cluster that RAY_ADDRESS names can still grow."""
+    """Wait until there are enough nodes or GPUs. Only a cluster of RAY_ADDRESS can grow."""
     limit_s = limit_s if "RAY_ADDRESS" in os.environ else 0
     deadline = time.monotonic() + limit_s
     while (count := there()) < wanted:
@@ -127,23 +126,23 @@ def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
 
 
 def check_nodes(nodes: list[str], gpus_per_node: int) -> None:
-    """Raise WorkerError: a node does not have the number of GPUs that the run's layout needs."""
+    """Raise WorkerError if a node does not have `gpus_per_node` GPUs."""
     counts = Counter(nodes)
     if any(count != gpus_per_node for count in counts.values()):
         spread = " + ".join(str(count) for count in counts.values())
-        cause = f"cluster.gpus_per_node = {gpus_per_node}, but the free GPUs lie {spread} on the nodes"
+        cause = f"cluster.gpus_per_node = {gpus_per_node}, but the free GPUs of the nodes are {spread}"
         raise WorkerError("placement", "start", cause)
 
 
 @contextmanager
 def ray_runtime() -> Iterator[None]:
-    """Run Ray on this machine, or join the cluster that RAY_ADDRESS names, during the block.
+    """Run Ray on this machine, or join the cluster of RAY_ADDRESS, during the block.
 
-    SIGTERM and SIGUSR1 end the block like Ctrl-C does, so that no worker outlives the run.
+    SIGTERM and SIGUSR1 end the block like Ctrl-C, so that no worker outlives the run.
     """
     previous = {number: signal.signal(number, interrupt) for number in SIGNALS}
     if ray_address() in OWN_RAY and "RAY_AUTH_MODE" not in os.environ:
-        log.warning("ray was imported before the run, so that other users of this machine can reach the run's Ray")
+        log.warning("ray was imported before the run, so other users of this machine can connect to the run's Ray")
     os.environ.update(ENVIRONMENT)
     leave_the_launchers_session()
     start_no_helpers()
@@ -151,7 +150,7 @@ def ray_runtime() -> Iterator[None]:
         try:
             _start_or_join()
         except SystemExit:
-            # By the handler of SIGTERM that ray.init has installed.
+            # Raised by the SIGTERM handler of ray.init.
             interrupt(signal.SIGTERM, None)
         signal.signal(signal.SIGTERM, interrupt)
         yield
@@ -165,10 +164,10 @@ def ray_runtime() -> Iterator[None]:
 
 
 def _start_or_join() -> None:
-    """Start Ray, a second time if it is too slow, or join a cluster.
+    """Start Ray, with a second attempt after a timeout, or join a cluster.
 
     Raises:
-        LauncherError: Ray is too slow twice.
+        LauncherError: Ray timed out twice.
         ConfigError: the cluster of RAY_ADDRESS cannot be joined.
     """
     for is_second in (False, True):
@@ -181,10 +180,10 @@ def _start_or_join() -> None:
             end_processes_behind(error)
             if is_second:
                 raise LauncherError(
-                    "Ray did not start within its time limit, twice: the machine is overloaded. Try again when less "
-                    f"else runs there, or start Ray before the run (ray start --head) and set {RAY_ADDRESS}=auto"
+                    "Ray did not start within its time limit, twice: the machine is overloaded. Try again with less "
+                    f"load, or start Ray before the run (ray start --head) and set {RAY_ADDRESS}=auto"
                 ) from error
-        log.warning("Ray did not start within its time limit; it is started once more")
+        log.warning("Ray did not start within its time limit; trying once more")
         ray.shutdown()
 
 
@@ -192,7 +191,7 @@ def _init() -> None:
     address = ray_address() or "local"
     try:
         ray.init(
-            # Without this, Ray joins the cluster that was last started on this machine.
+            # Otherwise Ray joins the cluster that was last started on this machine.
             address=address,
             include_dashboard=False,
             log_to_driver=False,
@@ -212,5 +211,4 @@ def _init() -> None:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

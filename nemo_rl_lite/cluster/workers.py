@@ -1,4 +1,4 @@
-"""Groups of workers in Ray actors: starts their processes, replaces them, calls their methods, traces their steps."""
+"""Groups of workers in Ray actors, and traces of their steps."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ class WorkerGroup:
     ):
         """Start an empty process in every slot, with `environment`.
 
-        A worker may need several GPUs (`slots_each`): its first slot's process is the worker, the others reserve GPUs
-        for it. `limit_s`: the most seconds of a call.
+        A worker of several GPUs has `slots_each` slots. The process in the first is the worker, the others reserve
+        GPUs. `limit_s`: time limit of a call.
         """
         self.name, self._log_folder, self._environment = name, log_folder, environment
         self._limit_s = limit_s
@@ -41,12 +41,11 @@ class WorkerGroup:
 
     @property
     def hosts(self) -> list[Any]:
-        """Return the worker of each place: the process in its first slot."""
         return [place[0] for place in self.places]
 
     @property
     def processes(self) -> list[str]:
-        """Return the names of all processes, as in their heartbeats."""
+        """Return the names of all processes in heartbeats."""
         return [
             _name(self.name, rank, index)
             for rank, place in zip(self._ranks, self.places, strict=True)
@@ -57,7 +56,7 @@ class WorkerGroup:
         return len(self.places)
 
     def lost(self) -> list[int]:
-        """Find the ranks whose processes have died. Waits for the others' current calls, up to the limit of a call."""
+        """Return the ranks whose processes have died. Waits for the current calls of the others."""
         asked = {process.is_there.remote(): rank for rank, place in enumerate(self.places) for process in place}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self._limit_s)
         dead = set()
@@ -69,7 +68,7 @@ class WorkerGroup:
         return sorted(dead)
 
     def replace(self, ranks: Sequence[int]) -> "WorkerGroup":
-        """Start new, empty processes for these ranks in the same slots; return a group of these ranks."""
+        """Start new processes for these ranks in the same slots; return a group of these ranks."""
         for rank in ranks:
             for process in self.places[rank]:
                 ray.kill(process)
@@ -89,17 +88,17 @@ class WorkerGroup:
         return processes
 
     def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
-        """Import the worker `class_path` in every process, each with its own environment."""
+        """Import the worker class in every process, each with its own environment."""
         pairs = zip(self.hosts, environments, strict=True)
         return self._as_call("start", [host.load.remote(class_path, own) for host, own in pairs])
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
-        """Construct the loaded workers, each with its own arguments; returns the seconds of `WorkerActor.start`."""
+        """Construct the loaded workers, each with its own arguments; see `WorkerActor.start`."""
         pairs = zip(self.hosts, arguments, strict=True)
         return self._as_call("start", [host.start.remote(own) for host, own in pairs])
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
-        """Return each worker's GPUs, with those reserved for it, in the form of CUDA_VISIBLE_DEVICES."""
+        """Return each worker's GPUs, reserved ones included, as in CUDA_VISIBLE_DEVICES."""
         processes = [(index, process) for index, place in enumerate(self.places) for process in place]
         names = tuple(f"{self.name} rank {self._ranks[index]}" for index, _ in processes)
         asked = Call(names, "start", tuple(process.gpus.remote() for _, process in processes))
@@ -109,7 +108,7 @@ class WorkerGroup:
         return gpus
 
     def put(self, value: Any) -> Any:
-        """Store an argument of several workers once. A worker that is passed the reference gets the value."""
+        """Store an argument once for several workers, which receive the value."""
         return ray.put(value)
 
     def call(self, method: str, *arguments: Any, phase: str = "") -> Call:
@@ -124,21 +123,19 @@ class WorkerGroup:
         return self._as_call(phase, references, limit_s)
 
     def call_one(self, place: int, methods: Sequence[tuple[str, tuple[Any, ...]]], phase: str) -> Call:
-        """Call methods of one worker, one after the other, each with its arguments."""
+        """Call methods of one worker sequentially, each with its arguments."""
         worker, host, limit_s = f"{self.name} rank {self._ranks[place]}", self.hosts[place], self._limit_s
         references = [host.call.remote(method, phase, limit_s, *own) for method, own in methods]
         return Call((worker,) * len(references), phase, tuple(references), limit_s)
 
     def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
-        """Return each worker's address and a free port there."""
         return wait(self._as_call("start", [host.free_port.remote() for host in self.hosts]), timeout_s=timeout_s)
 
     def peak_memory(self) -> list[int]:
-        """Return the highest resident memory of each worker's process so far, in bytes."""
+        """Return each worker's peak resident memory in bytes."""
         return wait(self._as_call("memory", [host.peak_memory.remote() for host in self.hosts]))
 
     def begin_profile(self, tool: profiling.Tool) -> Call:
-        """Start a trace in every worker's process."""
         return self._as_call("profile", [host.begin_profile.remote(tool) for host in self.hosts], self._limit_s)
 
     def end_profile(self, folder: Path, suffix: str) -> Call:
@@ -163,7 +160,7 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Trace the block if `step` is one of them. Nothing is written if the block raises."""
+        """Trace the block if the step is configured. Nothing is written if the block raises."""
         if step not in self._config.steps:
             yield
             return

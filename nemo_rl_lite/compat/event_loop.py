@@ -1,4 +1,4 @@
-"""asyncio: the event loop of a notebook, which runs while a cell does."""
+"""asyncio: the running event loop of a notebook."""
 
 from asyncio import events
 from collections.abc import Iterator
@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def hidden_event_loop() -> Iterator[None]:
-    """Let the block call `asyncio.run`, which asyncio refuses in a thread whose event loop is running. That loop waits
-    for the block, as for any other code of a cell."""
+    """Allow `asyncio.run` in the block, although the thread's event loop is running. That loop waits for the block."""
     loop = events._get_running_loop()
     events._set_running_loop(None)
     try:

@@ -1,4 +1,4 @@
-"""Imports of large packages, in a fraction of the time that they take by themselves."""
+"""Faster imports of large packages."""
 
 import gc
 import importlib.metadata
@@ -13,10 +13,9 @@ written_for("transformers", "5.12", __name__)
 
 
 class _Distributions(Mapping[str, list[str]]):
-    """The distributions of each package, as `importlib.metadata.packages_distributions` returns them.
+    """A lazy `importlib.metadata.packages_distributions()`, whose table takes a second.
 
-    The table of all of them takes a second. It is made for a package whose distribution has another name, and by `get`,
-    with which transformers looks for all distributions of a package.
+    The table is built for a package whose distribution has a different name, and by `get`.
     """
 
     def __getitem__(self, package: str) -> list[str]:
@@ -44,10 +43,9 @@ _packages_distributions = importlib.metadata.packages_distributions
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import transformers, megatron and vLLM within the block.
+    """Import transformers, megatron and vLLM faster in the block.
 
-    What a module defines stays, so the garbage collector finds nothing, again and again. transformers asks for the
-    distributions of all packages.
+    Garbage collection is off, as imported modules stay alive. transformers gets a lazy table of distributions.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,6 +1,6 @@
-"""megatron-core: saves of optimizers, its CPU optimizer, its manager of offloaded activations.
+"""megatron-core: checkpoints of optimizers, the CPU optimizer, the manager of offloaded activations.
 
-megatron-bridge: its import, and the export of adapters alone.
+megatron-bridge: its import, and the export of adapters.
 """
 
 import queue
@@ -22,7 +22,7 @@ written_for("megatron-bridge", "0.6", __name__)
 
 
 def auto_bridge() -> Any:
-    """Import megatron-bridge, on a CPU as well; return its class AutoBridge."""
+    """Import megatron-bridge, also on a CPU; return its AutoBridge."""
     prepare_import()
     from megatron.bridge import AutoBridge
 
@@ -30,14 +30,14 @@ def auto_bridge() -> Any:
 
 
 def adapter_conversions(bridge: Any, chunks: Sequence[Any]) -> list[Any]:
-    """Return the bridge's conversions of adapters, each with a task for A and one for B."""
+    """Return the bridge's conversions of adapters, each with tasks for A and B."""
     found = bridge._model_bridge.build_adapter_conversion_tasks(chunks)
     return [conversion for conversions in found.values() for conversion in conversions]
 
 
 def export_adapters(bridge: Any, chunks: Sequence[Any], conversions: list[Any], on_cpu: bool) -> Iterable[Any]:
-    """Export the adapters of these conversions, named as peft names them."""
-    # The bridge takes no conversions here. This object is the call's own, so it is patched for this call alone.
+    """Export the adapters of these conversions, with PEFT's names."""
+    # The bridge takes no conversions as arguments. `_model_bridge` is a new object, so the patch is local.
     once = bridge._model_bridge
     once.build_adapter_conversion_tasks = lambda *_, **__: {"": conversions}
     return once.stream_adapter_weights_megatron_to_hf(chunks, cpu=on_cpu, show_progress=False)
@@ -45,21 +45,19 @@ def export_adapters(bridge: Any, chunks: Sequence[Any], conversions: list[Any], 
 
 _RELEASE = "0.19"
 
-
 written_for("megatron-core", _RELEASE, __name__)
-
 
 # The method by which a sharded optimizer gathers its states.
 _GATHERING = "get_parameter_state_dp_zero"
 
 
 def hide_wandb() -> None:
-    """Hide wandb from this process: megatron-core would import it, for a second, for logs that no one reads."""
+    """Hide wandb from this process: importing it in megatron-core takes a second, for unused logs."""
     sys.modules["wandb"] = None  # pyrefly: ignore
 
 
 def forget_groups() -> None:
-    """Drop the references to process groups that `destroy_model_parallel` leaves behind."""
+    """Drop references to process groups that `destroy_model_parallel` keeps."""
     from megatron.core import parallel_state
 
     for name, value in list(vars(parallel_state).items()):
@@ -68,10 +66,10 @@ def forget_groups() -> None:
 
 
 def check_padding(optimizer: Any) -> None:
-    """Check that `padded_buckets` knows how this release lays out an optimizer's buckets.
+    """Check that `padded_buckets` fits this release.
 
     Raises:
-        CheckpointError: another release and a padded bucket, whose states would be those of other parameters.
+        CheckpointError: another release with a padded bucket, for which states of the wrong parameters would be saved.
     """
     buckets = (bucket for part in _sharded(optimizer) for buffer in part.buffers for bucket in buffer.buckets)
     if not fits("megatron-core", _RELEASE) and any(one.numel_unpadded != one.grad_data.numel() for one in buckets):
@@ -84,10 +82,9 @@ def check_padding(optimizer: Any) -> None:
 
 @contextmanager
 def padded_buckets(optimizer: Any) -> Iterator[None]:
-    """Put the gathered states of a sharded optimizer where its parameters lie in the buffer of all buckets.
+    """Insert the padding between buckets into the gathered states of a sharded optimizer.
 
-    megatron-core 0.19 leaves the padding between buckets out of the states, but looks for them there. Where a bucket is
-    padded, it would save those of other parameters.
+    megatron-core 0.19 gathers states without padding, but indexes them with it, so it would save wrong states.
     """
     sharded = _sharded(optimizer)
     for part in sharded:
@@ -104,7 +101,7 @@ def _sharded(optimizer: Any) -> list[Any]:
 
 
 def _padded(buffers: Any, gather: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return what `gather` does, by the number of the buffer, its types and the name of a state, with padding."""
+    """Return the result of `gather` (by buffer, types, name of state) with padding."""
     state = gather(*arguments, **options)
     for number, buffer in enumerate(() if state is None else buffers):
         for of_type in state[number].values():
@@ -123,19 +120,19 @@ def _at_their_places(values: Tensor, buffer: Any) -> Tensor:
 
 
 def async_request(state: dict[str, Any], folder: Path) -> Any:
-    """Return megatron-core's AsyncRequest to write a state; a thread of this process is to run it."""
+    """Return megatron-core's AsyncRequest to write a state, for a thread of this process."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # megatron-core would start a process to hand results over.
+    # Otherwise megatron-core starts a process to pass on results.
     filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
     return dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
 
 
 def staged_writing(request: Any, stage: Callable[[Any], Any]) -> tuple[int, Callable[[], None]] | None:
-    """Stage what a request writes, bucket by bucket; return this rank and the function that writes.
+    """Stage a request's buckets, which are (file, key, (bytes, tensors)); return this rank and the writing function.
 
-    None on a rank whose state other ranks have. A bucket is (file, key, (bytes, tensors)).
+    Returns None on a rank without a part of the state.
     """
     if request.async_fn is None:
         return None
@@ -144,14 +141,14 @@ def staged_writing(request: Any, stage: Callable[[Any], Any]) -> tuple[int, Call
 
 
 def collect_states(optimizer: Any) -> None:
-    """Copy the states and float32 weights of its parts into a CPU optimizer, as a step does."""
+    """Copy the states and float32 weights of a CPU optimizer's parts into it, as a step does."""
     optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def forget_classes(optimizer: torch.optim.Optimizer) -> None:
-    """Remove the classes of its parts from a CPU optimizer's groups; it also keeps them elsewhere.
+    """Remove classes from a CPU optimizer's groups, which also exist elsewhere.
 
-    A checkpoint that names classes could not be read without importing and running them.
+    Reading a checkpoint with classes would have to import and run code.
     """
     for group in optimizer.param_groups:
         for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
@@ -166,11 +163,11 @@ def offload_manager() -> Any:
 
 
 def micro_batches_in_pattern() -> int:
-    """Return the number of micro-batches of the pass that the manager took as its pattern."""
+    """Return the number of micro-batches in the manager's recorded pattern."""
     return len(offload_manager()._cached_chunks_forward)
 
 
 def learn_pattern_again(buffers: Any) -> None:
-    """Let the manager take the next pass as its pattern, with `buffers` in place of its pool of host tensors."""
+    """Let the manager record the next pass as its pattern, with `buffers` as its pool of host tensors."""
     type(offload_manager()).reset_instance()
     offload_manager()._cpu_tensor_pool = buffers

@@ -1,8 +1,8 @@
-"""Import megatron.core and megatron.bridge where torch has no CUDA.
+"""Imports megatron.core and megatron.bridge where torch has no CUDA.
 
-Their sources name CUDA in a few fixed ways that have an exact CPU counterpart in torch. `prepare_import()` rewrites
-those names while the modules are imported. torch itself stays untouched, so everything else in the process sees the
-real one: a globally patched torch made transformers compute wrong rotary frequencies, silently.
+Their sources use CUDA in a few fixed ways that have exact CPU counterparts in torch. `prepare_import()` rewrites them
+during import. torch itself is not patched: that would silently break other libraries, such as transformers' rotary
+frequencies.
 """
 
 import hashlib
@@ -42,29 +42,29 @@ _RULES = tuple(
         (r"torch\.cuda\.empty_cache\(\)", "None"),
         # A CPU stream records nothing; its events are always done.
         (r"self\.cuda_dtoh_stream\.record_event\(\)", "torch.cpu.Event()"),
-        # Experts' token counts become numpy arrays when they are copied to the host; here they are on it already.
+        # Token counts of experts are converted to numpy after a copy to the host; here they are on the host already.
         (r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)"),
         (r"tensor\.record_stream\(torch\.cpu\.current_stream\(\)\)", "None"),
         (r"\.cuda\(\)", ".cpu()"),
         (r"model_module\.cuda\(torch\.cpu\.current_device\(\)\)", "model_module.cpu()"),
         (r"""init_process_group\((["'])nccl\1""", r"init_process_group(\1gloo\1"),
-        # torch's Adam has a state, the number of steps, that checkpoints keep once for all parameters.
+        # In checkpoints, the step count of torch's Adam is stored once for all parameters.
         (r"isinstance\(tensors\[key\], torch\.Tensor\)", "isinstance(tensors.get(key), torch.Tensor)"),
-        # torch's compiler takes a second to import, and gains nothing here.
+        # torch's compiler takes a second to import, without a gain.
         (r"jit_fuser = torch\.compile\b", "jit_fuser = noop_decorator"),
         (r"@torch\.compile\b(\(.*\))?\n", "\n"),
         (r"\btorch\.compile\((\w+)\)", r"\1"),
-        # Without transformer_engine these names are None in megatron-core, which takes them for present.
+        # Without transformer_engine these names are None, which megatron-core counts as available.
         (r"\bHAVE_TE = all\(", "HAVE_TE = TEColumnParallelGroupedLinear is not None and all("),
     )
 )
 
-# The bridge's modules that import transformer_engine whether or not it is installed.
+# Modules of the bridge that import transformer_engine unconditionally.
 _NEED_TRANSFORMER_ENGINE = ("megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora")
 
 
 def prepare_import() -> None:
-    """Make the two packages importable here; does nothing where CUDA is available or when called again.
+    """Make both packages importable; does nothing with CUDA or on a second call.
 
     Raises:
         RuntimeError: megatron.core is already imported.
@@ -74,7 +74,7 @@ def prepare_import() -> None:
     if any(name.startswith(_PACKAGES) for name in sys.modules):
         raise RuntimeError("prepare_import() must come before the first import of megatron.core or megatron.bridge")
     sys.meta_path.insert(0, _Finder())
-    # These modules check for transformer_engine; they must not find the placeholder, so they are imported first.
+    # These modules check for transformer_engine and must not find the placeholder.
     for name in ("models.gpt.gpt_layer_specs", "transformer.attention", "transformer.moe.router"):
         importlib.import_module(f"megatron.core.{name}")
 
@@ -87,13 +87,13 @@ def rewrite(source: str) -> str:
 
 
 def _own(path: str) -> str:
-    """Return the path of a rewritten module's bytecode, next to the .pyc that GPU runs share."""
+    """Return the path of a rewritten module's bytecode, next to the normal .pyc."""
     return f"{path.removesuffix('.pyc')}.on-cpu-{_digest(_RULES)}.pyc" if path.endswith(".pyc") else path
 
 
 @cache
 def _digest(rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
-    """Return a digest of the rules, so that bytecode of other rules is not used."""
+    """Return a digest of the rules, for the names of bytecode files."""
     return hashlib.sha256(repr([(rule.pattern, new) for rule, new in rules]).encode()).hexdigest()[:12]
 
 
@@ -130,7 +130,7 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def _transformer_engine_placeholder() -> Iterator[None]:
-    """Put empty classes under transformer_engine's names until the block ends."""
+    """Provide empty classes under transformer_engine's names during the block."""
     package, pytorch, ops = (
         types.ModuleType(name)
         for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")

@@ -15,21 +15,18 @@ from nemo_rl_lite.compat.versions import written_for
 
 written_for("ray", "2.56", __name__)
 
-# Ray raises a bare Exception with this where its own processes take longer than its limits.
+# In the bare Exception that Ray raises when its processes time out.
 _TIMED_OUT = "timed out during startup"
 _NEEDED = ("gcs_server", "raylet")
 
 
 def was_slow(error: Exception) -> bool:
-    """Return whether `ray.init` has raised this because Ray's processes took too long to start."""
+    """Return whether `ray.init` raised this error because Ray's processes timed out."""
     return _TIMED_OUT in str(error)
 
 
 def end_processes_behind(error: Exception) -> None:
-    """End the processes of a node that did not start.
-
-    Ray keeps no reference to the node, so they would run as long as the launcher.
-    """
+    """End the processes of a node that did not start, to which Ray keeps no reference."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, ray._private.node.Node):
@@ -37,7 +34,7 @@ def end_processes_behind(error: Exception) -> None:
 
 
 def lost_process() -> str:
-    """Return a needed Ray process that has ended, of the Ray that this process started; empty while all run."""
+    """Return the name of a Ray process that has ended but is needed, or ""."""
     node = ray._private.worker._global_node
     processes: Mapping[str, Any] = node.all_processes if node is not None else {}
     ended = (kind for kind, infos in processes.items() if any(info.process.poll() is not None for info in infos))
@@ -45,7 +42,7 @@ def lost_process() -> str:
 
 
 def end_broken_node() -> None:
-    """End Ray's processes if one is lost: the others would wait for it, for a minute."""
+    """End Ray's processes if one is lost, as the others would wait a minute for it."""
     node = ray._private.worker._global_node
     if node is not None and lost_process():
         node.kill_all_processes(check_alive=False, allow_graceful=False)
@@ -54,8 +51,7 @@ def end_broken_node() -> None:
 def leave_the_launchers_session() -> None:
     """Start each Ray process in its own session.
 
-    A signal to the launcher's process group (from `timeout`, Slurm, systemd, a container that closes) would
-    otherwise end Ray before the run has saved.
+    Otherwise a signal to the launcher's process group (`timeout`, Slurm, systemd) ends Ray before the run has saved.
     """
     utils = ray._private.utils
     if getattr(utils.set_kill_on_parent_death_linux, "leaves_session", False):
@@ -67,16 +63,14 @@ def leave_the_launchers_session() -> None:
         end_with_parent()
 
     in_child.leaves_session = True  # pyrefly: ignore
-    # Ray calls this between fork and exec, and has no option for it.
+    # Ray calls this function between fork and exec.
     utils.set_kill_on_parent_death_linux = in_child
 
 
 def start_no_helpers() -> None:
-    """Make `ray.init` start none of the helper processes that a run does not use.
+    """Make `ray.init` skip helper processes: API server (dashboard), log monitor and autoscaler monitor.
 
-    The API server serves the dashboard and usage reports, which are off here; `ray.init` waits for it. The log monitor
-    copies workers' output to the driver, and workers write to their own logs. The monitor starts machines. Each takes a
-    second of CPU time while workers import, and `ray.init` has no option that leaves them out.
+    Each takes a second of CPU time while workers import, and `ray.init` has no option to skip them.
     """
 
     def start_none(node: Any, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""torch's internals: foreach copies, storages, dispatch, pinned memory, NCCL's time limit."""
+"""torch internals: foreach copies, storages, dispatch, pinned memory, NCCL's timeout."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-# Watches every operation of a block, after autograd.
+# Intercepts every operation of a block, below autograd.
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
 from torch.utils._pytree import tree_leaves
 
@@ -21,14 +21,14 @@ foreach_copy, foreach_mul = torch._foreach_copy_, torch._foreach_mul_
 
 
 def storage_id(of: Tensor | UntypedStorage) -> int:
-    """Return a number that identifies a storage, even after its memory is freed."""
+    """Return a number that identifies a storage, also after its memory is freed."""
     return (of.untyped_storage() if isinstance(of, Tensor) else of)._cdata
 
 
 def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
-    """Return a storage over a GPU's memory, which it does not own.
+    """Return a storage over GPU memory that it does not own.
 
-    Constructors that ask the driver for the memory's device find a GPU that may not be visible to this process.
+    Other constructors ask the driver for the device, which may not be visible to this process.
     """
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
@@ -42,21 +42,21 @@ def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def share_cuda_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what `open_cuda_tensor` needs in another process, once."""
+    """Return the arguments of one `open_cuda_tensor` in another process."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)
 
 
 def open_cuda_tensor(shared: tuple[Any, ...]) -> Tensor:
-    """Open another process's tensor on the current device, which that process may number otherwise."""
+    """Open another process's tensor on the current device, which may have another number there."""
     rebuild, arguments = shared
     named = inspect.signature(rebuild).bind(*arguments).arguments
     return rebuild(**{**named, "storage_device": torch.cuda.current_device()})
 
 
 def free_host_cache() -> None:
-    """Free the pinned memory that torch caches, in sizes that nothing may request again."""
+    """Free torch's cache of pinned memory."""
     torch._C._host_emptyCache()
 
 

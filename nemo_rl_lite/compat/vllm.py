@@ -1,4 +1,4 @@
-"""vLLM: the choice of a scheduler, its start, parts of an engine, and repairs of its CPU build."""
+"""vLLM: scheduler, start-up, parts of an engine, and repairs of its CPU build."""
 
 import json
 import logging
@@ -19,35 +19,35 @@ written_for("vllm", "0.24", __name__)
 
 log = logging.getLogger(__name__)
 
-# `vllm_scheduler.py` rewrites vLLM's own, so an error in it could be silent. tests/functional/test_vllm_scheduler.py
-# compares both on this version; on any other vLLM's own is used.
+# The version on which tests/functional/test_vllm_scheduler.py compares `vllm_scheduler.py` with vLLM's scheduler. Other
+# versions use vLLM's scheduler.
 COMPARED = "0.24.0"
 _SCHEDULER = "nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"
-# The start of what vLLM logs at the end of a part of an engine's start, and the part's name.
+# Log messages of vLLM at the end of each part of an engine's start-up.
 PARTS = {
     "Model loading took": "model",
     "Available KV cache memory": "profiling",
     "Graph capturing finished": "cuda_graphs",
 }
-# vLLM's configuration imports a class from here to annotate an argument, and with it the package openai (560 modules).
+# vLLM's configuration imports a class from here for an annotation, and with it openai's 560 modules.
 _TOOL_SERVER = "vllm.entrypoints.mcp.tool_server"
-# Whether DeepGEMM, which multiplies weights that share a scale by blocks, gets scales that are powers of two.
+# Whether DeepGEMM, for block-wise scales, gets scales that are powers of two.
 SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
-# The compute capability, in tenths, of the first GPUs whose hardware wants such scales.
+# Compute capability, in tenths, of GPUs that need such scales.
 _BLACKWELL = 100
 
 
 def decode_scheduler() -> str | None:
-    """Return the path of the scheduler with a shorter way for decoding; None on a version it was not compared on."""
+    """Return the path of the scheduler with a fast path for decoding; None on untested versions."""
     if (own := installed("vllm")) == COMPARED:
         return _SCHEDULER
-    log.info("vLLM's own scheduler is used: ours was compared with that of vLLM %s, and %s is installed", COMPARED, own)
+    log.info("using vLLM's scheduler: the fast one is tested on vLLM %s, and %s is installed", COMPARED, own)
     return None
 
 
 @contextmanager
 def without_tool_servers() -> Iterator[None]:
-    """Replace vLLM's tool servers, which no engine here has, by an empty class while vLLM is imported."""
+    """Replace vLLM's unused tool servers by an empty class while vLLM is imported."""
     if _TOOL_SERVER in sys.modules:
         yield
         return
@@ -60,10 +60,8 @@ def without_tool_servers() -> Iterator[None]:
 
 
 def import_model_class(model_path: Path) -> None:
-    """Import vLLM's class of the model into this process, which needs it soon.
-
-    vLLM would first inspect it in another process, which imports everything again (24 s with a cold file cache).
-    """
+    """Import vLLM's class of the model. Otherwise vLLM inspects it in another process, which imports everything again
+    (24 s with a cold file cache)."""
     from vllm import ModelRegistry
 
     for architecture in json.loads((model_path / "config.json").read_text()).get("architectures", []):
@@ -73,12 +71,11 @@ def import_model_class(model_path: Path) -> None:
 
 
 def keep_first_scales() -> None:
-    """Keep FP8 scales of any value on GPUs that take them, unless the environment says otherwise.
+    """Keep FP8 scales of any value on GPUs that support them, unless the environment decides.
 
-    vLLM quantises weights with such scales first. If it then makes them powers of two, it rounds the 8-bit weights a
-    second time.
+    vLLM first quantises with such scales. Converting them to powers of two rounds the weights again.
     """
-    # It asks the driver; torch would open the GPU in this process, which with tensor parallelism does not compute.
+    # This asks the driver; torch would open the GPU in a process that may not compute on it.
     from vllm.platforms import current_platform
 
     if not current_platform.has_device_capability(_BLACKWELL):
@@ -86,7 +83,7 @@ def keep_first_scales() -> None:
 
 
 def finish_begun_steps(engine: Any, step: Callable[[], None]) -> None:
-    """Call `step` until an engine has returned the steps that it has begun ahead (asynchronous scheduling)."""
+    """Call `step` until the engine has finished the steps in flight (asynchronous scheduling)."""
     core = engine.engine_core.engine_core
     core.pause_scheduler("keep", clear_cache=False)
     while core.batch_queue:
@@ -100,17 +97,16 @@ def adapter_manager(model_runner: Any) -> Any:
 
 
 def experts_backends(model: nn.Module) -> set[str]:
-    """Return the names of the backends with which vLLM computes unquantised experts."""
+    """Return the names of vLLM's backends for unquantised experts."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     backends = (getattr(method, "unquantized_backend", None) for method in methods)
     return {backend.name for backend in backends if backend is not None}
 
 
 def pack_shared_weights(model: nn.Module) -> None:
-    """Make the CPU build pack a matrix that several layers share for each of them, as it did at start.
+    """Make the CPU build pack a shared matrix for each of its layers, as at start.
 
-    Its reload packs for the layer that the loader names, the embedding. The LM head of models such as Llama is a
-    separate module, and would compute with the first matrix.
+    A reload packs it for the embedding only, and the LM head would compute with old weights.
     """
     layers: list[Any] = [layer for layer in model.modules() if layer._parameters.get("weight") is not None]
     uses = Counter(id(layer.weight) for layer in layers)
@@ -120,12 +116,12 @@ def pack_shared_weights(model: nn.Module) -> None:
 
 
 def repair_cpu_build() -> None:
-    """Repair functions of vLLM's CPU build, before an engine starts in this process; its GPU kernels are right.
+    """Repair functions of vLLM's CPU build before an engine starts. The GPU kernels are correct.
 
-    On processors without AVX-512 each forward pass of experts makes a layer for the activation, which vLLM allows
-    only while it builds a model. Of the functions that verify drafts, one is called with an argument that it does
-    not take (fixed upstream by vllm-project/vllm#46069). Another writes a request's temperature, top p or top k into
-    a copy unless they are 64-bit integers, so tokens are drawn from another distribution than the requested one.
+    - Without AVX-512, each forward pass of experts creates a layer, which vLLM allows only while building a model.
+    - A function that verifies drafts gets an argument that it does not take (fixed by vllm-project/vllm#46069).
+    - Another one writes temperature, top p and top k into a copy unless they are 64-bit integers, so verified tokens
+      have the wrong distribution.
     """
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
@@ -140,7 +136,7 @@ def repair_cpu_build() -> None:
 
 
 class _WithoutPrecision:
-    """Calls a function without the argument that only GPUs know."""
+    """Calls a function without an argument that only GPU kernels take."""
 
     def __init__(self, function: Callable[..., None]):
         self._function = function
@@ -157,15 +153,15 @@ def _expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """Write each request's value to its draft tokens, which end before `ends_B`; `replace_to` for `replace_from`."""
+    """Repeat each request's value for its draft tokens, which end before `ends_B`, with a replacement."""
     values_B = input_B.masked_fill(input_B == replace_from, replace_to)
     output_N.copy_(values_B.repeat_interleave(ends_B.diff(prepend=ends_B.new_zeros(1))))
 
 
 def record_cpu_experts(model: nn.Module) -> None:
-    """Make the CPU build's layers record the experts that they choose, past the routers that would record them.
+    """Make the CPU build's layers record chosen experts, which bypass the recording routers.
 
-    The model was started with `enable_return_routed_experts`.
+    The model must have `enable_return_routed_experts`.
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
@@ -177,7 +173,7 @@ def record_cpu_experts(model: nn.Module) -> None:
 
 
 class _Recording:
-    """Computes a layer's experts, after reporting the choice that it will make."""
+    """Computes a layer's experts, and reports the chosen ones."""
 
     def __init__(self, compute: Callable[..., Tensor], tell: Callable[[Tensor], None]):
         self._compute, self._tell = compute, tell

@@ -1,11 +1,9 @@
 """A fast path of vLLM's scheduler for steps in which every request samples one more token.
 
-For each request and step, vLLM's scheduler decides how many tokens are computed, which cache blocks they need, and
-what the result means, for every feature that a request can have. With 512 requests that takes about as long as a
-small model's step on the GPU, and longer on a slow processor. In nearly all steps of a rollout the answers are the
-same: one token, no new block, continue. Such steps are recognised here and take one short loop before and one after
-the model; in all others vLLM's own methods run, which find the state that they would have left.
-`vllm.decode_scheduler` chooses it, on the version of vLLM for which a test compares both.
+vLLM's scheduler handles every feature of every request in each step. With 512 requests this takes about as long as a
+small model's step on the GPU. In nearly all steps of a rollout each request computes one token in its current cache
+block. The fast path handles these steps in two short loops. All other steps use vLLM's methods, on the same state.
+`vllm.decode_scheduler` selects it on the version of vLLM on which a test compares both.
 """
 
 from collections.abc import Iterator
@@ -26,8 +24,8 @@ written_for("vllm", "0.24", __name__)
 
 
 class DecodeScheduler(AsyncScheduler):
-    """vLLM's asynchronous scheduler. In the fast path, `EngineCoreOutput.new_logprobs` is a list of the sampled
-    tokens' logprobs, and events, statistics of prefills and trace headers are left out."""
+    """vLLM's asynchronous scheduler with a fast path. There, `EngineCoreOutput.new_logprobs` is a list of the sampled
+    tokens' logprobs, without events, prefill statistics and trace headers."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -40,8 +38,8 @@ class DecodeScheduler(AsyncScheduler):
         return super().schedule(throttle_prefills) if step is None else step
 
     def _one_token_each(self) -> SchedulerOutput | None:
-        """Schedule one token of each running request; None, with nothing changed, if a request needs something else or
-        the cache has too few blocks."""
+        """Schedule one token per running request. Return None, without changes, if a request needs more or the cache
+        has too few blocks."""
         scheduled: list[Request] = []
         computed_before, sampled_before, without_room = [], [], []
         size, last = self.block_size, self.max_model_len - 1
@@ -67,7 +65,7 @@ class DecodeScheduler(AsyncScheduler):
         for place in without_room:
             blocks = manager.allocate_slots(scheduled[place], 1)
             if blocks is None:
-                raise RuntimeError("vLLM's cache has fewer free blocks than it says")
+                raise RuntimeError("vLLM's cache has fewer free blocks than it reports")
             new_blocks[place] = blocks.get_block_ids(allow_none=True)
         for request in scheduled:
             request.num_computed_tokens += 1
@@ -99,7 +97,7 @@ class DecodeScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        if not self._plain or _says_more(model_runner_output):
+        if not self._plain or scheduler_output.has_structured_output_requests or _says_more(model_runner_output):
             return super().update_from_output(scheduler_output, model_runner_output)
         ended: set[Request] = set()
         outputs = list(self._sampled(scheduler_output, model_runner_output, ended))
@@ -112,18 +110,18 @@ class DecodeScheduler(AsyncScheduler):
     def _sampled(
         self, step: SchedulerOutput, result: ModelRunnerOutput, ended: set[Request]
     ) -> Iterator[EngineCoreOutput]:
-        """Give each request its token, and yield the engine's outputs; adds finished requests to `ended`."""
+        """Give each request its token and yield the engine's outputs. Add finished requests to `ended`."""
         size, places, sampled = self.block_size, result.req_id_to_index, result.sampled_token_ids
         logprobs = None if result.logprobs is None else result.logprobs.logprobs[:, :1].tolist()
         for name in step.num_scheduled_tokens:
             request = self.requests.get(name)
             if request is None or request.is_finished():
-                # It was aborted while the model computed.
+                # Aborted while the model computed.
                 continue
             place = places[name]
             tokens = sampled[place] if sampled else []
             if not tokens:
-                # A part of its prompt, without the end.
+                # A chunk of the prompt, not the last.
                 continue
             if request.status is not RequestStatus.RUNNING or request.async_tokens_to_discard or len(tokens) > 1:
                 tokens, stopped = self._update_request_with_output(request, tokens)
@@ -139,7 +137,7 @@ class DecodeScheduler(AsyncScheduler):
                 committed = request.num_computed_tokens - request.num_output_placeholders
                 if committed % size == 0:
                     self.kv_cache_manager.cache_blocks(request, committed)
-            # vLLM takes it with the first token, and expects it to be gone where a request computes its prompt again.
+            # vLLM takes it with the first token, and expects None when a request recomputes its prompt.
             request.prefill_stats = None
             reason = None
             if stopped:
@@ -150,7 +148,7 @@ class DecodeScheduler(AsyncScheduler):
             yield EngineCoreOutput(name, tokens, own, finish_reason=reason, stop_reason=request.stop_reason)  # pyrefly: ignore
 
     def _may_stop(self, request: Request, token: int) -> bool:
-        """Return whether `check_stop` must look at the request; it would return False otherwise."""
+        """Return whether `check_stop` may return True."""
         parameters = request.sampling_params
         return (
             parameters is None
@@ -163,7 +161,7 @@ class DecodeScheduler(AsyncScheduler):
 
 
 def _is_plain(scheduler: AsyncScheduler) -> bool:
-    """Return whether a step can only compute one token for a running request, in a cache of one kind of blocks."""
+    """Return whether steps can only compute one token per running request, in a cache with one kind of block."""
     groups, parallel = scheduler.kv_cache_config.kv_cache_groups, scheduler.parallel_config
     one_kind = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
     return (
@@ -183,7 +181,7 @@ def _is_plain(scheduler: AsyncScheduler) -> bool:
 
 
 def _has_more(request: Request) -> bool:
-    """Return whether the request's next token needs more than sampling."""
+    """Return whether the request's next token needs more than plain sampling."""
     return (
         request.is_prefill_chunk
         or request.structured_output_request is not None
@@ -193,8 +191,11 @@ def _has_more(request: Request) -> bool:
 
 
 def _says_more(result: ModelRunnerOutput) -> bool:
-    """Return whether a step's result has more than sampled tokens and their logprobs."""
-    grouped = result.logprobs is not None and result.logprobs.cu_num_generated_tokens is not None
+    """Return whether a step's result has more than sampled tokens and one logprob each."""
+    logprobs = result.logprobs
+    grouped = logprobs is not None and (
+        logprobs.cu_num_generated_tokens is not None or logprobs.logprob_token_ids.shape[1] > 1
+    )
     parts = (result.kv_connector_output, result.num_nans_in_logits, result.routed_experts, result.cudagraph_stats)
     return (
         grouped

@@ -1,8 +1,7 @@
-"""The algorithms, one row each: what other rooms know about an algorithm without its name.
+"""The table of algorithms, so that other packages need no algorithm's name.
 
-A new algorithm is its options (`schema_algorithm.py`, and the union in `schema.py`), a loop (`algorithms/`) with its
-job (`run/jobs.py`), a file in `configs/algorithm/`, and a row here. Imports nothing heavy: rows name code of higher
-rooms by dotted paths.
+A new algorithm needs: options (`schema_algorithm.py`, and the union in `schema.py`), a loop (`algorithms/`), a job
+(`run/jobs.py`), a file in `configs/algorithm/`, and a row here. Rows name code of higher packages by dotted paths.
 """
 
 from collections.abc import Callable
@@ -28,21 +27,21 @@ class Algorithm:
 
     options: type[AlgorithmConfig]
     data: str
-    """Its rows: a `data.formats.RowFormat`."""
+    """Row format: a `data.formats.RowFormat`."""
     job: str
-    """Its data, workers and loop: a class with the constructor and the method of `run.run.Job`."""
+    """Data, workers and loop: a class with the constructor and the method of `run.run.Job`."""
     loss: str
-    """Makes its loss from its options; `algorithm.loss` can replace it."""
+    """Factory of the loss from the options; `algorithm.loss` can replace it."""
     view: str
-    """The curves to judge a run by: an `observability.summary.View`."""
+    """Main curves of a run: an `observability.summary.View`."""
     sequences_together: int = 1
-    """Neighbouring sequences that the loss compares, so that they must be in one micro-batch."""
+    """Number of neighbouring sequences that the loss compares; they must be in one micro-batch."""
     compares: Callable[[Any], bool] = lambda options: False
-    """Whether its loss, with these options, compares the policy with the reference policy."""
+    """True if the loss, with these options, compares the policy with the reference policy."""
     has_teacher: bool = False
-    """Another model, `teacher.model_name`, scores its rows."""
+    """A teacher computes logprobs of the rows."""
     learning_rate: float | None = None
-    """Default for all weights of a model that is not the embedded one; None: that of the configuration's file."""
+    """Default for full fine-tuning; None: the default in configs/."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -105,7 +104,7 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def generates(config: Config) -> bool:
-    """Return whether this run trains on what engines generate."""
+    """Return whether the run trains on generated responses."""
     return isinstance(config.algorithm, RolloutAlgorithmConfig)
 
 
@@ -115,5 +114,5 @@ def compares(config: Config) -> bool:
 
 
 def has_teacher(config: Config) -> bool:
-    """Return whether another model scores what this run trains on."""
+    """Return whether a teacher computes logprobs of the rows."""
     return algorithm_of(config).has_teacher

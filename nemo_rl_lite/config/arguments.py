@@ -19,7 +19,7 @@ _PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z/][\w./:+-]*",
 
 def overrides_of(arguments: Mapping[str, Any], algorithm: str, path_of: PathOf) -> Iterator[str]:
     """Yield the overrides of an algorithm's arguments. A name is a group (`generation="transformers"`), a section
-    (`policy={"precision": "bfloat16"}`), a key, or the end of a key that no other key has.
+    (`policy={"precision": "bfloat16"}`), a key, or the unique end of a key.
 
     Raises:
         ConfigError: several keys end with a name, or a value cannot be written.
@@ -36,7 +36,7 @@ def overrides_of(arguments: Mapping[str, Any], algorithm: str, path_of: PathOf) 
 
 
 def full_key(name: str, algorithm: str) -> str:
-    """Return the key that a name means: of those that end with it, the one that is the least deep.
+    """Return the full key of a name: of the keys that end with it, the least deep one.
 
     Raises:
         ConfigError: there are several.
@@ -55,7 +55,7 @@ def full_key(name: str, algorithm: str) -> str:
 
 
 def literal(key: str, value: Any, path_of: PathOf) -> str:
-    """Return a value as an override has it. Functions and classes become paths.
+    """Return a value in the syntax of overrides. Functions and classes become paths.
 
     Raises:
         ConfigError: Hydra has no form for it.

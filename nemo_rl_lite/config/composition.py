@@ -37,10 +37,10 @@ OmegaConf.register_new_resolver("mul", lambda one, other: one * other, replace=T
 
 
 def compose_job(overrides: Sequence[str]) -> DictConfig:
-    """Return what Hydra composes of the files that `overrides` choose, with the values that they set.
+    """Compose the files and values of `overrides` with Hydra.
 
     Raises:
-        ConfigError: Hydra cannot; with its reason.
+        ConfigError: Hydra fails; with its reason.
     """
     choices = _choices(overrides)
     composed = copy.deepcopy(_composed(keys.config_dir(), choices)[0])
@@ -51,7 +51,7 @@ def compose_job(overrides: Sequence[str]) -> DictConfig:
 
 
 def compose_files(overrides: Sequence[str]) -> DictConfig:
-    """Return what `compose_job` does, without the section `hydra`. Nothing is resolved or validated."""
+    """Return the result of `compose_job` without the section `hydra`, unresolved and not validated."""
     composed = compose_job(overrides)
     with open_dict(composed):
         del composed[HYDRA_PACKAGE]
@@ -62,7 +62,7 @@ def lay_over(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return a copy of a composed configuration with valid overrides: sections of chosen files, then values.
 
     Raises:
-        ConfigError: Hydra cannot; with its reason.
+        ConfigError: Hydra fails; with its reason.
     """
     composed = copy.deepcopy(base)
     for one in filter(None, map(parse_override, overrides)):
@@ -73,7 +73,7 @@ def lay_over(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def notes_on_names(arguments: Sequence[str]) -> list[str]:
-    """Return a note on each name in a command, or in the files that it chooses, that is not ours."""
+    """Return a note on each name of NeMo-RL in a command or its files."""
     overrides, told = in_our_names(arguments)
     choices = _choices(overrides)
     composed, of_files = _composed(keys.config_dir(), choices)
@@ -88,8 +88,7 @@ def _choices(overrides: Sequence[str]) -> tuple[str, ...]:
 
 @cache
 def _composed(folder: Path, choices: tuple[str, ...]) -> tuple[DictConfig, tuple[str, ...]]:
-    """Compose the chosen files of `folder`, with our names; and notes on the others. Callers must not change the
-    result."""
+    """Compose the chosen files of `folder` with our names, and return notes on the others. Do not change the result."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(folder)), _readable_errors():
         composed = compose(CONFIG_NAME, overrides=list(choices), return_hydra_config=True)
@@ -97,7 +96,7 @@ def _composed(folder: Path, choices: tuple[str, ...]) -> tuple[DictConfig, tuple
 
 
 def _implied(composed: DictConfig, choices: Sequence[str]) -> list[str]:
-    """Return the files that values choose where neither the command nor a file has chosen one of the group."""
+    """Return the files that values imply, for groups without a chosen file."""
     chosen = {one.partition("=")[0] for one in choices}
     default = composed.hydra.runtime.choices
     implied = []
@@ -111,12 +110,12 @@ def _implied(composed: DictConfig, choices: Sequence[str]) -> list[str]:
 
 
 def _name_as_ours(composed: DictConfig) -> Iterator[str]:
-    """Give the values of NeMo-RL's names to ours, and yield a note on each. Names that mean nothing here stay."""
+    """Move values of NeMo-RL's names to ours, and yield a note on each. Unknown names stay."""
     values: Any = OmegaConf.to_container(composed, resolve=False)
     known = {*known_keys()}
     del values[HYDRA_PACKAGE]
     others = {key: value for key, value in flatten(values) if key not in known and not is_open(key)}
-    # A switch counts more than what it switches.
+    # A switch is applied after the keys that it switches.
     for key, given in sorted(others.items(), key=lambda pair: isinstance(pair[1], bool)):
         value = with_our_references(key, given)
         text = json.dumps(value)

@@ -1,7 +1,7 @@
-"""The generation engines, one row each: what other rooms know about an engine without its name.
+"""The table of generation engines, so that other packages need no engine's name.
 
-A new engine is a class with the methods of `generation.interface.Engine`, its name in `GenerationConfig.backend`, and a
-row here. Imports nothing heavy: the class is named by a dotted path.
+A new engine needs a class with the methods of `generation.interface.Engine`, a name in `GenerationConfig.backend`, and
+a row here. The row has the class's dotted path.
 """
 
 import math
@@ -14,7 +14,7 @@ from nemo_rl_lite.config.sizes import engine_share, engines, on_gpus, samples_pe
 
 # vLLM's quantisations of the linear weights of a refit, all with dynamic scales of activations.
 VLLM_QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
-# Ranks of adapters for which vLLM has kernels; smaller adapters are padded with zeros.
+# LoRA ranks with a vLLM kernel. Smaller adapters are padded with zeros.
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -25,24 +25,26 @@ class Engine:
     worker: str
     package: str
     kv_bytes: Callable[[Config, int, int, int | None], int]
-    """Bytes of the KV cache on one of the engine's devices, given the bytes there of a token's cache, of the weights,
+    """Return the bytes of the KV cache per device. Arguments: configuration, bytes of a token's cache, of the weights,
     and of the device (None if unknown). Raises ValueError: the device's size is needed."""
     environment: Callable[[GenerationConfig, bool], dict[str, str]] = lambda generation, on_gpu: {}
-    """Environment variables of its process; the second argument is whether it runs on a GPU."""
+    """Return the environment variables of its process. The second argument is True on GPUs."""
     can_sleep: bool = False
-    """On a GPU, it can give its memory to the policy between generation phases."""
+    """On a GPU, it has a sleep mode."""
     takes_share: bool = False
-    """On a GPU, it takes `gpu_memory_utilization` of the device when it starts."""
+    """On a GPU, it allocates `gpu_memory_utilization` of the device at its start."""
     spans_gpus: bool = False
     """One engine can use several GPUs."""
     serves_adapters: bool = False
     """It can apply LoRA adapters itself."""
     records_experts: bool = False
-    """It returns the experts that it chose for each token."""
+    """It returns the routed experts of each token."""
+    takes_options: bool = False
+    """It takes `ServedOptions`: penalties, top logprobs and a JSON schema."""
     least_cpu_head_dim: int = 1
-    """The smallest head dimension that it computes on a CPU."""
+    """Smallest head dimension on a CPU."""
     temperatures: tuple[float, float] = (0.0, math.inf)
-    """The lowest and the highest sampling temperature that it takes unchanged, besides 0."""
+    """Lowest and highest sampling temperature that it applies unchanged, apart from 0."""
 
 
 def _vllm_environment(generation: GenerationConfig, on_gpu: bool) -> dict[str, str]:
@@ -65,7 +67,7 @@ def _vllm_environment(generation: GenerationConfig, on_gpu: bool) -> dict[str, s
 
 
 def _vllm_cache(config: Config, token_bytes: int, weights: int, device_bytes: int | None) -> int:
-    """Return vLLM's share of a GPU minus its weights; its working memory is included."""
+    """Return vLLM's share of a GPU minus the weights, working memory included."""
     if not on_gpus(config):
         return config.generation.vllm_cfg.cpu_kv_cache_gib * 2**30
     if device_bytes is None:
@@ -74,7 +76,7 @@ def _vllm_cache(config: Config, token_bytes: int, weights: int, device_bytes: in
 
 
 def _transformers_cache(config: Config, token_bytes: int, weights: int, device_bytes: int | None) -> int:
-    """Return the cache of the largest batch of one call of `generate`, all of the longest sequences."""
+    """Return the cache of the largest batch of `generate` with sequences of maximum length."""
     rows = min(config.generation.vllm_cfg.max_num_seqs, -(-samples_per_step(config) // engines(config)))
     return rows * config.policy.max_total_sequence_length * token_bytes
 
@@ -90,6 +92,7 @@ ENGINES: dict[str, Engine] = {
         spans_gpus=True,
         serves_adapters=True,
         records_experts=True,
+        takes_options=True,
         least_cpu_head_dim=32,
         # vLLM rejects T > 2 and clamps T < 0.01, so its logprobs would differ from the policy's.
         temperatures=(0.01, 2.0),
@@ -108,7 +111,7 @@ def engine_of(config: Config) -> Engine:
 
 
 def engines_sleep(config: Config) -> bool:
-    """Return whether engines give their memory to the policy between generation phases."""
+    """Return whether engines sleep between generation phases."""
     shares = config.generation.colocated.enabled and on_gpus(config)
     return shares and engine_of(config).can_sleep and sleep_is_wanted(config)
 
@@ -119,14 +122,14 @@ def engines_quantize(generation: GenerationConfig) -> bool:
 
 
 def engines_serve_adapters(generation: GenerationConfig, policy: PolicyConfig) -> bool:
-    """Return whether refits bring only LoRA adapters, which engines apply to their own weights."""
+    """Return whether refits transfer only LoRA adapters, and engines apply them to the base weights."""
     wanted = policy.megatron_cfg.peft.enabled and generation.vllm_cfg.lora == "adapters"
     return wanted and ENGINES[generation.backend].serves_adapters
 
 
 def engines_share_weights(config: Config) -> bool:
-    """Return whether policy ranks keep LoRA's frozen weights in the memory of the engine on their GPU: it applies the
-    adapters itself, never releases its weights, and may share them (`refit.cuda_ipc`)."""
+    """Return whether LoRA's frozen weights are in memory once, shared by policy rank and engine (`refit.cuda_ipc`). The
+    engine must apply the adapters itself and never sleep."""
     shares = generates(config) and config.generation.colocated.enabled and on_gpus(config)
     serves = engines_serve_adapters(config.generation, config.policy)
     return shares and serves and config.refit.cuda_ipc and not engines_sleep(config)

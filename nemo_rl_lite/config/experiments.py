@@ -1,8 +1,7 @@
-"""Experiment files: a user's YAML, in any folder, as overrides of the command line.
+"""Convert experiment files, a user's YAML in any folder, to overrides of the command line.
 
-A file has keys and, as built-in recipes do, a defaults list: files of groups, files beside it, and a recipe to begin
-with. Each of its keys becomes an override that knows its file and line, so every check applies to it as to a typed one.
-`--like RUN` takes the keys of a run's record in the same way.
+A file has keys and, like a recipe, a defaults list: files of groups, neighbouring files, and a base recipe. Each key
+becomes an override with its file and line, so all checks apply to it. `--like RUN` reads a run's record the same way.
 """
 
 import difflib
@@ -25,7 +24,7 @@ from nemo_rl_lite.errors import HIDDEN, ConfigError, Violation
 
 RECIPES, SEARCH_PATH = "recipes", f"{HYDRA_PACKAGE}.searchpath"
 _SUFFIXES = (".yaml", ".yml")
-# This group fills another section.
+# These groups fill another section.
 _SECTIONS = {RECIPES: "", "offload": "policy"}
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 _KEY = re.compile(r"[A-Za-z_][\w.-]*")
@@ -52,9 +51,9 @@ def as_words(arguments: Sequence[str]) -> list[str]:
 
 
 def expanded(arguments: Sequence[str], folders: Sequence[Path] = ()) -> list[str]:
-    """Return the overrides with the keys of each named file in place of its name; typed ones come last, and count.
+    """Return the overrides with each named file replaced by its keys. Typed ones come last and win.
 
-    `folders` have files of groups, as `GROUP/NAME.yaml`, beside the built-in ones. A sweep over files is left as it is.
+    `folders` have additional files of groups, as `GROUP/NAME.yaml`. A sweep over files is unchanged.
 
     Raises:
         ConfigError: all problems of the files.
@@ -75,7 +74,7 @@ def expanded(arguments: Sequence[str], folders: Sequence[Path] = ()) -> list[str
             typed.append(argument)
     if reader.wrong:
         raise ConfigError(reader.wrong)
-    # The last of several files counts, and what is typed before any of them.
+    # The last file wins over earlier ones, and typed overrides win over files.
     last = {_target(one): one for one in reader.found}
     own = {_target(one) for one in typed}
     return [*(one for one in last.values() if _target(one) not in own), *typed]
@@ -88,7 +87,7 @@ def placed(violations: Sequence[Violation], arguments: Sequence[str]) -> list[Vi
 
 
 def as_override(key: str, value: Any) -> str:
-    """Return a key and its value as Hydra reads them from a command line."""
+    """Return a key and its value in the syntax of Hydra's command line."""
     return f"{key}={_value(value)}"
 
 
@@ -119,7 +118,7 @@ def _value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class _Source:
-    """One file, as it is read: its group, and the files that name it."""
+    """A file while it is read: its group, the lines of its keys, and the files that include it."""
 
     file: Path
     shown: str
@@ -133,7 +132,7 @@ class _Source:
 
 
 class _Reader:
-    """Reads files into overrides, and collects what is wrong with them."""
+    """Reads files into overrides and collects their problems."""
 
     def __init__(self, folders: list[Path]):
         self.found: list[FromFile] = []
@@ -141,14 +140,16 @@ class _Reader:
         self._folders = folders
 
     def search(self, argument: str, beside: Path | None = None) -> None:
-        """Look for files of groups in the folders that `hydra.searchpath=[...]` names too."""
+        """Add the folders of `hydra.searchpath=[...]` to those with files of groups."""
         override = parse_override(argument)
         value = override.value() if override else None
         for one in value if isinstance(value, list) else [value]:
             scheme, mark, path = str(one).rpartition("://")
             folder = (beside or Path()) / Path(path).expanduser()
             if scheme not in ("", "file") or not folder.is_dir():
-                rule = "is no folder of this machine" if scheme in ("", "file") else f"{scheme}{mark} is not searched"
+                rule = (
+                    "is not a folder of this machine" if scheme in ("", "file") else f"{scheme}{mark} is not searched"
+                )
                 self.wrong.append(
                     Violation(SEARCH_PATH, one, rule, f"{SEARCH_PATH}=[file://FOLDER], with GROUP/NAME.yaml")
                 )
@@ -170,7 +171,7 @@ class _Reader:
         return (group, found) if (found := self._find(group, name, Path())) else None
 
     def _find(self, group: str, name: str, folder: Path) -> Path | None:
-        """Return the file that a choice means, seen from `folder`; None where it is a built-in one or there is none."""
+        """Return the file of a choice, relative to `folder`; None if it is built in or missing."""
         path = folder / Path(name).expanduser()
         if names_file(name):
             return path
@@ -191,7 +192,7 @@ class _Reader:
     # --- A run
 
     def read_record(self, run: Path, typed: Collection[str]) -> None:
-        """Add what makes the configuration of a run: the values of its record that are not today's defaults."""
+        """Add the values of a run's record that differ from the defaults."""
         file = run if run.is_file() else run / _RECORD
         try:
             record = json.loads(file.read_text())
@@ -201,13 +202,13 @@ class _Reader:
         if not (isinstance(record, dict) and isinstance(record.get("algorithm"), dict)):
             jobs = sorted(one.parent.name for one in run.glob(f"*/{_RECORD}"))
             fix = f"--like {run / jobs[0]}" if jobs else "--like outputs/NAME/DATE, a folder that train has written"
-            self._refuse(f"--like {run}", f"there is no run: {file} is no record of one", fix, "")
+            self._refuse(f"--like {run}", f"is not a run: {file} is missing or not a run's record", fix, "")
             return
         chosen = [f"{group}={name}" for group in groups() if (name := _file_of(group, record)) in groups()[group]]
         values = dict(_leaves(record))
         composed = compose_files(chosen)
         plain = dict(_leaves(OmegaConf.to_container(composed, resolve=False)))  # pyrefly: ignore[bad-argument-type]
-        # Defaults that depend on other keys come last: they follow from those.
+        # Defaults that depend on other keys come last.
         derived = [key for key in values if "${" in str(plain.get(key))]
         pinned = {key: value for key, value in values.items() if key not in derived and value != plain.get(key, ...)}
         pinned.pop("algorithm.name", None)
@@ -217,7 +218,7 @@ class _Reader:
         pinned |= {key: values[key] for key in derived if _resolved(composed, key) != values[key]}
         for key, value in pinned.items():
             if HIDDEN in str(value) and key not in typed:
-                self._refuse(key, "is a secret, which the record does not have", f"{key}=...", str(file))
+                self._refuse(key, "is a secret, which the record omits", f"{key}=...", str(file))
         self.found += [FromFile(one, str(file)) for one in (*chosen, *(as_override(*one) for one in pinned.items()))]
 
     # --- One file
@@ -231,7 +232,7 @@ class _Reader:
         try:
             text = file.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "is no text"
+            reason = error.strerror if isinstance(error, OSError) else "is not text"
             self._refuse(shown, f"cannot be read: {reason}", _near(group, file), named_at)
             return
         values, lines = self._parsed(text, shown)
@@ -269,13 +270,13 @@ class _Reader:
             mark = error.problem_mark or error.context_mark
             place = f"{shown}, line {mark.line + 1}" if mark else shown
             tab = r"'\t'" in str(error.problem)
-            fix = "indent with spaces" if tab else "correct the file there; quote texts with unusual letters"
-            self._refuse(shown, f"is no YAML: {error.problem}", fix, place)
+            fix = "indent with spaces" if tab else "correct the file there; quote special characters"
+            self._refuse(shown, f"is not YAML: {error.problem}", fix, place)
             return {}, {}
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             key = str(getattr(error, "full_key", None) or "")
             place = f"{shown}, line {lines[key]}" if key in lines else shown
-            self._refuse(key or shown, f"is no value: {str(error).splitlines()[0]}", "correct the file there", place)
+            self._refuse(key or shown, f"is not a value: {str(error).splitlines()[0]}", "correct the file there", place)
             return {}, {}
         return {str(key): value for key, value in values.items()}, lines  # pyrefly: ignore[missing-attribute]
 
@@ -292,10 +293,12 @@ class _Reader:
             elif _KEY.fullmatch(key):
                 self.found.append(FromFile(as_override(key, value), place))
             else:
-                self._refuse(key, "is no key", "write section.key: value, or keys indented below their section", place)
+                self._refuse(
+                    key, "is not a key", "write section.key: value, or keys indented below their section", place
+                )
 
     def _add_default(self, item: Any, source: _Source, place: str) -> None:
-        """Add what an item of a defaults list chooses: `name`, `group: name` or `override /group: name`."""
+        """Add an item of a defaults list: `name`, `group: name` or `override /group: name`."""
         group, name = source.group, item
         if isinstance(item, dict) and len(item) == 1:
             (key, name), *_ = item.items()
@@ -311,11 +314,11 @@ class _Reader:
         elif group not in groups():
             close = difflib.get_close_matches(group, groups(), n=1)
             fix = f"did you mean {close[0]}?" if close else f"choose one of: {', '.join(groups())}"
-            self._refuse(group, "is no group", fix, place)
+            self._refuse(group, "is not a group", fix, place)
         elif file := self._find(group, name, source.file.parent):
             self.read(group, file, place, source.above)
         else:
-            # The checks of the command line know whether there is such a file.
+            # The checks of the command line report a missing file.
             self.found.append(FromFile(f"{group}={name}", place))
 
     def _refuse(self, key: str, rule: str, fix: str, place: str) -> None:
@@ -323,7 +326,7 @@ class _Reader:
 
 
 def _file_of(group: str, record: Mapping[str, Any]) -> str | None:
-    """Return the name of the file that a section of a record began with, where it says so."""
+    """Return the name of the file of a record's section, if recorded."""
     section = record.get(group)
     return section.get("name") if isinstance(section, dict) else None
 
@@ -337,9 +340,9 @@ def _resolved(composed: DictConfig, key: str) -> Any:
 
 
 def _near(group: str, file: Path) -> str:
-    """Return the name of the file that one that is missing may mean."""
-    beside = sorted(one.name for suffix in _SUFFIXES for one in file.parent.glob(f"*{suffix}"))
-    if close := difflib.get_close_matches(file.name, beside, n=1):
+    """Return the fix for a missing file."""
+    neighbours = sorted(one.name for suffix in _SUFFIXES for one in file.parent.glob(f"*{suffix}"))
+    if close := difflib.get_close_matches(file.name, neighbours, n=1):
         return f"did you mean {file.with_name(close[0])}?"
     if file.stem in groups()[group]:
         return f"did you mean {group}={file.stem}?"
@@ -347,7 +350,7 @@ def _near(group: str, file: Path) -> str:
 
 
 def _leaves(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield paths and values; a mapping whose keys cannot be written as a path is a value."""
+    """Yield dotted paths and values. A mapping whose keys are not plain names is a value."""
     for name, value in node.items():
         path = f"{prefix}{name}"
         if isinstance(value, dict) and value and all(_KEY.fullmatch(str(key)) for key in value):

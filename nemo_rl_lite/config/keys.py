@@ -1,4 +1,4 @@
-"""The names of a configuration: groups and files of `configs/`, the schema's keys, and answers to an unknown key."""
+"""Names of a configuration: groups and files of `configs/`, keys of the schema, and answers to unknown keys."""
 
 import difflib
 import json
@@ -25,11 +25,11 @@ RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
 DEFAULT_ALGORITHM = "grpo"
 # Sections of NeMo-RL that are an algorithm's.
 ALGORITHM_SECTIONS = ("grpo", "sft", "dpo", "distillation")
-# Begins an answer of the aliases to a key that changes nothing here.
+# Begins an answer of the aliases to a key that has no effect here.
 NOTHING = "nothing:"
-# The least similarity of a guess to the key that was given.
+# Minimum similarity of a suggestion to the given key.
 _LIKE = 0.8
-# Guess by the last part of a key only if at most this many keys share it.
+# Suggest by the last part of a key only if at most this many keys share it.
 _FEW = 3
 _VARIABLE = re.compile(r"\b(?:oc\.env|variable):(\w+)")
 _OWN_VARIABLES = "NRL_REFIT_"
@@ -76,7 +76,7 @@ def known_variables() -> frozenset[str]:
 
 
 def _variable(name: str, otherwise: Any) -> Any:
-    """`${variable:NAME,B}`: an environment variable, or B where it is empty or not set."""
+    """Resolve `${variable:NAME,B}`: an environment variable, or B if it is empty or not set."""
     return os.environ.get(name) or otherwise
 
 
@@ -101,7 +101,7 @@ def variables_of(composed: DictConfig, key: str) -> list[str]:
 
 @cache
 def _schema() -> dict[str, dict[str, bool]]:
-    """Map each algorithm to its keys, in the schema's order; True for those below which any key may stand."""
+    """Map each algorithm to its keys, in the schema's order; True for open sections, which accept any key."""
     variants = get_args(get_type_hints(Config)["algorithm"])
     names = {get_args(get_type_hints(variant)["name"])[0]: variant for variant in variants}
     return {name: dict(_keys(Config, variant)) for name, variant in names.items()}
@@ -117,7 +117,7 @@ def _keys(section: Any, algorithm: Any, prefix: str = "") -> Iterator[tuple[str,
 
 @cache
 def known_keys(algorithm: str | None = None) -> tuple[str, ...]:
-    """Return every key path, sections included, of one algorithm's configuration or of all."""
+    """Return every key path, sections included, of one algorithm or of all."""
     chosen = _schema().values() if algorithm is None else [_schema()[algorithm]]
     return tuple(dict.fromkeys(key for keys in chosen for key in keys))
 
@@ -128,12 +128,12 @@ def owners(key: str) -> list[str]:
 
 
 def is_section(key: str) -> bool:
-    """Return whether any key may stand below this one: a reward's arguments, vLLM's."""
+    """Return whether this section accepts any key: arguments of a reward, of vLLM."""
     return any(keys.get(key, False) for keys in _schema().values())
 
 
 def is_open(key: str) -> bool:
-    """Return whether this key may be any: it is, or is below, such a section."""
+    """Return whether the key is an open section or below one."""
     parts = key.split(".")
     return any(is_section(".".join(parts[:end])) for end in range(1, len(parts) + 1))
 
@@ -142,7 +142,7 @@ def is_open(key: str) -> bool:
 
 
 def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> Violation:
-    """Return the problem of a key that this algorithm does not have: another's, another launcher's, or misspelt."""
+    """Return the problem of an unknown key: another algorithm's, another launcher's, or misspelt."""
     known, rule = known_keys(algorithm), "unknown key"
     here = to_our_key(key)
     have = owners(here)
@@ -170,9 +170,9 @@ def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> 
 
 
 def answer_to(key: str, given: object, by_section: bool = True) -> str | Sequence[str] | None:
-    """Return the answer of the aliases to a name that is not a key's, with this value; None if there is none.
+    """Return the answer of the aliases to an unknown name with this value; None if there is none.
 
-    `by_section`: also by the name that its section has here."""
+    `by_section`: also look up the name with our name of its section."""
     theirs = re.sub(r"^data\.(train|validation|default)\.(?=\w)", "data.*.", key)
     names = [theirs, key, *([to_our_key(key)] if by_section else [])]
     table = _aliases("short") | _aliases("earlier") | _aliases("nemo_rl")
@@ -186,7 +186,7 @@ def answer_to(key: str, given: object, by_section: bool = True) -> str | Sequenc
 
 
 def instead_of_file(group: str, name: str | None) -> str | None:
-    """Return what to write in place of a file that a group does not have; None if nothing is known."""
+    """Return the fix for a file that a group does not have; None if none is known."""
     if group == "data" and name and "/" in name:
         return f"data=file data.train_path={name}" if "." in name else f"data=hub data.path={name}"
     answer = _aliases("files").get(f"{group}={name}")
@@ -203,7 +203,7 @@ def algorithm_of_file(name: str) -> str:
 
 
 def to_our_key(key: str) -> str:
-    """Return a key of NeMo-RL by the name that its section has here; any other key as it is."""
+    """Return a key of NeMo-RL with our name of its section; other keys unchanged."""
     sections, parts = _aliases("sections"), key.split(".")
     for end in range(len(parts), 0, -1):
         if section := sections.get(".".join(parts[:end])):
@@ -212,7 +212,7 @@ def to_our_key(key: str) -> str:
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
-    """Return the known key that a misspelt or misplaced one means; None if none is much like it."""
+    """Return the known key most similar to a misspelt or misplaced one; None if none is similar enough."""
     section, _, leaf = key.rpartition(".")
     siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE):
@@ -232,14 +232,14 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
 
 
 def _fix(answer: str | Sequence[str], given: object, algorithm: str) -> str:
-    """Return an answer of the aliases as a fix: the first that this algorithm can have."""
+    """Return an answer of the aliases as a fix: the first one valid for this algorithm."""
     known = known_keys(algorithm)
     answers = [answer] if isinstance(answer, str) else list(answer)
     keys = [re.match(r"algorithm\.[\w.]+", one) for one in answers]
     fits = [one for one, key in zip(answers, keys, strict=True) if key is None or key[0].rstrip(".") in known]
     chosen = fits[0] if fits else answers[0]
     if not chosen or chosen.startswith(NOTHING):
-        return f"leave it out: {chosen.removeprefix(NOTHING).strip() or 'it is so here'}"
+        return f"leave it out: {chosen.removeprefix(NOTHING).strip() or 'it is always so'}"
     if chosen.endswith("={}") and not isinstance(given, str):
         chosen = chosen.removesuffix("={}")
     needs = "" if fits or not keys[0] else f", which needs algorithm={owners(keys[0][0])[0]}"
@@ -257,8 +257,8 @@ def _longest[Answer](table: Mapping[str, Answer], key: str) -> Answer | None:
 
 @cache
 def _aliases(part: str) -> dict[str, Any]:
-    """Return one part of aliases.yaml, an entry for each name; sections of NeMo-RL before their keys. An entry is a
-    text, a list of texts, or a text for each value."""
+    """Return one part of aliases.yaml by name, sections of NeMo-RL before their keys. An entry is a text, a list of
+    texts, or a text per value."""
     found = {}
     for names, answer in _alias_file()[part].items():
         below = answer if isinstance(answer, dict) and "otherwise" not in answer else {"": answer}
@@ -281,7 +281,7 @@ def _by_value(answers: Mapping[Any, str]) -> dict[str, str]:
 
 
 def _text_of(value: object) -> str:
-    """Return a value as YAML writes it, so that `1` and `1.0` are the same."""
+    """Return a value as YAML. `1` and `1.0` are equal."""
     whole = isinstance(value, float) and value.is_integer()
     return value if isinstance(value, str) else json.dumps(int(value) if whole else value)
 

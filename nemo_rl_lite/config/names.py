@@ -1,7 +1,7 @@
-"""NeMo-RL's names of keys, and short names of ours: accepted where they mean what keys here do (configs/aliases.yaml).
+"""Translate NeMo-RL's names of keys, and short names of ours, by configs/aliases.yaml.
 
 An answer made of overrides replaces the name. An answer by value has an answer for each value. An answer that begins
-with `nothing:` gives the reason why a name changes nothing here. All others are sentences, for `keys.unknown_key`.
+with `nothing:` gives the reason why a name has no effect here. All others are sentences, for `keys.unknown_key`.
 """
 
 import re
@@ -28,13 +28,13 @@ _OVERRIDES = re.compile(r"[a-z][\w.]*=\S+(?: [a-z][\w.]*=\S+)*")
 # `{}` is the value that was given, `{2}` the third of a list, `{*1024}` its product.
 _PLACE = re.compile(r"\{(\d*|\*\d+)\}")
 _REFERENCE = re.compile(r"\$\{(\.*)([a-zA-Z_][\w.]*)\}")
-# Ends the note on a value that is that of NeMo-RL and here.
-SAME = "it is so here"
+# Ends the note on a value that both launchers have.
+SAME = "it is always so"
 _CHOICES = ("algorithm", "recipes")
 
 
 class FromFile(str):
-    """An override that a file gives, and the place where it stands."""
+    """An override from a file, and its place there."""
 
     place: str
 
@@ -46,7 +46,7 @@ class FromFile(str):
 
 @dataclass(frozen=True)
 class Meaning:
-    """Stands for a key of another name."""
+    """Our overrides for a key of another name, and a note on it."""
 
     overrides: tuple[str, ...]
     note: str
@@ -55,8 +55,8 @@ class Meaning:
 def in_our_names(arguments: Sequence[str], algorithm: str | None = None) -> tuple[list[str], list[str]]:
     """Return a command's overrides by our names, and a note on each that had another.
 
-    `algorithm`: the one that the command's files choose, where it is known. A section of NeMo-RL's such as `dpo`
-    chooses its algorithm where the command chooses none.
+    `algorithm`: the one that the command's files choose, if known. A section of NeMo-RL such as `dpo` chooses its
+    algorithm if the command chooses none.
     """
     parsed = [(argument, parse_override(argument)) for argument in arguments]
     ours, told = list[str](), list[str]()
@@ -68,11 +68,26 @@ def in_our_names(arguments: Sequence[str], algorithm: str | None = None) -> tupl
         chosen = sections.pop()
         ours.append(f"algorithm={chosen}")
         told.append(f"{chosen}.* chooses algorithm={chosen}")
+    setters: dict[str, str] = {}
     for argument, one in parsed:
         found = None if one is None else _meaning_of(one, algorithm or chosen or DEFAULT_ALGORITHM)
         ours += [argument] if found is None else _from_there(argument, found.overrides)
         told += [] if found is None else [found.note]
+        told += _set_twice(argument, (argument,) if found is None else found.overrides, setters)
     return ours, told
+
+
+def _set_twice(argument: str, overrides: Sequence[str], setters: dict[str, str]) -> list[str]:
+    """Return a note if an earlier argument with another name sets the same key. `setters` has the argument of each key
+    so far. A command's argument replaces a file's without a note."""
+    told = []
+    for key in (one.partition("=")[0].lstrip("+") for one in overrides):
+        earlier = setters.get(key, argument)
+        setters[key] = argument
+        names = {one.partition("=")[0].lstrip("+") for one in (earlier, argument)}
+        if len(names) == 2 and isinstance(earlier, FromFile) == isinstance(argument, FromFile):
+            told.append(f"{earlier} and {argument} both set {key}; the last one counts")
+    return told
 
 
 def _from_there(argument: str, overrides: Sequence[str]) -> list[str]:
@@ -81,23 +96,26 @@ def _from_there(argument: str, overrides: Sequence[str]) -> list[str]:
 
 
 def meaning(key: str, value: Any, text: str, algorithm: str) -> Meaning | None:
-    """Return what a key of another name stands for; None if it is one of ours, or means nothing that keys here do.
+    """Return the meaning of a key of another name; None if it is one of ours, or has no counterpart.
 
-    `value`, and the `text` that it was written as."""
+    `text` is the `value` as it was written."""
     here, section = to_our_key(key), key.split(".")[0]
+    switches = [one for one in (f"{here}.enabled", f"{here}_enabled") if one in known_keys()]
+    if isinstance(value, bool) and switches:
+        return Meaning((f"{switches[0]}={text}",), f"{key}={text} is {switches[0]}={text} here")
     if key in known_keys() or is_open(key) or (section in ALGORITHM_SECTIONS and section != algorithm):
         return None
     found = f"{here}={{}}" if here in known_keys(algorithm) or is_open(here) else answer_to(key, value)
     if not isinstance(found, str):
         return None
     if not found or found.startswith(NOTHING):
-        return Meaning((), f"{key}={text} changes nothing: {found.removeprefix(NOTHING).strip() or SAME}")
+        return Meaning((), f"{key}={text} has no effect: {found.removeprefix(NOTHING).strip() or SAME}")
     if not _OVERRIDES.fullmatch(found):
         return None
     overrides = tuple(_filled(word, value, text) for word in found.split(" "))
     if isinstance(value, str) and [f"{value[2:-1]}={text}"] == list(overrides):
         # A reference of a key to itself.
-        return Meaning((), f"{key}={text} changes nothing: {SAME}")
+        return Meaning((), f"{key}={text} has no effect: {SAME}")
     return Meaning(overrides, f"{key}={text} is {' '.join(overrides)} here")
 
 

@@ -1,4 +1,4 @@
-"""Check a command line's overrides: which can be composed, and what is wrong with the others."""
+"""Check a command line's overrides."""
 
 import difflib
 import os
@@ -29,11 +29,10 @@ from nemo_rl_lite.errors import ConfigError, Violation
 
 
 def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[list[str], list[Violation]]:
-    """Split the command line's overrides into those that can be composed, in order, and what is wrong with the others.
+    """Return the valid overrides in order, and the problems of the others.
 
     `key=value`, `+key=value` and `++key=value` are the same. Keys of other names become ours. A key of another
-    algorithm is accepted here, and refused once the algorithm is known. Only where it `sweeps` may a key have several
-    values.
+    algorithm is refused later, once the algorithm is known. A key may have several values only if the command `sweeps`.
 
     Raises:
         ConfigError: an experiment file cannot be read.
@@ -61,10 +60,10 @@ def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[lis
 
 
 def named_run_folder(arguments: Sequence[str], key: str = RUN_FOLDER) -> str | None:
-    """Return the folder that valid overrides give to `key`, without `~`; None if none does."""
+    """Return the folder that overrides give to `key`, with `~` expanded; None if none does."""
     parsed = [override for override in map(parse_override, in_our_names(arguments)[0]) if override]
     named = [str(override.value()) for override in parsed if override.key_or_group == key]
-    return os.path.expanduser(named[-1]) if named else None  # noqa: PTH111 - an unknown home stays as it is
+    return os.path.expanduser(named[-1]) if named else None  # noqa: PTH111 - an unknown home is unchanged
 
 
 def given_keys(arguments: Sequence[str]) -> list[str]:
@@ -74,7 +73,7 @@ def given_keys(arguments: Sequence[str]) -> list[str]:
 
 
 def _algorithm(choices: Sequence[str]) -> str:
-    """Return the name of the algorithm that these files choose; the default's where they cannot be composed."""
+    """Return the algorithm of these files; the default one if they cannot be composed."""
     if not choices:
         return DEFAULT_ALGORITHM
     try:
@@ -98,53 +97,52 @@ def _as_hydra_takes_it(argument: str, override: Override) -> str:
 
 
 def _as_override(argument: str) -> str:
-    """Return the fix for what cannot be parsed: its value in quotes, if that helps."""
+    """Return the fix for an argument that cannot be parsed: its value in quotes, if that helps."""
     key, _, value = argument.partition("=")
     text = value.replace("'", r"\'")
     quoted = f"{key}='{text}'"
     if value and parse_override(quoted) is not None:
         shown = shlex.quote(quoted) if re.search(r'["$`!]|\\\\', quoted) else f'"{quoted}"'
-        return f"quote a value with unusual letters: {shown}"
-    return "write key.path=value or group=file; quote a value with unusual letters: \"key.path='value'\""
+        return f"quote special characters: {shown}"
+    return "write key.path=value or group=file, and quote special characters: \"key.path='value'\""
 
 
 def _problem(override: Override, sweeps: bool) -> Violation | None:
-    """Return what is wrong with an override, whether or not its key is known."""
+    """Return the problem of an override, apart from an unknown key."""
     key, given = override.key_or_group, _given(override)
     if override.is_sweep_override() and not sweeps:
-        fix = f"'{key}=[{given}]' for a list, quotes for a text, or nrl-lite train -m for a run with each"
-        return Violation(key, given, "gives several values", fix)
+        fix = f"'{key}=[{given}]' for a list, quotes for a text, or nrl-lite train -m for a sweep"
+        return Violation(key, given, "has several values", fix)
     section = key.split(".")[0]
     if section == HYDRA_PACKAGE or section.startswith(f"{HYDRA_PACKAGE}/"):
         return _hydra_problem(override, key, given, sweeps)
     if override.package is not None:
-        return Violation(override.input_line or key, None, "gives a package", "write key.path=value or group=file")
+        return Violation(override.input_line or key, None, "has a package", "write key.path=value or group=file")
     if chooses_file(override):
         return _group_problem(override)
     if override.is_delete():
-        return Violation(key, None, "deletes a key, and every key is needed", "set it to null where it may be empty")
+        return Violation(key, None, "deletes a required key", "set it to null if that is allowed")
     if key == "algorithm.name":
-        return Violation(key, given, "is set by the algorithm's file", f"algorithm={given}")
+        return Violation(key, given, "is set by algorithm=FILE", f"algorithm={given}")
     has_keys = is_section(key) or any(one.startswith(f"{key}.") for one in known_keys())
     if has_keys and isinstance(override.value(), list):
-        return Violation(key, given, "is a section, and no list", f"{key}.NAME=..., one override for each of its keys")
+        return Violation(key, given, "is a section, not a list", f"{key}.NAME=..., one override for each of its keys")
     return None
 
 
 def _hydra_problem(override: Override, key: str, given: str, sweeps: bool) -> Violation | None:
-    """Return what is wrong with an override of Hydra's section, of which a command may set the folders."""
+    """Return the problem of an override of Hydra's section. Only the folders may be set."""
     if key not in (RUN_FOLDER, SWEEP_FOLDER):
-        fix = f"{RUN_FOLDER}=FOLDER, or with -m {SWEEP_FOLDER}=FOLDER"
-        return Violation(key, given, "is no setting of this launcher", fix)
+        return Violation(key, given, "is not supported", f"{RUN_FOLDER}=FOLDER, or with -m {SWEEP_FOLDER}=FOLDER")
     if "://" in given:
-        rule = "is an address, and runs are written to folders that all nodes see"
+        rule = "is an address, and a run needs a folder that all nodes see"
         return Violation(key, given, rule, f"{key}=outputs/my-run, and copy it afterwards")
     if sweeps and key == RUN_FOLDER:
-        return Violation(key, given, "is one folder, and a sweep has several runs", f"{SWEEP_FOLDER}={given}")
+        return Violation(key, given, "is one folder, and a sweep needs several", f"{SWEEP_FOLDER}={given}")
     if override.is_sweep_override():
-        return Violation(key, given, "names several folders, and a sweep has one", f"{key}={given.split(',')[0]}")
+        return Violation(key, given, "has several folders, and a sweep needs one", f"{key}={given.split(',')[0]}")
     if not sweeps and key == SWEEP_FOLDER:
-        return Violation(key, given, "is for sweeps (-m)", f"{RUN_FOLDER}={given}")
+        return Violation(key, given, "applies to sweeps (-m)", f"{RUN_FOLDER}={given}")
     return None
 
 
@@ -152,7 +150,7 @@ def _group_problem(override: Override) -> Violation | None:
     group = override.key_or_group
     files = groups()[group]
     if override.is_delete():
-        return Violation(group, None, "deletes a section, and every section is needed", f"{group}=FILE")
+        return Violation(group, None, "deletes a required section", f"{group}=FILE")
     for name in _files(override):
         # Each job of a sweep reads its own file.
         if (
@@ -183,7 +181,7 @@ def _chosen_again(override: Override, chosen: dict[str, str]) -> Violation | Non
 
 
 def _files(override: Override) -> list[str | None]:
-    """Return what a `group=file` override chooses, several in a sweep."""
+    """Return the files of a `group=file` override; a sweep has several."""
     choice = override.value()
     if isinstance(choice, Glob):
         return list(choice.filter(groups()[override.key_or_group]))

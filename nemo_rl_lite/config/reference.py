@@ -1,8 +1,9 @@
-"""Describe every key: schema (types, ranges, choices) and configs/ (comments, defaults, files) as rows and as a page.
+"""Describe every key: types, ranges and choices from the schema, sentences and defaults from configs/.
 
-A key or a file without a comment is an error.
+A key or a file without a comment is an error. A comment is Markdown.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -10,23 +11,48 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
-from nemo_rl_lite.config.comments import UndocumentedError, read_comments
-from nemo_rl_lite.config.composition import compose_files
-from nemo_rl_lite.config.key_words import Schema, kind, prose, raw, shown, table
 from nemo_rl_lite.config.keys import config_dir, groups
 from nemo_rl_lite.config.schema import Config
 
+Schema = Mapping[str, Any]
 RECIPES, ALGORITHM = "recipes", "algorithm"
-# This group puts its keys into another section.
+# This group fills another section.
 SECTION_OF = {"offload": "policy"}
+# Algorithms with most keys of another; the page shows the others.
+EXTENDS = {"distillation": "grpo", "dpo": "sft", "orpo": "sft", "kto": "sft"}
+FIRST_KEYS = (
+    "policy.model_name",
+    "data.train_path",
+    "data.path",
+    "data.prompt_column",
+    "data.answer_column",
+    "reward.name",
+    "algorithm.num_prompts_per_step",
+    "algorithm.num_generations_per_prompt",
+    "algorithm.max_num_steps",
+    "policy.train_global_batch_size",
+    "policy.megatron_cfg.optimizer.lr",
+    "policy.megatron_cfg.peft.enabled",
+    "algorithm.loss_fn.reference_policy_kl_penalty",
+    "generation.max_new_tokens",
+    "policy.max_total_sequence_length",
+    "cluster.gpus_per_node",
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "algorithm.val_period",
+    "checkpoint.save_period",
+    "logger.wandb_enabled",
+)
+
+
+class UndocumentedError(Exception):
+    """A key or a file of configs/ has no comment."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key: type and range in words, default and sentence as Markdown."""
+    """One key: type and range in words, default and sentence, as Markdown."""
 
     key: str
     kind: str
@@ -34,225 +60,384 @@ class Entry:
     sentence: str
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Builds the page from one folder of groups."""
+# --- The page
 
-    folder: Path
-    schema: Schema
 
-    @classmethod
-    def of_package(cls) -> "Reference":
-        return cls(config_dir(), TypeAdapter(Config).json_schema())
+def page() -> str:
+    """Return docs/configuration.md."""
+    known = {one.key: one for one in entries()}
+    first = _table([known[key] for key in FIRST_KEYS])
+    parts = [INTRODUCTION, FIRST_TITLE + first, _groups(), _recipes()]
+    parts += ["## Top level", _table(_entries(_schema(), "", "train"))]
+    for section, node in _schema()["properties"].items():
+        if section == ALGORITHM:
+            parts += _algorithms()
+            parts.append(_files(ALGORITHM, [name for name in groups()[ALGORITHM] if name not in _variants()]))
+        elif "$ref" in node:
+            parts += [part for path, found in _walk(section, node) for part in _section(path, found)]
+            parts += [_files(group) for group in groups() if SECTION_OF.get(group, group) == section]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
-    def page(self) -> str:
-        parts = [INTRODUCTION, self._groups(), self._recipes(), "## Top level", self._table(self.schema, "", "train")]
-        for section in self.schema["properties"]:
-            if section == ALGORITHM:
-                variants = self.schema["properties"][section]["oneOf"]
-                own = {self._resolve(variant)["properties"]["name"]["const"]: variant for variant in variants}
-                for name, variant in own.items():
-                    parts += self._section(section, variant, f"{ALGORITHM}={name}", name)
-                parts.append(self._files(ALGORITHM, [name for name in groups()[ALGORITHM] if name not in own]))
-            elif "$ref" in self.schema["properties"][section]:
-                parts += self._section(section, self.schema["properties"][section], section, None)
-                parts += [self._files(group) for group in groups() if SECTION_OF.get(group, group) == section]
-        return "\n\n".join(part for part in parts if part) + "\n"
 
-    def _section(self, path: str, node: Schema, title: str, file: str | None) -> Iterator[str]:
-        """Yield a heading, the section's comment and a table of its keys; then the same for its subsections."""
-        depth = "#" * (2 + path.count("."))
-        resolved = self._resolve(node)
-        yield f"{depth} {title}"
-        yield prose(self._about_section(path, file))
-        yield self._table(resolved, path, file)
-        for name, child in resolved["properties"].items():
-            if "$ref" in child:
-                yield from self._section(f"{path}.{name}", child, f"{path}.{name}", file)
+def entries() -> Iterator[Entry]:
+    """Yield every key once, and the arguments that files of a group document."""
+    found = [*_entries(_schema(), "", "train")]
+    for section, node in _schema()["properties"].items():
+        variants = _variants() if section == ALGORITHM else {None: node} if "$ref" in node else {}
+        found += [one for file, variant in variants.items() for _, own in _walk(section, variant, file) for one in own]
+    found += [one for group in groups() if group != RECIPES for one in _arguments(group)]
+    first: dict[str, Entry] = {}
+    for one in found:
+        first.setdefault(one.key, one)
+    yield from first.values()
 
-    def _about_section(self, path: str, file: str | None) -> str:
-        """Return the section's comment; nothing where the group's files differ, since a table describes them."""
-        if "." in path:
-            return self._comment(path, file)
-        return self._header(path, file or self._default_file(path)) if file or len(groups()[path]) == 1 else ""
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield every key; one of several algorithms once."""
-        seen: set[str] = set()
-        for one in self._all_entries():
-            if one.key not in seen:
-                seen.add(one.key)
-                yield one
+def _algorithms() -> Iterator[str]:
+    shown: dict[str, set[Entry]] = {}
+    for name, variant in _variants().items():
+        base = EXTENDS.get(name)
+        yield f"## {ALGORITHM}={name}"
+        yield _header(ALGORITHM, name)
+        if base:
+            yield f"The keys of [`{ALGORITHM}={base}`](#{ALGORITHM}{base}), except for:"
+        for path, found in _walk(ALGORITHM, variant, name):
+            shown.setdefault(name, set()).update(found)
+            own = [one for one in found if one not in shown.get(base or "", ())]
+            yield from [part for part in _section(path, own, name) if path != ALGORITHM or part.startswith("|")]
 
-    def _all_entries(self) -> Iterator[Entry]:
-        yield from self._entries(self.schema, "", "train")
-        for section, node in self.schema["properties"].items():
-            if section == ALGORITHM:
-                for variant in node["oneOf"]:
-                    file = self._resolve(variant)["properties"]["name"]["const"]
-                    yield from self._entries_below(section, variant, file)
-            elif "$ref" in node:
-                yield from self._entries_below(section, node, None)
 
-    def _entries_below(self, path: str, node: Schema, file: str | None) -> Iterator[Entry]:
-        resolved = self._resolve(node)
-        yield from self._entries(resolved, path, file)
-        for name, child in resolved["properties"].items():
-            if "$ref" in child:
-                yield from self._entries_below(f"{path}.{name}", child, file)
+def _section(path: str, found: Sequence[Entry], file: str | None = None) -> Iterator[str]:
+    """Yield a heading, the section's comment and a table of its keys."""
+    if found:
+        yield f"{'#' * (2 + path.count('.'))} {path}"
+        yield _about(path, file)
+        yield _table(found)
 
-    def _table(self, node: Schema, path: str, file: str | None) -> str:
-        rows = [
-            (f"`{one.key.rpartition('.')[2]}`", one.kind, one.default, one.sentence)
-            for one in self._entries(node, path, file)
+
+def _about(path: str, file: str | None) -> str:
+    """Return the comment of a section. Groups of several files have a table of them instead."""
+    if "." in path:
+        return _comment(path, file)
+    return _header(path, default_file(path)) if len(groups()[path]) == 1 else ""
+
+
+def _table(found: Sequence[Entry]) -> str:
+    # Keys are long, so type and default stand below them.
+    rows = [(f"`{one.key}`<br>{one.kind}<br>default: {one.default}", one.sentence) for one in found]
+    return table(("key", "description"), rows)
+
+
+def _groups() -> str:
+    rows = []
+    for group in filter(lambda group: group != RECIPES, groups()):
+        others = ", ".join(f"`{file}`" for file in groups()[group] if file != default_file(group))
+        rows.append((f"`{group}`", f"`{SECTION_OF.get(group, group)}`", f"`{default_file(group)}`", others))
+    return "## Groups\n\n" + table(("group", "section", "default file", "other files"), rows)
+
+
+def _files(group: str, names: Sequence[str] = ()) -> str:
+    """Describe the files of a group, or those named: purpose, values that are not the default's, and arguments."""
+    if len(groups()[group]) == 1:
+        return ""
+    default = default_file(group)
+    rows = []
+    for file in sorted(names or groups()[group], key=lambda name: (name != default, name)):
+        changed = [
+            f"`{key}={raw(value)}`"
+            for key, value in values(group, file).items()
+            if value != values(group, default).get(key, ...)
+            and not (isinstance(value, dict) and value)
+            and (key, value) != (f"{group}.name", file)
         ]
-        return table(("key", "type and range", "default", "what it does"), rows)
+        rows.append((f"`{group}={file}`", _header(group, file), "<br>".join(changed) or "the defaults"))
+    text = f"### Files of the group {group}\n\n" + table(("choice", "purpose", "sets"), rows)
+    arguments = [*_arguments(group)]
+    return f"{text}\n\nTheir arguments:\n\n{_table(arguments)}" if arguments else text
 
-    def _entries(self, node: Schema, path: str, file: str | None) -> list[Entry]:
-        """Return the keys of a section, without those of its subsections."""
-        defaults = composed((f"{ALGORITHM}={file}",) if path.split(".")[0] == ALGORITHM else ())
-        # Keys have the order of configs/, where neighbours belong together.
-        names = [name for name, child in node["properties"].items() if "$ref" not in child and "oneOf" not in child]
-        order = [key.rpartition(".")[2] for key in defaults if key.rpartition(".")[0] == path]
-        return [
-            Entry(key, kind(node["properties"][name]), shown(defaults, key), prose(self._comment(key, file)))
-            for name in sorted(names, key=lambda name: (name != "name", order.index(name)))
-            for key in [f"{path}.{name}".lstrip(".")]
+
+def _arguments(group: str) -> Iterator[Entry]:
+    """Yield the commented keys of a group's files that the schema leaves open, such as those of a reward."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for file in groups()[group]:
+        for key, comment in read_comments(config_dir() / group / f"{file}.yaml").keys.items():
+            if "kwargs." in key:
+                found.setdefault((f"{group}.{key}", comment), []).append(file)
+    for (key, comment), files in found.items():
+        choices = "with " + ", ".join(f"`{group}={file}`" for file in files)
+        yield Entry(key, choices, shown(values(group, files[0]), key), comment)
+
+
+def _recipes() -> str:
+    rows = []
+    for name in groups()[RECIPES]:
+        what, mark, run = _header(RECIPES, name).partition("Run: ")
+        if not (what and mark):
+            raise UndocumentedError(f"recipes/{name}.yaml: its comment must have a purpose, then `Run: WHERE`")
+        config = {**_defaults(), **values(RECIPES, name)}
+        place = f"{config['cluster.num_nodes']} x {config['cluster.gpus_per_node']}"
+        rows.append((f"`{name}`", what, f"`{config['policy.model_name']}`", place, run.rstrip(".")))
+    return RECIPES_TITLE + table(("recipe", "purpose", "model", "nodes x GPUs", "run"), rows)
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *([_cell(one) for one in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+
+
+def _cell(text: str) -> str:
+    """Escape a bar, which ends a cell, and a tag outside code."""
+    return re.sub(r"(`[^`]*`|<br>)|<", lambda found: found[1] or "&lt;", text.replace("|", "\\|"))
+
+
+# --- Keys
+
+
+@cache
+def _schema() -> Schema:
+    return TypeAdapter(Config).json_schema()
+
+
+@cache
+def _variants() -> Mapping[str, Schema]:
+    """Return each algorithm's part of the schema."""
+    variants = _schema()["properties"][ALGORITHM]["oneOf"]
+    return {_resolve(one)["properties"]["name"]["const"]: one for one in variants}
+
+
+def _resolve(node: Schema) -> Schema:
+    return _schema()["$defs"][node["$ref"].rpartition("/")[2]]
+
+
+def _walk(path: str, node: Schema, file: str | None = None) -> Iterator[tuple[str, list[Entry]]]:
+    """Yield a section and its keys, then its subsections."""
+    yield path, _entries(_resolve(node), path, file)
+    for name, child in _resolve(node)["properties"].items():
+        if "$ref" in child:
+            yield from _walk(f"{path}.{name}", child, file)
+
+
+def _entries(node: Schema, path: str, file: str | None) -> list[Entry]:
+    """Return the keys of a section, without those of its subsections, in the order of configs/."""
+    defaults = values(ALGORITHM, file) if file and path.split(".")[0] == ALGORITHM else _defaults()
+    order = [key.rpartition(".")[2] for key in defaults if key.rpartition(".")[0] == path]
+    names = [name for name, child in node["properties"].items() if "$ref" not in child and "oneOf" not in child]
+    return [
+        Entry(key, kind(node["properties"][name]), shown(defaults, key), _comment(key, file))
+        for name in sorted(names, key=lambda name: (name != "name", order.index(name)))
+        for key in [f"{path}.{name}".lstrip(".")]
+    ]
+
+
+def _comment(key: str, file: str | None) -> str:
+    """Return the comment of a key in configs/: in `file` or the files that it is laid over, or in any of its group."""
+    section, _, rest = key.partition(".")
+    places = [("train.yaml", key)]
+    if rest:
+        places = [
+            (str(path.relative_to(config_dir())), rest)
+            for group in groups()
+            if SECTION_OF.get(group, group) == section
+            for path in (reversed(_layers(config_dir() / group / f"{file}.yaml")) if file else _of_group(group))
         ]
+    for name, path in places:
+        if comment := read_comments(config_dir() / name).keys.get(path):
+            return comment
+    raise UndocumentedError(f"{key}: no comment above it in {' or '.join(name for name, _ in places)}")
 
-    def _comment(self, key: str, file: str | None) -> str:
-        """Return the comment of a key in configs/.
 
-        Raises:
-            UndocumentedError: the key has none.
-        """
-        section, _, rest = key.partition(".")
-        if not rest:
-            places = [("train.yaml", key)]
-        else:
-            places = [
-                (str(path.relative_to(self.folder)), rest)
-                for group in groups()
-                if SECTION_OF.get(group, group) == section
-                for path in sorted((self.folder / group).rglob("*.yaml"), key=lambda path: self._rank(group, path))
-                if file is None or path.stem in laid_over(self.folder / group, file)
-            ]
-            # A file's own comment comes before those of the files that it is laid over.
-            places.sort(key=lambda place: file is not None and Path(place[0]).stem != file)
-        for name, path in places:
-            comment = read_comments(self.folder / name).keys.get(path)
-            if comment:
-                return comment
-        raise UndocumentedError(f"{key}: no comment above it in {' or '.join(name for name, _ in places)}")
+def _layers(path: Path) -> list[Path]:
+    """Return the files that a file is laid over, in order, then the file."""
+    bases = [
+        path.parent / f"{one.partition('@')[0]}.yaml" for one in _yaml(path).get("defaults", []) if isinstance(one, str)
+    ]
+    return [*(below for base in bases if base.exists() for below in _layers(base)), path]
 
-    def _rank(self, group: str, path: Path) -> tuple[bool, bool, str]:
-        """Sort the files that others share first, then the group's default file."""
-        return path.parent.name == group, path.stem != self._default_file(group), str(path)
 
-    def _header(self, group: str, file: str) -> str:
-        header = read_comments(self.folder / group / f"{file}.yaml").header
-        if not header:
-            raise UndocumentedError(f"configs/{group}/{file}.yaml: no comment at its top, with a blank line below it")
-        return header
-
-    def _default_file(self, group: str) -> str:
-        """Return the name of a group's default file."""
-        return default_files(self.folder)[group]
-
-    def _groups(self) -> str:
-        rows = []
-        for group, files in groups().items():
-            if group != RECIPES:
-                chosen = self._default_file(group)
-                others = ", ".join(f"`{file}`" for file in files if file != chosen) or "none"
-                rows.append((f"`{group}`", f"`{SECTION_OF.get(group, group)}`", f"`{chosen}`", others))
-        return "## Groups\n\n" + table(("group", "section it fills", "default file", "other files"), rows)
-
-    def _files(self, group: str, names: Sequence[str] = ()) -> str:
-        """Describe the group's files, or these of them: what each is for, and how it differs from the default file."""
-        if len(groups()[group]) == 1:
-            return ""
-        usual, default = composed(()), self._default_file(group)
-        rows = []
-        for file in sorted(names or groups()[group], key=lambda name: (name != default, name)):
-            values = composed((f"{group}={file}",))
-            changed = [
-                f"`{key}={raw(value)}`"
-                for key, value in values.items()
-                if value != usual.get(key, ...) and not (isinstance(value, dict) and value)
-            ]
-            rows.append((f"`{group}={file}`", prose(self._header(group, file)), "<br>".join(changed) or "the defaults"))
-        return f"### Files of the group {group}\n\n" + table(("choice", "what it is for", "sets"), rows)
-
-    def _recipes(self) -> str:
-        rows = []
-        for name in groups()[RECIPES]:
-            what, mark, run = self._header(RECIPES, name).partition("Run: ")
-            if not (what and mark):
-                raise UndocumentedError(f"recipes/{name}.yaml: its comment must say what it is, then `Run: WHERE`")
-            config = composed((f"{RECIPES}={name}",))
-            place = f"{config['cluster.num_nodes']} x {config['cluster.gpus_per_node']}"
-            rows.append((f"`{name}`", prose(what), f"`{config['policy.model_name']}`", place, prose(run.rstrip("."))))
-        return RECIPES_TITLE + table(("recipe", "what", "model", "nodes x GPUs", "run"), rows)
-
-    def _resolve(self, node: Schema) -> Schema:
-        return self.schema["$defs"][node["$ref"].rpartition("/")[2]]
+def _of_group(group: str) -> list[Path]:
+    """Return the files of a group: shared ones, the default, the others."""
+    folder = config_dir() / group
+    return sorted(folder.rglob("*.yaml"), key=lambda one: (one.parent == folder, one.stem != default_file(group), one))
 
 
 @cache
-def default_files(folder: Path) -> Mapping[str, str]:
-    """Return the default file of each group."""
-    listed = yaml.safe_load((folder / "train.yaml").read_text())["defaults"]
-    return {group: file for item in listed if isinstance(item, dict) for group, file in item.items()}
+def values(group: str, file: str) -> Mapping[str, Any]:
+    """Return every key that a file of a group sets, sections included, with its unresolved value."""
+    section = "" if group == RECIPES else f"{SECTION_OF.get(group, group)}."
+    layers = [_yaml(path) for path in _layers(config_dir() / group / f"{file}.yaml")]
+    return {key: value for layer in layers for key, value in _leaves(layer, section) if key != f"{section}defaults"}
 
 
 @cache
-def laid_over(folder: Path, file: str) -> set[str]:
-    """Return the file of a group and the files of the group that it is laid over."""
-    path = folder / f"{file}.yaml"
-    listed = (yaml.safe_load(path.read_text()) or {}).get("defaults", []) if path.exists() else []
-    bases = [base for base in listed if isinstance(base, str) and (folder / f"{base}.yaml").exists()]
-    return {file}.union(*(laid_over(folder, base) for base in bases))
+def _defaults() -> Mapping[str, Any]:
+    """Return every key with its default."""
+    found = dict(_leaves(_yaml(config_dir() / "train.yaml")))
+    for group in sorted({*groups()} - {RECIPES}, key=lambda group: (group in SECTION_OF, group)):
+        found |= values(group, default_file(group))
+    return found
 
 
 @cache
-def composed(choices: tuple[str, ...]) -> Mapping[str, Any]:
-    """Return every key and its unresolved value with these files chosen."""
-    return dict(_leaves(OmegaConf.to_container(compose_files(choices), resolve=False)))
+def _yaml(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text()) or {}
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield keys and values, sections included."""
     for name, value in node.items():
         yield f"{prefix}{name}", value
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{name}.")
 
 
+# --- Types and defaults in words
+
+TYPES = {
+    "integer": "integer",
+    "number": "number",
+    "boolean": "`true` or `false`",
+    "string": "text",
+    "object": "mapping",
+    "null": "`null`",
+}
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+# Defaults that depend on the model: {own} for the embedded model, {other} for all others.
+_OF_MODEL = re.compile(r"\$\{default_(\w+):\$\{[\w.]+\},(?P<own>[^,]+),(?P<other>[^,}]+).*\}")
+_BY_RESOLVER = {
+    "length": "`{other}`, or the model's positions if fewer; `{own}` for the embedded model",
+    "response": "`{other}`, or half of `policy.max_total_sequence_length` if less; `{own}` for the embedded model",
+    "micro_batch": "`{other}` / `policy.max_total_sequence_length`, at least 1; `{own}` for the embedded model",
+    "rate": "`{other}`; `5.0e-6` with SFT; `{own}` with LoRA or the embedded model",
+    "batch": "the rollout; `{own}` with SFT, DPO, ORPO, KTO or the embedded model",
+    "for": "`{other}`; `{own}` for the embedded model",
+}
+_VARIABLE = re.compile(r"\$\{(?:oc\.decode:\$\{oc\.env|variable):(\w+),([^}]*)\}+")
+
+
+def kind(node: Schema) -> str:
+    """Return a key's type and range in words."""
+    if "anyOf" in node:
+        return " or ".join(kind(choice) for choice in node["anyOf"])
+    if "enum" in node:
+        return ", ".join(f"`{choice}`" for choice in node["enum"])
+    if "const" in node:
+        return f"`{node['const']}`"
+    if node["type"] == "array":
+        return f"list of {kind(node['items'])}"
+    ranges = [f"{sign} {node[limit]}" for limit, sign in LIMITS.items() if limit in node]
+    return " ".join([node.get("description") or TYPES[node["type"]], " and ".join(ranges)]).strip()
+
+
+def shown(defaults: Mapping[str, Any], key: str) -> str:
+    """Return a default in words."""
+    text = raw(defaults[key])
+    if text == "???":
+        return "required"
+    if found := _VARIABLE.fullmatch(text):
+        return f"`{found[2]}`, or the variable `{found[1]}`"
+    if found := re.fullmatch(r"\$\{default_steps:.*,(.*)\}", text):
+        return f"`{found[1]}`; `null` with `max_num_epochs` for finite data"
+    if found := re.fullmatch(r"\$\{default_fraction:.*,(.*)\}", text):
+        return f"`{found[1]}`, or 0 without effect"
+    if found := _OF_MODEL.fullmatch(text):
+        return _BY_RESOLVER[found[1]].format(**found.groupdict())
+    if found := re.fullmatch(r"\$\{(\.?)([\w.]+)\}", text):
+        return f"value of `{key.rpartition('.')[0] + '.' if found[1] else ''}{found[2]}`"
+    return f"`{text}`"
+
+
+def raw(value: Any) -> str:
+    """Return a value as YAML on one line; of a text with several lines, the first."""
+    if isinstance(value, str):
+        return " ".join([*value.splitlines()[:1], *["..."] * ("\n" in value)])
+    return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
+
+
+# --- Comments of YAML files
+
+
+@dataclass
+class Comments:
+    """The comments of a file: about the file, and about each key (dotted path within the file)."""
+
+    header: str
+    keys: dict[str, str]
+
+
+@cache
+def read_comments(file: Path) -> Comments:
+    """Read a file's comments. A comment belongs to the key directly below it; the first one belongs to the file if a
+    blank line or `defaults:` follows it."""
+    text = file.read_text()
+    lines = text.splitlines()
+    end = next((place for place, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    about_file = end < len(lines) and (not lines[end].strip() or lines[end].startswith("defaults:"))
+    header = _joined([line for line in lines[:end] if "@package" not in line]) if about_file else ""
+    root = yaml.compose(text)
+    return Comments(header, dict(_visit(root, "", lines)) if isinstance(root, yaml.MappingNode) else {})
+
+
+def _visit(node: yaml.MappingNode, prefix: str, lines: list[str]) -> Iterator[tuple[str, str]]:
+    for key, value in node.value:
+        end, path = key.start_mark.line, f"{prefix}{key.value}"
+        start = end
+        while start and lines[start - 1].lstrip().startswith("#"):
+            start -= 1
+        comment = _joined(lines[start:end])
+        if comment and path != "defaults":
+            yield path, comment
+        if isinstance(value, yaml.MappingNode):
+            yield from _visit(value, f"{path}.", lines)
+
+
+def _joined(lines: list[str]) -> str:
+    """Join a comment into one line. A line that is indented deeper is a command and becomes code."""
+    words = [line.strip().removeprefix("#") for line in lines]
+    return " ".join(f"`{line.strip()}`" if line.startswith("   ") else line.strip() for line in words).strip()
+
+
+def _header(group: str, file: str) -> str:
+    header = read_comments(config_dir() / group / f"{file}.yaml").header
+    if not header:
+        raise UndocumentedError(f"configs/{group}/{file}.yaml: no comment at its top, with a blank line below it")
+    return header
+
+
+def default_file(group: str) -> str:
+    """Return the name of a group's default file."""
+    listed = _yaml(config_dir() / "train.yaml")["defaults"]
+    return {name: file for item in listed if isinstance(item, dict) for name, file in item.items()}[group]
+
+
 INTRODUCTION = """# Configuration reference
 
 <!-- Written by scripts/config_reference.py from configs/ and the schema in nemo_rl_lite/config/. Change those. -->
 
-Every key, its type and range, its default and what it does. Hydra composes one file of each group; the command line
-chooses files (`group=file`) and changes keys (`key.path=value`, with or without a `+` before it):
+Hydra composes one file of each group. On the command line, `group=file` chooses a file and `key.path=value` sets a key:
 
 ```bash
 nrl-lite train algorithm=sft policy.megatron_cfg.optimizer.lr=1e-4
 ```
 
-`nrl-lite keys WORD` searches these keys. `--cfg job` prints the configuration that a command line composes and runs
-nothing. `hydra.run.dir=FOLDER` names the
-run's folder. Unknown keys, values out of range and keys that contradict each other are reported at once, before
-anything starts. Keys of the command line that have no effect in that run are noted. `${a.b}` stands for the value of
-another key.
+- `nrl-lite keys WORD` searches this page.
+- `source <(nrl-lite --completion bash)`, or `zsh`, completes keys, files and choices with Tab.
+- `nrl-lite train --cfg job` prints the composed configuration and starts nothing.
+- `hydra.run.dir=FOLDER` names the run's folder.
+- `${a.b}` in a value stands for the value of another key.
+- `key=value` and `+key=value` mean the same.
 
-`-m algorithm.seed=1,2,3` is a sweep: a run for each value, one after the other, in numbered folders under
-`hydra.sweep.dir`. All are checked before the first one starts. One that fails does not end the sweep: a table
-in the end has the result of each, and the exit status is that of the first that failed. One that is interrupted
-(130) or stopped with a checkpoint (75) ends it at once."""
+All unknown keys, values out of range and contradictions are reported at once, before anything starts. A key without
+an effect in the run prints a note.
+
+`-m algorithm.seed=1,2,3` is a sweep: one run per value, sequentially, in numbered folders below `hydra.sweep.dir`. All
+are checked before the first one starts. A failed run does not end the sweep. The exit status is that of the first
+failure. An interrupted run (130), or one that stopped with a checkpoint (75), ends the sweep."""
+FIRST_TITLE = """## First keys
+
+Most runs need no others. Defaults are GRPO's; other algorithms differ where noted below.
+
+"""
 RECIPES_TITLE = """## Recipes
 
-Whole experiments, laid over everything by `recipes=NAME`; keys on the command line come last. "nodes x GPUs" with 0
-GPUs is a run on CPUs.
+A recipe is a complete experiment: `recipes=NAME`. Keys on the command line override it. A recipe with 0 GPUs runs on
+CPUs.
 
 """

@@ -1,7 +1,7 @@
-"""The shape of a configuration: types, ranges, and when a key has an effect. `schema_algorithm` has the algorithms.
+"""The schema of a configuration: types, ranges, and conditions for an effect. Algorithms are in `schema_algorithm`.
 
-`configs/` is the only source of defaults, except for reward terms that users add. Dataclasses are frozen, so that what
-a run records is what it ran with.
+`configs/` is the only source of defaults, except for reward terms that users add. Dataclasses are frozen, so a run's
+record matches its configuration.
 """
 
 from typing import Annotated, Any, Literal
@@ -20,6 +20,7 @@ from nemo_rl_lite.config.schema_algorithm import (
     DPOConfig,
     Fraction,
     GRPOConfig,
+    JoinedByCommas,
     KTOConfig,
     NoneIsOff,
     NonNegativeFloat,
@@ -101,7 +102,7 @@ class RefitConfig:
 
 Precision = Literal["float32", "bfloat16"]
 
-# Modules whose inputs can wait in host memory for the backward pass.
+# Modules whose inputs can be offloaded until the backward pass.
 OffloadModule = Literal[
     "attn_norm",
     "qkv_linear",
@@ -115,7 +116,7 @@ OffloadModule = Literal[
 ]
 # Linear layers that can have an adapter.
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-# Components that can leave the GPU while the engines generate.
+# Components that can be offloaded while engines generate.
 OffloadedComponent = Literal["parameters", "gradients", "optimizer_states"]
 TokenLimit = PositiveInt | Auto
 
@@ -163,20 +164,25 @@ class DataParallelConfig:
     bucket_size: Annotated[PositiveInt | None, ActiveIf(".overlap_grad_reduce")]
 
 
+StageLayers = Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
+
+
 @dataclass(frozen=True, config=STRICT)
-class MegatronConfig:
+class TeacherParallelConfig:
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
-    num_layers_in_first_pipeline_stage: Annotated[
-        PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)
-    ]
-    num_layers_in_last_pipeline_stage: Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
-    context_parallel_size: PositiveInt
-    cp_comm_type: Annotated[Literal["p2p", "a2a"], ActiveIf(".context_parallel_size", above=1)]
+    num_layers_in_first_pipeline_stage: StageLayers
+    num_layers_in_last_pipeline_stage: StageLayers
     expert_model_parallel_size: PositiveInt
     sequence_parallel: Annotated[bool, ActiveIf(".tensor_model_parallel_size", above=1)]
-    freeze_moe_router: bool
     moe_router_dtype: Literal["fp32", "fp64"] | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class MegatronConfig(TeacherParallelConfig):
+    context_parallel_size: PositiveInt
+    cp_comm_type: Annotated[Literal["p2p", "a2a"], ActiveIf(".context_parallel_size", above=1)]
+    freeze_moe_router: bool
     moe_router_bias_update_rate: NonNegativeFloat
     moe_grouped_gemm: Annotated[bool, ActiveIf("GPUs")]
     moe_permute_fusion: Annotated[bool, ActiveIf("GPUs")]
@@ -238,21 +244,6 @@ class PolicyConfig:
     use_pinned_optimizer_offload: Annotated[bool, ActiveIf("GPUs")]
     overlap_offload: Annotated[bool, ActiveIf("GPUs")]
     megatron_cfg: MegatronConfig
-
-
-@dataclass(frozen=True, config=STRICT)
-class TeacherParallelConfig:
-    """The keys of `MegatronConfig` that apply to a model that only scores."""
-
-    tensor_model_parallel_size: PositiveInt
-    pipeline_model_parallel_size: PositiveInt
-    num_layers_in_first_pipeline_stage: Annotated[
-        PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)
-    ]
-    num_layers_in_last_pipeline_stage: Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
-    expert_model_parallel_size: PositiveInt
-    sequence_parallel: Annotated[bool, ActiveIf(".tensor_model_parallel_size", above=1)]
-    moe_router_dtype: Literal["fp32", "fp64"] | None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -321,7 +312,9 @@ class CheckpointConfig:
     resume_layouts: Annotated[Literal["any", "data_parallel"], ActiveIf(".save_period")]
     keep_newest: Annotated[PositiveInt, ActiveIf(".save_period")]
     keep_best: Annotated[NonNegativeInt, ActiveIf(".save_period"), ActiveIf("validations")]
-    must_save_by: Annotated[PositiveInt | Annotated[str, Field(pattern=DURATION)] | None, ActiveIf(".save_period")]
+    must_save_by: Annotated[
+        PositiveInt | Annotated[str, Field(pattern=DURATION, description="duration")] | None, ActiveIf(".save_period")
+    ]
     resume_from: Annotated[str, Field(min_length=1)] | None
     export_hf_at_end: bool
     push_to_hub: str | None
@@ -336,14 +329,16 @@ class CheckpointConfig:
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     name: str
-    train_path: Annotated[str | None, ActiveIf(".name", "file")]
-    validation_path: Annotated[str | None, ActiveIf(".name", "file")]
+    train_path: Annotated[str | None, JoinedByCommas, ActiveIf(".name", "file")]
+    validation_path: Annotated[str | None, JoinedByCommas, ActiveIf(".name", "file")]
     path: Annotated[str | None, ActiveIf(".name", "hub")]
     subset: Annotated[str | None, ActiveIf(".name", "hub")]
     train_split: Annotated[str, ActiveIf(".name", "hub")]
     validation_split: Annotated[str | None, ActiveIf(".name", "hub")]
     task: Annotated[str | None, ActiveIf(".name", "reasoning_gym")]
     task_kwargs: dict[str, Any]
+    map: Annotated[str | None, ActiveIf(".name", "file", "hub")]
+    max_samples: Annotated[PositiveInt | None, ActiveIf(".name", "file", "hub")]
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     prompt_column: str
     prompt_template: str | None
@@ -384,17 +379,6 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class EnvironmentConfig:
-    name: Annotated[str, Field(min_length=1)] | None
-    max_turns: PositiveInt
-    timeout_s: PositiveFloat | None
-    concurrency: PositiveInt
-    processes: Annotated[int, Field(gt=0, le=4096)]
-    max_failure_fraction: Annotated[float, Field(ge=0, le=1)]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True, config=STRICT)
 class AgentConfig:
     name: Annotated[str, Field(min_length=1)] | None
     timeout_s: PositiveFloat | None
@@ -405,8 +389,13 @@ class AgentConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class EnvironmentConfig(AgentConfig):
+    max_turns: PositiveInt
+
+
+@dataclass(frozen=True, config=STRICT)
 class Config:
-    run_name: Annotated[str, Field(pattern=RUN_NAME)]
+    run_name: Annotated[str, Field(pattern=RUN_NAME, description="folder name")]
     algorithm: Annotated[
         GRPOConfig | SFTConfig | DPOConfig | ORPOConfig | KTOConfig | DistillationConfig, Field(discriminator="name")
     ]
@@ -424,7 +413,7 @@ class Config:
     checkpoint: CheckpointConfig
 
     def options[T: AlgorithmConfig](self, kind: type[T]) -> T:
-        """Return the algorithm's options as a `kind`. Raises TypeError: they are of another."""
+        """Return the algorithm's options as a `kind`. Raises TypeError: they have another type."""
         if not isinstance(self.algorithm, kind):
             raise TypeError(f"{kind.__name__} expected, this run has {type(self.algorithm).__name__}")
         return self.algorithm

@@ -1,4 +1,4 @@
-"""Types that several sections of the schema share, and the options of each algorithm."""
+"""Shared types of the schema, and the options of each algorithm."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-# A limit that leaves a process or a phase time to work.
+# A timeout.
 Seconds = Annotated[float, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 # A dotted path, or a file and a name in it.
@@ -22,9 +22,13 @@ DURATION = r"^(\d+:){1,3}\d{1,2}$"
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
 # For a list: null is an empty one.
 NullIsEmpty = BeforeValidator(lambda value: [] if value is None else value)
+# For a path: a list of files is one text with commas.
+JoinedByCommas = BeforeValidator(
+    lambda value: ",".join(value) if isinstance(value, list) and all(isinstance(one, str) for one in value) else value
+)
 # For a limit: vLLM, verl and TRL write 0 or -1 for none.
 NoneIsOff = BeforeValidator(lambda value: None if value in (0, -1) else value)
-UserCode = Annotated[str, Field(pattern=USER_CODE)]
+UserCode = Annotated[str, Field(pattern=USER_CODE, description="dotted path or FILE.py:NAME")]
 # `planning.automatic` resolves it when the run starts; for `algorithm.oversample`, see `rollout.collector`.
 Auto = Literal["auto"]
 
@@ -101,7 +105,7 @@ class LossConfig:
 
     @property
     def correction_level(self) -> Literal["token", "sequence"]:
-        """What has its own weight in the importance sampling correction."""
+        """Level of the weights of the importance sampling correction."""
         own = "sequence" if self.sequence_level_importance_ratios else "token"
         return self.importance_sampling_correction_level or own
 
@@ -114,6 +118,7 @@ class AlgorithmConfig:
     seed: Seed
     loss: UserCode | None
     loss_kwargs: Annotated[dict[str, Any], ActiveIf(".loss")]
+    max_num_epochs: Annotated[PositiveInt | None, ActiveIf("data.name", "file", "hub")]
     max_num_steps: PositiveInt | None
     val_metric: Annotated[str, ActiveIf("validations")]
     higher_is_better: Annotated[bool, ActiveIf("validations")]
@@ -125,9 +130,8 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class RolloutAlgorithmConfig(AlgorithmConfig):
-    """Options of the algorithms that train on what engines generate."""
+    """Options of the algorithms that train on generated responses."""
 
-    max_num_steps: PositiveInt
     num_prompts_per_step: PositiveInt
     num_generations_per_prompt: PositiveInt
     val_temperature: Annotated[NonNegativeFloat, ActiveIf("validations")]
@@ -180,9 +184,9 @@ class DistillationLossConfig(LossConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class DistillationConfig(GRPOConfig):
-    """GRPO's options, whose loop it shares, and those of the teacher's scores."""
+    """GRPO's options, and those of the teacher."""
 
-    name: Literal["distillation"]  # pyrefly: ignore  # another name than GRPO's
+    name: Literal["distillation"]  # pyrefly: ignore  # narrows to a different name
     topk_logits_k: Annotated[int, Field(gt=0, le=65536)] | None
     loss_fn: DistillationLossConfig
 
@@ -191,7 +195,6 @@ class DistillationConfig(GRPOConfig):
 class SupervisedConfig(AlgorithmConfig):
     """Options of the algorithms that train on a data set."""
 
-    max_num_epochs: PositiveInt | None
     early_stop_patience: PositiveInt | None
 
 

@@ -1,7 +1,7 @@
-"""Numbers that follow from a configuration: ranks, engines, replicas, samples, and what `auto` means.
+"""Derived sizes of a configuration: ranks, engines, replicas, samples, and values of `auto`.
 
-Parallel sizes are multiplied only here. `auto` has a provisional value until `planning.automatic.resolve_auto` replaces
-it by what fits the GPUs when a run starts. Imports nothing heavy.
+Parallel sizes are multiplied only here. `auto` has a provisional value until `planning.automatic.resolve_auto` resolves
+it at the start of a run. Imports nothing heavy.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from nemo_rl_lite.config.schema_algorithm import DistillationConfig, GRPOConfig,
 
 # A micro-batch of this many tokens keeps a GPU busy, except for small models, whose kernel launches take longest.
 ENOUGH_TOKENS = 16384
-# An engine's share of its own GPU, and of one that it shares with the policy.
+# Memory share of an engine on a non-colocated and on a colocated GPU.
 SHARE_APART, SHARE_COLOCATED = 0.9, 0.5
 # The policy computes the logits of this many entries of the vocabulary at a time.
 VOCABULARY_SLICE = 8192
@@ -39,14 +39,14 @@ def token_limits(
 
 
 def mb_tokens(policy: PolicyConfig, mode: Literal["packed", "dynamic"], training: bool) -> int:
-    """Return the most tokens of a micro-batch of training, or of logprob inference."""
+    """Return the maximum number of tokens per micro-batch of training, or of logprob passes."""
     limits = token_limits(policy, mode)
     limit = limits.train_mb_tokens if training else limits.logprob_mb_tokens
     return max(enough_tokens(policy), policy.max_total_sequence_length) if limit == "auto" else limit
 
 
 def enough_tokens(policy: PolicyConfig) -> int:
-    """Return the tokens of a micro-batch that keep the GPUs busy that share it."""
+    """Return the tokens per micro-batch that keep its GPUs busy."""
     return ENOUGH_TOKENS * policy.megatron_cfg.context_parallel_size
 
 
@@ -56,19 +56,19 @@ def keeps_logits(policy: PolicyConfig) -> bool:
 
 
 def leaving_for_generation(policy: PolicyConfig) -> Sequence[OffloadedComponent]:
-    """Return the components that leave the GPU while engines generate; none while `auto` is unresolved."""
+    """Return the components to offload while engines generate; none while `auto` is unresolved."""
     return [] if policy.offload_for_generation == "auto" else policy.offload_for_generation
 
 
 def engine_share(generation: GenerationConfig) -> float:
-    """Return the share of a GPU's memory that an engine takes."""
+    """Return an engine's share of GPU memory."""
     share = generation.vllm_cfg.gpu_memory_utilization
     unresolved = SHARE_COLOCATED if generation.colocated.enabled else SHARE_APART
     return unresolved if share == "auto" else share
 
 
 def bucket_size(refit: RefitConfig, memory_bytes: int) -> int:
-    """Return the bytes of a refit's bucket: the configured ones, or a share of the GPU's memory, at most 5 GiB."""
+    """Return the bytes of a refit's bucket: as configured, or a share of GPU memory, at most 5 GiB."""
     share = max(1, min(int(memory_bytes * refit.buffer_memory_ratio), 5 * 2**30))
     return share if refit.bucket_bytes is None else refit.bucket_bytes
 
@@ -79,19 +79,17 @@ def generates_ahead(config: Config) -> bool:
 
 
 def sleep_is_wanted(config: Config) -> bool:
-    """Return whether engines on the policy's GPUs sleep while it works. While `auto` is unresolved, they do unless they
-    generate ahead."""
+    """Return whether colocated engines sleep. With unresolved `auto` they do unless they generate ahead."""
     sleep = config.generation.colocated.sleep
     return not generates_ahead(config) if sleep == "auto" else sleep
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How a policy's ranks are split: tensor, pipeline, context and expert parallel sizes, and `world`, all ranks.
+    """Parallel layout of a policy: tensor, pipeline, context and expert parallel sizes, and the number of ranks.
 
-    Ranks are in megatron-core's order: tensor-parallel neighbours first, then context parallel, data parallel, and
-    pipeline stages furthest apart. Experts are spread over the ranks of a pipeline stage; a tensor-parallel group does
-    not split single experts.
+    Ranks are in Megatron Core's order: tensor, context, data, pipeline parallel, fastest first. Expert parallelism
+    spreads experts over the ranks of a pipeline stage. Tensor parallelism does not split single experts.
     """
 
     tp: int
@@ -118,17 +116,17 @@ class ParallelDims:
 
     @property
     def replica(self) -> int:
-        """Ranks that have the model once, outside experts."""
+        """Ranks per model replica, apart from experts."""
         return self.tp * self.pp * self.cp
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas; 0 if the ranks are too few for one."""
+        """Data-parallel size; 0 if there are too few ranks for one replica."""
         return self.world // self.replica
 
     @property
     def dense_dp(self) -> int:
-        """Ranks of a stage with the same weights outside experts, which average their gradients; at least 1."""
+        """Data-parallel x context-parallel size, over which gradients are averaged, apart from experts; at least 1."""
         return max(1, self.dp * self.cp)
 
     @property
@@ -138,17 +136,17 @@ class ParallelDims:
 
     @property
     def expert_dp(self) -> int:
-        """Ranks of a stage with the same experts; at least 1."""
+        """Data-parallel size of experts; at least 1."""
         return max(1, self.stage // self.ep)
 
     @property
     def fills_world(self) -> bool:
-        """Whether whole replicas use all ranks."""
+        """True if replicas use all ranks."""
         return self.world > 0 and self.world % self.replica == 0
 
     @property
     def splits_weights(self) -> bool:
-        """Whether a rank has only a part of the weights. Context parallelism splits none."""
+        """True if a rank has only a part of the weights. Context parallelism splits none."""
         return self.tp * self.pp * self.ep > 1
 
     @property
@@ -161,7 +159,7 @@ class ParallelDims:
         return range(stage * self.stage, (stage + 1) * self.stage)
 
     def stage_layers(self, layers: int) -> list[int]:
-        """Return the number of a model's layers on each pipeline stage. Raises ValueError: it is no whole number."""
+        """Return the number of layers of each pipeline stage. Raises ValueError: they cannot be spread evenly."""
         if self.pp == 1:
             return [layers]
         told = {stage: count for stage, count in ((0, self.first_layers), (self.pp - 1, self.last_layers)) if count}
@@ -176,7 +174,7 @@ class ParallelDims:
 
 
 def as_teacher(config: Config) -> Config:
-    """Return the configuration whose policy is the teacher, a policy that only scores. Call it only if there is one."""
+    """Return the configuration with the teacher as a policy that is not trained. Call it only if there is one."""
     policy, teacher = config.policy, config.teacher
     limit: dict[str, Any] = {"logprob_mb_tokens": teacher.logprob_mb_tokens}
     own = replace(
@@ -204,7 +202,7 @@ def as_teacher(config: Config) -> Config:
 
 
 def teacher_topk(config: Config) -> int | None:
-    """Return how many of the teacher's largest logits the loss reads; None if only those of sampled tokens."""
+    """Return the number of teacher logits per token in the loss; None for sampled tokens only."""
     return config.options(DistillationConfig).topk_logits_k
 
 
@@ -234,7 +232,7 @@ def all_gpus(config: Config) -> int:
 
 
 def generation_gpus(config: Config) -> int:
-    """Return the GPUs that engines run on: all if colocated, otherwise those set apart. 0 on CPUs."""
+    """Return the number of GPUs of the engines: all if colocated; 0 on CPUs."""
     if not on_gpus(config) or config.generation.colocated.enabled:
         return all_gpus(config)
     resources = config.generation.colocated.resources
@@ -244,7 +242,7 @@ def generation_gpus(config: Config) -> int:
 
 
 def policy_ranks(config: Config) -> int:
-    """Return the policy workers: one for each GPU that is not set apart for generation, or `cluster.cpu_ranks`."""
+    """Return the number of policy ranks: one per GPU without a non-colocated engine, or `cluster.cpu_ranks`."""
     if not on_gpus(config):
         return config.cluster.cpu_ranks
     shared = config.generation.colocated.enabled or not generates(config)
@@ -252,14 +250,14 @@ def policy_ranks(config: Config) -> int:
 
 
 def engines(config: Config) -> int:
-    """Return the generation engines: as many as fit the GPUs, or `generation.data_parallel_size` on CPUs."""
+    """Return the number of engines: as many as the GPUs allow, or `generation.data_parallel_size` on CPUs."""
     if not on_gpus(config):
         return config.generation.data_parallel_size or 1
     return generation_gpus(config) // config.generation.vllm_cfg.tensor_parallel_size
 
 
 def engine_ranks(config: Config) -> int:
-    """Return the processes of one engine; on GPUs each has its own."""
+    """Return the processes per engine, one per GPU."""
     return config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
 
 
@@ -269,7 +267,7 @@ def parallel_dims(config: Config) -> ParallelDims:
 
 
 def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
-    """Return how sequences become micro-batches. `auto` packs where Transformer Engine can: on GPUs in bfloat16."""
+    """Return the kind of micro-batches. `auto` packs on GPUs in bfloat16, which Transformer Engine needs."""
     packs = policy.sequence_packing.enabled
     if packs == "auto":
         packs = on_gpu and policy.precision == "bfloat16" and not policy.dynamic_batching.enabled
@@ -277,14 +275,14 @@ def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
 
 
 def row_round(policy: PolicyConfig) -> int:
-    """Return the tokens of which packed and dynamic rows have a multiple. Context-parallel ranks share a row: each has
-    a multiple of `sequence_length_round`, in two halves of equal length."""
+    """Return the number of tokens to round rows up to. A context-parallel rank's share is a multiple of
+    `sequence_length_round` and has two equal halves."""
     context, own = policy.megatron_cfg.context_parallel_size, policy.sequence_length_round
     return own if context == 1 else context * lcm(own, 2)
 
 
 def sequences_together(config: Config) -> int:
-    """Return the neighbouring sequences that the loss compares, such as a preference pair's two."""
+    """Return the number of neighbouring sequences that the loss compares: 2 for preference pairs."""
     return algorithm_of(config).sequences_together
 
 
@@ -293,10 +291,10 @@ def sequences_per_optimizer_step(config: Config) -> int:
 
 
 def micro_batch_sizes(config: Config) -> tuple[int, int]:
-    """Return the sequences (or pairs) of a fixed micro-batch in training, and the sequences of one for logprobs.
+    """Return the sequences (or pairs) per fixed micro-batch of training, and the sequences per logprob micro-batch.
 
-    A rank takes the largest number up to `train_micro_batch_size` that divides its share. Equal keys give equal sizes,
-    so that the importance ratio of a fresh rollout is exactly 1."""
+    A rank uses the largest number up to `train_micro_batch_size` that divides its share. Equal keys give equal sizes,
+    so the importance ratios of a fresh rollout are exactly 1."""
     policy, ranks = config.policy, max(1, parallel_dims(config).dp)
     share = max(1, policy.train_global_batch_size // ranks)
     most = min(policy.train_micro_batch_size, share)
@@ -318,10 +316,10 @@ def optimizer_steps(config: Config) -> int:
 
 
 def repeats_first_pass(config: Config) -> bool:
-    """Return whether the first optimizer step's sequences need a separate pass for their previous logprobs."""
+    """Return whether the first optimizer step needs a separate pass for previous logprobs."""
     return config.options(GRPOConfig).loss_fn.force_on_policy_ratio is False
 
 
 def previous_passes(config: Config) -> float:
-    """Return the share of a rollout's sequences that need a separate pass for their previous logprobs."""
+    """Return the fraction of a rollout that needs a separate pass for previous logprobs."""
     return 1.0 if repeats_first_pass(config) else 1 - 1 / optimizer_steps(config)

@@ -1,4 +1,4 @@
-"""Import what a configuration names: `package.module.name`, `path/to/file.py:name`, or `path/to/file.pkl:name`.
+"""Import user code by path: `package.module.name`, `path/to/file.py:name`, or `path/to/file.pkl:name`.
 
 A file is imported as a module below this one, whose name holds the file's absolute path. So its functions and classes
 can be pickled: a process that loads them imports this module, which finds the file again. A .pkl file holds one object,
@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.system.user_errors import as_call_error, place_of
+
 _IN_A_FILE = re.compile(r"(?P<file>.+\.(?:py|pkl)):(?P<name>\w+)")
 PICKLED = ".pkl"
 # Python asks for modules below this one only if it is a package, which has a search path.
@@ -25,7 +28,7 @@ __path__: list[str] = []
 
 
 def imported(path: str) -> Any:
-    """Import the object that a path names. What its module raises passes through.
+    """Import an object by its path. Exceptions of its module pass through.
 
     Raises:
         ImportError: there is no such module, file or name.
@@ -40,6 +43,22 @@ def imported(path: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         raise ImportError(f"{file or module.__name__} has no {name}") from None
+
+
+def imported_for(key: str, path: str, fix: str) -> Any:
+    """Import a user's function or class for a configuration key.
+
+    Raises:
+        ConfigError: it cannot be imported, or cannot be called.
+    """
+    try:
+        found = imported(path)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        rule = f"cannot be imported: {as_call_error(error)}{place_of(error)}"
+        raise ConfigError([Violation(key, path, rule, fix)]) from error
+    if not callable(found):
+        raise ConfigError([Violation(key, path, "is not a function", fix)])
+    return found
 
 
 def file_of(path: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Encode chats and pairs of chats as rows of tokens; a pair's rows are neighbours, the chosen one first."""
+"""Encode chats and preference pairs as rows of tokens. The rows of a pair are adjacent, the chosen one first."""
 
 import logging
 from collections import Counter
@@ -22,18 +22,15 @@ _SAME = LeftOut("prefer neither response (their tokens are the same)")
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns conversations into tokens."""
+    """Tokenizes conversations."""
 
     tokenizer: ChatTokenizer
     max_length: int
     too_long: Literal["error", "drop", "truncate"]
 
     def rows(self, examples: Sequence[Example]) -> list[TokenRow]:
-        """Return a row for each conversation, in their order.
-
-        Raises:
-            DataError: a chat is longer than `policy.max_total_sequence_length`, or has no place in the chat template.
-        """
+        """Return a row for each conversation, in order. Raises DataError: a chat exceeds
+        `policy.max_total_sequence_length`, or does not fit the chat template."""
         rows = []
         for example in examples:
             reward = None if example.label is None else float(example.label)
@@ -45,16 +42,12 @@ class Encoder:
         return rows
 
     def fits(self, example: Example) -> bool:
-        """Return whether an example is trained on: see `check`."""
+        """Return whether an example can be trained on: see `check`."""
         return self._left_out(list(map(self.tokenizer.conversation, example.conversations))) is None
 
     def check(self, examples: Sequence[Example]) -> tuple[int, Counter[LeftOut]]:
-        """Return how many examples are longer than `policy.max_total_sequence_length`, and how many are not trained on,
-        by reason.
-
-        Raises:
-            DataError: a chat is too long where that is an error, or has no place in the chat template.
-        """
+        """Count the examples that exceed `policy.max_total_sequence_length`, and those left out for each reason. Raises
+        DataError: a chat is too long and `too_long` is "error", or it does not fit the chat template."""
         longer, left_out = list[tuple[int, Example, Conversation]](), Counter[LeftOut]()
         for example in examples:
             try:
@@ -71,13 +64,13 @@ class Encoder:
             count, example, said = max(longer, key=lambda one: one[0])
             told = f"{example.where}: {self._too_long(said, count)}"
             if len(longer) > 1:
-                told += f" Of the {len(longer)} rows that are too long, none was found to be longer."
+                told += f" It is the longest of {len(longer)} rows that are too long."
             raise DataError(told)
         return len(longer), left_out
 
     def _left_out(self, rows: Sequence[tuple[list[int], list[bool]]]) -> LeftOut | None:
-        """Return why an example is not trained on: a conversation is too long or, where chats are truncated, loses all
-        trained tokens; or both conversations of a pair are the same row."""
+        """Return why an example is left out, or None. A conversation may be too long, or truncation may remove all its
+        trained tokens. The two rows of a pair may be equal."""
         for tokens, trained in rows:
             cut = trained[: self.max_length] if self.too_long == "truncate" else ()
             if len(tokens) > self.max_length and not any(cut):
@@ -88,14 +81,14 @@ class Encoder:
     def _too_long(self, said: Conversation, count: int) -> str:
         asked = said.messages[max(said.first_trained - 1, 0)]["content"]
         return (
-            f"prompt and response are {count} tokens, policy.max_total_sequence_length = {self.max_length}: "
-            f"{asked[:60]!r}. Raise the limit, or data.too_long=drop, or data.too_long=truncate."
+            f"prompt and response have {count} tokens, policy.max_total_sequence_length = {self.max_length}: "
+            f"{asked[:60]!r}. Raise the limit, or set data.too_long=drop or data.too_long=truncate."
         )
 
 
 @dataclass(frozen=True)
 class TrainingExamples:
-    """Training batches in order: `rows(step)` for every step from 0 on, epoch after epoch."""
+    """Training batches: `rows(step)` for every step from 0 on, epoch after epoch."""
 
     examples: TrainingSet[Example]
     encoder: Encoder
@@ -103,34 +96,31 @@ class TrainingExamples:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Whole batches in one pass over the data; None where it is generated without end."""
+        """Full batches per epoch; None for endless data."""
         return len(self.examples.finite()) // self.batch_size or None
 
     def rows(self, step: int) -> list[TokenRow]:
-        """Return the global batch of a step: the same for the same step, whatever came before."""
+        """Return the global batch of a step. It depends on nothing but the step."""
         epoch, place = divmod(step, self.steps_per_epoch) if self.steps_per_epoch else (0, step)
         first = epoch * len(self.examples.finite()) + place * self.batch_size
         return self.encoder.rows([self.examples.problem(first + number) for number in range(self.batch_size)])
 
 
 def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
-    """Return the training set of a configuration.
-
-    Raises:
-        DataError: an example cannot be used, or there are too few for one batch.
-    """
+    """Return the training batches of a configuration. Raises DataError: an example cannot be used, or there are fewer
+    than one batch."""
     kind, batch_size = format_of(config), config.policy.train_global_batch_size
     examples = training_set(config.data, config.algorithm.seed, kind)
     source, count = config.data.train_path or config.data.path or config.data.name, len(examples.finite())
     if unanswered := sum(example.unanswered for example in examples.finite()):
-        rule = "go on after the assistant's last message; that end is not trained on"
+        rule = "continue after the assistant's last message; the rest is not trained on"
         log.warning("%s: %d of %d %s %s", source, unanswered, count, kind.name, rule)
     longer, left_out = encoder.check(examples.finite())
     _warn(source, f"of {count} {kind.name}", longer, left_out)
     if left_out:
         examples = examples.only(encoder.fits)
     if not count:
-        # A generated task: none of its examples has been checked.
+        # A generated task: no example has been checked yet.
         examples = examples if encoder.too_long == "error" else examples.only(encoder.fits)
         _, left_out = encoder.check([examples.problem(0)])
         if left_out:
@@ -143,12 +133,8 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
 
 
 def validation_examples(config: Config, encoder: Encoder, training: Sequence[Example] = ()) -> list[TokenRow]:
-    """Return the held-out rows of at most `algorithm.max_val_samples` examples; there may be none. A warning says how
-    many of them are among the `training` examples.
-
-    Raises:
-        DataError: an example cannot be used.
-    """
+    """Return the held-out rows of at most `algorithm.max_val_samples` examples; there may be none. Log how many are
+    also `training` examples. Raises DataError: an example cannot be used."""
     kind = format_of(config)
     examples = validation_set(config.data, config.algorithm.max_val_samples, kind, training)
     source = config.data.validation_path or config.data.train_path or config.data.path or config.data.name
@@ -156,12 +142,11 @@ def validation_examples(config: Config, encoder: Encoder, training: Sequence[Exa
     _warn(source, f"of {len(examples)} {kind.name}", longer, left_out)
     fitting = list(filter(encoder.fits, examples)) if left_out else examples
     if examples and not fitting:
-        raise DataError(f"{source}: none of the {kind.name} is left to validate on: they {_reasons(left_out, encoder)}")
+        raise DataError(f"{source}: no {kind.name} are left to validate on: they {_reasons(left_out, encoder)}")
     return encoder.rows(fitting)
 
 
 def _warn(source: str, of_all: str, longer: int, left_out: Counter[LeftOut]) -> None:
-    """Warn of long examples, and of pairs that are left out."""
     if longer:
         rule = "are longer than policy.max_total_sequence_length"
         log.warning("%s: %d %s %s; %d were dropped", source, longer, of_all, rule, left_out[_TOO_LONG])
@@ -170,7 +155,6 @@ def _warn(source: str, of_all: str, longer: int, left_out: Counter[LeftOut]) -> 
 
 
 def _reasons(left_out: Counter[LeftOut], encoder: Encoder) -> str:
-    """Return how many examples are left out and why, with the key that may help."""
     reasons = " and ".join(f"{why} ({count})" for why, count in left_out.items())
     is_cut = _TOO_LONG in left_out or encoder.too_long == "truncate"
     fix = f"raise policy.max_total_sequence_length = {encoder.max_length}" if is_cut else "add pairs that differ"

@@ -1,15 +1,14 @@
-"""The formats of rows that an algorithm trains on: problems, chats, preference pairs, labelled responses.
+"""Row formats: problems, chats, preference pairs, labelled responses. This module imports nothing heavy.
 
-A pair's layout follows from its columns:
+The columns of a preference pair decide its layout:
 
-- prompt, chosen, rejected: the prompt text or messages, each continuation text or messages;
+- prompt, chosen, rejected: each is text or messages;
 - chosen, rejected: whole chats that begin with the same messages (UltraFeedback binarized, HH-RLHF as messages);
-- conversations or messages, chosen, rejected: the prompt, each continuation one message (LLaMA-Factory);
+- conversations or messages, chosen, rejected: a chat, and one message for each response (LLaMA-Factory);
 - context, completions: completions with ranks, the lowest rank being the best (NeMo-RL);
-- context, response1, response2, overall_preference: negative where the first is better (HelpSteer3).
+- context, response1, response2, overall_preference: negative if the first is better (HelpSteer3).
 
-A labelled response has a prompt, a completion (each text or messages) and a label, true or false, as in TRL.
-This module imports nothing heavy.
+A labelled response has a prompt, a completion (each text or messages) and a boolean label, as in TRL.
 """
 
 import re
@@ -26,7 +25,7 @@ from nemo_rl_lite.data.rows import Row, column, filled, find_column, is_number, 
 from nemo_rl_lite.data.tools import Tool, callable_tools, row_tools
 from nemo_rl_lite.errors import DataError
 
-# Columns of saved rollouts. Samples that ended in one of these ways may lack their end token.
+# Columns of saved rollouts, and endings without an end token.
 _REWARD, _ENDING, _CUT = "reward", "ending", ("length", "error")
 # The usual name of a column of labelled responses.
 _COMPLETION = "completion"
@@ -36,15 +35,15 @@ _WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat that ends with the assistant. Assistant messages from index `first_trained` on are trained on, except
-    those of weight 0. `tools` are the JSON schemas of the functions that the assistant may call."""
+    """A chat that ends with the assistant. Training uses assistant messages from index `first_trained` on, except
+    those of weight 0. `tools` are JSON schemas of functions that the assistant may call."""
 
     messages: tuple[Message, ...]
     first_trained: int
     tools: tuple[Tool, ...] = ()
 
     def trained(self) -> list[int]:
-        """Return the indices of the messages that are trained on."""
+        """Return the indices of the trained messages."""
         later = range(self.first_trained, len(self.messages))
         return [index for index in later if _is_trained(self.messages[index])]
 
@@ -55,30 +54,26 @@ class Example:
 
     conversations: tuple[Conversation, ...]
     where: str
-    """Names the example in errors, by file and row."""
+    """File and row, for errors."""
     unanswered: bool = False
-    """The row's chat continued after the assistant's last message; that end is left out."""
+    """True if messages after the assistant's last one were left out."""
     label: bool | None = None
     """True if a labelled response is desirable."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages before the first trained one: the prompt."""
+        """The prompt: the messages before the first trained one."""
         first = self.conversations[0]
         return first.messages[: first.first_trained]
 
 
 def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
-    """Return the problem of a row; `where` names the row in errors.
-
-    Raises:
-        DataError: the row lacks a column, or one has a wrong type or does not match `data.answer_pattern`.
-    """
+    """Convert a row to a problem; `where` names the row in errors. Raises DataError: a column is missing, has a wrong
+    type, or does not match `data.answer_pattern`."""
     if config.prompt_template is not None:
-        # A text, whatever it holds.
         prompt = [{"role": "user", "content": filled(config.prompt_template, row, where)}]
     elif config.prompt_column not in row and (chats := [name for name in CHAT_COLUMNS if name in row]):
-        rule = f"no column '{config.prompt_column}', but '{chats[0]}', as of whole chats: algorithm=sft trains on those"
+        rule = f"no column '{config.prompt_column}', but '{chats[0]}': algorithm=sft trains on whole chats"
         raise DataError(f"{where}: {rule}")
     else:
         prompt = column(row, config.prompt_column, where)
@@ -91,24 +86,23 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
         answer = found[1].strip()
         answer = answer.replace(",", "") if _WITH_COMMAS.fullmatch(answer) else answer
     if answer.isspace() or (not answer and config.answer_pattern is not None):
-        raise DataError(f"{where}: the answer in column '{config.answer_column}' is nothing but blanks")
+        raise DataError(f"{where}: the answer in column '{config.answer_column}' is blank")
     return Problem(chat(prompt, _system_prompt(config, row, config.prompt_column, where), where), answer, row)
 
 
 def to_chat(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
-    """Return the example of a row: messages, or a prompt and its response; `where` names the row in errors. A row with
-    a reward below `data.min_reward` is left out, and so is a sample that was cut before its end token.
+    """Convert a row of messages, or of a prompt and its response, to an example; `where` names the row in errors.
+    Rows with a reward below `data.min_reward` and truncated samples are left out.
 
     Raises:
-        DataError: the row lacks a column, one has a wrong type, or the row has nothing to train on.
+        DataError: a column is missing or has a wrong type, or the row has nothing to train on.
     """
     if config.min_reward is not None and not _is_rewarded(row, config.min_reward, where):
         return LeftOut(f"have no reward of at least data.min_reward = {config.min_reward:g}")
     if row.get(_ENDING) in _CUT:
-        return LeftOut(f"were cut before their end (column '{_ENDING}')")
+        return LeftOut(f"are truncated (column '{_ENDING}')")
     name = _messages_column(config, row)
     if name is None:
-        # The whole text is the response.
         response = config.response_column or config.answer_column
         problem = to_problem(replace(config, answer_column=response, answer_pattern=None), row, where)
         if not problem.answer.strip():
@@ -133,11 +127,8 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
 
 
 def to_pair(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
-    """Return the pair of a row, which is left out where neither response is better; `where` names the row in errors.
-
-    Raises:
-        DataError: the row has no known layout, or a column has a wrong type.
-    """
+    """Convert a row to a preference pair; `where` names the row in errors. Rows that prefer neither response are left
+    out. Raises DataError: the layout is unknown, or a column has a wrong type."""
     chosen, rejected = config.chosen_column, config.rejected_column
     if chosen in row and rejected in row:
         two = column(row, chosen, where), column(row, rejected, where)
@@ -160,7 +151,7 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
         pair = _continued(chat(row["context"], where=where), two if preference < 0 else two[::-1], where)
     elif {"completion", "label"} <= row.keys():
         raise DataError(
-            f"{where}: has a completion and its label, as for KTO (algorithm=kto); a pair has a better and a worse one"
+            f"{where}: has a completion and a label, as for algorithm=kto; a pair has a better and a worse response"
         )
     else:
         raise DataError(
@@ -179,11 +170,8 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
 
 
 def to_labelled(config: DataConfig, row: Row, where: str) -> Example:
-    """Return the response of a row with its label; `where` names the row in errors.
-
-    Raises:
-        DataError: the row lacks a column, or one has a wrong type.
-    """
+    """Convert a row to a labelled response; `where` names the row in errors. Raises DataError: a column is missing or
+    has a wrong type."""
     name = config.response_column or _COMPLETION
     if name not in row or config.label_column not in row:
         pair = {config.chosen_column, config.rejected_column} <= row.keys()
@@ -195,14 +183,14 @@ def to_labelled(config: DataConfig, row: Row, where: str) -> Example:
     response = _response(column(row, name, where), where)
     said = _compared((*asked, *response), len(asked), where)
     said = replace(said, tools=_tools(config, row, config.prompt_column, where))
-    label = row[config.label_column]
+    label = {"true": True, "false": False}.get(str(row[config.label_column]).lower(), row[config.label_column])
     if label not in (0, 1):
         raise DataError(f"{where}: column '{config.label_column}' must be true or false, found {label!r}")
     return Example((said,), where, label=bool(label))
 
 
 def chat_of(problem: Problem) -> Example:
-    """Make a chat of a task's problem, with its answer as the response. Raises DataError: the problem has no answer."""
+    """Convert a task's problem to a chat with its answer as the response. Raises DataError: there is no answer."""
     where = "a problem of the task"
     if not problem.answer:
         raise DataError(f"{where} {problem.metadata.get('task', '')} has no answer to train on")
@@ -210,27 +198,27 @@ def chat_of(problem: Problem) -> Example:
 
 
 def pair_of(problem: Problem) -> Example:
-    """Return the pair of a task's problem: its answer and its `mistake`. Raises DataError: the task has no mistakes."""
+    """Pair the answer of a task's problem with its `mistake`. Raises DataError: the task has no mistakes."""
     if "mistake" not in problem.metadata:
-        raise DataError("this task has right answers only: preference pairs need data=file or data=hub")
+        raise DataError("this task has only right answers: preference pairs need data=file or data=hub")
     responses = problem.answer, problem.metadata["mistake"]
     return Example(tuple(answered(problem.messages, response) for response in responses), "a problem of the task")
 
 
 def labelled_of(problem: Problem) -> Example:
-    """Return a task's problem with its answer or its `mistake`, which the problem's text decides. Raises DataError: the
-    task has no mistakes."""
+    """Label the answer of a task's problem, or its `mistake`; a hash of the problem chooses. Raises DataError: the task
+    has no mistakes."""
     pair, desirable = pair_of(problem), zlib.crc32(str(problem.messages).encode()) % 2 == 0
     return replace(pair, conversations=(pair.conversations[0 if desirable else 1],), label=desirable)
 
 
 def answered(messages: Sequence[Message], response: str) -> Conversation:
-    """Return the prompt's messages followed by the response, which is trained on."""
+    """Return the prompt with the response as its trained message."""
     return Conversation((*messages, {"role": "assistant", "content": response}), len(messages))
 
 
 def _is_rewarded(row: Row, least: float, where: str) -> bool:
-    """Raises DataError: the row has no column of rewards, or something else in it."""
+    """Return whether the reward is at least `least`. Raises DataError: the column is missing or has a wrong type."""
     reward = row.get(_REWARD)
     if _REWARD not in row:
         raise DataError(f"{where}: no column '{_REWARD}', which data.min_reward reads")
@@ -244,7 +232,7 @@ def _is_trained(message: Message) -> bool:
 
 
 def _messages_column(config: DataConfig, row: Row) -> str | None:
-    """Return `data.messages_column`, or in a row without a prompt a column with a usual name of chats."""
+    """Return `data.messages_column`, or a usual name of chat columns if the row has no prompt."""
     if config.messages_column is not None:
         return config.messages_column
     if config.prompt_template is not None or config.prompt_column in row:
@@ -253,8 +241,8 @@ def _messages_column(config: DataConfig, row: Row) -> str | None:
 
 
 def _system_prompt(config: DataConfig, row: Row, name: str, where: str) -> str | None:
-    """Return the system prompt in the column `system` beside column `name`, where ShareGPT's and Anthropic's formats
-    have it, or `data.system_prompt`. A template of prompts names all columns that it uses."""
+    """Return the system prompt: the column `system` next to column `name`, as in ShareGPT's and Anthropic's formats,
+    or `data.system_prompt`. With a prompt template, only the latter."""
     own = None if config.prompt_template is not None else find_column(row, _beside(row, name, "system"))
     is_parts = isinstance(own, list) and all(isinstance(part, Mapping) for part in own)
     if not own or not (isinstance(own, str) or is_parts):
@@ -264,8 +252,8 @@ def _system_prompt(config: DataConfig, row: Row, name: str, where: str) -> str |
 
 
 def _tools(config: DataConfig, row: Row, name: str, where: str) -> tuple[Tool, ...]:
-    """Return the tools in the column `data.tools_column`, or in `tools` (once `functions`) beside column `name`. Beside
-    anything but a whole chat, a column of this name may be something else."""
+    """Return the tools in the column `data.tools_column`, or in `tools` or `functions` next to column `name`. Next to
+    a prompt, a column with such a name that holds no tools is ignored."""
     if config.tools_column is not None:
         return row_tools(config, row, where)
     names = (_beside(row, name, other) for other in ("tools", "functions"))
@@ -279,61 +267,60 @@ def _tools(config: DataConfig, row: Row, name: str, where: str) -> tuple[Tool, .
 
 
 def _beside(row: Row, name: str, other: str) -> str:
-    """Return the name of another column in the structure that has column `name`."""
+    """Return the path of column `other` in the structure of column `name`."""
     return other if name in row else ".".join((*name.split(".")[:-1], other))
 
 
 def _asked(config: DataConfig, row: Row) -> object:
-    """Return the prompt of a pair; None where chosen and rejected are whole chats. In LLaMA-Factory's format they are
-    one message each, which answers the chat beside them."""
+    """Return the prompt of a pair; None if chosen and rejected are whole chats. In LLaMA-Factory's format they are one
+    message each, and the chat is the prompt."""
     names = CHAT_COLUMNS if isinstance(row[config.chosen_column], Mapping) else ()
     return next((row[name] for name in (config.prompt_column, *names) if row.get(name) is not None), None)
 
 
 def _continued(asked: tuple[Message, ...], two: tuple[object, object], where: str) -> list[Conversation]:
-    """Return two chats that answer the messages `asked`, or repeat them."""
+    """Return two chats that continue the messages `asked`, or repeat them."""
     said = [_response(one, where) for one in two]
     repeats = [one[0]["role"] != "assistant" for one in said]
     if all(repeats):
         pair = _whole_chats(said[0], said[1], where)
-        # The prompt may be all turns as one text, and its blanks may differ.
+        # The prompt may join all turns in one text, with other whitespace.
         texts = [" ".join(one["content"].split()) for one in (asked[-1], *pair[0].messages[: pair[0].first_trained])]
         if not any(text in texts[0] or texts[0] in text for text in texts[1:]):
-            raise DataError(f"{where}: the two chats begin with another text than the prompt")
+            raise DataError(f"{where}: the two chats do not begin with the prompt")
         return pair
     if any(repeats):
-        raise DataError(f"{where}: one of the two repeats the prompt, the other does not")
+        raise DataError(f"{where}: one response repeats the prompt, the other does not")
     return [_compared((*asked, *one), len(asked), where) for one in said]
 
 
 def _response(value: object, where: str) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        refuse_chat_as_text(value, f"{where}, the response")
-        return ({"role": "assistant", "content": value},)
+    if isinstance(value, str | int | float):
+        refuse_chat_as_text(str(value), f"{where}, the response")
+        return ({"role": "assistant", "content": str(value)},)
     return read_messages([value] if isinstance(value, Mapping) else value, where)
 
 
 def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], where: str) -> list[Conversation]:
-    """Return two chats that begin with the same messages."""
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
     if not common:
         raise DataError(f"{where}: the two chats do not begin with the same message")
     if chosen != rejected and {one[common]["role"] for one in (chosen, rejected) if one[common:]} != {"assistant"}:
-        raise DataError(f"{where}: the two chats answer different prompts: they part at message {common + 1}")
+        raise DataError(f"{where}: the two chats have different prompts: they differ from message {common + 1} on")
     return [_compared(one, common, where) for one in (chosen, rejected)]
 
 
 def _compared(messages: tuple[Message, ...], first: int, where: str) -> Conversation:
-    """Return the chat whose response begins at message `first`. Raises DataError: there is no response to compare."""
+    """Return the chat whose response begins at message `first`. Raises DataError: the response cannot be trained on."""
     if len(messages) <= first or not first or messages[-1]["role"] != "assistant":
         raise DataError(
             f"{where}: a response must end with a message of the assistant, after the messages of the prompt"
         )
     said = Conversation(messages, first)
     if not said.trained():
-        raise DataError(f"{where}: a response has only messages of weight 0, and the two are compared")
+        raise DataError(f"{where}: a response has only messages of weight 0")
     return said
 
 
@@ -350,19 +337,19 @@ def _ranked(completions: object, where: str) -> tuple[object, object]:
 
 @dataclass(frozen=True)
 class RowFormat[T: Prompted]:
-    """Conversion of rows, and of the problems of tasks, to training items."""
+    """Conversion of rows and of task problems to training items."""
 
     name: str
     """Plural noun."""
     from_row: Callable[[DataConfig, Row, str], T | LeftOut]
-    """Reads a row, which the text names in errors, or says why it is left out."""
+    """Converts a row, or returns the reason to leave it out. The text names the row in errors."""
     from_problem: Callable[[Problem], T]
     reads_answers: bool = False
-    """True if `data.answer_pattern` finds the answers of its rows."""
+    """True if `data.answer_pattern` applies."""
 
 
 def problems(tools: Sequence[Tool] = ()) -> RowFormat[Problem]:
-    """Return the format of problems that offer `tools`, unless their rows have some of their own."""
+    """Return the format of problems that offer the row's tools, or else `tools`."""
 
     def from_row(config: DataConfig, row: Row, where: str) -> Problem:
         own = callable_tools(row_tools(config, row, where), f"{where}, column '{config.tools_column}'")
@@ -378,10 +365,10 @@ PROBLEMS = problems()
 CHATS = RowFormat[Example]("chats", to_chat, chat_of)
 PAIRS = RowFormat[Example]("pairs", to_pair, pair_of)
 UNPAIRED = RowFormat[Example]("labelled responses", to_labelled, labelled_of)
-# Formats that need a wrong answer to each problem of a task.
+# Formats that need a wrong answer to each task problem.
 NEEDS_NEGATIVES = (PAIRS, UNPAIRED)
 
 
 def format_of(config: Config) -> RowFormat:
-    """Return what the configuration's algorithm trains on."""
+    """Return the row format of the configured algorithm."""
     return imported(algorithm_of(config).data)

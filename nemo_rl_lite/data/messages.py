@@ -11,22 +11,21 @@ from nemo_rl_lite.errors import DataError
 
 log = logging.getLogger(__name__)
 Message = dict[str, Any]
-"""Role and content. An assistant's may have tool calls, and weight 0 where it is not trained on. A tool's message names
-the call that it answers."""
+"""Role and content. An assistant message may have tool calls, and weight 0 if it is not trained on. A tool message
+names the call that it answers."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# The usual names of a column that holds whole chats.
+# Usual names of columns with whole chats.
 CHAT_COLUMNS = ("messages", "conversations")
-# The fields for the thoughts before an answer; messages are read with the first one alone.
+# Fields for the reasoning before an answer; messages are converted to the first.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
-# Optional fields of a tool's message: the tool, and the call that it answers.
+# Optional fields of a tool message: the tool, and the call that it answers.
 _MORE = ("name", "tool_call_id")
-# Names of roles in ShareGPT's format and in OpenAI's older one, and of turns that hold tool calls as JSON.
+# Roles in ShareGPT's and OpenAI's older format, and roles of turns that hold tool calls as JSON.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | dict.fromkeys(
     ("observation", "function", "function_response", "tool_response", "tool_result"), "tool"
 )
 _CALLERS = ("function_call", "tool_call", "tool_calls")
-# Messages as JSON, as Python or as NumPy writes them: a list, one message, or the structure of a whole chat; maybe
-# written twice, so that quotes are escaped. The whole text is one.
+# Text that is messages in JSON, Python or NumPy notation: a list, one message or a whole chat. Quotes may be escaped.
 _QUOTE = r"""\\*["']"""
 _CHAT_START = re.compile(
     rf"""\s*"?\s*(?:\[\s*\{{|\{{\s*{_QUOTE}(?:role|content|from|value|{"|".join(CHAT_COLUMNS)}){_QUOTE}\s*:)"""
@@ -38,12 +37,8 @@ _CHAT_CONTENT = re.compile(rf"{_QUOTE}(?:content|value){_QUOTE}\s*:")
 
 
 def read_messages(value: object, where: str) -> tuple[Message, ...]:
-    """Read messages in OpenAI's format (a role, content that is text or parts that are text, thoughts, tool calls and
-    weight of the assistant) or in ShareGPT's (`from` and `value`).
-
-    Raises:
-        DataError: the value has another format.
-    """
+    """Read messages in OpenAI's format or in ShareGPT's (`from` and `value`). Content is text, or text parts. Assistant
+    messages may have reasoning, tool calls and a weight. Raises DataError: the value has another format."""
     if isinstance(value, str):
         refuse_chat_as_text(value, where)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
@@ -53,11 +48,11 @@ def read_messages(value: object, where: str) -> tuple[Message, ...]:
 
 
 def refuse_chat_as_text(text: str, where: str) -> None:
-    """Raise DataError where a text is nothing but messages written as JSON, which a model would see as they are."""
+    """Raise DataError if a text is only messages written as JSON: the model would see the JSON."""
     is_whole = _CHAT_START.match(text) and text.rstrip(' \n\r\t"').endswith(("]", "}"))
     if is_whole and _CHAT_ROLE.search(text) and _CHAT_CONTENT.search(text):
         rule = "holds its messages as JSON text; write the list itself into the row"
-        raise DataError(f"{where}: {rule} (text that is meant as it is can be the content of a message)")
+        raise DataError(f"{where}: {rule} (to keep the text, make it the content of a message)")
 
 
 def _message(value: object, number: int, where: str) -> Message:
@@ -66,7 +61,7 @@ def _message(value: object, number: int, where: str) -> Message:
     if role not in ROLES:
         raise DataError(f"{where}: its role must be one of {', '.join(ROLES)}, found {role!r}")
     if calls and not (isinstance(calls, Sequence) and not isinstance(calls, str) and role == "assistant"):
-        raise DataError(f"{where}: tool_calls must be a list, and the assistant's")
+        raise DataError(f"{where}: tool_calls must be a list in an assistant message")
     content, thoughts = value.get("content"), _thoughts(value, where) if role == "assistant" else []
     if isinstance(content, Sequence) and not isinstance(content, str):
         content, more = _parts(content, role, where)
@@ -78,7 +73,7 @@ def _message(value: object, number: int, where: str) -> Message:
         field = "content (value)" if "from" in value else "content"
         raise DataError(f"{where}: its {field} must be text, found {found}")
     more = {key: value[key] for key in _MORE if value.get(key) is not None}
-    # Some write the thoughts twice.
+    # Some datasets write the reasoning twice.
     repeated = "".join(content.split()).startswith("".join(f"<think>{''.join(thoughts)}</think>".split()))
     thought = {THOUGHTS[0]: "\n".join(thoughts)} if thoughts and not repeated else {}
     called = {"tool_calls": [_call(call, where) for call in calls]} if calls else {}
@@ -86,26 +81,23 @@ def _message(value: object, number: int, where: str) -> Message:
 
 
 def _in_openais_format(value: Mapping[str, Any], number: int, where: str) -> Mapping[str, Any]:
-    """Return a message of ShareGPT's format, or of OpenAI's older one, as one of OpenAI's."""
+    """Convert a message of ShareGPT's or OpenAI's older format to OpenAI's format."""
     if value.get("role") is None and {"from", "value"} <= value.keys():
         value = {**value, "role": value["from"], "content": value["value"]}
     role, content = value.get("role"), value.get("content")
     function = without_nulls(value.get("function_call"))
     if role in _CALLERS:
-        role, before, end, written = "assistant", *_after_thoughts(content)
+        # Reasoning may precede the calls.
+        before, end, written = content.rpartition("</think>") if isinstance(content, str) else ("", "", content)
+        role = "assistant"
         value = {**value, "content": before + end, "tool_calls": _written_calls(written, number, where)}
     elif function and not value.get("tool_calls"):
         value = {**value, "tool_calls": _written_calls(function, number, where)}
     return {**value, "role": _ROLES.get(str(role), role)}
 
 
-def _after_thoughts(content: object) -> tuple[str, str, Any]:
-    """Return the thoughts that a turn of calls begins with, their end, and the calls."""
-    return content.rpartition("</think>") if isinstance(content, str) else ("", "", content)
-
-
 def _written_calls(written: Any, number: int, where: str) -> list[Any]:
-    """Return the calls that message `number` holds as JSON: one, or a list. They get ids, which templates may need."""
+    """Return the calls that message `number` holds as JSON: one or a list. They get ids, which templates may need."""
     if isinstance(written, str):
         try:
             written = json.loads(written)
@@ -120,7 +112,7 @@ def _written_calls(written: Any, number: int, where: str) -> list[Any]:
 
 
 def _linked(messages: list[Message]) -> tuple[Message, ...]:
-    """Name the call that each tool's message answers, where it does not: the next one of those before it."""
+    """Link each tool message to its call. Without an id it answers the next call before it."""
     waiting, linked = list[dict[str, Any]](), list[Message]()
     for message in messages:
         waiting = waiting if message["role"] == "tool" else message.get("tool_calls", [])
@@ -133,36 +125,36 @@ def _linked(messages: list[Message]) -> tuple[Message, ...]:
 
 
 def _thoughts(value: Mapping[str, Any], where: str) -> list[str]:
-    """Return the thoughts in the fields of an assistant's message, without those that are the same."""
+    """Return the distinct reasoning texts of an assistant message."""
     given = {key: value[key] for key in THOUGHTS if value.get(key)}
     if not given and (details := _details(value.get("reasoning_details"))):
         given = {"reasoning_details": details}
-    for key, thoughts in given.items():
-        if not isinstance(thoughts, str):
-            raise DataError(f"{where}: its {key} must be text, found {type(thoughts).__name__}")
+    if other := [key for key, thoughts in given.items() if not isinstance(thoughts, str)]:
+        _warn_once(f"messages have a field '{other[0]}' that is not text: it is ignored")
+        given = {key: thoughts for key, thoughts in given.items() if key not in other}
     different = {thoughts.strip(): thoughts for thoughts in given.values() if thoughts.strip()}
     if len(different) > 1:
-        raise DataError(f"{where}: its fields {' and '.join(given)} differ; leave one of them")
+        raise DataError(f"{where}: its fields {' and '.join(given)} differ; keep one of them")
     return list(different.values())
 
 
 def _details(details: object) -> str:
-    """Return the text of OpenRouter's `reasoning_details`, which has parts that are text, a summary or encrypted."""
+    """Return the text of OpenRouter's `reasoning_details`, whose parts are text, a summary or encrypted."""
     parts = [part for part in details if isinstance(part, Mapping)] if isinstance(details, list) else []
     texts = [part.get("text") or part.get("summary") for part in parts]
     found = "\n".join(text for text in texts if isinstance(text, str) and text.strip())
     if parts and not found:
-        _tell_of_unreadable_details()
+        _warn_once("messages have reasoning_details without text (encrypted): they are trained on without them")
     return found
 
 
 @cache
-def _tell_of_unreadable_details() -> None:
-    log.warning("messages have reasoning_details without text (encrypted): they are trained on without these thoughts")
+def _warn_once(text: str) -> None:
+    log.warning(text)
 
 
 def _parts(parts: Sequence[object], role: str, where: str) -> tuple[str, list[str]]:
-    """Return the text and the thoughts of content that is a list of parts."""
+    """Return the text and the reasoning of content that is a list of parts."""
     text, thoughts = "", list[str]()
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -173,7 +165,7 @@ def _parts(parts: Sequence[object], role: str, where: str) -> tuple[str, list[st
             found = next((part[key] for key in fields if part.get(key) is not None), None)
             found = _parts(found, "", where)[0] if thinks and isinstance(found, list) else found
         if not isinstance(found, str) or (thinks and text.strip()):
-            rule = "only parts of the type text are read, and thinking of the assistant before them"
+            rule = "only parts of type text are read, after thinking parts of the assistant"
             raise DataError(f"{where}: {rule}, found {part!r:.80}")
         if thinks:
             thoughts += [found] if found.strip() else []
@@ -183,14 +175,14 @@ def _parts(parts: Sequence[object], role: str, where: str) -> tuple[str, list[st
 
 
 def _untrained(value: Mapping[str, Any], where: str) -> dict[str, int]:
-    """Return the field `weight` where it keeps an assistant's message out of the training, else nothing."""
+    """Return the field `weight` if it excludes an assistant message from training, else nothing."""
     if value.get("train") is not None:
-        raise DataError(f"{where}: the field 'train' is not read; write 'weight': 0 to not train on a message")
+        raise DataError(f"{where}: the field 'train' is not read; 'weight': 0 excludes a message from training")
     weight = value.get("weight")
     if weight not in (None, 0, 1):
         raise DataError(f"{where}: its weight must be 0 or 1, found {weight!r}")
     if weight == 1 and value["role"] != "assistant":
-        raise DataError(f"{where}: has weight 1, and only messages of the assistant are trained on")
+        raise DataError(f"{where}: has weight 1, but only assistant messages are trained on")
     return {"weight": 0} if weight == 0 and value["role"] == "assistant" else {}
 
 
@@ -216,17 +208,14 @@ def _call(call: object, where: str) -> dict[str, Any]:
 
 
 def writable(value: Any) -> Any:
-    """Return a value that was read from JSON, if it can be written again: Python also reads NaN and half a character.
-
-    Raises:
-        ValueError, RecursionError: the value has one of them, or is nested too deeply.
-    """
+    """Return a value read from JSON if it can be written again. Raises ValueError, RecursionError: it has NaN or half
+    of a surrogate pair, or is nested too deeply."""
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     return value
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove null fields, which Parquet and the hub add where another row has a value."""
+    """Remove null fields, which Parquet adds where other rows have a value."""
     if isinstance(value, Mapping):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value

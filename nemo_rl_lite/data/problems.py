@@ -1,7 +1,7 @@
 """Problems and training sets. This module imports nothing heavy.
 
-A training set returns `problem(position)` for every position from 0 on, epoch after epoch, so a run's place in its
-data is one integer.
+A training set has a `problem(position)` for every position from 0 on, epoch after epoch. So one integer is a run's
+position in its data.
 """
 
 import hashlib
@@ -18,22 +18,22 @@ from nemo_rl_lite.errors import DataError
 
 @dataclass(frozen=True)
 class Problem:
-    """A chat to continue and the reference answer that the reward compares with."""
+    """A chat to continue, and its reference answer."""
 
     messages: tuple[Message, ...]
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The columns of the problem's row, or the entry of the task that generated it."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The functions that the assistant may call, in OpenAI's format."""
+    """Functions that the assistant may call, in OpenAI's format."""
 
 
 class LeftOut(str):
-    """Reason that a row is not trained on, as a predicate of several rows: "have no reward"."""
+    """Reason for leaving out rows, as a predicate: "have no reward"."""
 
 
 class Prompted(Protocol):
-    """Anything that a run trains on; `messages` is its prompt."""
+    """A training item; `messages` is its prompt."""
 
     @property
     def messages(self) -> tuple[Message, ...]: ...
@@ -45,11 +45,11 @@ class TrainingSet[T: Prompted](Protocol):
     def problem(self, position: int) -> T: ...
 
     def finite(self) -> Sequence[T]:
-        """Return all items where they are a list; none where they are generated without end."""
+        """Return all items of a finite set; none of an endless one."""
         ...
 
     def only(self, fits: Callable[[T], bool]) -> "TrainingSet[T]":
-        """Return the same set in the same order, without the items that do not fit."""
+        """Return the set in the same order, without the items that do not fit."""
         ...
 
 
@@ -74,7 +74,7 @@ class FileSet[T: Prompted]:
 
 @dataclass(frozen=True)
 class Derived[T: Prompted]:
-    """A generated task's problems, turned into chats or pairs."""
+    """Problems of a generated task, converted to chats or pairs."""
 
     task: TrainingSet[Problem]
     derive: Callable[[Problem], T]
@@ -97,21 +97,22 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt") -> tuple[Message, ...]:
-    """Return a prompt (text, or a list of chat messages) as messages, after the system prompt where there is one.
+    """Return a prompt (text, number or list of chat messages) as messages, after the system prompt if there is one.
 
     Raises:
-        DataError: the prompt is neither, is empty, or already ends with the assistant.
+        DataError: the prompt has another type, is empty, or ends with the assistant.
     """
-    if isinstance(prompt, str):
-        refuse_chat_as_text(prompt, f"{where}, the prompt")
-        messages = ({"role": "user", "content": prompt},)
+    if isinstance(prompt, str | int | float):
+        text = str(prompt)
+        refuse_chat_as_text(text, f"{where}, the prompt")
+        messages = ({"role": "user", "content": text},)
     elif isinstance(prompt, list) and prompt:
         messages = read_messages(prompt, f"{where}, the prompt")
     else:
         found = type(prompt).__name__
         raise DataError(f"{where}: the prompt must be text or a list of {{role, content}} messages, found {found}")
     if messages[-1]["role"] == "assistant":
-        rule = "the prompt ends with the assistant, which has to answer it (algorithm=sft trains on whole chats)"
+        rule = "the prompt ends with an assistant message (algorithm=sft trains on whole chats)"
         raise DataError(f"{where}: {rule}")
     if not messages[-1]["content"].strip():
         raise DataError(f"{where}: the prompt is empty")
@@ -126,13 +127,13 @@ def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tup
 
 
 def is_held_out(problem: Prompted, fraction: float) -> bool:
-    """Return whether a problem, chat or pair is among the `fraction` that is kept for validation. Only its messages
-    without the system prompt decide, so rows with the same prompt are on the same side, whatever the seed."""
+    """Return whether an item belongs to the held-out `fraction`. Its prompt alone decides, without the system prompt,
+    so rows with equal prompts stay together, whatever the seed."""
     return place(problem) < fraction
 
 
 def place(problem: Prompted) -> float:
-    """Return a number from 0 to 1 that a hash makes of what a row asks."""
+    """Return a hash of a row's prompt as a number from 0 to 1."""
     asked = [[message["role"], message["content"]] for message in problem.messages if message["role"] != "system"]
     digest = hashlib.sha256(json.dumps(asked).encode()).digest()
     return int.from_bytes(digest[:8]) / 2**64

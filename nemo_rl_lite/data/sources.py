@@ -1,32 +1,32 @@
-"""Load what `data.name` selects: rows of files and hub datasets, or generated tasks."""
+"""Load training and validation data: rows of files and hub datasets, or generated tasks."""
 
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.config.user_code import imported_for
 from nemo_rl_lite.data.formats import Example, RowFormat
 from nemo_rl_lite.data.problems import Derived, FileSet, LeftOut, Problem, Prompted, TrainingSet, place
 from nemo_rl_lite.data.rows import Row, file_rows, find_column, hub_rows, share_a_file
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.system.user_errors import as_call_error, place_of
 
 log = logging.getLogger(__name__)
 ROWS = ("file", "hub")
+RowMap = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
 def training_set[T: Prompted](config: DataConfig, seed: int, kind: RowFormat[T]) -> TrainingSet[T]:
-    """Return what a configuration trains on, shuffled or generated from `seed`.
-
-    Raises:
-        DataError: a row cannot be read; the error names file, row and cause.
-    """
+    """Return the training data, shuffled or generated from `seed`. Raises DataError: a row cannot be read; the error
+    names file, row and cause."""
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
-    items = _used(config, _training_rows(config), kind)
+    items = _used(config, _training_rows(config, is_logged=True), kind)
     _, kept = _split(config, items)
     if not kept:
         raise DataError(_empty(config, items, "to train on"))
@@ -36,12 +36,8 @@ def training_set[T: Prompted](config: DataConfig, seed: int, kind: RowFormat[T])
 def validation_set[T: Prompted](
     config: DataConfig, limit: int, kind: RowFormat[T], training: Sequence[T] = ()
 ) -> list[T]:
-    """Return at most `limit` held-out items, always the same ones; none where the configuration holds nothing out. A
-    warning says how many of them are among the `training` items.
-
-    Raises:
-        DataError: a row cannot be read; the error names file, row and cause.
-    """
+    """Return at most `limit` held-out items, always the same ones; none if nothing is held out. Log how many of them
+    are also `training` items. Raises DataError: a row cannot be read; the error names file, row and cause."""
     if config.name in TASKS:
         return list(map(kind.from_problem, TASKS[config.name](config, 0).validation(limit)))
     if validation_source(config) is not None:
@@ -56,8 +52,8 @@ def validation_set[T: Prompted](
 
 
 def data_identity(training: Sequence[object], held_out: Sequence[object] = ()) -> dict[str, Any]:
-    """Return number and digest of the rows in their order, which tell whether a resumed run reads the same; of held-out
-    rows as `validation`. A task that generates training rows without end has none of them."""
+    """Return count and digest of the rows, so that a resumed run can detect changed data. Held-out rows are under
+    `validation`. Endless tasks have no training entry."""
     return _identity(training) | ({"validation": _identity(held_out)} if held_out else {})
 
 
@@ -71,13 +67,13 @@ def _identity(items: Sequence[object]) -> dict[str, Any]:
 
 
 def validation_source(config: DataConfig) -> str | None:
-    """Return the file or split that holds the validation problems, or None."""
+    """Return the validation file or split, or None."""
     return config.validation_path if config.name == "file" else config.validation_split
 
 
 def check_file(config: DataConfig, path: str, limit: int, kind: RowFormat) -> None:
-    """Read the first `limit` rows of a file. Raises DataError: a row is not of this kind, or there are none."""
-    rows = list(islice(file_rows(path), limit))
+    """Read the first `limit` rows of a file. Raises DataError: a row has another format, or there are no rows."""
+    rows = list(islice(_mapped(config, file_rows(path)), limit))
     if not rows:
         raise DataError(f"{path}: no rows")
     _read(config, rows, kind, all_rows=len(rows) < limit)
@@ -89,20 +85,19 @@ def _own_validation_set[T: Prompted](
     """Return the items of the validation file or split."""
     source, path = validation_source(config), config.validation_path or ""
     if config.name == "file" and config.train_path and share_a_file(config.train_path, path):
-        log.warning("data.validation_path has a file of data.train_path: validation is on what was trained on")
+        log.warning("data.validation_path and data.train_path share a file: the run validates on its training rows")
         training = ()
     rows = hub_rows(config, source or "", "data.validation_split") if config.name == "hub" else file_rows(path)
-    first = list(islice(rows, limit))
+    first = list(islice(_mapped(config, rows), limit))
     if not first:
         raise DataError(f"{source}: no rows")
     held_out, trained = _used(config, first, kind), set(map(_texts, training))
     if count := sum(_texts(one) in trained for one in held_out):
-        log.warning("%s: %d of the %d rows for validation are trained on, too", source, count, len(held_out))
+        log.warning("%s: %d of the %d validation rows are also training rows", source, count, len(held_out))
     return held_out
 
 
 def _texts(one: Prompted) -> tuple[str, ...]:
-    """Return what a row asks, and what it answers."""
     answers = [one.answer] if isinstance(one, Problem) else []
     trained = [each.messages[each.first_trained :] for each in one.conversations] if isinstance(one, Example) else []
     return (*(message["content"] for said in (one.messages, *trained) for message in said), *answers)
@@ -111,11 +106,8 @@ def _texts(one: Prompted) -> tuple[str, ...]:
 def _read[T: Prompted](
     config: DataConfig, rows: Iterable[tuple[str, Row]], kind: RowFormat[T], all_rows: bool = True
 ) -> tuple[list[T], Counter[LeftOut]]:
-    """Turn rows into items of this kind; return also how many are left out, and why. `all_rows`: there are no others.
-
-    Raises:
-        DataError: a row cannot be read, or none of all rows is left.
-    """
+    """Convert rows to items. Return the items, and the number of rows left out for each reason. Raises DataError: a row
+    cannot be read, or `all_rows` of the data are left out."""
     kept, left_out, first, tools = list[T](), Counter[LeftOut](), "", config.tools_column
     has_tools = tools is None
     for where, row in rows:
@@ -135,7 +127,7 @@ def _read[T: Prompted](
 
 
 def _used[T: Prompted](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: RowFormat[T]) -> list[T]:
-    """Turn rows into items of this kind. A warning says how many are left out."""
+    """Convert rows to items, and log how many are left out."""
     kept, left_out = _read(config, rows, kind)
     for why, count in left_out.items():
         log.warning("%d of %d rows %s and were left out", count, len(kept) + left_out.total(), why)
@@ -143,9 +135,9 @@ def _used[T: Prompted](config: DataConfig, rows: Iterable[tuple[str, Row]], kind
 
 
 def _split[T: Prompted](config: DataConfig, items: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Return the items that are held out, of at least one of several prompts, and those to train on."""
+    """Return the held-out items and the training items. At least one of several prompts is held out."""
     places = [place(one) for one in items]
-    # Few rows may all be beyond the fraction.
+    # In a small dataset all hashes may exceed the fraction.
     least = min(places, default=0.0) if len(set(places)) > 1 and config.validation_fraction else -1.0
     held, kept = list[T](), list[T]()
     for one, at in zip(items, places, strict=True):
@@ -153,12 +145,56 @@ def _split[T: Prompted](config: DataConfig, items: Sequence[T]) -> tuple[list[T]
     return held, kept
 
 
-def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
+def _training_rows(config: DataConfig, is_logged: bool = False) -> Iterator[tuple[str, Row]]:
+    """Return the rows that `data.map` keeps, at most `data.max_samples`."""
     if config.name == "hub":
-        return hub_rows(config, config.train_split, "data.train_split")
-    if config.train_path is None:
+        rows = hub_rows(config, config.train_split, "data.train_split")
+    elif config.train_path is None:
         raise DataError("data.train_path is null: name a file")
-    return file_rows(config.train_path)
+    else:
+        rows = file_rows(config.train_path)
+    return islice(_mapped(config, rows, is_logged), config.max_samples)
+
+
+def row_map(config: DataConfig) -> RowMap | None:
+    """Import the function `data.map`. Raises ConfigError: it cannot be imported, or is not a function."""
+    fix = "name a function of one row: path/to/file.py:function, or package.module.function"
+    return None if config.map is None else imported_for("data.map", config.map, fix)
+
+
+def _mapped(config: DataConfig, rows: Iterable[tuple[str, Row]], is_logged: bool = False) -> Iterator[tuple[str, Row]]:
+    """Apply `data.map` to each row, and drop the rows for which it returns None. `is_logged`: log their number. Raises
+    DataError: the function raises, returns no row, or drops all rows."""
+    function = row_map(config)
+    if function is None:
+        yield from rows
+        return
+    kept, dropped = 0, 0
+    try:
+        for where, row in rows:
+            found = _changed(config, function, where, row)
+            if found is None:
+                dropped += 1
+            else:
+                kept += 1
+                yield where, found
+    finally:
+        if is_logged and dropped:
+            log.info("data.map dropped %d of %d rows", dropped, dropped + kept)
+    if dropped and not kept:
+        raise DataError(f"data.map = {config.map} returned None for all {dropped} rows")
+
+
+def _changed(config: DataConfig, function: RowMap, where: str, row: Row) -> Row | None:
+    try:
+        found = function(dict(row))
+    except Exception as error:  # a user's function may raise anything
+        rule = f"data.map = {config.map} raised {as_call_error(error)}{place_of(error)}"
+        raise DataError(f"{where}: {rule}") from error
+    if found is not None and not isinstance(found, Mapping):
+        rule = f"data.map = {config.map} returned a {type(found).__name__}"
+        raise DataError(f"{where}: {rule}; return the row as a dictionary, or None to drop it")
+    return found
 
 
 def _empty(config: DataConfig, items: Sequence[Prompted], what: str) -> str:
@@ -166,5 +202,5 @@ def _empty(config: DataConfig, items: Sequence[Prompted], what: str) -> str:
     if not items:
         return f"{source}: no rows"
     different, fraction = len({str(one.messages) for one in items}), config.validation_fraction
-    together = f"rows with equal prompts go together; different prompts: {different}"
+    together = f"rows with equal prompts stay together; distinct prompts: {different}"
     return f"{source}: none of the {len(items)} rows is {what} with data.validation_fraction = {fraction} ({together})"

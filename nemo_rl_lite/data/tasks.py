@@ -1,4 +1,4 @@
-"""Tasks that generate problems without end: the embedded model's own, and those of the package reasoning-gym."""
+"""Tasks that generate endless problems: that of the embedded model, and those of the package reasoning-gym."""
 
 import difflib
 import random
@@ -14,14 +14,14 @@ from nemo_rl_lite.errors import DataError
 
 
 class Task(TrainingSet[Problem], Protocol):
-    """A generated training set that also generates its held-out problems."""
+    """A generated training set that also generates held-out problems."""
 
     def validation(self, limit: int) -> list[Problem]: ...
 
 
 @dataclass(frozen=True)
 class ReverseDigits:
-    """Reverse a string of digits. The task, not the seed, fixes the held-out strings, which are never trained on."""
+    """Reverse a string of digits. The held-out strings do not depend on the seed, and are never trained on."""
 
     num_digits: int
     seed: int
@@ -42,7 +42,7 @@ class ReverseDigits:
         return ()
 
     def only(self, fits: Callable[[Problem], bool]) -> Self:
-        """Return the whole set: all problems have one length, so either all fit or none."""
+        """Return the whole set: all problems have the same length."""
         return self
 
     def validation(self, limit: int) -> list[Problem]:
@@ -61,7 +61,7 @@ class ReverseDigits:
 
 
 def _mistake(answer: str) -> str:
-    """Exchange the first two neighbouring digits of the answer that differ."""
+    """Swap the first two adjacent digits that differ."""
     for place in range(len(answer) - 1):
         if answer[place] != answer[place + 1]:
             return answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]
@@ -70,22 +70,19 @@ def _mistake(answer: str) -> str:
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """Problems of one task of reasoning-gym. A hash of the question decides whether it is held out, so a task with few
-    questions does not train on held-out ones either."""
+    """Problems of one reasoning-gym task. A hash of the question decides whether it is held out, so that even a task
+    with few questions never trains on held-out ones."""
 
     config: DataConfig
     seed: int
     fits: Callable[[Problem], bool] = lambda problem: True
 
     DRAWS = 1000
-    """A task with few questions repeats itself, so a draw may have to be retried; this many retries mean an error."""
+    """Maximum number of draws for one problem: a task with few questions repeats itself."""
 
     def problem(self, position: int) -> Problem:
-        """Return the problem at a position: the same one for the same seed.
-
-        Raises:
-            DataError: the task fails, or yields no problem to train on.
-        """
+        """Return the problem at a position; seed and position determine it. Raises DataError: the task fails, or yields
+        no training problem."""
         fraction = self.config.validation_fraction
         for draw in range(self.DRAWS):
             problem = self._draw(f"{self.seed}/{position}/{draw}")
@@ -103,7 +100,7 @@ class ReasoningGym:
         return replace(self, fits=fits)
 
     def validation(self, limit: int) -> list[Problem]:
-        """Return at most `limit` different held-out problems; fewer where the task has few questions."""
+        """Return at most `limit` distinct held-out problems."""
         fraction = self.config.validation_fraction
         found: dict[str, Problem] = {}
         draw = last = 0
@@ -120,9 +117,9 @@ class ReasoningGym:
 
         task, arguments = self.config.task or "", self.config.task_kwargs
         try:
-            # A data set of one entry, because some tasks generate all entries at once.
+            # Some tasks generate all entries at once, so ask for a dataset of one.
             entry = create_dataset(task, **arguments, seed=random.Random(seed).getrandbits(31), size=1)[0]
-        except Exception as error:  # a task checks its arguments by assertions, and may raise anything
+        except Exception as error:  # tasks check arguments with assertions and may raise anything
             cause = f"{type(error).__name__}: {error}"
             raise DataError(f"data.task = {task} with data.task_kwargs = {dict(arguments)}: {cause}") from None
         # Tasks that accept many answers have none in the entry.
@@ -133,7 +130,7 @@ class ReasoningGym:
 
 
 def unknown_task(name: str) -> str | None:
-    """Return a hint where reasoning-gym has no such task, else None."""
+    """Return a hint if reasoning-gym has no such task, else None."""
     from reasoning_gym.factory import DATASETS
 
     return None if name in DATASETS else _hint(name, list(DATASETS))
@@ -143,7 +140,7 @@ def unknown_arguments(task: str, arguments: Mapping[str, Any]) -> dict[str, str]
     """Return a hint for each name in `arguments` that the task does not take."""
     from reasoning_gym.factory import DATASETS
 
-    # The launcher itself sets seed and size.
+    # The launcher sets seed and size.
     known = [field.name for field in fields(DATASETS[task][1]) if field.name not in ("seed", "size")]
     return {name: _hint(name, known) for name in arguments if name not in known}
 

@@ -1,7 +1,6 @@
-"""Find tool calls in responses. The format is read off what a model's chat template renders, so no model needs an entry
-in a list.
+"""Find tool calls in responses. The format is derived from the chat template's output, so no list of models is needed.
 
-The launcher's event loop does this, so the time is linear in the length of a response, whatever a model writes.
+This runs in the launcher's event loop, so it takes linear time, whatever a model writes.
 """
 
 import json
@@ -14,41 +13,41 @@ from typing import Any
 
 from nemo_rl_lite.data.messages import Message, writable
 
-# Renders messages with or without tools; the flag asks for the start of the assistant's next turn.
+# Renders messages and tools; the flag adds the start of the next assistant turn.
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 
-# Placeholders, which are looked for in what the template writes.
+# Placeholders to find in the rendered text.
 _TURN, _NAME, _KEYS, _VALUES = "THE-TURN", "the_tool", ("the_first", "the_second"), ("value 1", "value 2")
 _ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
 _PARAMETERS = {"type": "object", "properties": {key: {"type": "string", "description": "."} for key in _KEYS}}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": ".", "parameters": _PARAMETERS}}
 _ASKED: Message = {"role": "user", "content": "-"}
-# Models write line ends within texts as they are.
+# Models write raw newlines in strings.
 _JSON = json.JSONDecoder(strict=False)
-# The most characters of a response with calls, and the most calls in it. One more call says so.
+# Maximum characters and calls of a response. Beyond them, one call carries an error.
 LONGEST, MOST_CALLS = 2**20, 256
 
 
 @dataclass(frozen=True)
 class WrittenCall:
-    """A call as the model wrote it."""
+    """A call as the model wrote it, unchecked."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trouble: str = ""
-    """Reason that it cannot be read; it then has no arguments, and maybe no name."""
+    """Reason that it cannot be read. It then has no arguments, and maybe no name."""
     is_text: bool = False
-    """All arguments are texts, because the format does not say their types."""
+    """True if all arguments are texts, because the format has no types."""
 
 
 @dataclass(frozen=True)
 class ToolFormat(ABC):
-    """A format of calls. `marker` stands before each call; it is empty where a call is the whole response."""
+    """A format of calls. `marker` precedes each call; it is empty if a call is the whole response."""
 
     marker: str
 
     def find(self, text: str) -> list[WrittenCall]:
-        """Return the calls in a response, in their order."""
+        """Return the calls in a response, in order."""
         found = list(islice(self._calls(text[:LONGEST]), MOST_CALLS + 1))
         if found and len(text) > LONGEST:
             return [WrittenCall("", trouble=f"a response with calls has at most {LONGEST} characters")]
@@ -66,7 +65,7 @@ class ToolFormat(ABC):
 
 @dataclass(frozen=True)
 class JSONCalls(ToolFormat):
-    """One JSON object a call, or a list of them, after a marker: Hermes, Qwen, Mistral. Without a marker the whole
+    """One JSON object per call, or a list of them, after a marker: Hermes, Qwen, Mistral. Without a marker the whole
     response is the call: Llama 3."""
 
     name_key: str
@@ -75,19 +74,19 @@ class JSONCalls(ToolFormat):
     def _calls(self, text: str) -> Iterator[WrittenCall]:
         if not self.marker:
             text = re.sub(r"^\s*(<\|\w+\|>\s*)*", "", text)
-            # An answer may be an object, too.
+            # A final answer may be an object, too.
             if text.startswith("{") and all(f'"{key}"' in text for key in (self.name_key, self.arguments_key)):
                 calls, _ = self._calls_at(text, 0)
                 yield from calls
             return
         marker, place = re.compile(_loose(self.marker) + r"\s*"), 0
         while begin := marker.search(text, place):
-            # What an argument quotes is no call.
+            # Continue after the call: its arguments may quote a marker.
             calls, place = self._calls_at(text, begin.end())
             yield from calls
 
     def _calls_at(self, text: str, place: int) -> tuple[Iterator[WrittenCall], int]:
-        """Return the calls that begin at a place of the text, and their end."""
+        """Return the calls that begin at a position, and their end."""
         try:
             value, end = _JSON.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
@@ -137,7 +136,7 @@ class TaggedCalls(ToolFormat):
             return WrittenCall("", trouble=f"the tool's name has to follow {self.marker}")
         opening, middle, closing = (re.compile(_loose(tag)) for tag in (self.opening, self.middle, self.closing))
         arguments, begin = dict[str, str](), opening.search(text, named.end())
-        # From tag to tag: one pattern for the whole argument takes cubic time where a tag is missing.
+        # Search tag by tag: one pattern for the whole argument takes cubic time if a tag is missing.
         while begin:
             between = middle.search(text, begin.end())
             end = closing.search(text, between.end()) if between else None
@@ -152,7 +151,7 @@ class TaggedCalls(ToolFormat):
 
 
 def tool_format(render: Render) -> ToolFormat | None:
-    """Return how a template writes calls; None where it writes no tools into the prompt, or an unknown format."""
+    """Return a template's call format; None if it renders no tools, or if the format is unknown."""
     try:
         if _NAME not in render([_ASKED], [_TOOL], True):
             return None
@@ -161,7 +160,7 @@ def tool_format(render: Render) -> ToolFormat | None:
         return None
     try:
         turns.append(_turn(render, "", calls=2).partition(_VALUES[1])[2])
-    except Exception:  # some templates write one call only
+    except Exception:  # some templates render one call only
         turns.append("")
     found = _read(*turns)
     expected = WrittenCall(_NAME, _ARGUMENTS, is_text=isinstance(found, TaggedCalls))
@@ -169,25 +168,25 @@ def tool_format(render: Render) -> ToolFormat | None:
 
 
 def sample_call(identity: str, name: str, value: str) -> dict[str, Any]:
-    """Return a call with the argument `value`, for a rendering that shows where a call ends."""
+    """Return a call with the argument `value`, to find the end of a rendered call."""
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": {_KEYS[0]: value}}}
 
 
 def _turn(render: Render, content: str, calls: int) -> str:
-    """Return what the template writes for an assistant turn with calls, after `content` if it writes that."""
+    """Return the rendered text of an assistant turn with calls, after its `content`."""
     function = {"name": _NAME, "arguments": _ARGUMENTS}
     called = [{"id": f"call0000{number}", "type": "function", "function": function} for number in range(calls)]
     whole = render([_ASKED, {"role": "assistant", "content": content, "tool_calls": called}], [_TOOL], False)
     if content and content in whole:
         return whole.rpartition(content)[2]
     same = common_start(render([_ASKED], [_TOOL], True), whole)
-    # A prompt that ends in <think> and a turn that begins with <tool_call> have the beginning of a tag in common.
+    # A prompt that ends in <think> and a turn that begins with <tool_call> share the start of a tag.
     return whole[min(len(same), same.rfind("<") if same.rfind("<") > same.rfind(">") else len(same)) :]
 
 
 def _read(turn: str, bare: str, later: str) -> ToolFormat | None:
-    """Read the format off three texts: a turn with content, one without, and the end of one with two calls, from the
-    first call's arguments on."""
+    """Derive the format from three texts: a turn with content, one without, and the rest of a turn with two calls after
+    the first call's arguments."""
     if _NAME not in turn:
         return None
     for begin in (found.start() for found in re.finditer(r"\{", turn)):
@@ -197,7 +196,7 @@ def _read(turn: str, bare: str, later: str) -> ToolFormat | None:
             continue
         keys = {json.dumps(one, sort_keys=True): key for key, one in value.items()}
         if (name := keys.get(json.dumps(_NAME))) and (own := keys.get(json.dumps(_ARGUMENTS, sort_keys=True))):
-            # In the other text, the object that has the name in it begins here.
+            # In the other text, the object that contains the name begins here.
             before = bare[: bare.rfind("{", 0, bare.find(_NAME))]
             return JSONCalls(_common_end(turn[:begin], before).strip().rstrip("[ \n"), name, own)
         if value == _ARGUMENTS:
@@ -214,7 +213,7 @@ def _read(turn: str, bare: str, later: str) -> ToolFormat | None:
 
 
 def _marker(*turns: str) -> str:
-    """Return what stands before every call's name."""
+    """Return the common text before every call's name."""
     found = ""
     for before in [turn.partition(_NAME)[0] for turn in turns if _NAME in turn]:
         found = _common_end(found, before) if found else before
@@ -232,7 +231,7 @@ def common_start(one: str, other: str) -> str:
 def _with_arguments(name: str, arguments: Any) -> WrittenCall:
     """Return a call whose name and arguments were read from JSON."""
     try:
-        # Some models write the object as text once more.
+        # Some models encode the object twice.
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         writable([name, arguments])
     except (ValueError, RecursionError) as error:
@@ -243,11 +242,10 @@ def _with_arguments(name: str, arguments: Any) -> WrittenCall:
 
 
 def _loose(text: str) -> str:
-    """Return a pattern for the text with any blanks between its words."""
+    """Return a pattern for the text with any whitespace between its words."""
     return r"\s*".join(map(re.escape, text.split()))
 
 
 def _not_json(error: Exception, begin: int) -> str:
-    """Describe an error in the call that begins at this place."""
     at = f" (character {error.pos - begin + 1})" if isinstance(error, json.JSONDecodeError) else ""
     return f"the call is not valid JSON: {str(error).partition(': line ')[0]}{at}"

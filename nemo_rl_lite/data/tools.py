@@ -13,27 +13,24 @@ from nemo_rl_lite.data.rows import Row, find_column
 from nemo_rl_lite.data.tool_format import WrittenCall
 from nemo_rl_lite.errors import DataError
 
-# The errors of a call that are compared for the one that is told, and the most characters of that.
+# Number of errors of a call to choose from, and maximum characters of the chosen one.
 _MOST_ERRORS, _LONGEST_ERROR = 50, 300
-# The most levels of a call's arguments.
+# Maximum nesting of a call's arguments.
 _DEEPEST, _TOO_DEEP = 100, "the arguments are nested too deeply"
 # A function in OpenAI's format: {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}.
 Tool = Mapping[str, Any]
 
 
 def row_tools(config: DataConfig, row: Row, where: str) -> tuple[Tool, ...]:
-    """Return the tools in a row's column `data.tools_column`; none where it is null or missing.
-
-    Raises:
-        DataError: the column holds something else.
-    """
+    """Return the tools in a row's column `data.tools_column`; none if it is null or missing. Raises DataError: the
+    column does not hold tools."""
     name = config.tools_column
     tools = None if name is None else find_column(row, name)
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
         except json.JSONDecodeError as error:
-            fix = "write the tools as a list, or rename a column that is something else"
+            fix = "write the tools as a list, or rename the column"
             raise DataError(f"{where}: column '{name}' is not JSON ({error.msg}); {fix}") from None
     if not tools:
         return ()
@@ -43,18 +40,15 @@ def row_tools(config: DataConfig, row: Row, where: str) -> tuple[Tool, ...]:
 
 
 def _in_openais_format(tool: dict[str, Any]) -> Tool:
-    """Return a tool with the field `function`, which ShareGPT's format and OpenAI's Responses API leave out."""
+    """Return a tool with the field `function`, which ShareGPT's format and OpenAI's Responses API omit."""
     if "function" in tool or not isinstance(tool.get("name"), str):
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
 def callable_tools(tools: object, where: str) -> tuple[Tool, ...]:
-    """Return tools whose calls can be checked. Tools of OpenAI's Responses API get the field `function`.
-
-    Raises:
-        DataError: one has no name, or its parameters are no JSON schema; `where` begins the message.
-    """
+    """Return tools whose calls can be checked. Tools of OpenAI's Responses API get the field `function`. Raises
+    DataError: one has no name, or its parameters are not a JSON schema; `where` begins the message."""
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"{where} must be a list of functions in OpenAI's format, found {tools!r:.80}")
     return tuple(_callable(tool, where) for tool in tools)
@@ -66,8 +60,8 @@ def _callable(tool: Tool, where: str) -> Tool:
         raise DataError(f"{where}: a tool has no name: {tool!r:.80}")
     name, parameters = function["name"], function.get("parameters") or {"type": "object", "properties": {}}
     is_object = isinstance(parameters, Mapping)
-    if trouble := _schema_error(json.dumps(parameters, default=str)) if is_object else "they are no object":
-        raise DataError(f"{where}: the parameters of the tool {name} are no JSON schema: {trouble}")
+    if trouble := _schema_error(json.dumps(parameters, default=str)) if is_object else "they are not an object":
+        raise DataError(f"{where}: the parameters of the tool {name} are not a JSON schema: {trouble}")
     own = {"name": name, "description": function.get("description") or "", "parameters": parameters}
     return {"type": "function", "function": own}
 
@@ -86,8 +80,8 @@ def _schema_error(schema: str) -> str:
 
 
 def checked_calls(written: Sequence[WrittenCall], tools: Sequence[Tool], turn: int) -> list[dict[str, Any]]:
-    """Return calls in OpenAI's format, with arguments as an object. One that fits no tool has a field `error`, a
-    sentence for the model, and may lack name and arguments. `turn` makes the ids differ from those of other turns."""
+    """Return calls in OpenAI's format, with arguments as an object. An invalid call has a field `error`, a sentence for
+    the model, and may lack name and arguments. `turn` makes the ids unique in an episode."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     return [_checked(call, functions, f"call{turn:02d}{number:03d}") for number, call in enumerate(written)]
 
@@ -105,7 +99,7 @@ def _checked(call: WrittenCall, functions: Mapping[str, Any], identity: str) -> 
 
 
 def _is_deep(value: Any) -> bool:
-    """Return whether a value is nested too deeply to be sent to another process."""
+    """Return whether a value is nested too deeply to be pickled."""
     level = [value]
     for _ in range(_DEEPEST):
         nested = [one for one in level if isinstance(one, dict | list)]
@@ -114,7 +108,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _typed(arguments: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Read as JSON the texts that do not fit their schemas as they are."""
+    """Parse as JSON the arguments that do not fit their schemas as text."""
     found, schemas = dict[str, Any](arguments), parameters.get("properties") or {}
     for name, text in arguments.items():
         if name not in schemas or _misfit(text, schemas[name]):
@@ -124,15 +118,15 @@ def _typed(arguments: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[
 
 
 def _misfit(arguments: Any, parameters: Any) -> str:
-    """Return why the arguments do not fit the schema; empty where they do."""
+    """Return why the arguments do not fit the schema, or ""."""
     from jsonschema.exceptions import best_match
     from referencing import Registry
 
     try:
-        # An empty registry keeps jsonschema from fetching the schemas that this one names.
+        # An empty registry keeps jsonschema from fetching referenced schemas.
         errors = _linear_validator()(parameters, registry=Registry()).iter_errors(arguments)
         error = best_match(islice(errors, _MOST_ERRORS))
-    except Exception as unusable:  # a schema may name others that are not there
+    except Exception as unusable:  # a schema may reference missing ones
         return f"the tool's schema cannot be used: {unusable}"
     if error is None:
         return ""
@@ -143,8 +137,8 @@ def _misfit(arguments: Any, parameters: Any) -> str:
 
 @cache
 def _linear_validator() -> Any:
-    """Return jsonschema's validator, with other checks where its own may take exponential or quadratic time: what the
-    model writes is checked in the launcher's event loop."""
+    """Return jsonschema's validator without checks that may take exponential or quadratic time: it runs on model output
+    in the launcher's event loop."""
     from jsonschema import Draft202012Validator, ValidationError
     from jsonschema.validators import extend
 
@@ -179,7 +173,7 @@ def _linear_validator() -> Any:
 
 
 def _has(pattern: str, text: str) -> bool:
-    """Search for a pattern in linear time (RE2). Patterns that RE2 does not know, as with lookahead, fit every text."""
+    """Search for a pattern in linear time (RE2). Patterns that RE2 does not support always match."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

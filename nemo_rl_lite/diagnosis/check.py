@@ -1,5 +1,4 @@
-"""Runs checks of this machine concurrently, within a time limit even where a driver or a file system never answers, and
-prints them."""
+"""Run checks of this machine concurrently and print them. The time limit also holds if a driver never answers."""
 
 import sys
 import time
@@ -18,9 +17,9 @@ EVERY_RUN = "every run"
 class CheckStatus(StrEnum):
     OK = "ok"
     WARN = "warn"
-    """Runs work, but something is off or slow."""
+    """Runs work, but a feature is missing or slow."""
     FAIL = "fail"
-    """Runs that this machine and its environment are for will not work."""
+    """Runs will not work."""
     SKIPPED = "skipped"
     """The check does not apply here."""
 
@@ -31,7 +30,7 @@ COLOURS = {OK: 32, WARN: 33, FAIL: 31, SKIPPED: 2}
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the diagnosis. `off`: the feature that does not work, or is slow, until it is fixed."""
+    """One line of the diagnosis. `off`: the feature that does not work, or is slow, until the fix."""
 
     name: str
     status: CheckStatus
@@ -51,7 +50,7 @@ def judge(
     off: str = "",
     bad: CheckStatus = CheckStatus.WARN,
 ) -> Check:
-    """A check that is ok if it `fits`, and `bad` otherwise."""
+    """Return a check that is ok if it `fits`, else `bad`."""
     return Check(name, OK, found, wanted) if fits else Check(name, bad, found, wanted, fix, off)
 
 
@@ -67,7 +66,7 @@ class Gpu:
     compute_mode: str
     """Default, Exclusive_Process or Prohibited."""
     capability: tuple[int, ...]
-    """The compute capability, (9, 0); empty where it is unknown."""
+    """Compute capability such as (9, 0); empty if unknown."""
 
 
 @dataclass(frozen=True)
@@ -76,25 +75,25 @@ class Machine:
 
     gpus: Sequence[Gpu] = ()
     gpu_trouble: str = ""
-    """Why nvidia-smi named no GPU; empty where there is no nvidia-smi."""
+    """Error of nvidia-smi; empty without nvidia-smi."""
     kind: str = ""
-    """`cpu` or `gpu`: what the Python environment is for; empty where it is unknown."""
+    """Kind of the Python environment, `cpu` or `gpu`; empty if unknown."""
     system: Path = Path("/")
-    """Where /proc, /sys and /dev are."""
+    """Parent of /proc, /sys and /dev."""
 
 
 type Look = Callable[[Machine], Iterable[Check]]
 
 
 def run_within[Result](limit_s: float, calls: Sequence[Callable[[], Result]]) -> list[Result | Exception]:
-    """Run `calls` concurrently and return the result or error of each: TimeoutError after `limit_s` seconds. Threads
-    are daemons, so a call that hangs does not keep the process alive."""
+    """Run `calls` concurrently. Return the result or error of each: TimeoutError after `limit_s` seconds. A call that
+    hangs does not keep the process alive."""
     results: list[Result | Exception] = [TimeoutError() for _ in calls]
 
     def run(index: int) -> None:
         try:
             results[index] = calls[index]()
-        except Exception as error:  # the caller decides what an error means
+        except Exception as error:  # the caller handles it
             results[index] = error
 
     threads = [Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
@@ -107,8 +106,8 @@ def run_within[Result](limit_s: float, calls: Sequence[Callable[[], Result]]) ->
 
 
 def examine(machine: Machine, looks: Mapping[str, Sequence[Look]], limit_s: float) -> list[Check]:
-    """Run all checks, listed by subject, and return their lines in the same order. One that raises or hangs gets a line
-    that says so."""
+    """Run all checks, listed by subject, and return their results in order. A check that raises or hangs gets a
+    warning."""
     named = [(subject, look) for subject, group in looks.items() for look in group]
     answers = run_within(limit_s, [lambda look=look: list(look(machine)) for _, look in named])
     checks: list[Check] = []
@@ -129,7 +128,7 @@ def _unanswered(look: Look, error: Exception, limit_s: float) -> Check:
 
 
 def lines(checks: Sequence[Check], coloured: bool = False) -> list[str]:
-    """One line a check, with more lines where it is not ok. The last line counts."""
+    """Return one line per check, more if it is not ok, and a line with the counts."""
     width = max((len(check.name) for check in checks), default=0)
     text: list[str] = []
     for subject, group in groupby(checks, key=lambda check: check.subject):
@@ -144,7 +143,7 @@ def lines(checks: Sequence[Check], coloured: bool = False) -> list[str]:
                 parts = {"wanted": check.wanted, "fix": check.fix, "off": check.off}
                 text += [f"  {'':<7}  {'':<{width}}  {label}: {value}" for label, value in parts.items() if value]
     counts = Counter(check.status for check in checks)
-    verdict = "fix what fails first" if counts[FAIL] else "nothing was found that stops a run"
+    verdict = "fix failures first" if counts[FAIL] else "nothing found that prevents a run"
     return [*text, f"{', '.join(f'{counts[status]} {status}' for status in CheckStatus)}: {verdict}"]
 
 

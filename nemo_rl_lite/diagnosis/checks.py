@@ -1,4 +1,4 @@
-"""Checks this machine: its Python environment, GPUs, host and network. No secret is shown or sent."""
+"""Check this machine's Python environment, GPUs, host and network. No secret is shown or sent."""
 
 import csv
 import importlib.metadata
@@ -48,21 +48,21 @@ from nemo_rl_lite.system.machine import (
     why_unanswered,
 )
 
-# Seconds for all checks, for an answer of the driver, and for one of a server.
+# Time limits in seconds: all checks, an answer of the driver, an answer of a server.
 LIMIT_S, DRIVER_LIMIT_S, ANSWER_LIMIT_S = 20.0, 10.0, 4.0
-# The checkout, or the folder of installed packages.
+# The checkout, or site-packages.
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = "cpu", "gpu"
 GIB = 2**30
 ON_GPUS = "runs on GPUs (cluster.gpus_per_node > 0); runs on CPUs work"
 NO_DEVICES = "No devices"
-# CUDA 13 has no code for older GPUs. bfloat16, the precision of policy=megatron_gpu and vLLM, needs the second.
+# Minimum capabilities for CUDA 13, and for bfloat16, the precision of policy=megatron_gpu and vLLM.
 OLDEST_CAPABILITY, BFLOAT16_CAPABILITY = (7, 5), (8, 0)
 OF_TORCH = ("libnccl", "libcudnn", "libcublas")
 IDLE_MIB = 1024
-"""Memory that an idle GPU may have in use."""
+"""Maximum memory in use on an idle GPU."""
 _QUERY = "--query-gpu=index,name,driver_version,memory.total,memory.used,compute_mode,compute_cap"
-# Starts CUDA without torch. Prints the newest CUDA version of the driver, and why CUDA does not start.
+# Start CUDA without torch; print the driver's newest CUDA version, and the error if CUDA does not start.
 PROBE = """
 import ctypes
 cuda, version, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.c_char_p()
@@ -77,10 +77,10 @@ REMEDIES = {
     "error 80": "remove a cuda-compat package, or a folder in LD_LIBRARY_PATH, that has an older libcuda",
     "libcuda": "start the container with its GPUs (docker --gpus all, NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
 }
-# The default run's processes at their peak (docs/benchmarks), and Ray's.
+# Peak memory of the default run (docs/benchmarks), and of Ray.
 ENOUGH_MEMORY = 6 * GIB
 ENOUGH_DISK = 20 * GIB
-# Ray takes this share of the host's memory for objects, and at most 10 GB where /dev/shm has no more.
+# Share of the host's memory that Ray takes for objects, and its maximum.
 RAY_SHARE, RAY_MOST = 0.3, 10**10
 _TRIED_PORTS = 40
 
@@ -101,15 +101,15 @@ def diagnose() -> list[Check]:
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, a module of it, and the feature that needs it."""
+    """A distribution, one of its modules, and the feature that needs it."""
 
     name: str
     module: str = ""
     off: str = EVERY_RUN
     kind: str = ""
-    """`cpu` or `gpu` if the other does not use it."""
+    """`cpu` or `gpu` if only that kind uses it."""
     optional: bool = False
-    """Only features that are off by default use it."""
+    """True if only features that are off by default use it."""
 
 
 PACKAGES = (
@@ -133,7 +133,7 @@ PACKAGES = (
 
 
 def environment_kind(prefix: Path = Path(sys.prefix)) -> str:
-    """The kind, `cpu` or `gpu`, that scripts/install.sh noted, or else that of the installed vLLM; empty if unknown."""
+    """Return the kind, `cpu` or `gpu`, recorded by scripts/install.sh, or else that of vLLM; empty if unknown."""
     noted = (prefix / "kind").read_text().strip() if (prefix / "kind").is_file() else ""
     if noted in (CPU, GPU):
         return noted
@@ -141,7 +141,7 @@ def environment_kind(prefix: Path = Path(sys.prefix)) -> str:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution; None without one, empty if its metadata is damaged."""
+    """Return the version of a distribution; None if not installed, empty if its metadata is damaged."""
     try:
         return importlib.metadata.version(name) or ""
     except importlib.metadata.PackageNotFoundError:
@@ -151,12 +151,11 @@ def installed(name: str) -> str | None:
 
 
 def tested_versions() -> dict[str, str]:
-    """The versions in constraints.txt of the checkout, or in the installed package's copy."""
     return dict(re.findall(r"^([^#=\s]+)==(\S+)", constraints_file().read_text(), re.M))
 
 
 def torch_cuda() -> str:
-    """The CUDA version of the installed torch (`13.0`), read without importing it; empty for CPUs or without torch."""
+    """Return the CUDA version of torch (`13.0`) without importing it; empty for CPU builds or without torch."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else Path()
     found = re.search(r"^cuda[^=]*= *'([\d.]+)'", file.read_text(), re.M) if file.is_file() else None
@@ -172,14 +171,13 @@ def is_there(module: str) -> bool:
 
 
 def python(machine: Machine) -> Iterator[Check]:
-    """Check the interpreter's version."""
     fits = sys.version_info[:2] == (3, 12)
     found, fix = f"{platform.python_version()} ({sys.executable})", f"{INSTALL} with python3.12 on PATH, or in pyenv"
     yield judge("Python", fits, found, "3.12", fix, EVERY_RUN, FAIL)
 
 
 def environment(machine: Machine) -> Iterator[Check]:
-    """Check that the environment is of the machine's kind."""
+    """Check that the environment fits the machine."""
     kind, wanted = machine.kind, GPU if machine.gpus else CPU
     found = f"for {kind or 'no known kind'}, in {sys.prefix}, on a machine with {len(machine.gpus) or 'no'} GPUs"
     fix = f"{INSTALL} {wanted}"
@@ -188,14 +186,14 @@ def environment(machine: Machine) -> Iterator[Check]:
     elif kind == GPU and machine.gpu_trouble:
         yield Check("environment", WARN, f"{found} that answer", GPU, "see below, at gpus", "runs on this machine")
     else:
-        # An environment for CPUs runs on a machine with GPUs, without them; one for GPUs may be on a login node.
+        # A CPU environment works on a GPU machine without using GPUs; a GPU environment may be on a login node.
         is_usable = kind == CPU or shutil.which("sbatch")
         bad, off = WARN if is_usable else FAIL, "runs on GPUs" if kind == CPU else "runs on this machine"
         yield judge("environment", kind == wanted, found, wanted, fix, off, bad)
 
 
 def versions(machine: Machine) -> Iterator[Check]:
-    """Check the version of each package that this kind of machine uses."""
+    """Check the version of each package that this kind of environment uses."""
     tested, kind = tested_versions(), machine.kind or (GPU if machine.gpus else CPU)
     for package in PACKAGES:
         if package.kind in ("", kind):
@@ -203,8 +201,8 @@ def versions(machine: Machine) -> Iterator[Check]:
 
 
 def judge_version(package: Package, version: str | None, tested: str, kind: str, root: Path = ROOT) -> Check:
-    """Check a package's installed `version` (None: none) against the `tested` one. Another patch is a warning."""
-    # A package's dependencies could replace tested versions of others.
+    """Check a package's installed `version` (or None) against the `tested` one. A different patch is a warning."""
+    # Dependencies could replace tested versions of other packages.
     by_pip = f"pip install --no-deps {package.name}=={tested}"
     fix = f"{INSTALL} {kind}" if (root / "scripts" / "install.sh").is_file() else by_pip
     found, bad = version or "", WARN if package.optional else FAIL
@@ -241,7 +239,7 @@ def conflicts(machine: Machine) -> Iterator[Check]:
 
 
 def read_gpus() -> tuple[list[Gpu], str]:
-    """The GPUs that nvidia-smi lists, or none and its reason (empty without nvidia-smi)."""
+    """Return the GPUs that nvidia-smi lists, or none and its error (empty without nvidia-smi)."""
     command = ["nvidia-smi", _QUERY, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_LIMIT_S, check=False)
@@ -284,7 +282,7 @@ def driver(machine: Machine) -> Iterator[Check]:
         yield Check("driver", bad, f"{found}; the torch here is for CPUs", "torch for CUDA", fix, ON_GPUS)
     else:
         wanted = f"CUDA {built}, which torch is built for" if built else ""
-        # A driver that does not say what it runs is not blamed for it.
+        # Some drivers do not report a version.
         fits = not newest or newest >= int(built.partition(".")[0] or 0)
         yield judge("driver", fits, found, wanted, "install a newer driver (580 for CUDA 13)", ON_GPUS, bad)
     fix = next((fix for said, fix in REMEDIES.items() if said in error), LOOK_IN_DMESG)
@@ -292,9 +290,9 @@ def driver(machine: Machine) -> Iterator[Check]:
 
 
 def start_cuda() -> tuple[int, str]:
-    """Start CUDA in another process. Returns the driver's newest major version (0: unknown), and why CUDA fails."""
+    """Start CUDA in another process. Return the driver's newest major version (0: unknown), and the error of CUDA."""
     command = [sys.executable, "-I", "-c", PROBE]
-    # This variable may hide all GPUs, which `environment_variables` reports.
+    # The variable may hide all GPUs; `environment_variables` reports that.
     shown = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(command, env=shown, capture_output=True, text=True, timeout=DRIVER_LIMIT_S, check=False)
@@ -307,7 +305,6 @@ def start_cuda() -> tuple[int, str]:
 
 
 def each_gpu(machine: Machine) -> Iterator[Check]:
-    """Check each GPU's capability, compute mode and free memory."""
     for gpu in machine.gpus:
         name, capability = f"GPU {gpu.index}", ".".join(map(str, gpu.capability))
         found = f"{gpu.name}, {gpu.total_mib / 1024:.1f} GiB"
@@ -328,12 +325,12 @@ def each_gpu(machine: Machine) -> Iterator[Check]:
 
 
 def compiler(machine: Machine) -> Iterator[Check]:
-    """Check for the compiler and headers with which Triton compiles its launchers."""
+    """Check for the compiler and headers that Triton needs."""
     if not machine.gpus:
         return
     named = os.environ.get("CC")
     found = next(filter(None, map(shutil.which, (named,) if named else ("gcc", "clang"))), None)
-    # Triton looks for the headers under the same scheme: Debian's default scheme has none.
+    # Triton uses the same scheme; Debian's default scheme has no headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_path("include", scheme)) / "Python.h"
     off = "Triton, and so vLLM and checksums on GPUs"
@@ -347,7 +344,7 @@ def compiler(machine: Machine) -> Iterator[Check]:
 
 
 def environment_variables(machine: Machine) -> Iterator[Check]:
-    """Check that no variable hides GPUs or puts other libraries before torch's."""
+    """Check that no variable hides GPUs or overrides torch's libraries."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if machine.gpus and visible is not None:
         named = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -364,7 +361,7 @@ def environment_variables(machine: Machine) -> Iterator[Check]:
 
 
 def _severity(machine: Machine) -> CheckStatus:
-    """The status of a problem with GPUs: an environment for CPUs does not need them."""
+    """Return the status of a GPU problem, which matters less in a CPU environment."""
     return FAIL if machine.kind == GPU else WARN
 
 
@@ -381,7 +378,7 @@ def memory(machine: Machine) -> Iterator[Check]:
 
 
 def cpus(machine: Machine) -> Iterator[Check]:
-    """Check the CPUs of this process, and the share that its control groups grant."""
+    """Check the CPUs of this process, and the limit of its control groups."""
     allowed = len(os.sched_getaffinity(0))
     granted = min([allowed, *map(cpu_quota, control_groups("cpu", machine.system))])
     found = f"{allowed} of {os.cpu_count()}" + f", of which a limit grants the time of {granted:g}" * (
@@ -393,7 +390,7 @@ def cpus(machine: Machine) -> Iterator[Check]:
 
 
 def cpu_quota(group: Path) -> float:
-    """CPUs whose time a control group of version 2 or 1 grants; infinite without a limit."""
+    """Return the number of CPUs that a control group (v1 or v2) grants; infinity without a limit."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with suppress(OSError, ValueError):
             quota, period = (int(part) for name in names for part in (group / name).read_text().split())
@@ -418,15 +415,15 @@ def shared_memory(machine: Machine) -> Iterator[Check]:
 
 
 def isolation(machine: Machine) -> Iterator[Check]:
-    """Check if the sandbox can isolate programs."""
+    """Check that the sandbox can isolate programs."""
     refused = sandbox.refused()
-    found = f"the kernel refuses {refused}" if refused else "programs have namespaces of their own"
+    found = f"the kernel refuses {refused}" if refused else "programs have their own namespaces"
     off = f"isolation of reward=program and environment=python: {sandbox.OPEN}"
     yield judge("sandbox", not refused, found, "namespaces", sandbox.ALLOW, off)
 
 
 def disks(machine: Machine) -> Iterator[Check]:
-    """Check the disks of checkpoints and exports, and of the hub's downloads."""
+    """Check the disks of the current folder and of the hub's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     yield disk("disk of the current folder", Path.cwd(), "checkpoints (up to 14 bytes per parameter each) and exports")
@@ -434,7 +431,7 @@ def disks(machine: Machine) -> Iterator[Check]:
 
 
 def disk(name: str, folder: Path, off: str) -> Check:
-    """Check that a folder, or its nearest existing parent, can be written and has room."""
+    """Check that a folder, or its nearest existing parent, is writable and has free space."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     fix = "free some, or use another disk (hydra.run.dir=..., HF_HOME)"
     free = shutil.disk_usage(there).free
@@ -449,7 +446,7 @@ def _gib(nbytes: float) -> str:
 
 
 def cluster_address(machine: Machine) -> Iterator[Check]:
-    """Check the cluster that RAY_ADDRESS makes a run join."""
+    """Check the cluster in RAY_ADDRESS."""
     address = ray_address()
     if not names_another(address):
         yield Check(RAY_ADDRESS, OK, address or "not set: a run starts its own Ray on this machine")
@@ -460,7 +457,7 @@ def cluster_address(machine: Machine) -> Iterator[Check]:
 
 
 def ports(machine: Machine) -> Iterator[Check]:
-    """Check that ranks can listen on the ports at which they meet, and that the kernel uses others."""
+    """Check that ranks can listen on the rendezvous ports, and that the kernel does not use them."""
     span = f"{LASTING_PORTS.start}-{LASTING_PORTS.stop - 1}"
     free = sum(map(is_free, random.sample(LASTING_PORTS, _TRIED_PORTS)))
     found, fix = f"{free} of {_TRIED_PORTS} tried in {span} are free", f"allow processes here to listen on {span}"
@@ -482,7 +479,7 @@ def is_free(port: int) -> bool:
 
 
 def hub(machine: Machine) -> Iterator[Check]:
-    """Check that the Hugging Face hub answers, and whether there is a token for it."""
+    """Check that the Hugging Face hub answers, and whether a token is set."""
     from huggingface_hub import get_token
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 

@@ -1,4 +1,4 @@
-"""Run a user's agent, which plays an episode by itself: it asks an OpenAI-compatible endpoint for responses."""
+"""Run a user's agent, which controls an episode and asks an OpenAI-compatible endpoint for responses."""
 
 import functools
 import inspect
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nemo_rl_lite.config.schema import AgentConfig
-from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.config.user_code import imported, imported_for
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.environments.registry import UserProcesses
+from nemo_rl_lite.environments.registry import user_pool
 from nemo_rl_lite.errors import ConfigError, Violation
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Source of one episode's responses for any client of OpenAI's API: the address, which ends in `/v1`, a key of
-    this episode alone, and the name of the model."""
+    """Endpoint of one episode for any client of OpenAI's API: a URL that ends in `/v1`, the episode's own key, and the
+    name of the model."""
 
     base_url: str
     api_key: str
@@ -25,31 +25,21 @@ class Endpoint:
 
 
 class Agent(Protocol):
-    """A function, `async def` or plain, that plays one episode. With `async def`, many episodes share a thread;
-    otherwise each has its own."""
+    """A function that plays one episode. Episodes of an `async def` function share a thread; otherwise each has its own
+    thread."""
 
     def __call__(self, problem: Problem, endpoint: Endpoint, **kwargs: Any) -> float | Awaitable[float | None] | None:
-        """Play one episode and return its reward, or None for the configured reward of its last response. `kwargs` are
-        `agent.kwargs`."""
+        """Play one episode and return its reward, or None for the configured reward. `kwargs` are `agent.kwargs`."""
         ...
 
 
 def check_agent(config: AgentConfig) -> None:
-    """Import the configured agent, and check that episodes can call it.
-
-    Raises:
-        ConfigError: there is no such function, or it does not take `agent.kwargs`.
-    """
+    """Import the configured agent, and check its signature. Raises ConfigError: there is no such function, or it does
+    not take `agent.kwargs`."""
     if config.name is None:
         return
-    try:
-        agent: Agent = imported(config.name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        rule = f"cannot be imported: {type(error).__name__}: {error}"
-        fix = "give package.module.function or path/to/file.py:function of a function that can be imported"
-        raise ConfigError([Violation("agent.name", config.name, rule, fix)]) from error
-    if not callable(agent):
-        raise ConfigError([Violation("agent.name", config.name, "is not a function", "name a function")])
+    fix = "give package.module.function or path/to/file.py:function of a function that can be imported"
+    agent: Agent = imported_for("agent.name", config.name, fix)
     try:
         inspect.signature(agent).bind("problem", "endpoint", **config.kwargs)
     except TypeError as error:
@@ -58,23 +48,23 @@ def check_agent(config: AgentConfig) -> None:
 
 
 class Agents:
-    """Plays episodes in processes of the agent."""
+    """Plays episodes in the agent's processes."""
 
     def __init__(self, config: AgentConfig, host: str):
-        """`host`: the endpoint's."""
-        self._processes = UserProcesses("agent", config, _Calls, host=host)
+        """`host`: host of the endpoint."""
+        self._pool = user_pool("agent", config, _Calls, host=host)
 
     async def play(self, problem: Problem, endpoint: Endpoint) -> Any:
-        """Call the agent for one episode. Raises what `UserProcesses.call` raises."""
-        return await self._processes.call("play", problem, endpoint)
+        """Call the agent for one episode. Raises what `CallPool.call` raises."""
+        return await self._pool.call("play", problem, endpoint)
 
 
 class _Calls:
     """The agent in one of its processes."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], host: str):
-        # Reach the launcher without the proxy that HTTP_PROXY may name.
+        # Reach the launcher without a proxy.
         for variable in ("NO_PROXY", "no_proxy"):
             os.environ[variable] = ",".join([*filter(None, [os.environ.get(variable)]), "127.0.0.1", host])
-        # The pool runs coroutine functions, and partial ones of them, in its event loop, and all others in threads.
+        # The pool runs coroutine functions, also partial ones, in its event loop, and others in threads.
         self.play = functools.partial(imported(name), **kwargs)

@@ -1,4 +1,4 @@
-"""Protocol of environments, which answer the assistant's turns until they or the limit on turns end the episode."""
+"""Protocol of environments, which answer assistant turns until the episode ends."""
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from nemo_rl_lite.data.problems import Problem
 class Observation:
     """An environment's answer to an assistant turn.
 
-    An episode's reward is the sum of `reward` over its turns; if no turn has one, the configured reward judges the
-    last turn. The assistant reads `messages` before its next turn; they may be empty only with `done`.
+    An episode's reward is the sum of `reward` over its turns. Without any, the configured reward function scores the
+    last turn. `messages` precede the next assistant turn; they may be empty only if `done`.
     """
 
     messages: tuple[Message, ...] = ()
@@ -22,18 +22,18 @@ class Observation:
 
 
 class Environment(Protocol):
-    """One is made for each episode, with `environment.kwargs`, so it may keep the episode's state. Optional members,
-    plain or `async def`:
+    """An object per episode, made with `environment.kwargs`, so it may keep state. Optional members, plain or
+    `async def`:
 
-    - `tools`, an attribute: functions in OpenAI's format, the same for all episodes, which every prompt offers.
-      `ToolEnvironment` is a base class for those.
-    - `check()`, always plain, is called once before a run starts anything, and raises an error if something is wrong.
-    - `cut_short(problem, conversation)` gives the reward, or None, of an episode that ends for lack of turns or room.
+    - `tools`, an attribute: functions in OpenAI's format that every prompt offers, the same for all episodes.
+      `ToolEnvironment` is a base class for such environments.
+    - `check()`, always plain, is called once before the run starts. It raises an error if something is wrong.
+    - `cut_short(problem, conversation)` returns the reward, or None, of an episode that runs out of turns or length.
     - `close()` is called after the episode.
     """
 
     def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation | Awaitable[Observation]:
-        """Answer `conversation`: the problem's messages and all later ones, the last of them the assistant's. With
-        `async def`, many steps share a thread; otherwise each has its own. The last message's `tool_calls`, if there
-        are any, are as `data.tools.checked_calls` describes them; its content is all that was written, with them."""
+        """Answer `conversation`: all messages of the episode, the last one by the assistant. Steps of an `async def`
+        method share a thread; otherwise each has its own thread. For `tool_calls` of the last message see
+        `data.tools.checked_calls`; its content is the whole text, calls included."""
         ...

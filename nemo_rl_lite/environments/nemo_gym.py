@@ -1,8 +1,8 @@
-"""Environment of a resources server of NeMo Gym, which answers the calls of an episode and judges it.
+"""Environment of a NeMo Gym resources server, which answers the tool calls of an episode and returns its reward.
 
-The protocol, over HTTP: `/seed_session` begins an episode, `/NAME` is the tool of that name, `/verify` gives the
-reward. Rows are NeMo Gym's own: `responses_create_params` has prompt and tools, other columns are for the server. A
-cookie holds the session. Source: nemo-gym 0.4, `base_resources_server.py` and `responses_api_agents/simple_agent`.
+HTTP protocol: `/seed_session` starts an episode, `/NAME` calls a tool, `/verify` returns the reward; a cookie holds the
+session. Rows are NeMo Gym's: `responses_create_params` has prompt and tools, other columns are for the server. Source:
+nemo-gym 0.4, `base_resources_server.py` and `responses_api_agents/simple_agent`.
 """
 
 import json
@@ -16,16 +16,16 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.tools import EpisodeError, ToolEnvironment, shortened
 
-# Limit on the answer of a server before a run starts.
+# Time limit of the check before a run.
 _CHECK_S = 10.0
 
 
 class NeMoGym(ToolEnvironment):
-    """One episode on a resources server. Rows name the tools; the server gives the reward."""
+    """One episode on a resources server. Rows have the tools; the server returns the reward."""
 
     def __init__(self, url: str, max_characters: int):
-        """`url`: of the server, such as `http://localhost:8000`; `max_characters` of a tool's answer are kept. Raises
-        ValueError: `url` is not an address."""
+        """`url`: the server's, such as `http://localhost:8000`; `max_characters`: limit of a tool's answer. Raises
+        ValueError: `url` is not a URL."""
         if not str(url).startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, found {url!r}")
         self._url, self._max_characters = str(url).rstrip("/"), max_characters
@@ -56,7 +56,7 @@ class NeMoGym(ToolEnvironment):
         return observation
 
     async def call(self, problem: Problem, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the server's answer, which may be an error that the model can understand."""
+        """Return the server's answer, which may be an error message for the model."""
         answer = await self._post(f"/{quote(name, safe='')}", arguments)
         return shortened(answer.text, self._max_characters)
 
@@ -91,7 +91,7 @@ class NeMoGym(ToolEnvironment):
         import httpx
 
         if "responses_create_params" not in problem.metadata:
-            rule = "the row has no column responses_create_params: rows of NeMo Gym are needed (data=nemo_gym)"
+            rule = "the row has no column responses_create_params: use rows of NeMo Gym (data=nemo_gym)"
             raise ValueError(rule)
         # environment.timeout_s is the limit.
         self._client = httpx.AsyncClient(base_url=self._url, timeout=None)
@@ -107,7 +107,7 @@ class NeMoGym(ToolEnvironment):
 
 
 def _items(message: Message, count: int) -> list[dict[str, Any]]:
-    """Convert an assistant's turn to items: its calls, or else its text."""
+    """Convert an assistant turn to items: its calls, or else its text."""
     calls = message.get("tool_calls", ())
     if not calls:
         thought, found, said = message["content"].rpartition("</think>")

@@ -1,4 +1,4 @@
-"""Find an environment by a name from here, a dotted path or a file, and run one for each episode."""
+"""Find an environment by a built-in name, a dotted path or a file, and run one per episode."""
 
 import asyncio
 import copy
@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from nemo_rl_lite.config.schema import AgentConfig, EnvironmentConfig
-from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.config.user_code import imported, imported_for
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool, callable_tools
 from nemo_rl_lite.environments.interface import Environment, Observation
-from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.system.pool import CallPool, PoolTarget, StartError, as_call_error, report_once
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.system.pool import CallPool, PoolTarget
+from nemo_rl_lite.system.user_errors import CallError, as_call_error, report_once
 
 ENVIRONMENTS = {
     "calculator": "nemo_rl_lite.environments.tools.Calculator",
@@ -23,9 +24,8 @@ ENVIRONMENTS = {
     "nemo_gym": "nemo_rl_lite.environments.nemo_gym.NeMoGym",
     "verifiers": "nemo_rl_lite.environments.verifiers.Verifiers",
 }
-# These answer immediately, and need no process of their own.
+# Environments fast enough for the launcher's process.
 INSTANT = frozenset({"calculator"})
-# No episode depends on it, but the environment may leave something behind.
 _NOT_CLOSED = "close() of the environment failed"
 
 
@@ -35,30 +35,23 @@ def find_environment(name: str) -> Callable[..., Environment]:
 
 
 def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
-    """Make an environment of the configured class, as each episode will, call its `check`, and return its tools.
-
-    Raises:
-        ConfigError: there is no such class, or it cannot be made with `environment.kwargs`, or its tools are invalid.
-    """
+    """Instantiate the configured environment, call its `check`, and return its tools. Raises ConfigError: the class
+    cannot be imported or instantiated with `environment.kwargs`, or its tools are invalid."""
     if config.name is None:
         return ()
 
     def refused(rule: str, fix: str, key: str = "name", value: Any = config.name) -> ConfigError:
         return ConfigError([Violation(f"environment.{key}", value, rule, fix)])
 
-    try:
-        kind = find_environment(config.name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        own = "package.module.Class or path/to/file.py:Class that can be imported"
-        fix = f"choose one of {', '.join(ENVIRONMENTS)}, or give {own}"
-        raise refused(f"cannot be imported: {type(error).__name__}: {error}", fix) from error
+    fix = f"choose one of {', '.join(ENVIRONMENTS)}, or give package.module.Class or path/to/file.py:Class"
+    kind = imported_for("environment.name", ENVIRONMENTS.get(config.name, config.name), fix)
     try:
         environment = kind(**config.kwargs)
         getattr(environment, "check", lambda: None)()
     except (Exception, SystemExit) as error:  # a user's class may raise anything
         where = ("kwargs", dict(config.kwargs)) if config.kwargs else ("name", config.name)
-        rule = f"{config.name} cannot be made with environment.kwargs: {type(error).__name__}: {error}"
-        fix = "give the arguments that it needs, environment.kwargs.NAME=VALUE, or correct the class"
+        rule = f"{config.name} cannot be instantiated with environment.kwargs: {type(error).__name__}: {error}"
+        fix = "give its arguments by environment.kwargs.NAME=VALUE, or correct the class"
         raise refused(rule, fix, *where) from error
     try:
         tools = callable_tools(getattr(environment, "tools", ()), "its attribute `tools`")
@@ -71,14 +64,14 @@ def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
 
 
 class Environments(ABC):
-    """Environments of many episodes, each with a number, its session."""
+    """Environments of many episodes, one per session number."""
 
     async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """Ask the session's environment, which the first call makes. Raises what `UserProcesses.call` raises."""
+        """Call the session's environment; the first call makes it. Raises what `CallPool.call` raises."""
         return await self._ask("step", session, problem, list(conversation))
 
     async def cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
-        """Ask for the reward, or None, of an episode that ends early. Raises what `step` raises."""
+        """Return the reward, or None, of an episode that ends early. Raises what `step` raises."""
         return await self._ask("cut_short", session, problem, list(conversation))
 
     @abstractmethod
@@ -90,20 +83,43 @@ class Environments(ABC):
 
 
 def make_environments(config: EnvironmentConfig) -> Environments | None:
-    """Make the run's environments; None if episodes have one turn."""
+    """Make the run's environments; None without an environment."""
     if config.name is None:
         return None
     return InThisProcess(config.name, config.kwargs) if config.name in INSTANT else InProcesses(config)
 
 
+def try_environment(environments: Environments, name: str, problem: Problem) -> None:
+    """Take one step before a run starts anything, with the problem's own answer as the assistant's turn. Errors that
+    may be due to this turn are ignored.
+
+    Raises:
+        ConfigError: the environment's code is wrong, whatever the assistant writes.
+    """
+    conversation = [*problem.messages, {"role": "assistant", "content": problem.answer or ""}]
+
+    async def trial() -> None:
+        try:
+            await environments.step(-1, problem, conversation)
+        finally:
+            await environments.close(-1)
+
+    try:
+        asyncio.run(trial())
+    except CallError as error:
+        if error.is_fault:
+            fix = "correct the environment's code: this error does not depend on the response"
+            raise ConfigError([Violation("environment.name", name, f"{error}{error.place}", fix)]) from error
+
+
 class Sessions:
-    """Makes and calls an environment for each session, in the process of the environments."""
+    """Makes and calls the environment of each session, in the environments' process."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]):
         self._kind, self._kwargs = find_environment(name), kwargs
         self._environments: dict[int, Environment] = {}
         is_async = inspect.iscoroutinefunction(getattr(self._kind, "step", None))
-        # A pool runs coroutine functions in its event loop, and everything else in threads.
+        # A pool runs coroutine functions in its event loop, and others in threads.
         wrap: Callable[..., Callable[..., Any]] = _as_coroutine if is_async else lambda method: method
         self.step, self.cut_short, self.close = wrap(self._step), wrap(self._cut_short), wrap(self._close)
 
@@ -129,7 +145,7 @@ class Sessions:
 
 
 class InThisProcess(Environments):
-    """For environments that answer immediately. They get copies, which they may change."""
+    """Runs fast environments in this process. They get copies of their arguments."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]):
         self._sessions = Sessions(name, kwargs)
@@ -144,42 +160,26 @@ class InThisProcess(Environments):
         await _awaited(self._sessions.close(session))
 
 
-class UserProcesses:
-    """`processes` processes of a section's user code, and at most `concurrency` calls at a time."""
-
-    def __init__(self, section: str, config: EnvironmentConfig | AgentConfig, kind: type, **others: Any):
-        """`kind`: the class that the processes make with the configured name and kwargs, and `others`."""
-        arguments = {"name": config.name, "kwargs": config.kwargs, **others}
-        path = f"{kind.__module__}.{kind.__qualname__}"
-        target = PoolTarget(path, arguments, f"the {section}'s process", f"{section}.timeout_s")
-        processes = min(config.processes, config.concurrency)
-        self._key = f"{section}.name = {config.name}"
-        self.pool = CallPool(target, processes, -(-config.concurrency // processes), config.timeout_s)
-
-    async def call(self, method: str, *arguments: Any, session: int | None = None) -> Any:
-        """Call a method of the class.
-
-        Raises:
-            CallError: it raises or is late, or its process ends.
-            DataError: the processes do not start.
-        """
-        try:
-            return await asyncio.wrap_future(self.pool.submit(method, *arguments, session=session))
-        except StartError as error:
-            raise DataError(f"{self._key}: {error}") from error
+def user_pool(section: str, config: EnvironmentConfig | AgentConfig, kind: type, **others: Any) -> CallPool:
+    """Start the pool of a section's user code: objects of `kind`, with the configured name, kwargs and `others`."""
+    arguments = {"name": config.name, "kwargs": config.kwargs, **others}
+    path, key = f"{kind.__module__}.{kind.__qualname__}", f"{section}.name = {config.name}"
+    target = PoolTarget(path, arguments, f"the {section}'s process", f"{section}.timeout_s", key)
+    processes = min(config.processes, config.concurrency)
+    return CallPool(target, processes, -(-config.concurrency // processes), config.timeout_s)
 
 
 class InProcesses(Environments):
-    """For environments that take time, in processes of their own."""
+    """Runs environments in separate processes."""
 
     def __init__(self, config: EnvironmentConfig):
-        self._processes = UserProcesses("environment", config, Sessions)
+        self._pool = user_pool("environment", config, Sessions)
 
     async def _ask(self, method: str, session: int, *arguments: Any) -> Any:
-        return await self._processes.call(method, session, *arguments, session=session)
+        return await self._pool.call(method, session, *arguments, session=session)
 
     async def close(self, session: int) -> None:
-        self._processes.pool.close(session)
+        self._pool.close(session)
 
 
 def _as_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:

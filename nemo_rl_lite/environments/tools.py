@@ -16,32 +16,33 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.system.pool import as_call_error, report_once
 from nemo_rl_lite.system.sandbox import Limits, run_python
+from nemo_rl_lite.system.user_errors import as_call_error, report_once
 
-# For plain functions. Threads start as they are needed; environment.concurrency is the limit.
+# Threads for plain functions. They start on demand; environment.concurrency is the limit.
 _THREADS = ThreadPoolExecutor(4096, thread_name_prefix="tool")
 
 
 class EpisodeError(Exception):
-    """An error of a tool that the model can do nothing about: the episode has failed."""
+    """A tool's error that the model cannot fix: the episode fails."""
 
 
 class ToolEnvironment(ABC):
-    """Answers the calls of a turn one after the other, each with a message of the role `tool`; a turn without a call
-    ends the episode. The answer to a call that cannot be read, fits no tool, or raises, is the error.
+    """Answers the tool calls of a turn sequentially, each with a message of the role `tool`. A turn without a call ends
+    the episode. The model reads the error of an invalid call or of a tool that raises. A fault in a tool's code, such
+    as a misspelt name, ends the run.
 
-    `tools`, the functions that every prompt offers, is a list in OpenAI's format or empty: then rows have their own.
+    `tools`, the functions that every prompt offers, is a list in OpenAI's format. If it is empty, rows have their own.
     """
 
     tools: Sequence[Tool] = ()
 
     @abstractmethod
     async def call(self, problem: Problem, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Return the tool's answer, which `str` converts. The model reads its errors, except an EpisodeError."""
+        """Return the tool's answer, which is converted by `str`. The model reads its errors, except EpisodeErrors."""
 
     async def finish(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """End the episode after a turn without a call; here without a reward."""
+        """End the episode after a turn without a call. By default there is no reward."""
         return Observation(done=True)
 
     async def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
@@ -61,34 +62,35 @@ class ToolEnvironment(ABC):
             except EpisodeError:
                 raise
             except (Exception, SystemExit) as error:  # a user's tool may raise anything
-                answer = f"error: {as_call_error(error)}"
-                # The model reads it; a mistake in the tool is for people.
+                raised = as_call_error(error)
+                # The model decides the types of arguments, and so which attributes they have.
+                if raised.is_fault and not isinstance(error, AttributeError):
+                    raise
+                answer = f"error: {raised}"
+                # Users should see a mistake in the tool, too.
                 report_once(f"the tool {name} raised, and the model reads the error", error)
         return {"role": "tool", "content": answer, "name": name, "tool_call_id": call["id"]}
 
 
 class Functions(ToolEnvironment):
-    """Offers functions that `imported` finds. Their signatures and docstrings become their schemas."""
+    """Offers user functions. Their signatures and docstrings become schemas."""
 
     def __init__(self, tools: Sequence[str], max_characters: int):
-        """An answer that is longer than `max_characters` loses its end.
-
-        Raises:
-            ValueError: there are no functions, two have one name, or one is not a function.
-        """
+        """`max_characters`: limit of an answer. Raises ValueError: there are no functions, two have the same name, or
+        one is not a function."""
         if not tools:
             raise ValueError("tools names no function")
         self._functions: dict[str, Callable[..., Any]] = {}
         for path in tools:
             function, name = imported(path), own_name(path)
             if not callable(function) or name in self._functions:
-                raise ValueError(f"{path} is no function, or another tool has its name")
+                raise ValueError(f"{path} is not a function, or another tool has its name")
             self._functions[name] = function
         self._max_characters = max_characters
 
     @cached_property
     def tools(self) -> Sequence[Tool]:  # pyrefly: ignore[bad-override]
-        """Their schemas, for the launcher. Raises ValueError: a function lacks a type or a description."""
+        """Schemas of the functions. Raises ValueError: a function lacks a type or a description."""
         return [_schema(name, function) for name, function in self._functions.items()]
 
     async def call(self, problem: Problem, name: str, arguments: Mapping[str, Any]) -> str:
@@ -96,7 +98,7 @@ class Functions(ToolEnvironment):
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a function; a plain one in a thread, so that other episodes continue."""
+    """Call a function. A plain function runs in a thread, so that other episodes continue."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
     answer = await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: function(*arguments, **named))
@@ -104,7 +106,7 @@ async def called(function: Callable[..., Any], *arguments: Any, **named: Any) ->
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text's first `most` characters, and how many are missing."""
+    """Return the first `most` characters of a text, and the number of missing ones."""
     return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters]"
 
 
@@ -114,7 +116,7 @@ def _schema(name: str, function: Callable[..., Any]) -> Tool:
     try:
         schema = get_json_schema(function)
     except Exception as error:  # several types, some without a public name
-        rule = "a tool needs a type for each argument, a docstring, and a line for each argument below `Args:` in it"
+        rule = "a tool needs a type for each argument, and a docstring with a line per argument below `Args:`"
         raise ValueError(f"{name}: {error} ({rule})") from error
     schema["function"].pop("return", None)
     schema["function"]["name"] = name
@@ -134,15 +136,12 @@ _TOOL = {
 
 
 class Python(ToolEnvironment):
-    """Offers the tool `python(code)`. With `call="block"` it offers none: the last fenced block of Python in a turn is
-    the call, and the user's next message the answer, so that any model can use it."""
+    """Offers the tool `python(code)`. With `call="block"`, the last fenced block of Python in a turn is the call, and a
+    user message the answer, so any model can use it."""
 
     def __init__(self, call: str, seconds: float, memory_mib: int, max_characters: int):
-        """Limits on a call's time, its memory, and the part of its output that is kept.
-
-        Raises:
-            ValueError: `call` is neither `tool` nor `block`, or a limit is not positive.
-        """
+        """Set a call's limits on time, memory and output. Raises ValueError: `call` is neither `tool` nor `block`, or a
+        limit is not positive."""
         if call not in ("tool", "block"):
             raise ValueError(f"call must be tool or block, not {call!r}")
         if min(seconds, memory_mib, max_characters) <= 0:
@@ -167,7 +166,7 @@ class Python(ToolEnvironment):
         if ran.status is None:
             said.append(f"error: the code {ran.excess(self._limits)}")
         elif ran.status < 0:
-            said.append(f"error: the code was ended by signal {-ran.status}")
+            said.append(f"error: signal {-ran.status} ended the code")
         return "\n".join(said) or "[nothing was printed]"
 
 
@@ -180,13 +179,13 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-# Values are limited, because products of long numbers grow without bound; powers are left out for the same reason.
+# Values are limited and powers are left out, because results could grow without bound.
 _LARGEST = 10**30
 _LONGEST = 200
 
 
 class Calculator:
-    """Answers a turn with `<calc>EXPRESSION</calc>` by the value; a turn without a call is final."""
+    """Answers `<calc>EXPRESSION</calc>` with the value. A turn without a call ends the episode."""
 
     def __init__(self, role: str):
         if role not in ("user", "tool"):
@@ -194,7 +193,7 @@ class Calculator:
         self._role = role
 
     def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """Answer with the value of the last expression, or with its error."""
+        """Answer with the value or the error of the last expression."""
         call, said = None, conversation[-1]["content"]
         begin = said.find(_BEGIN)
         while begin >= 0 and (end := said.find(_END, begin)) >= 0:

@@ -1,7 +1,7 @@
-"""Environment of the package verifiers: its own loop plays and judges an episode; the policy answers as its client.
+"""Environment of the package verifiers, whose loop plays and scores an episode. The policy answers as its client.
 
-Source: verifiers 0.2, `envs/multiturn_env.py` and `clients/client.py`. Later versions run an agent against an endpoint
-and have no environment to ask turn by turn.
+Source: verifiers 0.2, `envs/multiturn_env.py` and `clients/client.py`. Later versions run agents against an endpoint
+and have no turn-by-turn environments.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ _INSTALL = "pip install 'verifiers>=0.2,<0.3', and the package of the environmen
 
 
 class Verifiers:
-    """One episode of the verifiers environment `environment`, which is loaded with `arguments`. Rows are those of its
-    data set; `write_rows` writes them to a file."""
+    """One episode of the verifiers environment `environment`, loaded with `arguments`. `write_rows` writes the rows of
+    its dataset to a file."""
 
     def __init__(self, environment: str, arguments: Mapping[str, Any]):
         """Raises ImportError: the package is not installed. Errors of the environment pass through."""
@@ -49,7 +49,7 @@ class Verifiers:
             return Observation(done=True, reward=self._played.result()["reward"])
         new = [message.model_dump(exclude_none=True) for message in prompt[len(conversation) :]]
         if any(message["role"] == "assistant" for message in new) or not new:
-            raise EpisodeError("the environment changes earlier turns, and only additions to them can be trained on")
+            raise EpisodeError("the environment changes earlier turns, but training needs one growing conversation")
         wrong = {call["id"]: call["error"] for call in conversation[-1].get("tool_calls", ()) if "error" in call}
         for message in new:
             if (identity := message.get("tool_call_id")) in wrong:
@@ -59,7 +59,7 @@ class Verifiers:
     async def cut_short(self, problem: Problem, conversation: Sequence[Message]) -> float:
         """Tell the environment that the next prompt is too long, and return its reward."""
         if self._played is None:
-            raise EpisodeError("the episode has not begun")
+            raise EpisodeError("the episode has not started")
         self._turns.put_nowait(None)
         return (await self._played)["reward"]
 
@@ -78,7 +78,7 @@ class Verifiers:
         return output
 
     async def _next_prompt(self, played: asyncio.Task) -> Sequence[Any] | None:
-        """Wait until the environment wants a turn; returns the chat so far, or None if the episode is over."""
+        """Wait for the environment's next prompt; return the chat so far, or None if the episode is over."""
         asked = asyncio.create_task(self._prompts.get())
         await asyncio.wait({asked, played}, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
@@ -111,7 +111,7 @@ def _client_class() -> type:
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     class PolicyClient(Client):
-        """Gives the environment the policy's turns."""
+        """Passes the policy's turns to the environment."""
 
         def __init__(self, prompts: asyncio.Queue, turns: asyncio.Queue):
             super().__init__(None)
@@ -137,7 +137,7 @@ def _client_class() -> type:
             return Response(id="policy", created=int(time.time()), model="policy", message=message)
 
         async def setup_client(self, *unused: Any) -> None:
-            """Never called, like the methods below: `get_response` does it all."""
+            """Not called, like the methods below: `get_response` replaces them."""
 
         to_native_tool = to_native_prompt = get_native_response = setup_client
         raise_from_native_response = from_native_response = close = setup_client

@@ -1,4 +1,4 @@
-"""Asks a model the held-out problems several times, through the same collector and rewards as in training."""
+"""Sample responses to the held-out problems, and score them as in training."""
 
 import json
 import math
@@ -46,7 +46,7 @@ from nemo_rl_lite.workers.reserve import generation_group, load_generation, star
 
 OUTPUT = "--output"
 IDENTITY_FILE, GROUPS = "evaluation.json", "groups"
-# Seconds between two files of groups.
+# Seconds between two writes of finished groups.
 _EVERY_S = 5.0
 SUMMARY_FILE = "summary.json"
 _INTERVALS = f"95 %: percentiles of {RESAMPLES} resamples of the problems, with a fixed seed"
@@ -55,7 +55,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AwakeEngines:
-    """`Generation` by engines that share their devices with no one."""
+    """`Generation` by engines on their own devices."""
 
     queue: RequestQueue
 
@@ -68,22 +68,19 @@ class AwakeEngines:
 
 @contextmanager
 def running_engines(served: Served, folder: Path, say: Say) -> Iterator[Generation]:
-    """Start the configured engines. Several run in actors, which end with the block; their logs are in `folder/logs`.
-
-    Raises:
-        WorkerError: there are too few GPUs, an engine does not start, or all have died too often.
-    """
+    """Start the configured engines. Several engines run in actors, with logs in `folder/logs`, until the block ends.
+    Raises WorkerError: there are too few GPUs, an engine does not start, or all engines have died too often."""
     if engines(served.config) == 1:
         queue, _ = start_engine(served)
         yield AwakeEngines(queue)
         return
     with ray_runtime(), watched(_last_words, lost_process):
-        yield AwakeEngines(Fleet(served, folder, say).queue)
+        yield AwakeEngines(EngineActors(served, folder, say).queue)
 
 
-class Fleet:
-    """Engines in actors. The others take over the requests of one that dies; when none is left, all start again, at
-    most `cluster.max_restarts` times."""
+class EngineActors:
+    """Engines in actors. If one dies, the others take over its requests. If none is left, all restart, at most
+    `cluster.max_restarts` times."""
 
     def __init__(self, served: Served, folder: Path, say: Say):
         self._served, self._say = served, say
@@ -111,7 +108,7 @@ class Fleet:
         if not self._left:
             raise error
         self._left -= 1
-        self._say(f"{error}; no engine is left: starting again ({self._left} more restarts, cluster.max_restarts)")
+        self._say(f"{error}; no engine is left: restarting ({self._left} restarts left, cluster.max_restarts)")
         try:
             self._start(self._group.replace(ranks))
         except WorkerError as failure:
@@ -122,42 +119,42 @@ class Fleet:
 
 
 def _last_words(error: WorkerError) -> None:
-    """Print the error where the main thread does not react any more."""
+    """Print the error if the main thread no longer reacts."""
     sys.stderr.write(f"{error}\n")
     sys.stderr.flush()
 
 
 def claim(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Make the folder that of one evaluation, or check that it already is. A folder without samples is taken over.
+    """Record the evaluation in its folder, or check that the folder belongs to it. A folder without samples is reused.
 
     Raises:
-        ConfigError: it is a run's, has other files, or samples of another evaluation; with the keys that differ.
+        ConfigError: the folder is a run's, has other files, or samples of another evaluation; names the changed keys.
     """
     if is_run(folder):
         raise ConfigError([Violation(OUTPUT, str(folder), "is the folder of a run", f"{OUTPUT} ANOTHER_FOLDER")])
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / IDENTITY_FILE
     if not file.exists() and any(folder.iterdir()):
-        rule = "is not empty, and no evaluation has made it"
+        rule = "is neither empty nor the folder of an evaluation"
         raise ConfigError([Violation(OUTPUT, str(folder), rule, f"{OUTPUT} ANOTHER_FOLDER")])
     if not any((folder / GROUPS).glob("*.parquet")):
         write_json(file, identity)
         return
-    for key, (before, now) in changed(json.loads(file.read_text()), identity, but_for=()).items():
-        rule = f"the evaluation in {folder} was begun with {before!r}, and the two would be mixed"
+    for key, (before, now) in changed(json.loads(file.read_text()), identity, ignored=()).items():
+        rule = f"the evaluation in {folder} was started with {before!r}, and the samples would be mixed"
         raise ConfigError([Violation(key, now, rule, f"the same value, or another folder: {OUTPUT} FOLDER")])
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     partial = file.with_name(f".{file.name}")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     partial.replace(file)
 
 
 class Journal:
-    """Keeps complete groups, each the samples of a problem, in `groups/*.parquet`. In an incomplete one a reward, an
-    environment or an agent failed; the next command tries it again."""
+    """Writes complete groups, each the samples of a problem, to `groups/*.parquet`. If a reward, an environment or an
+    agent failed, the next command samples the group again."""
 
     def __init__(self, folder: Path, problems: Sequence[Problem]):
         """Raises:
@@ -171,10 +168,10 @@ class Journal:
             for saved in load_rollouts(self._folder):
                 self.done |= saved.done
         except (OSError, pa.ArrowException) as error:
-            raise CheckpointError(f"{self._folder} cannot be read: {error}. Remove the folder to start again") from None
+            raise CheckpointError(f"{self._folder} cannot be read: {error}. Remove the folder to restart") from None
         for number, episodes in self.done.items():
             if number >= len(problems) or _asked(episodes[0].problem) != _asked(problems[number]):
-                rule = f"now has other problems than when {folder} was begun"
+                rule = f"has changed since the evaluation in {folder} started"
                 raise ConfigError([Violation("data", None, rule, f"{OUTPUT} ANOTHER_FOLDER")])
         self._kept = set(self.done)
 
@@ -190,7 +187,7 @@ class Journal:
             and all(episode.reward is not None for episode in group.episodes)
         }
         if new:
-            # Readers of the folder see whole files only.
+            # Readers of the folder see only complete files.
             partial, place = self._folder / ".partial", len(list(self._folder.glob("*.parquet")))
             partial.mkdir(exist_ok=True)
             save_rollouts([SavedRollout(place, [], None, new)], partial)
@@ -205,11 +202,7 @@ def _asked(problem: Problem) -> list[Any]:
 
 
 def summarize(rollout: Rollout, pass_reward: float) -> dict[str, Any]:
-    """Return metrics of all samples, as JSON. Lengths are in tokens.
-
-    Raises:
-        DataError: no response has a reward.
-    """
+    """Return the metrics of all samples. Lengths are in tokens. Raises DataError: no response has a reward."""
     samples = rollout.samples_per_prompt
     rewards_PK = rollout.rewards_B.view(-1, samples).numpy()
     judged_PK = ~np.isnan(rewards_PK)
@@ -238,13 +231,12 @@ def summarize(rollout: Rollout, pass_reward: float) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, Any], title: str, console: RunConsole) -> None:
-    """Print the table."""
     samples, rows = found["samples"], list[tuple[str, str, str]]()
     rows.append((f"avg@{samples}", *_shown(found["avg"])))
     rows += [(f"pass@{k}", *_shown(one)) for k, one in found["pass_at_k"].items()]
     rows += [(name, f"{value:.4f}", "") for name, value in found["reward_parts"].items()]
     rows.append(("mean length (tokens)", f"{found['mean_length']:.1f}", ""))
-    rows.append(("cut by length", f"{found['truncated_share']:.2%}", ""))
+    rows.append(("truncated", f"{found['truncated_share']:.2%}", ""))
     rows.append(("reward errors", str(found["reward_errors"]), ""))
     if found["environment_errors"]:
         rows.append(("environment errors", str(found["environment_errors"]), ""))
@@ -260,12 +252,12 @@ def _shown(one: Mapping[str, float]) -> tuple[str, str]:
 
 
 def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[str, Any]:
-    """Sample what the folder does not have yet, write its files, print the table, and return the numbers.
+    """Sample the missing responses, write the folder's files, print the table, and return the metrics.
 
     Raises:
-        ConfigError, DataError: the folder is another evaluation's; the data, the reward or the environment cannot be
-            used, or fails too often.
-        EngineError, WorkerError: the engine failed.
+        ConfigError, DataError: the folder belongs to another evaluation; data, reward or environment cannot be used, or
+            fail too often.
+        EngineError, WorkerError: an engine failed.
     """
     claim(folder, evaluation.identity())
     with locked(folder, OUTPUT):
@@ -276,7 +268,7 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
         console.say(evaluation.describe(len(asked)))
         journal = Journal(folder, asked)
         if journal.done:
-            console.say(f"{len(journal.done)} of {len(asked)} problems are in {folder} already")
+            console.say(f"{len(journal.done)} of {len(asked)} problems are done in {folder}")
         if len(journal.done) == len(asked):
             episodes = [episode for number in range(len(asked)) for episode in journal.done[number]]
             rollout = Rollout(episodes, evaluation.options.samples, reward_errors=0)
@@ -300,7 +292,7 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
 def _problems(
     evaluation: Evaluation, playing: Playing, judge: Judge, tokenizer: ChatTokenizer, console: RunConsole
 ) -> Sequence[Problem]:
-    """The problems to ask, checked as a run checks its own before it starts."""
+    """Return the problems, checked as in a training run."""
     config = evaluation.config
     all_of_it = config.algorithm.max_val_samples if config.data.name in TASKS else sys.maxsize
     limit = evaluation.options.problems or all_of_it

@@ -1,4 +1,4 @@
-"""Composes an evaluation: a model, and the data, reward, environment and sampling of its configuration."""
+"""Compose an evaluation: a model, data, reward, environment and sampling."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -35,14 +35,14 @@ _KEYS = (
     *(f"cluster.{name}" for name in ("start_timeout_s", "phase_timeout_s", "max_restarts")),
 )
 _OF_POLICY = ("max_total_sequence_length", "precision", "tokenizer")
-# Of generation: where engines run, and how many. Each response has a seed of its own.
+# Keys of generation that do not change responses: place and number of engines. Each response has its own seed.
 _PLACES = ("data_parallel_size", "colocated", "serve")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command. `problems`: at most this many (None: all); `temperature`: 0 is greedy (None:
-    `generation.temperature`); `pass_reward`: the least reward that passes."""
+    """Options of the command. `problems`: maximum number (None: all); `temperature`: 0 is greedy (None:
+    `generation.temperature`); `pass_reward`: the smallest reward that passes."""
 
     samples: int
     problems: int | None
@@ -52,7 +52,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model, its whole configuration, and the options of the command."""
+    """A model with its configuration, and the options of the command."""
 
     served: Served
     options: Options
@@ -71,7 +71,7 @@ class Evaluation:
         return replace(sampling, temperature=self.temperature) if self.temperature else sampling.greedy()
 
     def describe(self, problems: int) -> str:
-        """Say what is asked, how the answers are judged and how they are sampled."""
+        """Describe problems, reward and sampling in one line."""
         config, samples = self.config, self.options.samples
         data, generation = config.data, config.generation
         source = {"file": validation_source(data) or data.train_path, "hub": data.path, "reasoning_gym": data.task}
@@ -85,7 +85,7 @@ class Evaluation:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the samples and their rewards, as JSON without secrets."""
+        """Return everything that determines the samples and their rewards, without secrets."""
         weights = [file.stat().st_mtime for file in self.served.folder.glob("*.safetensors")]
         written = datetime.fromtimestamp(max(weights, default=0), UTC).isoformat(timespec="seconds")
         whole = described(self.config)
@@ -108,38 +108,35 @@ class Evaluation:
         return json.loads(json.dumps(known))
 
     def usual_folder(self) -> Path:
-        """The folder where the same command finds what it has sampled."""
+        """Return the default folder, in which the same command finds its samples."""
         digest = sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:8]
         return Path("outputs") / "evaluations" / f"{self.served.name}-{self.config.data.name}-{digest}"
 
 
 def _digest(reward: str) -> str:
-    """Return a digest of the file of a user's reward, which may have changed under the same name."""
+    """Return a digest of the file of a user's reward."""
     spec = None if (file := file_of(reward)) else find_spec(reward.rpartition(".")[0])
     source = Path(spec.origin) if spec and spec.origin else file
     return sha256(source.read_bytes()).hexdigest()[:8] if source else ""
 
 
 def compose(model: Served, arguments: Sequence[str], options: Options) -> Evaluation:
-    """Lay a command's overrides over the configuration of a model.
-
-    Raises:
-        ConfigError: listing every override that cannot be, every rule that is broken, and options that do not fit.
-    """
+    """Apply a command's overrides to the configuration of a model. Raises ConfigError: listing all invalid overrides,
+    violated rules and invalid options."""
     overrides, violations = check_overrides(arguments)
     if violations:
         raise ConfigError(violations)
     overrides = with_effect(overrides, (*SECTIONS, *_KEYS))
     given = given_keys(overrides)
     if not model.of_run and not any(is_of(key, ["data"]) for key in given):
-        rule = f"is not named, and {model.folder} is no run that has its own"
+        rule = f"is missing, and {model.folder} is not the folder of a run"
         fix = "data=file data.validation_path=FILE.jsonl, or another: data=math500 reward=math"
         raise ConfigError([Violation("data", None, rule, fix)])
     config = _resolved(lay_over(_base(model), overrides), given)
     evaluation = Evaluation(replace(model, config=_with_own_engines(config)), options)
     whole = {section: asdict(getattr(config, section)) for section in SECTIONS}
     missing = [
-        Violation(key, value, "is a secret, which the run's folder does not have", f"{key}=...")
+        Violation(key, value, "is a secret, which the run's folder does not store", f"{key}=...")
         for key, value in flatten(whole)
         if value == HIDDEN
     ]
@@ -149,7 +146,7 @@ def compose(model: Served, arguments: Sequence[str], options: Options) -> Evalua
 
 
 def _base(model: Served) -> DictConfig:
-    """The model's configuration, with the defaults' training sections and without validations."""
+    """Return the model's configuration, with default training sections and without validations."""
     config = model.config
     gpus = ["cluster.gpus_per_node=1", "policy=megatron_gpu"] if on_gpus(config) else []
     base = compose_files(gpus)
@@ -158,7 +155,7 @@ def _base(model: Served) -> DictConfig:
         base[section] = OmegaConf.create(own[section])
     base.generation.colocated = shared
     if on_gpus(config):
-        # All that the run had on a node, as far as they are here.
+        # The run's GPUs per node, limited by this machine.
         base.generation.data_parallel_size = None
         base.cluster.gpus_per_node = min(config.cluster.gpus_per_node, gpus_here or config.cluster.gpus_per_node)
     for key in _OF_POLICY:
@@ -176,7 +173,7 @@ def _resolved(composed: DictConfig, given: Sequence[str]) -> Config:
         composed.cluster.gpus_per_node = size * (wanted or max(1, composed.cluster.gpus_per_node // size))
 
     def matters(broken: Violation) -> bool:
-        # The training file is not read, unless problems are held out of it.
+        # The training file is read only if problems are held out of it.
         unread = broken.key == "data.train_path" and not composed.data.validation_fraction
         return not unread and (broken.key.split(".")[0] in SECTIONS or broken.key in given)
 
@@ -184,7 +181,7 @@ def _resolved(composed: DictConfig, given: Sequence[str]) -> Config:
 
 
 def _with_own_engines(config: Config) -> Config:
-    """All GPUs are the engines'; on CPUs the engines are spread over the nodes as policy ranks would be."""
+    """Give all GPUs to the engines. On CPUs, spread the engines over the nodes like policy ranks."""
     generation, cluster = alone(config).generation, config.cluster
     one_node = cluster.num_nodes == 1
     resources = replace(
@@ -206,7 +203,7 @@ def _held_out(config: Config) -> Iterator[Violation]:
         return
     keys = {"file": ("data.validation_path", "FILE"), "hub": ("data.validation_split", "test")}
     key, example = keys.get(data.name, ("data.validation_fraction", "0.1"))
-    yield Violation(key, None, "names nothing, and an evaluation asks the held-out problems", f"{key}={example}")
+    yield Violation(key, None, "is not set, and an evaluation needs held-out problems", f"{key}={example}")
 
 
 def _wrong_options(evaluation: Evaluation) -> Iterator[Violation]:
@@ -219,5 +216,5 @@ def _wrong_options(evaluation: Evaluation) -> Iterator[Violation]:
         rule = f"the {evaluation.config.generation.backend} engine takes 0 (greedy) and {lowest:g} to {highest:g}"
         yield Violation("--temperature", given, rule, f"--temperature {min(max(given, lowest), highest):g}")
     if given == 0 and options.samples > 1:
-        rule = "greedy responses (--temperature 0) to a problem are all the same"
+        rule = "greedy responses (--temperature 0) to a problem are all equal"
         yield Violation("--samples", options.samples, rule, "--samples 1, or a temperature above 0")

@@ -1,8 +1,8 @@
-"""Interface of generation engines: requests and completions, one engine, and all engines together."""
+"""Interfaces of generation: requests, completions, one engine, and all engines together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -14,9 +14,30 @@ from nemo_rl_lite.refit.interface import RefitReport
 FinishReason = Literal["stop", "length"]
 
 
+class RequestError(Exception):
+    """An engine rejects a request; the message is its reason."""
+
+
+@dataclass(frozen=True)
+class ServedOptions:
+    """Options of served requests, which training samples without."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    top_logprobs: int = 0
+    """The number of most likely tokens that each position reports."""
+    json_schema: str | None = None
+    """The schema of the response, as JSON text; None for free text."""
+
+    def changed(self) -> list[str]:
+        """Return the names of the options that differ from the defaults."""
+        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of a request. `temperature` 0 is greedy. Logprobs are those of the sampled distribution."""
+    """Sampling parameters of a request. Temperature 0 is greedy. Logprobs are of the sampled distribution."""
 
     temperature: float
     top_p: float
@@ -24,10 +45,11 @@ class Sampling:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
+    options: ServedOptions = ServedOptions()
 
     @classmethod
     def of(cls, config: GenerationConfig, end_tokens: Sequence[int]) -> "Sampling":
-        """Return the configuration's sampling, which ends at the tokenizer's end tokens too."""
+        """Return the configured sampling, with the tokenizer's end tokens as further stop tokens."""
         return cls(
             temperature=config.temperature,
             top_p=config.top_p,
@@ -45,21 +67,21 @@ class Sampling:
 class Request:
     """One response to sample, which continues `prompt` (token ids).
 
-    With its own seed it does not depend on other requests or on the choice of an engine, except for rounding.
+    The seed makes it independent of other requests and of the engine, except for rounding.
     """
 
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int
     step: int = 0
-    """The step that waits for it. Waiting requests begin in the order of their steps."""
+    """The step that waits for it. Waiting requests start in the order of their steps."""
     streams: bool = False
-    """`Engine.poll` also returns what there is of the response so far."""
+    """True: `Engine.poll` also returns the tokens so far."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response: its tokens (end token included), with a logprob and a version of the weights each.
+    """One sampled response. Each token, the end token included, has a logprob and a version of the weights.
 
     A version is the step that made the weights.
     """
@@ -69,17 +91,19 @@ class Completion:
     finish_reason: FinishReason
     versions: tuple[int, ...]
     routed_experts: np.ndarray | None = field(default=None, compare=False)
-    """The experts chosen for each token of prompt and response in each layer, [tokens - 1, layers, k]: no forward pass
-    has seen the last token. None if the engine does not report them."""
+    """Experts chosen for each token of prompt and response, [tokens - 1, layers, k]. The last token has none, as no
+    forward pass has seen it. None if the engine does not report them."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Tokens and logprobs of `ServedOptions.top_logprobs` at each position, the most likely first."""
 
 
 @dataclass(frozen=True)
 class Unfinished(Completion):
-    """All tokens so far of a response that streams. Its finish reason means nothing."""
+    """All tokens so far of a streaming response. The finish reason has no meaning."""
 
 
 Progress = Callable[[Completion], None]
-"""Told of the tokens so far."""
+"""Receives the tokens so far."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +118,7 @@ class Drafts:
         return Drafts(self.count + other.count, self.tokens + other.tokens, self.accepted + other.accepted)
 
     def metrics(self) -> dict[str, float]:
-        """Return the accepted share of draft tokens, and accepted tokens per draft; nothing without drafts."""
+        """Return the accepted share of draft tokens and the accepted tokens per draft; empty without drafts."""
         if not self.count:
             return {}
         return {
@@ -105,13 +129,12 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Work that engines have done for their requests."""
+    """Decoding work of engines."""
 
     steps: int = 0
-    """Forward passes that sampled tokens, each of which reads all weights."""
+    """Forward passes that sampled tokens. Each reads all weights."""
     cached: int = 0
-    """Tokens in the KV caches of a step's sequences, summed over the steps. Prefills, which sample the first tokens,
-    are not counted here."""
+    """Tokens in the KV caches of a forward pass, summed over the passes. Prefills are not counted."""
     drafts: Drafts = Drafts()
 
     def __add__(self, other: "Decoded") -> "Decoded":
@@ -119,48 +142,48 @@ class Decoded:
 
 
 class Engine(Protocol):
-    """One engine replica in its own process. It works only while it is called: an engine that no one polls is
-    paused, and keeps its requests, even while it gets new weights."""
+    """One engine replica in its own process. It works only during calls: without `poll` it is paused and keeps its
+    requests, even during a refit."""
 
     version: int
     """The step that made the weights."""
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and response together."""
+        """Maximum number of tokens of a prompt and its response."""
         ...
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """Take requests, each under a number that no other unfinished request has."""
+        """Add requests, by unique number."""
         ...
 
-    def poll(self, seconds: float) -> dict[int, Completion]:
-        """Work until nothing is left to do, or for about `seconds`; return what has finished since the last call, and
-        `Unfinished` ones of requests that stream."""
+    def poll(self, seconds: float) -> dict[int, Completion | RequestError]:
+        """Work until nothing is left to do, or for about `seconds`. Return what has finished or was rejected since the
+        last call, and an `Unfinished` completion for each request that streams."""
         ...
 
     def unfinished_tokens(self) -> int:
-        """Return the number of tokens that unfinished requests have so far, as far as the engine knows it."""
+        """Return the number of tokens that unfinished requests have so far, if the engine knows it."""
         ...
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Forget requests; numbers of finished ones are ignored."""
+        """Abort requests. Numbers of finished requests are ignored."""
         ...
 
     def sample_now(self, request: Request) -> Completion:
-        """Return the response to a request outside of those submitted, which keep their places."""
+        """Return the response to a request at once; submitted requests keep their places."""
         ...
 
     def take_decoded(self) -> Decoded:
-        """Return what `poll` has done since the last call."""
+        """Return the work of `poll` since the last call."""
         ...
 
     def sleep(self) -> None:
-        """Free the device's memory for the policy, where the two share it."""
+        """Free the device's memory for the policy, if they share it."""
         ...
 
     def wake_weights(self) -> None:
-        """Allocate memory for weights, which the refit that follows fills."""
+        """Allocate memory for weights, which the next refit fills."""
         ...
 
     def wake_cache(self) -> None:
@@ -168,8 +191,8 @@ class Engine(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of the engine's fullest GPU: `device`, in use by all processes, and the engine's own
-        `generation_weights` and `kv_cache`. Empty on a CPU."""
+        """Return bytes on the engine's GPU with the highest use: `device` (all processes), `generation_weights` and
+        `kv_cache`. Empty on CPUs."""
         ...
 
     def join_refit(self, sources: Sequence[Source]) -> None:
@@ -177,18 +200,17 @@ class Engine(Protocol):
         ...
 
     def receive_weights(self, version: int) -> list[RefitReport]:
-        """Participate in one refit; return a report for each rank. Afterwards the engine computes with the new
-        weights, and no later request uses a stale cache. Unfinished requests continue with the new weights;
-        `vllm_cfg.recompute_kv_cache_after_weight_updates` decides about their caches."""
+        """Take part in a refit; return a report for each rank. Later requests use no stale cache. Unfinished requests
+        continue with the new weights; `vllm_cfg.recompute_kv_cache_after_weight_updates` decides about their caches."""
         ...
 
 
 class Requests(Protocol):
-    """Gets episodes their responses."""
+    """Samples the responses of episodes."""
 
     @property
     def are_in_work(self) -> bool:
-        """True while an engine has a call that it must answer within a limit of its own."""
+        """True while an engine has a call in flight, which has its own time limit."""
         ...
 
     @property
@@ -199,22 +221,22 @@ class Requests(Protocol):
     async def sample(
         self, request: Request, near: int | None = None, progress: Progress | None = None
     ) -> tuple[Completion, int]:
-        """Return the response and the engine that sampled it. `near`: the engine that has the prompt's prefix cached;
-        `progress` is for a request that streams."""
+        """Return the response and the engine that sampled it. `near`: the engine whose cache has the prompt's prefix;
+        `progress`: for a streaming request."""
         ...
 
     def submit_as_batch(self) -> AbstractContextManager[None]:
-        """Start the requests of the block together, at its end."""
+        """Start the requests of the block together at its end."""
         ...
 
 
 class Generation(Protocol):
-    """Interface of all replicas for the loop."""
+    """All engines, as the loop uses them."""
 
     def serving(self) -> AbstractAsyncContextManager[Requests]:
-        """Let the engines take requests in the block, and abort unfinished ones at its end."""
+        """Accept requests during the block, and abort unfinished ones at its end."""
         ...
 
     def finish_generation(self) -> dict[str, float]:
-        """Leave the generation phase until the next refit; return metrics of the device's memory."""
+        """End the generation phase until the next refit; return metrics of the device's memory."""
         ...

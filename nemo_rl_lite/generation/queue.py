@@ -1,4 +1,4 @@
-"""One queue of requests over all engine replicas. It knows neither Ray nor an engine."""
+"""The queue of requests over all engine replicas. It does not depend on Ray or on an engine."""
 
 import asyncio
 import itertools
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.interface import Completion, Progress, Request, Unfinished
+from nemo_rl_lite.generation.interface import Completion, Progress, Request, RequestError, Unfinished
 
-# Exchanges in flight per replica: it begins the second while the first one's results are on their way.
+# Exchanges in flight per replica: it starts one while it returns the results of another.
 _EXCHANGES = 2
 
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request that waits for its answer: the completion, and the replica that gave it."""
+    """A request that waits for its completion and the replica that sampled it."""
 
     number: int
     request: Request
@@ -29,84 +29,74 @@ class PendingRequest:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the place in the queue; the lowest one begins first."""
+        """Return the place in the queue; the lowest one starts first."""
         return self.request.step, self.number
 
 
 @dataclass
 class Stopwatch:
-    """Adds up the seconds in which it runs."""
+    """Sums the seconds in which it runs."""
 
     _seconds: float = 0.0
     _since: float | None = None
 
     def runs(self, is_running: bool) -> None:
-        """Start or stop."""
         self._seconds, self._since = self.seconds, time.perf_counter() if is_running else None
 
     @property
     def seconds(self) -> float:
-        """Return the seconds so far."""
         return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
 
 
 @dataclass
 class ReplicaLoad:
-    """Requests of one replica: those to submit, those it works on, and those to abort."""
+    """Requests of one replica: to submit, in progress, and to abort."""
 
     busy: Stopwatch = field(default_factory=Stopwatch)
     _new: dict[int, PendingRequest] = field(default_factory=dict)
     _unfinished: dict[int, PendingRequest] = field(default_factory=dict)
-    _aborted: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
 
     @property
     def load(self) -> int:
-        """Return the number of its requests."""
         return len(self._new) + len(self._unfinished)
 
     @property
-    def has_work(self) -> bool:
-        """Return whether there is something to do or to abort."""
-        return bool(self.load or self._aborted)
-
-    @property
     def unfinished(self) -> list[int]:
-        """Return the numbers of those that the replica works on, or has not aborted yet."""
-        return [*self._aborted, *self._unfinished]
+        """Return the numbers of requests that the replica still has."""
+        return [*self.aborted, *self._unfinished]
 
     def give(self, asked: PendingRequest) -> None:
         self._new[asked.number] = asked
 
     def hand_over(self) -> tuple[dict[int, Request], list[int]]:
-        """Return what to tell the replica now: new requests by number, and the numbers of those to abort."""
+        """Return the replica's next exchange: new requests by number, and numbers to abort."""
         new, self._new = self._new, {}
-        aborted, self._aborted = self._aborted, []
+        aborted, self.aborted = self.aborted, []
         self._unfinished |= new
         return {number: asked.request for number, asked in new.items()}, aborted
 
     def finish(self, number: int) -> PendingRequest | None:
-        """Return the request that the replica has answered; None if no one waits for it any more."""
+        """Return the answered request; None if it was dropped."""
         return self._unfinished.pop(number, None)
 
     def tell(self, number: int, so_far: Unfinished) -> None:
-        """Tell a request that streams of its tokens so far."""
+        """Report the tokens so far of a streaming request."""
         asked = self._unfinished.get(number)
         if asked is not None and asked.progress is not None:
             asked.progress(so_far)
 
     def drop(self, asked: PendingRequest) -> None:
-        """Abort a request that no one waits for any more."""
         self._new.pop(asked.number, None)
         if self._unfinished.pop(asked.number, None):
-            self._aborted.append(asked.number)
+            self.aborted.append(asked.number)
 
     @property
     def requests(self) -> list[PendingRequest]:
-        """Return all requests without an answer."""
         return [*self._unfinished.values(), *self._new.values()]
 
     def clear(self) -> None:
-        self._new, self._unfinished, self._aborted = {}, {}, []
+        self._new, self._unfinished, self.aborted = {}, {}, []
 
 
 class Assignment:
@@ -121,21 +111,20 @@ class Assignment:
         """Runs while no replica has a request."""
 
     def time(self, is_paused: bool) -> None:
-        """Note which replicas have requests from now on."""
+        """Update the stopwatches."""
         self.idle.runs(not any(self.held[replica].load for replica in self.alive))
         for replica, held in enumerate(self.held):
             held.busy.runs(not is_paused and replica in self.alive and held.load > 0)
 
     def add(self, asked: PendingRequest) -> None:
-        """Add a request to those that wait."""
         insort(self._waiting, asked, key=lambda one: one.place)
 
     def assign(self) -> None:
-        """Give waiting requests to replicas, in their order, as long as one has room."""
+        """Give waiting requests to replicas, in order, while one has room."""
         while self._waiting and self.alive:
             asked = self._waiting[0]
             loads = {replica: self.held[replica].load for replica in self.alive}
-            # An engine that has the beginning of the prompt in its cache need not compute it again.
+            # Prefer the engine that has the prompt's prefix in its cache.
             chosen = min(loads, key=lambda replica: (loads[replica], replica))
             if asked.near in loads and loads[asked.near] < self._capacity:
                 chosen = asked.near
@@ -145,12 +134,12 @@ class Assignment:
             self._waiting.pop(0)
 
     def lose(self, replica: int) -> None:
-        """Give the requests of a dead replica to the others."""
+        """Requeue the requests of a dead replica."""
         self.alive.discard(replica)
         self._requeue(replica)
 
     def replace(self, replica: int) -> None:
-        """Note that a new engine, which knows no request, is instead of this one."""
+        """Requeue the requests of a replica that a new engine has replaced."""
         self._requeue(replica)
         self.alive.add(replica)
 
@@ -159,25 +148,22 @@ class Assignment:
         self.held[replica].clear()
 
     def drop(self, asked: PendingRequest) -> None:
-        """Abort a request that no one waits for any more."""
+        """Abort a request."""
         if asked in self._waiting:
             self._waiting.remove(asked)
         for replica in self.alive:
             self.held[replica].drop(asked)
 
     def clear(self) -> None:
-        """Forget all requests."""
         self._waiting.clear()
         for held in self.held:
             held.clear()
             held.busy.runs(False)
 
     def unanswered(self) -> list[PendingRequest]:
-        """Return all requests, waiting and assigned."""
         return [*self._waiting, *(asked for held in self.held for asked in held.requests)]
 
     def describe(self) -> str:
-        """Describe how many requests each replica has, and how many wait."""
         loads = ", ".join(
             f"engine {replica} has {held.load} requests" if replica in self.alive else f"engine {replica} died"
             for replica, held in enumerate(self.held)
@@ -191,17 +177,18 @@ class Replica(Protocol):
     unfinished_tokens: int
     """Tokens of unfinished responses after the last step."""
 
-    async def step(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
-        """Submit and abort requests, let the engine work for a moment, and return what has finished. Exchanges that
-        begin before earlier ones have ended follow them in order."""
+    async def step(
+        self, submitted: Mapping[int, Request], aborted: Sequence[int]
+    ) -> dict[int, Completion | RequestError]:
+        """Submit and abort requests, let the engine work for a moment, and return what has finished. Concurrent
+        exchanges run in order."""
         ...
 
 
 class RequestQueue:
-    """Gives each request to the replica with the fewest unfinished ones.
+    """Gives each request to the replica with the fewest unfinished ones, so long responses spread over replicas.
 
-    The samples of a prompt thus spread over all replicas, and none gets all long answers. A replica holds at most
-    `capacity` requests; the rest wait here for the first that has room, ordered by step, then by arrival.
+    A replica holds at most `capacity` requests. The others wait, ordered by step, then by arrival.
     """
 
     def __init__(
@@ -211,30 +198,29 @@ class RequestQueue:
         on_loss: Callable[[int, WorkerError], None],
         restore: Callable[[], None],
     ):
-        """`on_loss` is called when a replica's process dies, and may raise. Its unfinished requests go to the others.
-        `restore` is called when none is left, and may bring them back with their weights (see `replaced`). Until
-        then requests wait."""
+        """`on_loss` is called when a replica's process dies, and may raise. The other replicas get its requests.
+        `restore` is called when no replica is left, and may replace them (see `replaced`). Until then requests wait."""
         self._replicas, self._on_loss, self._restore = replicas, on_loss, restore
         self._numbers = itertools.count()
         self._assignment = Assignment(len(replicas), capacity)
-        self._running: dict[asyncio.Task[dict[int, Completion]], int] = {}
+        self._running: dict[asyncio.Task[dict[int, Completion | RequestError]], int] = {}
         self._paused, self._held_back = False, 0
         self._changed, self._quiet = asyncio.Event(), asyncio.Event()
         self._replaced: deque[int] = deque()
         self._failure: Exception | None = None
         self.steps = 0
-        """Exchanges that have ended: a sign of life."""
+        """Finished exchanges, as a sign of life."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["RequestQueue"]:
-        """Drive the replicas in the block; see `Generation.serving`."""
+        """Drive the replicas during the block; see `Generation.serving`."""
         self._changed, self._quiet = asyncio.Event(), asyncio.Event()
         self._paused, self._held_back, self._failure = False, 0, None
         driver = asyncio.create_task(self._drive())
         try:
             yield self
         except BaseException:
-            # The engines may be what fails, so nothing waits for them.
+            # Do not wait for engines: they may be the cause.
             for task in (driver, *self._running):
                 task.cancel()
             self._clear()
@@ -251,6 +237,7 @@ class RequestQueue:
         """See `Requests.sample`.
 
         Raises:
+            RequestError: the engine rejects the request.
             WorkerError: an engine failed, or died and may not be restarted.
             EngineError: an engine computes non-finite numbers.
         """
@@ -269,7 +256,6 @@ class RequestQueue:
 
     @contextmanager
     def submit_as_batch(self) -> Iterator[None]:
-        """See `Requests.submit_as_batch`."""
         self._held_back += 1
         try:
             yield
@@ -278,8 +264,8 @@ class RequestQueue:
             self._changed.set()
 
     async def pause(self) -> None:
-        """Pause all engines until `resume`; they keep their requests, and more may be added. Returns when all have
-        stopped. Raises what `sample` raises, if the queue has failed."""
+        """Pause all engines until `resume`; return when all have stopped. They keep their requests, and more may be
+        added. Raises as `sample` if the queue has failed."""
         self._paused = True
         while self._running:
             self._quiet.clear()
@@ -293,31 +279,28 @@ class RequestQueue:
 
     @property
     def has_engines(self) -> bool:
-        """Return whether an engine is left."""
         return bool(self._assignment.alive)
 
     @property
     def are_in_work(self) -> bool:
-        """See `Requests.are_in_work`."""
         return bool(self._running)
 
     @property
     def unfinished_tokens(self) -> int:
-        """See `Requests.unfinished_tokens`."""
         return sum(self._replicas[replica].unfinished_tokens for replica in self._assignment.alive)
 
     @property
     def idle_s(self) -> float:
-        """Return the seconds so far in which no engine had a request."""
+        """Return the total seconds in which no engine had a request."""
         return self._assignment.idle.seconds
 
     @property
     def busy_s(self) -> float:
-        """Return the seconds so far in which an engine had requests and was not paused, summed over engines."""
+        """Return the total seconds in which an engine had requests and was not paused, summed over engines."""
         return sum(held.busy.seconds for held in self._assignment.held)
 
     def describe(self) -> str:
-        """Describe who waits for whom, for a person who wonders why nothing happens."""
+        """Describe the requests of each engine, for an error about a stalled run."""
         return self._assignment.describe() + ("; the engines are paused" if self._paused else "")
 
     async def _drive(self) -> None:
@@ -335,7 +318,7 @@ class RequestQueue:
                 await asyncio.wait([changed, *self._running], return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
                 self._collect()
-        except Exception as error:  # of any kind: every episode that waits, or will ask, must know
+        except Exception as error:  # any error must reach the episodes that wait or will ask
             self._failure = error
             for task in self._running:
                 task.cancel()
@@ -349,10 +332,10 @@ class RequestQueue:
         in_flight = Counter(self._running.values())
         for replica in self._assignment.alive:
             held = self._assignment.held[replica]
-            while in_flight[replica] < _EXCHANGES and held.has_work:
+            while in_flight[replica] < _EXCHANGES and (held.load or held.aborted):
                 in_flight[replica] += 1
                 step = asyncio.ensure_future(self._replicas[replica].step(*held.hand_over()))
-                # Of several that fail, one is raised; asyncio would print the others.
+                # One failure is raised; asyncio would print the others.
                 step.add_done_callback(lambda done: done.cancelled() or done.exception())
                 self._running[step] = replica
 
@@ -360,7 +343,7 @@ class RequestQueue:
         for task in [task for task in self._running if task.done()]:
             replica = self._running.pop(task, None)
             if replica is None:
-                # It belonged to a replica that a step before it has lost.
+                # An earlier step has lost its replica.
                 continue
             try:
                 finished = task.result()
@@ -375,13 +358,16 @@ class RequestQueue:
                     self._assignment.held[replica].tell(number, completion)
                     continue
                 asked = self._assignment.held[replica].finish(number)
-                if asked is not None and not asked.answer.done():
+                if asked is None or asked.answer.done():
+                    continue
+                if isinstance(completion, RequestError):
+                    asked.answer.set_exception(completion)
+                else:
                     asked.answer.set_result((completion, replica))
         if not self._running:
             self._quiet.set()
 
     def _lose(self, replica: int, error: WorkerError) -> None:
-        """Give the requests of a dead replica to the others."""
         self._on_loss(replica, error)
         self._assignment.lose(replica)
         for step in [task for task, of in self._running.items() if of == replica]:
@@ -391,12 +377,11 @@ class RequestQueue:
             self._restore()
 
     def replaced(self, replicas: Sequence[int]) -> None:
-        """Note that new engines, which know no request, replace these. May be called by another thread, while the
-        engines are paused."""
+        """Note that new engines have replaced these. Another thread may call this while the engines are paused."""
         self._replaced.extend(replicas)
 
     async def _forget(self) -> None:
-        """Abort what engines have not finished."""
+        """Abort unfinished requests."""
         for replica in sorted(self._assignment.alive):
             try:
                 if unfinished := self._assignment.held[replica].unfinished:

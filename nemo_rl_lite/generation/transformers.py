@@ -1,4 +1,4 @@
-"""The reference engine, transformers' generate(): slow and simple, vLLM's oracle and stand-in."""
+"""The reference engine over transformers' `generate`: slow and simple."""
 
 import asyncio
 import time
@@ -13,28 +13,28 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.data.tokenizer import load_tokenizer
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Engine, Request, Sampling
+from nemo_rl_lite.generation.interface import Completion, Decoded, Engine, Request, RequestError, Sampling
 from nemo_rl_lite.refit.engine import EngineLoader, Source, WeightsState, connect
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.refit.layout import Named
 
-# Seconds that the engine works before it looks for new requests.
+# Seconds of work between checks for new requests.
 _SLICE_S = 0.05
 
 
 class LocalReplica:
-    """A `Replica` over an engine in a thread of this process, so that the event loop runs while it works."""
+    """A `Replica` over an engine in a thread of this process, which leaves the event loop free."""
 
     def __init__(self, make: Callable[[], Engine]):
-        """`make` makes the engine, in its thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.engine = self._thread.submit(make).result()
         self.unfinished_tokens = 0
 
-    async def step(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
-        """See `Replica.step`."""
+    async def step(
+        self, submitted: Mapping[int, Request], aborted: Sequence[int]
+    ) -> dict[int, Completion | RequestError]:
 
-        def work() -> dict[int, Completion]:
+        def work() -> dict[int, Completion | RequestError]:
             self.engine.submit(submitted)
             self.engine.abort(aborted)
             finished, self.unfinished_tokens = self.engine.poll(_SLICE_S), self.engine.unfinished_tokens()
@@ -44,7 +44,7 @@ class LocalReplica:
 
 
 class TransformersEngine:
-    """A Hugging Face model that samples with exact logprobs and takes new weights by name."""
+    """An `Engine` over a Hugging Face model, with exact logprobs and refits by name."""
 
     def __init__(
         self,
@@ -62,8 +62,7 @@ class TransformersEngine:
         self._device = torch.device("cuda" if on_gpu else "cpu")
         loaded: Any = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=getattr(torch, policy.precision))
         self._model = loaded.to(self._device).eval()
-        # The model's own defaults (a repetition penalty, suppressed tokens) would change the distribution. Only its end
-        # tokens are kept.
+        # Keep only the end tokens: other defaults, such as a repetition penalty, change the distribution.
         ends = self._model.generation_config.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._model.generation_config = Defaults()
@@ -73,16 +72,15 @@ class TransformersEngine:
         self._requests: dict[int, Request] = {}
         self._decoded = Decoded()
         self.version = 0
-        """The step that made the weights."""
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """See `Engine.submit`. Raises RefitError: the engine's weights are not those of one policy."""
+        """Add requests. Raises RefitError: a refit has failed halfway."""
         self._weights.require()
         self._requests |= requests
 
-    def poll(self, seconds: float) -> dict[int, Completion]:
-        """See `Engine.poll`. A batch is generated to its end, however long that takes."""
-        finished, ends = dict[int, Completion](), time.perf_counter() + seconds
+    def poll(self, seconds: float) -> dict[int, Completion | RequestError]:
+        """Generate batches; each is generated to its end, even after `seconds`."""
+        finished, ends = dict[int, Completion | RequestError](), time.perf_counter() + seconds
         while self._requests and time.perf_counter() < ends:
             sampling = next(iter(self._requests.values())).sampling
             alike = [number for number, request in self._requests.items() if request.sampling == sampling]
@@ -97,18 +95,15 @@ class TransformersEngine:
         return 0
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """See `Engine.abort`."""
         for number in numbers:
             self._requests.pop(number, None)
 
     def sample_now(self, request: Request) -> Completion:
-        """See `Engine.sample_now`."""
         self._weights.require()
         (completion,) = self._generate([request], request.sampling)
         return completion
 
     def take_decoded(self) -> Decoded:
-        """See `Engine.take_decoded`."""
         taken, self._decoded = self._decoded, Decoded()
         return taken
 
@@ -116,7 +111,7 @@ class TransformersEngine:
         return {}
 
     def sleep(self) -> None:
-        """Do nothing: the reference engine keeps its weights and has no cache between calls."""
+        """Do nothing: the engine keeps its weights and has no cache between calls."""
 
     def wake_weights(self) -> None:
         """Do nothing: the engine was never asleep."""
@@ -134,12 +129,12 @@ class TransformersEngine:
             report = self._receiver.receive(loader)
             stale = [name for name, _ in self._model.named_parameters() if name not in (loader.filled or ())]
             if stale:
-                raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
+                raise RefitError(f"the refit did not update {len(stale)} weights of the engine, such as {stale[0]}")
         report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
         return [report]
 
     def _load(self, named: Sequence[Named]) -> set[str]:
-        """Copy tensors to the weights of their names; return the names of all changed parameters, aliases included."""
+        """Copy tensors to the weights by name; return the names of changed parameters, aliases included."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         own, received = parameters | dict(self._model.named_buffers()), set()
         for name, weight in named:
@@ -152,10 +147,10 @@ class TransformersEngine:
     @torch.no_grad()
     def _generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         width = max(len(request.prompt) for request in requests)
-        # The model may have no row for a padding token that was added to its tokenizer.
+        # A padding token that was added to the tokenizer may have no row in the model.
         padding = self._tokenizer.pad_token_id or 0
         padding = padding if padding < self._model.get_input_embeddings().num_embeddings else 0
-        # Nothing ends a probe, which has no stop tokens.
+        # A probe has no stop tokens, so nothing ends it.
         stops = {*sampling.stop_token_ids, *self._ends} if sampling.stop_token_ids else set[int]()
         tokens = torch.tensor([[padding] * (width - len(one.prompt)) + list(one.prompt) for one in requests])
         present = torch.tensor([[0] * (width - len(one.prompt)) + [1] * len(one.prompt) for one in requests])
@@ -167,7 +162,7 @@ class TransformersEngine:
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=sorted(stops),
             pad_token_id=padding,
-            # The greatest of the seeded scores is a sample.
+            # The maximum of the seeded scores is a sample.
             do_sample=False,
             logits_processor=[seeded],
             **(strings if sampling.stop_strings else {}),
@@ -181,7 +176,7 @@ class TransformersEngine:
     def _completion(
         self, tokens: list[int], logprobs: list[float], stops: set[int], strings: Sequence[str]
     ) -> Completion:
-        """Cut a row of the batch after its first stop token or stop string."""
+        """Truncate a row of the batch after its first stop token or stop string."""
         length, reason = len(tokens), "length"
         for end in range(1, len(tokens) + 1):
             text = self._tokenizer.decode(tokens[:end]) if strings else ""
@@ -192,21 +187,21 @@ class TransformersEngine:
 
 
 def _decoded(requests: Sequence[Request], completions: Sequence[Completion]) -> Decoded:
-    """Count the work of sampling these responses together. The token after k others attends to them and its prompt."""
+    """Count the work of sampling these responses in one batch."""
     later = [(len(one.prompt), len(own.tokens) - 1) for one, own in zip(requests, completions, strict=True)]
     cached = sum(tokens * prompt + tokens * (tokens + 1) // 2 for prompt, tokens in later)
     return Decoded(max(len(own.tokens) for own in completions), cached)
 
 
 class _SeededSampling:
-    """A logits processor that gives each row its own generator, which transformers does not: the argmax of logprobs
-    plus Gumbel noise is a sample (the Gumbel-max trick)."""
+    """A logits processor with a random generator per row, which transformers lacks. The argmax of logprobs plus Gumbel
+    noise is a sample (the Gumbel-max trick)."""
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int], device: torch.device):
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         self.logprobs: list[Tensor] = []
-        """Per step, the logprobs of the chosen tokens in the sampled distribution, [rows]."""
+        """Logprobs of the sampled tokens, [rows], one tensor per step."""
         self._device = device
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds] if sampling.temperature else []
         self._warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)] if sampling.temperature else []
@@ -220,7 +215,7 @@ class _SeededSampling:
         logprobs_BV = seeded_BV = scores_BV.log_softmax(-1)
         if self._generators:
             exponential = torch.empty(logprobs_BV.shape[1], device=self._device).exponential_
-            # The logarithm of an exponential variable, negated, is Gumbel noise.
+            # The negative logarithm of an exponential variable is Gumbel noise.
             noise = torch.stack([exponential(generator=one).clamp_min(1e-38).log() for one in self._generators])
             seeded_BV = logprobs_BV - noise
         self.logprobs.append(logprobs_BV.gather(-1, seeded_BV.argmax(-1, keepdim=True)).squeeze(-1))

@@ -1,4 +1,4 @@
-"""Group-relative advantages: how a sample's reward compares with those of its prompt's other samples."""
+"""Group-relative advantages. Shapes: P prompts, G samples per prompt, N parts of a reward."""
 
 import math
 from collections.abc import Sequence
@@ -13,20 +13,17 @@ Scale = bool | Literal["batch", "advantages"]
 
 
 def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Scale) -> Tensor:
-    """Return advantages [P, G] of P prompts with G samples each, in units of reward or of standard deviations.
+    """Return advantages [P, G], in units of reward or of standard deviations.
 
     - `leave_one_out`: the baseline is the mean reward of the prompt's other samples (True; RLOO, Ahmadian et al. 2024),
-      of all its samples (False; GRPO, Shao et al. 2024), or of all samples of all prompts (`batch`; REINFORCE++, Hu et
-      al. 2025, arXiv:2501.03262).
+      of all its samples (False; GRPO, Shao et al. 2024), or of the batch (`batch`; REINFORCE++, Hu et al. 2025,
+      arXiv:2501.03262).
     - `normalize`: divide by an unbiased standard deviation, of the prompt's rewards (True), of all rewards (`batch`;
       Lite PPO, Liu et al. 2025, arXiv:2508.08221), or of all advantages (`advantages`; REINFORCE++).
 
-    Advantages are exactly 0 if all rewards of a baseline are equal, up to rounding (1e-6 of their size, at
-    most 0.001). NaN marks a failed reward: it enters no baseline
-    and no deviation, and its advantage is 0.
+    Advantages are exactly 0 if all rewards of a baseline are equal up to rounding. A NaN reward means that it failed:
+    it is excluded from baselines and deviations, and its advantage is 0.
     """
-    if rewards_PG.dim() != 2:
-        raise ValueError(f"rewards must be [prompts, samples], got {list(rewards_PG.shape)}")
     judged_PG = ~rewards_PG.isnan()
     known_PG = torch.where(judged_PG, rewards_PG, 0.0)
     count_P1, total_P1 = judged_PG.sum(dim=1, keepdim=True), known_PG.sum(dim=1, keepdim=True)
@@ -36,7 +33,7 @@ def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Sca
         baseline, equal_P = known_PG.sum() / judged_PG.sum().clamp(min=1), _all_equal(rewards_PG.view(1, -1))
     elif leave_one_out:
         baseline = (total_P1 - known_PG) / others_P1
-    # Exactly 0: normalisation would amplify the rounding error of the mean.
+    # Normalisation would amplify the rounding error of the mean.
     useful_PG = judged_PG & ~equal_P[:, None]
     advantages_PG = torch.where(useful_PG, known_PG - baseline, 0.0)
     if isinstance(normalize, str):
@@ -51,14 +48,13 @@ def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Sca
 def separate_advantages(parts_NPG: Tensor, weights_N: Sequence[float], leave_one_out: Baseline) -> Tensor:
     """Return advantages [P, G] of rewards that are weighted sums of N parts (GDPO, Liu et al. 2026, arXiv:2601.05242).
 
-    Each part is normalised within its prompt. Their weighted sum is divided by the standard deviation of all sums, so a
-    part that varies little still counts. NaN marks an unknown part, whose advantage is 0, and in the last part a failed
-    reward.
+    Each part is normalised within its prompt, so a part with a small variance still counts. Their weighted sum is
+    divided by the standard deviation of all sums. NaN is an unknown part, with advantage 0; in the last part, it is a
+    failed reward.
     """
     parts = zip(weights_N, parts_NPG, strict=True)
-    sums_PG = torch.stack(
-        [weight * group_advantages(part, leave_one_out, normalize=True) for weight, part in parts]
-    ).sum(0)
+    own = [weight * group_advantages(part, leave_one_out, normalize=True) for weight, part in parts]
+    sums_PG = torch.stack(own).sum(0)
     judged_PG = ~parts_NPG[-1].isnan()
     return torch.where(judged_PG, sums_PG / (_std(sums_PG[judged_PG]) + _STD_EPSILON), 0.0)
 
@@ -77,8 +73,8 @@ def advantage_metrics(advantages_PG: Tensor) -> dict[str, float]:
 
 
 def reward_shares(rewards_PG: Tensor) -> dict[str, float]:
-    """Return the shares of prompts whose known rewards [P, G] are all 0, are all 1, or differ. NaN marks a failed
-    reward; prompts without any other are not counted."""
+    """Return the shares of prompts whose rewards [P, G] are all 0, all 1, or mixed. Failed rewards (NaN), and prompts
+    with no other rewards, are not counted."""
     known_PG = rewards_PG[~rewards_PG.isnan().all(dim=1)]
     mean_P, all_equal_P = known_PG.nanmean(dim=1), _all_equal(known_PG)
     return {
@@ -89,13 +85,13 @@ def reward_shares(rewards_PG: Tensor) -> dict[str, float]:
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """Return True if at least two rewards of a prompt differ by more than rounding; NaN marks a failed one."""
+    """Return whether two rewards of a prompt differ by more than rounding; failed ones (NaN) are ignored."""
     return not _all_equal(torch.tensor([rewards], dtype=torch.float64)).item()
 
 
 def overlong_penalty(tokens: int, most: int, buffer: int, penalty: float) -> float:
-    """Return a penalty (<= 0): 0 up to `most - buffer` tokens, then linear to `-penalty` at `most` (soft overlong
-    punishment, DAPO, Yu et al. 2025)."""
+    """Return 0 up to `most - buffer` tokens, then linearly down to `-penalty` at `most` (soft overlong punishment,
+    DAPO, Yu et al. 2025)."""
     return -penalty * min(max(tokens - (most - buffer), 0) / buffer, 1.0)
 
 
@@ -105,12 +101,9 @@ def _std(values: Tensor) -> Tensor:
 
 
 def _all_equal(rewards_PG: Tensor) -> Tensor:
-    """Return, for each prompt, True if its known rewards differ by rounding at most; also with one or none."""
+    """Return for each prompt whether its rewards, except NaN, are equal up to rounding; True with one or none."""
     largest = rewards_PG.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(dim=1)
     smallest = rewards_PG.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amin(dim=1)
-    return largest - smallest <= _rounding(torch.maximum(largest.abs(), smallest.abs()))
-
-
-def _rounding(size: Tensor) -> Tensor:
-    """Return what sums of rewards of this size may be off by: a few float32 steps, and less than any count."""
-    return (1e-6 * size.nan_to_num(posinf=0.0)).clamp(1e-8, 1e-3)
+    size = torch.maximum(largest.abs(), smallest.abs()).nan_to_num(posinf=0.0)
+    # A few float32 steps, but less than a difference of counts.
+    return largest - smallest <= (1e-6 * size).clamp(1e-8, 1e-3)

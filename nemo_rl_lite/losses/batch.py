@@ -1,6 +1,6 @@
-"""Training data: rows of tokens as the driver sends them, and padded batches as a loss sees them.
+"""Training data: unpadded rows of tokens, as the driver sends them, and padded batches, as a loss reads them.
 
-Shapes: B sequences, T tokens, k of the vocabulary.
+Shapes: B sequences, T tokens, k vocabulary entries.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ OF_TOKENS = {
 }
 # Their types in a `Batch`.
 _PADDED = OF_TOKENS | {"tokens": np.int64, "mask": np.float32, "ages": np.int64, "teacher_topk_ids": np.int64}
-# Marks an expert that no engine reported.
+# An expert that no engine reported.
 NO_EXPERT = -1
 # Fields of `TokenRows` with one entry per row -> the field of `TokenRow`.
 _OF_ROWS = {"advantages": "advantage", "rewards": "reward"}
@@ -36,29 +36,30 @@ class TokenRow:
 
     tokens: Sequence[int] | np.ndarray
     mask: Sequence[bool] | np.ndarray
-    """True for tokens that the loss is on."""
+    """True for tokens with a loss."""
     generation_logprobs: Sequence[float] | np.ndarray | None = None
     """Logprobs of the engine in nats; 0 for tokens that it did not sample."""
     advantage: float | None = None
     ages: Sequence[int] | np.ndarray | None = None
-    """Staleness in steps: the version that its step begins with, minus the one that sampled it. 0 if not sampled."""
+    """Staleness in steps: the weight version at the start of the training step minus the one that sampled the token. 0
+    for tokens that were not sampled."""
     reward: float | None = None
-    """Reward of the response; for KTO 1 if it is desirable, else 0."""
+    """Reward; in KTO, 1 for a desirable response, else 0."""
     teacher_logprobs: Sequence[float] | np.ndarray | None = None
     """Logprobs of the teacher in nats; 0 for the first token."""
     teacher_topk_logits: Sequence[Sequence[float]] | np.ndarray | None = None
-    """Largest k logits of the teacher for each token; 0 for the first."""
+    """The teacher's k largest logits for each token; 0 for the first."""
     teacher_topk_ids: Sequence[Sequence[int]] | np.ndarray | None = None
     routed_experts: np.ndarray | None = None
-    """Experts that the engine chose, [tokens, layers, k], or `NO_EXPERT`; undefined in layers without experts."""
+    """Experts chosen by the engine, [tokens, layers, k], or `NO_EXPERT`; undefined in layers without experts."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRows(Sequence[TokenRow]):
-    """Rows joined end to end, N tokens together: one array per field, None for a field that the rows lack.
+    """Concatenated rows with N tokens in total: one array per field, None for a field that the rows lack.
 
-    `lengths`, `advantages` and `rewards` are [B]; the others [N], [N, k] or, for the experts, [N, layers, k]. Single
-    rows are views.
+    `lengths`, `advantages` and `rewards` are [B]; the others [N], [N, k] or, for experts, [N, layers, k]. Single rows
+    are views.
     """
 
     lengths: np.ndarray
@@ -75,7 +76,6 @@ class TokenRows(Sequence[TokenRow]):
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
-        """Join rows."""
         if isinstance(rows, TokenRows):
             return rows
 
@@ -92,7 +92,7 @@ class TokenRows(Sequence[TokenRow]):
 
     @property
     def ends(self) -> np.ndarray:
-        """End of each row in the arrays of tokens, [B]."""
+        """Return the end of each row in the arrays of tokens, [B]."""
         return self.lengths.cumsum()
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class TokenRows(Sequence[TokenRow]):
         return TokenRow(**found, **{name: values[own] for name, values in self.present(OF_TOKENS)})
 
     def select(self, index: Sequence[int]) -> "TokenRows":
-        """Return the rows at `index`, in its order; neighbours are a view."""
+        """Return the rows at `index`, in its order; consecutive rows are a view."""
         rows = np.asarray(index, np.int64)
         starts, lengths = (self.ends - self.lengths)[rows], self.lengths[rows]
         places: Any = np.arange(lengths.sum()) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
@@ -125,17 +125,17 @@ class TokenRows(Sequence[TokenRow]):
         return replace(self, lengths=lengths, **own)
 
     def present(self, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
-        """Return names and values of those of these fields that the rows have."""
+        """Return name and value of each of these fields that is not None."""
         return ((name, getattr(self, name)) for name in names if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences, right-padded to T tokens; a field that the run does not have is None.
+    """Sequences, right-padded to T tokens. A field is None if the run lacks it.
 
-    Values outside the mask are undefined. A row of length 0 is not a sequence and is not counted. Logits and logprobs
-    (in nats) are at the sampling temperature. Four fields are the trained policy's, with gradient, and present only if
-    the loss names them in `needs`: `topk_logits`, `topk_ids`, `entropy` and `student_topk_logprobs`.
+    Values outside the mask are undefined. Rows of length 0 are padding. Logits and logprobs (in nats) are at the
+    sampling temperature. `topk_logits`, `topk_ids`, `entropy` and `student_topk_logprobs` are the trained policy's,
+    with gradient, and present only if the loss lists them in `needs`.
     """
 
     tokens: Tensor
@@ -143,7 +143,7 @@ class Batch:
     lengths: Tensor
     """Lengths [B], int64."""
     mask: Tensor
-    """Loss mask [B, T], float32: 1 on tokens that have a loss, else 0."""
+    """Loss mask [B, T], float32: 1 for tokens with a loss, else 0."""
     generation_logprobs: Tensor | None = None
     """Logprobs [B, T] under the engine that sampled the tokens."""
     advantages: Tensor | None = None
@@ -153,9 +153,9 @@ class Batch:
     previous_logprobs: Tensor | None = None
     """Logprobs [B, T] under the policy before the first optimizer step on these rows."""
     reference_logprobs: Tensor | None = None
-    """Logprobs [B, T] under the weights that the run started from."""
+    """Logprobs [B, T] under the run's starting weights."""
     entropy: Tensor | None = None
-    """Entropy [B, T] in nats of the distribution that token t is drawn from; entry 0 is 0."""
+    """Entropy [B, T] in nats of the distribution of token t; entry 0 is 0."""
     topk_logits: Tensor | None = None
     """Largest logits [B, T, k] for token t, in descending order; entry 0 is 0."""
     topk_ids: Tensor | None = None
@@ -171,7 +171,7 @@ class Batch:
     routed_experts: Tensor | None = None
     """[B, T, layers, k], int16, on the host: see `TokenRow`."""
     student_topk_logprobs: Tensor | None = None
-    """Logprobs [B, T, k] of the trained policy for `teacher_topk_ids` in place of token t; entry 0 is 0."""
+    """Logprobs [B, T, k] of `teacher_topk_ids` as token t under the trained policy; entry 0 is 0."""
 
     @classmethod
     def padded(cls, rows: Sequence[TokenRow]) -> "Batch":
@@ -189,7 +189,7 @@ class Batch:
         return cls(lengths=torch.tensor(joined.lengths), **own)
 
     def rows(self, index: Tensor | slice, width: int | None = None) -> "Batch":
-        """Return the rows at `index`, cut to `width` tokens."""
+        """Return the rows at `index`, truncated to `width` tokens."""
         return self._each(lambda values: values[index, :width] if values.dim() > 1 else values[index])
 
     def padded_to(self, rows: int, width: int) -> "Batch":
@@ -208,7 +208,7 @@ class Batch:
         return tuple(getattr(self, name) for name in names)
 
     def present(self) -> dict[str, Tensor]:
-        """Return the fields that the run has, by name."""
+        """Return the fields that are not None, by name."""
         both = ((one.name, getattr(self, one.name)) for one in fields(self))
         return {name: values for name, values in both if values is not None}
 

@@ -1,7 +1,6 @@
 """Losses of on-policy distillation: the policy learns from a teacher's logprobs of the policy's own samples.
 
-Shapes: B sequences, T tokens, k of the vocabulary. All logprobs are at the sampling temperature, so that the policy is
-compared with the teacher as both would sample.
+Shapes: B sequences, T tokens, k vocabulary entries. All logprobs are at the sampling temperature.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import Loss, Metrics, Need, Normalizers, count_masked, masked_sum
 
-# Log probability that a teacher's distribution gets outside its k largest, as in NeMo-RL.
+# The teacher's logprob outside its k largest, as in NeMo-RL.
 _LOG_NOTHING = -100.0
 
 
@@ -23,9 +22,9 @@ _LOG_NOTHING = -100.0
 class SampledKLLoss(GRPOLoss):
     """Reverse KL on sampled tokens as a policy gradient: a token's advantage is log teacher - log policy.
 
-    The gradient of KL(policy || teacher) at a place is E[(log policy - log teacher) grad log policy] over the policy's
-    own tokens. That is the gradient of GRPO's loss with these advantages, so GRPO's policy terms and corrections apply.
-    The cost of later tokens is left out (a discount of 0). Advantages are of the policy at the start of the step.
+    A token's gradient of KL(policy || teacher) is E[(log policy - log teacher) grad log policy] over the policy's
+    samples. That is the gradient of GRPO's loss with these advantages, so GRPO's policy terms and corrections apply.
+    The cost of later tokens is ignored (discount 0). Advantages are of the policy at the start of the step.
 
     Sources: Agarwal et al. 2024 (GKD, arXiv:2306.13649), Gu et al. 2024 (MiniLLM, arXiv:2306.08543); as an advantage of
     each token: Lu and Thinking Machines Lab 2025, "On-policy distillation".
@@ -41,19 +40,23 @@ class SampledKLLoss(GRPOLoss):
         return own_BT + self.config.reward_coef * super().advantages(batch, previous_BT)
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """See `GRPOLoss.__call__`; reads `teacher_logprobs` too."""
+        """See `GRPOLoss.__call__`. Also reads `teacher_logprobs`."""
         total, metrics = super().__call__(logprobs_BT, batch, counts)
         return total, metrics | _teacher_metrics(logprobs_BT, batch, counts)
 
 
 @dataclass(frozen=True)
 class TopkKLLoss:
-    """KL between policy and teacher over the teacher's k largest logits, in each place of the policy's samples.
+    """KL between policy and teacher over the teacher's k largest logits, at each token of the policy's samples.
 
-    forward: sum of q (log q - log p), with q the teacher's distribution over its k tokens and p the policy's; reverse:
-    sum of p (log p - log q); mixed: w forward + (1 - w) reverse. p is normalised over these k tokens as q is, or over
-    the whole vocabulary with `zero_outside_topk`: then the reverse KL includes the other tokens, to which the teacher
-    gives a probability of exp(-100): sum of p log p + 100 (1 - sum of p) over them.
+    With q the teacher's distribution over its k tokens, and p the policy's:
+
+    - forward: sum of q (log q - log p)
+    - reverse: sum of p (log p - log q)
+    - mixed: w forward + (1 - w) reverse
+
+    p is normalised over the k tokens, or over the vocabulary with `zero_outside_topk`. In that case, the reverse KL
+    includes the other tokens, where log q = -100.
 
     The formulas are NeMo-RL's. With k the whole vocabulary, forward and reverse are GKD's with beta = 0 and 1 (Agarwal
     et al. 2024, arXiv:2306.13649).
@@ -74,11 +77,11 @@ class TopkKLLoss:
         return count_masked(rows)
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics. Reads `student_topk_logprobs`, `teacher_topk_logits`,
-        `teacher_logprobs`, and `entropy` with the reverse KL and `zero_outside_topk`."""
+        """See `Loss`. Reads `student_topk_logprobs`, `teacher_topk_logits`, `teacher_logprobs`, and `entropy` for the
+        reverse KL with `zero_outside_topk`."""
         teacher_BTk, student_BTk = batch.require("teacher_topk_logits", "student_topk_logprobs")
+        # Select first: values outside the mask are undefined.
         inside_BT1 = batch.mask[..., None] > 0
-        # Select before any function: outside the mask there may be anything.
         teacher_BTk, whole_BTk = (torch.where(inside_BT1, one, 0.0) for one in (teacher_BTk, student_BTk))
         teacher_BTk = teacher_BTk.log_softmax(-1)
         own_BTk = whole_BTk if self.config.zero_outside_topk else whole_BTk.log_softmax(-1)
@@ -100,14 +103,14 @@ class TopkKLLoss:
 
 
 def distillation_loss(options: DistillationConfig) -> Loss:
-    """Make the loss over the teacher's largest logits where the run has them, otherwise the one on sampled tokens."""
+    """Make the loss over the teacher's largest logits if the run has them, else the one over sampled tokens."""
     return (SampledKLLoss if options.topk_logits_k is None else TopkKLLoss)(options.loss_fn)
 
 
 @torch.no_grad()
 def _teacher_metrics(logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> Metrics:
-    """This micro-batch's share of KL(policy || teacher) by the sampled tokens, in nats per token, and of both means of
-    logprobs."""
+    """Return this micro-batch's share of KL(policy || teacher), estimated from sampled tokens, in nats per token, and
+    of both mean logprobs."""
     (teacher_BT,) = batch.require("teacher_logprobs")
     own, teacher = (masked_sum(one, batch.mask) / counts.tokens for one in (logprobs_BT, teacher_BT))
     return {"teacher_kl": own - teacher, "student_logprobs": own.clone(), "teacher_logprobs": teacher}

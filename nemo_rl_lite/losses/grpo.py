@@ -1,17 +1,17 @@
-"""GRPO's loss and its variants as pure functions of logprobs. Shapes: B sequences, T tokens, N tokens that have a loss.
+"""GRPO's loss and its variants as pure functions of logprobs. Shapes: B sequences, T tokens, N tokens with a loss.
 
-A policy term is what a sampled token adds to the loss, by the name in `loss_fn.policy_loss`. Its ratio is that of the
-trained policy's probability to the previous policy's, [B, T], or one a sequence, [B, 1].
+Policy terms are the tokens' terms in the loss; `loss_fn.policy_loss` selects one by name. Their importance ratio is
+trained policy / previous policy, per token [B, T] or per sequence [B, 1].
 
-A correction weights tokens whose probability in the engine differs from the policy's, because of rounding or staleness.
-Its ratio is previous policy / engine, with the policy at the start of the step (decoupled PPO, Hilton et al. 2021;
-AReaL, Fu et al. 2025). Masked tokens and sequences have weight 0 but count in the denominator, as in NeMo-RL and TRL.
+A correction weights tokens whose probability differs between engine and policy, because of rounding or staleness. Its
+ratio is previous policy / engine, with the policy at the start of the step (decoupled PPO, Hilton et al. 2021; AReaL,
+Fu et al. 2025). Masked tokens and sequences have weight 0 but count in the denominator, as in NeMo-RL and TRL.
 
-The covariance of a token is (A - mean A)(log pi - mean log pi); tokens with large ones reduce the entropy most (Cui et
-al. 2025, arXiv:2505.22617). Means and thresholds are of the whole optimizer step, from the engine's logprobs, so they
-do not depend on micro-batches and replicas. In verl, quantiles are of a micro-batch.
+A token's covariance is (A - mean A)(log pi - mean log pi). Tokens with large ones reduce the entropy most (Cui et al.
+2025, arXiv:2505.22617). Means and thresholds are over the optimizer step, from the engine's logprobs, so they do not
+depend on the split; verl's quantiles are per micro-batch.
 
-Log ratios are clamped to +-20 before exp, as in verl: the float32 exp of 89 is infinite, and its gradient NaN.
+Log ratios are clamped to +-20 before exp, as in verl: in float32, exp(89) is infinite and its gradient NaN.
 """
 
 import math
@@ -36,18 +36,21 @@ _LARGEST_LOG_RATIO = 20.0
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
-    """Return the ratio; beyond the clamp it is constant and has no gradient."""
     return log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
 
 
 def _count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str, float]:
-    """Count, over an optimizer step's tokens: the mean advantage and logprob; the smallest covariance among the
-    `kl_cov_ratio` largest, its logprob, and the chance of a token that has both; the chance of a token within
-    `clip_cov`'s bounds that makes `clip_cov_ratio` of all."""
+    """Return numbers over an optimizer step's tokens.
+
+    - `_ADVANTAGE`, `_LOGPROB`: means.
+    - `_LEAST`, `_LEAST_LOGPROB`, `_LEAST_CHANCE`: the smallest covariance among the `kl_cov_ratio` largest, its
+      logprob, and the probability of choosing a token with both.
+    - `_CHANCE`: the probability of choosing a token within `clip_cov`'s bounds, for a share of `clip_cov_ratio`.
+    """
     joined = TokenRows.of(rows)
     if joined.advantages is None or joined.generation_logprobs is None:
-        raise ValueError("covariances are of rows with advantages and with logprobs of the engine")
-    # float32, as in a batch, so that a token has the same covariance here and there.
+        raise ValueError("covariances need rows with advantages and with logprobs of the engine")
+    # float32, because a token's covariance must equal the one in its batch.
     advantages_N = np.repeat(joined.advantages.astype(np.float32), joined.lengths)[joined.mask].astype(np.float64)
     logprobs_N = joined.generation_logprobs[joined.mask].astype(np.float64)
     if not len(logprobs_N):
@@ -57,7 +60,7 @@ def _count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str
     largest = max(int(config.kl_cov_ratio * len(covariances_N)), 1)
     within = int(((config.clip_cov_lb < covariances_N) & (covariances_N < config.clip_cov_ub)).sum())
     chosen = max(int(config.clip_cov_ratio * len(covariances_N)), 1)
-    # Of equal covariances, those with the smaller logprobs.
+    # On ties, smaller logprobs first.
     chosen_N = np.lexsort((-logprobs_N, covariances_N))[-largest:]
     least = chosen_N[0]
     equal_N = (covariances_N == covariances_N[least]) & (logprobs_N == logprobs_N[least])
@@ -73,14 +76,14 @@ def _count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str
 
 @torch.no_grad()
 def covariances(step: Mapping[str, float], logprobs_BT: Tensor, advantages: Tensor) -> Tensor:
-    """Covariance of each token, [B, T], in an optimizer step with these counts."""
+    """Return the covariance [B, T] of each token in an optimizer step with these counts."""
     return (advantages.double() - step[_ADVANTAGE]) * (logprobs_BT.double() - step[_LOGPROB])
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens of a micro-batch. Logprobs are 0 outside the mask; those of the trained policy have a gradient. Ratio and
-    advantages are [B, T] or, one a sequence, [B, 1]. `step` has the counts of the step, `Normalizers.own`."""
+    """Tokens of a micro-batch. Ratio and advantages are [B, T] or [B, 1]. Logprobs are 0 outside the mask; those of the
+    trained policy have a gradient. `step`: `Normalizers.own`."""
 
     ratio: Tensor
     advantages: Tensor
@@ -93,14 +96,17 @@ class Sampled:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """Terms of a micro-batch's tokens in the loss, with gradient; the ratios within their bounds; whether the lower or
-    the upper bound acts; whether a token was chosen by its covariance. Each tensor broadcasts to [B, T]."""
+    """Terms of a micro-batch's tokens in the loss, and masks. Each tensor broadcasts to [B, T]."""
 
     loss: Tensor
     bounded: Tensor
+    """Ratios within their bounds."""
     low: Tensor
+    """True where the lower bound acts."""
     high: Tensor
+    """True where the upper bound acts."""
     chosen: Tensor | None = None
+    """True for tokens chosen by covariance."""
 
 
 def clip(config: LossConfig, sampled: Sampled) -> PolicyTerm:
@@ -119,48 +125,46 @@ def clip(config: LossConfig, sampled: Sampled) -> PolicyTerm:
 
 
 def clip_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
-    """Return the terms of `clip`, with 0 for `clip_cov_ratio` of all tokens (Clip-Cov, Cui et al. 2025,
-    arXiv:2505.22617). These are drawn from unclipped tokens with a covariance within `clip_cov_lb` and `clip_cov_ub`.
+    """Return the terms of `clip`, set to 0 for a random share `clip_cov_ratio` of all tokens (Clip-Cov, Cui et al.
+    2025, arXiv:2505.22617). Candidates are unclipped tokens with a covariance between `clip_cov_lb` and `clip_cov_ub`.
     """
     term = clip(config, sampled)
     covariances_BT = covariances(sampled.step, sampled.logprobs_BT, sampled.advantages)
     within_BT = (config.clip_cov_lb < covariances_BT) & (covariances_BT < config.clip_cov_ub) & (sampled.mask_BT > 0)
     open_BT = within_BT & ~(term.low | term.high)
-    # The step's counts do not know which tokens are clipped: here the unclipped ones take the place of the others.
+    # The step's counts include clipped tokens, so unclipped ones are chosen more often.
     chance = sampled.step[_CHANCE] * within_BT.sum() / open_BT.sum().clamp(min=1)
     chosen_BT = open_BT & (torch.rand_like(covariances_BT) < chance)
     return replace(term, loss=torch.where(chosen_BT, 0.0, term.loss), chosen=chosen_BT)
 
 
 def kl_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
-    """-A r, without bounds, and c |log pi - log previous| more for the `kl_cov_ratio` of all tokens that have the
-    largest covariances, with c = `ppo_kl_coef` (KL-Cov, Cui et al. 2025, arXiv:2505.22617)."""
-    covariances_BT = covariances(sampled.step, sampled.logprobs_BT, sampled.advantages)
-    chosen_BT = _has_large_covariance(sampled, covariances_BT)
+    """-A r, plus `ppo_kl_coef` |log pi - log previous| for the share `kl_cov_ratio` of tokens with the largest
+    covariances (KL-Cov, Cui et al. 2025, arXiv:2505.22617)."""
+    step, engine_BT = sampled.step, sampled.generation_BT.double()
+    covariances_BT = covariances(step, sampled.logprobs_BT, sampled.advantages)
+    # Of tokens with equal covariance and equal logprob in the engine, a random share.
+    drawn_BT = (engine_BT == step[_LEAST_LOGPROB]) & (torch.rand_like(engine_BT) < step[_LEAST_CHANCE])
+    equal_BT = (covariances_BT == step[_LEAST]) & ((engine_BT < step[_LEAST_LOGPROB]) | drawn_BT)
+    chosen_BT = ((covariances_BT > step[_LEAST]) | equal_BT) & (sampled.mask_BT > 0)
     moved_BT = (sampled.logprobs_BT - sampled.previous_BT).abs()
     loss_BT = -sampled.advantages * sampled.ratio + torch.where(chosen_BT, config.ppo_kl_coef * moved_BT, 0.0)
     return replace(_without_bounds(loss_BT, sampled.ratio), chosen=chosen_BT)
 
 
-def _has_large_covariance(sampled: Sampled, covariances_BT: Tensor) -> Tensor:
-    """Select the `kl_cov_ratio` largest of the step. Chance decides between tokens with the same engine's logprob."""
-    step, logprobs_BT = sampled.step, sampled.generation_BT.double()
-    drawn_BT = (logprobs_BT == step[_LEAST_LOGPROB]) & (torch.rand_like(logprobs_BT) < step[_LEAST_CHANCE])
-    equal_BT = (covariances_BT == step[_LEAST]) & ((logprobs_BT < step[_LEAST_LOGPROB]) | drawn_BT)
-    return ((covariances_BT > step[_LEAST]) | equal_BT) & (sampled.mask_BT > 0)
-
-
 def cispo(config: LossConfig, sampled: Sampled) -> PolicyTerm:
-    """-A sg(clip(r, 1 - min, 1 + max)) log pi, with sg a constant for the gradient: a token out of the bounds keeps its
-    gradient, with the weight of the bound (CISPO, MiniMax 2025, arXiv:2506.13585; there min = 1, no lower bound)."""
+    """-A sg(clip(r, 1 - min, 1 + max)) log pi, with sg = stop-gradient (CISPO, MiniMax 2025, arXiv:2506.13585, where
+    min = 1). A clipped token keeps its gradient, weighted by the bound."""
     ratio, clipped = sampled.ratio, _clipped(config, sampled.ratio)
     loss_BT = -sampled.advantages * clipped.detach() * sampled.logprobs_BT
     return PolicyTerm(loss_BT, clipped, ratio < clipped, ratio > clipped)
 
 
 def sapo(config: LossConfig, sampled: Sampled) -> PolicyTerm:
-    """-A (4 / tau) sigmoid(tau (r - 1)): a gate whose gradient is that of r at r = 1 and fades away from it, faster
-    with a larger tau, which is one for A > 0 and another for the rest (SAPO, Gao et al. 2025, arXiv:2511.20347)."""
+    """-A (4 / tau) sigmoid(tau (r - 1)), with tau by the sign of A (SAPO, Gao et al. 2025, arXiv:2511.20347).
+
+    At r = 1 its gradient is that of -A r; away from it the gradient decays, faster with a larger tau.
+    """
     ratio, advantages = sampled.ratio, sampled.advantages
     tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
     return _without_bounds(-advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, ratio)
@@ -182,8 +186,8 @@ POLICY_TERMS: Mapping[str, Callable[[LossConfig, Sampled], PolicyTerm]] = {
 
 
 def _importance_ratio(config: LossConfig, logprobs_BT: Tensor, previous_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return the ratio of each token, [B, T], or the geometric mean of a sequence, [B, 1] (GSPO, Zheng et al. 2025,
-    arXiv:2507.18071). With `token` (GSPO-token, the same), tokens have the sequence's ratio and their own gradient,
+    """Return the ratio of each token [B, T], or the geometric mean of each sequence [B, 1] (GSPO, Zheng et al. 2025,
+    arXiv:2507.18071). With `token` (GSPO-token, ibid.), each token has the sequence's ratio and its own gradient:
     sg(s) pi / sg(pi), [B, T]. Logprobs are 0 outside the mask."""
     log_ratio_BT, level = logprobs_BT - previous_BT, config.sequence_level_importance_ratios
     if not level:
@@ -203,16 +207,18 @@ def _without_bounds(loss: Tensor, ratio: Tensor) -> PolicyTerm:
 
 @dataclass(frozen=True)
 class Correction:
-    """Weights of a micro-batch's policy terms: whether one was clamped, whether it was set to 0 out of bounds, and
-    whether the whole sequence was left out. Each tensor broadcasts to [B, T]."""
+    """Weights of a micro-batch's policy terms. Each tensor broadcasts to [B, T]."""
 
     weights: Tensor
     truncated: Tensor
+    """True for clamped weights."""
     masked: Tensor
+    """True for weights set to 0, outside the bounds."""
     rejected_B1: Tensor
+    """True for sequences with weight 0."""
 
     def metrics(self, mask_BT: Tensor, counts: Normalizers) -> Metrics:
-        """This micro-batch's share of the metrics, which `GRPOLoss.summarize` completes."""
+        """Return this micro-batch's share of the metrics, which `GRPOLoss.summarize` completes."""
         return {
             "correction/weight": mean_over_tokens(self.weights, mask_BT, counts),
             _SQUARE: mean_over_tokens(self.weights.square(), mask_BT, counts),
@@ -231,9 +237,9 @@ def corrects(config: LossConfig) -> bool:
 def correction(config: LossConfig, log_ratio_BT: Tensor, mask_BT: Tensor) -> Correction:
     """Return the weights of tokens with these log ratios, which are 0 outside the mask.
 
-    Sources: truncated importance sampling (`tis`, Yao et al. 2025), masked tokens (`icepop`, Ring-1T, Ling Team 2025),
-    one weight or one mask for a sequence, its geometric mean, and the veto by a token (Liu, Li et al. 2025, "When speed
-    kills stability"). `seq-mask-tis` leaves the weights of the sequences that it keeps as they are, as NeMo-RL does.
+    Sources: truncated importance sampling (`tis`, Yao et al. 2025); masked tokens (`icepop`, Ring-1T, Ling Team 2025);
+    sequence weights and masks, geometric means and the token veto (Liu, Li et al. 2025, "When speed kills stability").
+    `seq-mask-tis` does not change the weights of accepted sequences, as in NeMo-RL.
     """
     total_B1 = log_ratio_BT.sum(dim=1, keepdim=True)
     geometric_mean_B1 = _exp(total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1))
@@ -267,13 +273,12 @@ def _outside(ratios: Tensor, low: float, high: float) -> Tensor:
 
 @dataclass(frozen=True)
 class GRPOLoss:
-    """A policy term for each token, a KL penalty, an entropy bonus and the likelihood of good responses.
+    """Policy terms, KL penalty, entropy bonus, and negative log likelihood (NLL) of responses with a positive reward.
 
     The KL penalty is a term of the loss or, with `use_kl_in_reward`, a part of the advantages (`less_kl_to_go`).
 
-    Sources: GRPO (Shao et al. 2024), KL estimators (Schulman 2020), likelihood of responses with a positive reward
-    (VAPO, Yue et al. 2025, arXiv:2504.05118, eq. 10), tokens of high entropy alone (Wang et al. 2025,
-    arXiv:2506.01939).
+    Sources: GRPO (Shao et al. 2024), KL estimators (Schulman 2020), NLL (VAPO, Yue et al. 2025, arXiv:2504.05118,
+    eq. 10), restriction to high-entropy tokens (Wang et al. 2025, arXiv:2506.01939).
     """
 
     config: LossConfig
@@ -283,7 +288,7 @@ class GRPOLoss:
         return frozenset[Need](("entropy",))
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
-        """Count tokens and sequences, tokens of responses with a positive reward, and covariances."""
+        """Count tokens, sequences and tokens of responses with a positive reward; summarize covariances."""
         own: dict[str, float] = {}
         if self.config.policy_loss in ("clip_cov", "kl_cov"):
             own |= _count_covariances(self.config, rows)
@@ -295,8 +300,8 @@ class GRPOLoss:
         return replace(count_masked(rows), own=own)
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Replace the weights' mean square in a global batch's metrics by their effective sample size as a share of the
-        tokens, (sum w)^2 / (N sum w^2) (Kish 1965)."""
+        """Replace the mean square of the weights by their effective sample size per token, (sum w)^2 / (N sum w^2)
+        (Kish 1965)."""
         if _SQUARE not in metrics:
             return metrics
         square = metrics[_SQUARE]
@@ -304,33 +309,22 @@ class GRPOLoss:
         return {name: value for name, value in metrics.items() if name != _SQUARE} | {"correction/ess": effective}
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
+        """See `Loss`.
 
-        Reads `previous_logprobs`, `generation_logprobs`, `advantages`, `reference_logprobs` with a KL penalty,
-        `entropy` with a bonus for it or a mask by it, and `rewards` with the likelihood of good responses. An entropy
-        that is there is measured.
+        Reads `previous_logprobs`, `generation_logprobs` and `advantages`. Options read `reference_logprobs` (KL
+        penalty), `entropy` (bonus, high-entropy tokens) and `rewards` (NLL).
         """
         previous_BT, generation_BT = batch.require("previous_logprobs", "generation_logprobs")
         config, mask_BT = self.config, batch.mask
-        # A selection, not a product: logprobs outside the mask may be infinite, whose gradient would be NaN.
+        # Select instead of multiplying: infinite logprobs outside the mask would make gradients NaN.
         logprobs_BT, previous_BT, generation_BT = (
             torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
         )
         ratio = _importance_ratio(config, logprobs_BT, previous_BT, mask_BT)
-        advantages, kl_BT = self.advantages(batch, previous_BT), None
-        penalty, in_reward = config.reference_policy_kl_penalty, config.use_kl_in_reward
-        if penalty > 0:
-            (reference_BT,) = batch.require("reference_logprobs")
-            kl_BT = kl_estimate(
-                previous_BT if in_reward else logprobs_BT,
-                torch.where(mask_BT > 0, reference_BT, 0.0),
-                config.reference_policy_kl_type,
-                None if in_reward else _sampled_with(config, batch, logprobs_BT, previous_BT, generation_BT),
-                config.kl_input_clamp_value,
-                config.kl_output_clamp_value,
-            )
-            if in_reward:
-                advantages = less_kl_to_go(advantages, kl_BT, mask_BT, penalty)
+        advantages, penalty = self.advantages(batch, previous_BT), config.reference_policy_kl_penalty
+        kl_BT = self._kl(batch, logprobs_BT, previous_BT, generation_BT) if penalty > 0 else None
+        if kl_BT is not None and config.use_kl_in_reward:
+            advantages = less_kl_to_go(advantages, kl_BT, mask_BT, penalty)
         sampled = Sampled(ratio, advantages, logprobs_BT, previous_BT, generation_BT, mask_BT, counts.own)
         term = POLICY_TERMS[config.policy_loss](config, sampled)
         corrected = correction(config, previous_BT - generation_BT, mask_BT)
@@ -341,7 +335,7 @@ class GRPOLoss:
             (entropy_BT,) = batch.require("entropy")
             open_BT = _of_high_entropy(entropy_BT, mask_BT, config.top_entropy_quantile)
             loss_BT = torch.where(open_BT, loss_BT, 0.0)
-        if kl_BT is not None and not in_reward:
+        if kl_BT is not None and not config.use_kl_in_reward:
             loss_BT = loss_BT + penalty * kl_BT
 
         total = self._mean(loss_BT, mask_BT, counts)
@@ -353,36 +347,41 @@ class GRPOLoss:
             nll = -masked_sum(logprobs_BT, mask_BT * (rewards_B > 0)[:, None]) / counts.own[_POSITIVE]
             total = total + config.positive_example_nll_weight * nll
         with torch.no_grad():
-            metrics = {
-                "sampling_importance_ratio": masked_sum(_exp(previous_BT - generation_BT), mask_BT) / counts.tokens,
-                "approx_entropy": -(_exp(logprobs_BT - generation_BT) * logprobs_BT).sum() / counts.tokens,
-                **_spread("probs_ratio", ratio, mask_BT, counts),
-                **_spread("probs_ratio_clamped", term.bounded, mask_BT, counts),
-                "clip_ratio/low": mean_over_tokens(term.low, mask_BT, counts),
-                "clip_ratio/high": mean_over_tokens(term.high, mask_BT, counts),
-            }
+            metrics = _policy_metrics(sampled, term, counts)
             if corrects(config):
                 metrics |= corrected.metrics(mask_BT, counts)
-            if kl_BT is not None:
-                metrics["kl_penalty"] = masked_sum(kl_BT, mask_BT) / counts.tokens
-            if batch.entropy is not None:
-                metrics["entropy"] = masked_sum(batch.entropy, mask_BT) / counts.tokens
+            for name, values_BT in (("kl_penalty", kl_BT), ("entropy", batch.entropy), ("high_entropy_share", open_BT)):
+                if values_BT is not None:
+                    metrics[name] = mean_over_tokens(values_BT, mask_BT, counts)
             if nll is not None:
                 metrics["positive_nll"] = nll.detach().clone()
-            for name, tokens_BT in (("high_entropy_share", open_BT), ("covariance_share", term.chosen)):
-                if tokens_BT is not None:
-                    metrics[name] = mean_over_tokens(tokens_BT, mask_BT, counts)
             metrics["loss"] = total.detach().clone()
         return total, metrics
 
     def advantages(self, batch: Batch, previous_BT: Tensor) -> Tensor:
-        """Advantage of each token, without gradient; broadcasts to [B, T]. `previous_BT` is 0 outside the mask."""
+        """Return each token's advantage, without gradient, broadcastable to [B, T]. `previous_BT` is 0 outside the
+        mask."""
         (advantages_B,) = batch.require("advantages")
         return advantages_B[:, None]
 
+    def _kl(self, batch: Batch, logprobs_BT: Tensor, previous_BT: Tensor, generation_BT: Tensor) -> Tensor:
+        """Return the KL estimate [B, T] of each token."""
+        (reference_BT,) = batch.require("reference_logprobs")
+        config, policy_BT, sampler_BT = self.config, logprobs_BT, None
+        if config.use_kl_in_reward:
+            policy_BT = previous_BT
+        elif config.use_bias_correction_kl == "on_policy":
+            sampler_BT = logprobs_BT.detach()
+        elif config.use_bias_correction_kl:
+            # For fresh tokens the engine differs from the previous policy by rounding alone.
+            sampler_BT = previous_BT if batch.ages is None else torch.where(batch.ages > 0, generation_BT, previous_BT)
+        reference_BT, kind = torch.where(batch.mask > 0, reference_BT, 0.0), config.reference_policy_kl_type
+        clamps = config.kl_input_clamp_value, config.kl_output_clamp_value
+        return kl_estimate(policy_BT, reference_BT, kind, sampler_BT, *clamps)
+
     def _mean(self, values_BT: Tensor, mask_BT: Tensor, counts: Normalizers) -> Tensor:
-        """Return the mean over tokens, the mean over sequences of their token means, or that of their sums divided by a
-        constant length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+        """Return the mean over tokens, the mean of sequence means, or the mean of sequence sums divided by a constant
+        length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
         if self.config.token_level_loss == "constant":
             return masked_sum(values_BT, mask_BT) / (counts.sequences * self.config.constant_length)
         if self.config.token_level_loss:
@@ -396,15 +395,31 @@ def grpo_loss(options: GRPOConfig) -> GRPOLoss:
 
 @torch.no_grad()
 def _of_high_entropy(entropy_BT: Tensor, mask_BT: Tensor, share: float) -> Tensor:
-    """Select this share of the micro-batch's tokens by the highest entropy: at or above the quantile, as in TRL. The
-    entropy is known only in the training pass, which sees one micro-batch at a time."""
+    """Select the `share` of the micro-batch's tokens with the highest entropy, as in TRL. The entropy is known only in
+    the training pass, which sees one micro-batch at a time."""
     least = torch.where(mask_BT > 0, entropy_BT.float(), math.nan).nanquantile(1 - share)
     return (entropy_BT >= least) & (mask_BT > 0)
 
 
+def _policy_metrics(sampled: Sampled, term: PolicyTerm, counts: Normalizers) -> Metrics:
+    """Return this micro-batch's share of the metrics of ratios and bounds."""
+    logprobs_BT, generation_BT, mask_BT = sampled.logprobs_BT, sampled.generation_BT, sampled.mask_BT
+    metrics = {
+        "sampling_importance_ratio": masked_sum(_exp(sampled.previous_BT - generation_BT), mask_BT) / counts.tokens,
+        "approx_entropy": -(_exp(logprobs_BT - generation_BT) * logprobs_BT).sum() / counts.tokens,
+        **_spread("probs_ratio", sampled.ratio, mask_BT, counts),
+        **_spread("probs_ratio_clamped", term.bounded, mask_BT, counts),
+        "clip_ratio/low": mean_over_tokens(term.low, mask_BT, counts),
+        "clip_ratio/high": mean_over_tokens(term.high, mask_BT, counts),
+    }
+    if term.chosen is not None:
+        metrics["covariance_share"] = mean_over_tokens(term.chosen, mask_BT, counts)
+    return metrics
+
+
 def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Metrics:
-    """Mean, smallest and largest of values that broadcast to the mask, over its tokens."""
-    # No boolean index: the host would wait for the number of values that it keeps.
+    """Return mean, minimum and maximum over the mask's tokens of values that broadcast to it."""
+    # A boolean index would synchronize host and device.
     values_BT, kept_BT = values.expand_as(mask_BT), mask_BT > 0
     return {
         name: mean_over_tokens(values, mask_BT, counts),
@@ -413,32 +428,16 @@ def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> 
     }
 
 
-def _sampled_with(
-    config: LossConfig, batch: Batch, logprobs_BT: Tensor, previous_BT: Tensor, generation_BT: Tensor
-) -> Tensor | None:
-    """Return the logprobs [B, T] of the policy that the KL penalty takes for the sampler; None if it does not ask.
-
-    It is the previous policy for fresh tokens, whose engine differs by rounding alone, and an older one for the rest.
-    """
-    match config.use_bias_correction_kl:
-        case "on_policy":
-            return logprobs_BT.detach()
-        case True:
-            return previous_BT if batch.ages is None else torch.where(batch.ages > 0, generation_BT, previous_BT)
-        case _:
-            return None
-
-
 def less_kl_to_go(advantages: Tensor, kl_BT: Tensor, mask_BT: Tensor, penalty: float) -> Tensor:
     """Return advantages with a KL penalty in the reward, [B, T]: A_t - penalty (k_t + k_t+1 + ... + k_T).
 
-    The sum is over the tokens that have a loss. `advantages` broadcasts to [B, T]; `kl_BT` is in nats, of the policy at
-    the start of the step, without gradient. With k1 and on-policy samples, the policy gradient is that of the reward
-    less `penalty` times the KL(policy || reference) of whole responses (Liu et al. 2025, arXiv:2510.01555).
+    The sum is over tokens with a loss. `advantages` broadcasts to [B, T]. `kl_BT` is in nats, of the policy at the
+    start of the step, without gradient. With k1 and on-policy samples, this is the policy gradient of
+    reward - penalty KL(policy || reference) over responses (Liu et al. 2025, arXiv:2510.01555).
 
-    Source: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), eq. 8, here with a baseline and before any normalisation of
-    the KL, so that `penalty` weights it as in the loss. verl's `use_kl_in_reward` with `reinforce_plus_plus` has this
-    sum, TRL's `RLOOTrainer` that of the whole response for each token, NeMo-RL's `use_kl_in_reward` k_t alone.
+    Source: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), eq. 8, but with a baseline and without normalising the KL,
+    so `penalty` means the same as in the loss. verl's `use_kl_in_reward` with `reinforce_plus_plus` has this sum, TRL's
+    `RLOOTrainer` the response's total for each token, NeMo-RL's `use_kl_in_reward` k_t alone.
     """
     to_go_BT = torch.where(mask_BT > 0, kl_BT, 0.0).flip(1).cumsum(1).flip(1)
     return advantages - penalty * to_go_BT
@@ -452,13 +451,12 @@ def kl_estimate(
     input_clamp: float | None = None,
     output_clamp: float | None = None,
 ) -> Tensor:
-    """Per-token estimate of KL(policy || reference) in nats, with gradient, from logprobs of sampled tokens.
+    """Return an estimate of KL(policy || reference) per sampled token, in nats, with gradient.
 
-    With d = reference - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. These are weighted by the policy's
-    probability over that of `sampled_with`, the logprobs under the policy that sampled the tokens: an expectation over
-    samples changes with their probability, too, and without this factor the gradient of k1 averages to zero and that
-    of k3 to the gradient of KL(reference || policy) (Tang and Munos 2025, arXiv:2506.09477). None leaves the factor
-    out. Where `input_clamp` cuts d, a token has no gradient.
+    With d = reference - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. `sampled_with`: logprobs under the
+    sampling policy; estimates are weighted by policy / sampling policy. Without this weight, the gradient of k1
+    averages to 0, and k3's is that of KL(reference || policy) (Tang and Munos 2025, arXiv:2506.09477). Tokens whose d
+    is clamped have no gradient.
     """
     d = whole = reference - logprobs
     if input_clamp is not None:
@@ -483,15 +481,14 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mismatch_metrics(batch: Batch, counts: Normalizers) -> Metrics:
-    """Compare the engine's logprobs of its samples with the policy's: this batch's share of a global batch's metrics.
+    """Compare the engine's logprobs of its samples with the policy's. Returns this batch's share of the metrics.
 
-    `token_mult_prob_error` is the mean factor between the two probabilities (1 = equal; above 1.05 something is wrong);
-    `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_mean` and
-    `_max` are the tokens' mean and worst difference. `age_<n>/...` are over the tokens of one age; each share of the
-    global batch has the metrics of all its ages.
+    - `token_mult_prob_error`: mean factor between the two probabilities (1 = equal; above 1.05 indicates an error).
+    - `gen_kl_error`, `policy_kl_error`, `js_divergence_error`: k3 estimates in nats.
+    - `logprob_abs_diff_mean`, `_max`: mean and maximum over tokens.
+    - `age_<n>/...`: over tokens with a staleness of n steps, for each staleness in the global batch.
     """
     mask_BT, tokens = batch.mask, counts.tokens
-    # A selection, not a product: logprobs outside the mask may be infinite.
     policy_BT, generation_BT = (
         torch.where(mask_BT > 0, values.double(), 0.0)
         for values in batch.require("previous_logprobs", "generation_logprobs")

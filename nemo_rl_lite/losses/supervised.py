@@ -1,14 +1,14 @@
-"""Losses of data sets: SFT; DPO and its kin, and ORPO, over pairs; KTO and its kin over single responses.
+"""Losses on datasets: SFT; DPO and variants, and ORPO, on pairs; KTO and variants on single responses.
 
-Shapes: B sequences, T tokens, P pairs; the sequences of a pair are neighbours, the chosen one first.
+Shapes: B sequences, T tokens, P pairs. The sequences of a pair are neighbours, the chosen one first.
 
-The pair losses are found by the name in `algorithm.preference_loss`, which is TRL's except for `dpo`. `chosen_P` and
-`rejected_P` are log(policy / reference) of the responses, or what a divergence makes of them; `beta` is
-`reference_policy_kl_penalty`, and `smoothing` the share of pairs that are assumed to be swapped.
+`algorithm.preference_loss` selects a pair loss by TRL's name for it (`dpo` is TRL's `sigmoid`). `chosen_P` and
+`rejected_P` are log(policy / reference) of the responses, or their `divergence_scores`; `beta` is
+`reference_policy_kl_penalty`; `smoothing` is the assumed share of swapped pairs.
 
-KTO compares the logprob ratio of a response with a baseline: the KL of the policy to the reference, estimated on
-mismatched responses, each prompt with the response of another one. These are scored in a separate pass without a
-gradient. Their mean over the whole optimizer step comes with the counts, so it does not depend on micro-batches.
+KTO compares a response's log ratio with a baseline: the KL of the policy to the reference. A separate pass without a
+gradient estimates it on mismatched responses (a prompt with another prompt's response). The mean over the optimizer
+step comes with the counts, so it does not depend on micro-batches.
 """
 
 import math
@@ -25,7 +25,7 @@ from nemo_rl_lite.config.schema_algorithm import DPOConfig, KTOConfig, ORPOConfi
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sum, masked_sums
 
-# exp() of more than this is beyond float32.
+# Keeps exp() within float32.
 _LARGEST_EXPONENT = 80.0
 
 
@@ -36,7 +36,7 @@ def sigmoid(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float)
 
 
 def ipo(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
-    """IPO (Azar et al. 2024, arXiv:2310.12036), of averages over tokens, as in TRL by its authors' word."""
+    """IPO (Azar et al. 2024, arXiv:2310.12036), on averages over tokens, as in TRL."""
     return (chosen_P - rejected_P - 1 / (2 * beta)).square()
 
 
@@ -46,15 +46,15 @@ def hinge(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -
 
 
 def robust(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
-    """Robust DPO (Chowdhury et al. 2024, arXiv:2403.00409): without bias where `smoothing` is the true share."""
+    """Robust DPO (Chowdhury et al. 2024, arXiv:2403.00409): unbiased if `smoothing` is the true share."""
     scaled_P = beta * (chosen_P - rejected_P)
     right_P, swapped_P = F.logsigmoid(scaled_P), F.logsigmoid(-scaled_P)
     return (smoothing * swapped_P - (1 - smoothing) * right_P) / (1 - 2 * smoothing)
 
 
 def exo_pair(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
-    """EXO (Ji et al. 2024, arXiv:2402.00856, eq. 16): KL of the policy's preference to (1 - smoothing, smoothing),
-    where `smoothing` must be above 0."""
+    """EXO (Ji et al. 2024, arXiv:2402.00856, eq. 16): KL of the policy's preference to (1 - smoothing, smoothing), for
+    `smoothing` > 0."""
     scaled_P = beta * (chosen_P - rejected_P)
     log_chosen_P, log_rejected_P = F.logsigmoid(scaled_P), F.logsigmoid(-scaled_P)
     of_chosen_P = log_chosen_P.exp() * (log_chosen_P - math.log1p(-smoothing))
@@ -62,7 +62,7 @@ def exo_pair(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float
 
 
 def sppo_hard(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
-    """SPPO (Wu et al. 2024, arXiv:2405.00675, eq. 4.7) with a probability of 1 that the chosen response wins."""
+    """SPPO (Wu et al. 2024, arXiv:2405.00675, eq. 4.7) with a win probability of 1 for the chosen response."""
     return (chosen_P - 0.5 / beta).square() + (rejected_P + 0.5 / beta).square()
 
 
@@ -78,12 +78,12 @@ def bco_pair(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float
 
 
 def apo_zero(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
-    """APO (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7): chosen responses become likelier, others less."""
+    """APO (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7): raise chosen responses, lower rejected ones."""
     return 1 - torch.sigmoid(beta * chosen_P) + torch.sigmoid(beta * rejected_P)
 
 
 def apo_down(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
-    """APO (the same, eq. 8): both responses become less likely, the rejected one more so."""
+    """APO (ibid., eq. 8): lower both responses, the rejected one more."""
     return torch.sigmoid(beta * chosen_P) + 1 - torch.sigmoid(beta * (chosen_P - rejected_P))
 
 
@@ -102,9 +102,8 @@ PREFERENCES: Mapping[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
 
 
 def divergence_scores(config: DPOConfig, log_ratios: Tensor) -> Tensor:
-    """f'(policy / reference) of an f-divergence, from the logarithm (f-DPO, Wang et al. 2024, arXiv:2309.16240),
-    without terms that cancel in a difference. The alpha divergence is the reverse KL at alpha = 1, the forward KL at 0.
-    """
+    """Return f'(policy / reference) of an f-divergence from log ratios, without terms that cancel in a difference
+    (f-DPO, Wang et al. 2024, arXiv:2309.16240). Alpha = 1 is the reverse KL, alpha = 0 the forward KL."""
     if config.f_divergence == "js_divergence":
         return math.log(2) + F.logsigmoid(log_ratios)
     alpha = {"forward_kl": 0.0, "alpha_divergence": config.f_alpha_divergence_coef}.get(config.f_divergence, 1.0)
@@ -115,17 +114,17 @@ def divergence_scores(config: DPOConfig, log_ratios: Tensor) -> Tensor:
 
 class _PairLoss:
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
-        """Count the chosen responses' tokens, and pairs."""
+        """Count chosen responses' tokens, and pairs."""
         return replace(count_masked(rows[::2]), sequences=len(rows) / 2)
 
     @torch.no_grad()
     def _metrics(
         self, losses: tuple[Tensor, Tensor, Tensor], scores_B: Tensor, batch: Batch, beta: float, pairs: float
     ) -> Metrics:
-        """`losses`: the total, the preference loss and the NLL; `scores_B`: what `beta` makes rewards of."""
+        """`losses`: total, preference loss, NLL. `scores_B`: rewards / `beta`."""
         (total, preference, nll), chosen_P, rejected_P = losses, scores_B[::2], scores_B[1::2]
         present_P = batch.lengths[::2] > 0
-        # A tie, such as before the first step, counts as half right.
+        # A tie, as before the first step, counts half.
         right_P = present_P * ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P))
         return {
             "loss": total.detach().clone(),
@@ -140,8 +139,8 @@ class _PairLoss:
 
 @dataclass(frozen=True)
 class DPOLoss(_PairLoss):
-    """The preference loss of a micro-batch's pairs, and the chosen responses' negative log likelihood added to it (RPO,
-    Pang et al. 2024, arXiv:2404.19733)."""
+    """Preference loss, and the chosen responses' negative log likelihood added to it (RPO, Pang et al. 2024,
+    arXiv:2404.19733)."""
 
     config: DPOConfig
 
@@ -156,7 +155,7 @@ class DPOLoss(_PairLoss):
             ratios_B, scores_B = ratios_B / tokens_B, scores_B / tokens_B
         beta, pair_loss = config.reference_policy_kl_penalty, PREFERENCES[config.preference_loss]
         pairs_P = pair_loss(scores_B[::2], scores_B[1::2], beta, config.label_smoothing)
-        # Rows of length 0 are not pairs, though the loss of equal ratios is not 0.
+        # Rows of length 0 are padding.
         preference = torch.where(batch.lengths[::2] > 0, pairs_P, 0.0).sum() / counts.sequences
         chosen_logprobs_P = sums_B[::2] / tokens_B[::2] if config.sft_average_log_probs else sums_B[::2]
         nll = -chosen_logprobs_P.sum() / counts.sequences
@@ -166,21 +165,22 @@ class DPOLoss(_PairLoss):
 
 @dataclass(frozen=True)
 class ORPOLoss(_PairLoss):
-    """The chosen responses' mean negative log likelihood, and `preference_loss_weight` (TRL's beta, the paper's lambda)
-    times the mean over pairs of -log sigmoid(log odds ratio). The odds ratio is that of the chosen response to the
-    rejected one, with odds = p / (1 - p), where p is the geometric mean of a response's token probabilities (ORPO, Hong
-    et al. 2024, arXiv:2403.07691, eq. 6 and 7). The likelihood is averaged over all chosen response tokens of the
-    optimizer step; TRL averages over the prompts' tokens, too."""
+    """NLL of chosen responses + `preference_loss_weight` * mean over pairs of -log sigmoid(log odds ratio).
+
+    The odds ratio is odds(chosen) / odds(rejected), with odds = p / (1 - p) (ORPO, Hong et al. 2024, arXiv:2403.07691,
+    eq. 6 and 7). p is the geometric mean of a response's token probabilities. `preference_loss_weight` is TRL's beta,
+    and lambda in the paper. The NLL is the mean over the optimizer step's chosen response tokens; TRL includes prompt
+    tokens.
+    """
 
     config: ORPOConfig
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """See `Loss`."""
         beta, mask_BT = self.config.preference_loss_weight, batch.mask
         means_B = masked_sums(logprobs_BT, mask_BT) / mask_BT.sum(dim=1).clamp(min=1)
         chosen_P, rejected_P = means_B[::2], means_B[1::2]
         log_odds_P = chosen_P - rejected_P - _log_one_minus_exp(chosen_P) + _log_one_minus_exp(rejected_P)
-        # Rows of length 0, which fill up a bucket, are not pairs.
+        # Rows of length 0 are padding.
         preference = -torch.where(batch.lengths[::2] > 0, F.logsigmoid(log_odds_P), 0.0).sum() / counts.sequences
         nll = -masked_sum(logprobs_BT[::2], mask_BT[::2]) / counts.tokens
         total = nll + beta * preference
@@ -188,37 +188,39 @@ class ORPOLoss(_PairLoss):
 
 
 def _log_one_minus_exp(logprob: Tensor) -> Tensor:
-    """log(1 - exp(x)) of x <= 0, exact on both sides of -log 2 (Maechler 2012). A probability of 1 counts as the
-    largest one below it, since its odds are infinite."""
+    """log(1 - exp(x)) of x <= 0, exact on both sides of -log 2 (Maechler 2012). A probability of 1, with infinite odds,
+    is replaced by the largest one below it."""
     below = logprob.clamp(max=-torch.finfo(logprob.dtype).eps)
     near = below > -math.log(2)
-    # Each side has a safe input where the other is taken, whose gradient would be NaN.
+    # Safe inputs for the side that is not taken, whose gradient would be NaN.
     of_near = torch.log(-torch.expm1(torch.where(near, below, -1.0)))
     return torch.where(near, of_near, torch.log1p(-torch.exp(torch.where(near, -1.0, below))))
 
 
-# The loss's own counts.
+# Names in `Normalizers.own`.
 _DESIRABLE, _UNDESIRABLE, _BASELINE = "desirable", "undesirable", "baseline"
 
 
 @dataclass(frozen=True)
 class UnpairedLoss:
-    """1 - sigmoid(beta (s - z)) of each desirable response and 1 - sigmoid(beta (z - s)) of each other one, with
-    s = log(policy / reference), each by its weight, averaged over all responses. The baseline z is 0 (APO-zero for
-    single responses, D'Oosterlinck et al. 2024, arXiv:2408.06266, as in TRL)."""
+    """Weighted mean over responses of 1 - sigmoid(beta (s - z)) if desirable, else 1 - sigmoid(beta (z - s)).
+
+    s = log(policy / reference). The baseline z is 0 (APO-zero for single responses, D'Oosterlinck et al. 2024,
+    arXiv:2408.06266, as in TRL).
+    """
 
     config: KTOConfig
     baseline: float = 0.0
-    """The workers read it from the counts."""
+    """Workers read it from the counts."""
     measures_kl: ClassVar[bool] = False
     """True if the baseline is a KL, which is logged."""
 
     def __getstate__(self) -> dict[str, KTOConfig]:
-        """Drop the baseline: it differs in each step, and passes are recorded for one loss."""
+        """Drop the baseline, because it changes each step and CUDA graphs need a constant loss."""
         return {"config": self.config}
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
-        """Count all responses, and those of each kind; the baseline comes with the counts."""
+        """Count responses, in total and by label, and add the baseline."""
         rewards_B = TokenRows.of(rows).rewards
         if rewards_B is None:
             raise ValueError("KTO needs rows with a label")
@@ -234,7 +236,7 @@ class UnpairedLoss:
         above_B = ratios_B - counts.own[_BASELINE]
         losses_B = 1 - torch.sigmoid(beta * torch.where(is_desirable_B, above_B, -above_B))
         weights_B = torch.where(is_desirable_B, config.desirable_weight, config.undesirable_weight)
-        # Rows of length 0 fill up a bucket.
+        # Rows of length 0 are padding.
         weights_B = torch.where(batch.lengths > 0, weights_B, 0.0)
         total = (weights_B * losses_B).sum() / counts.sequences
         with torch.no_grad():
@@ -247,26 +249,26 @@ class UnpairedLoss:
                 "rewards_margin_mean": chosen - rejected,
                 "desirable_share": is_desirable_B.sum() / counts.sequences,
             }
-            # This micro-batch's part of the baseline.
             if self.measures_kl:
+                # This micro-batch's share of the baseline.
                 metrics["kl"] = (batch.lengths > 0).sum() * counts.own[_BASELINE] / counts.sequences
         return total, metrics
 
 
 class KTOLoss(UnpairedLoss):
-    """KTO (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7): the baseline is the KL of the policy to the reference on
-    mismatched responses of the optimizer step, a constant for the gradient."""
+    """KTO (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7): the baseline is the optimizer step's KL of the policy to
+    the reference on mismatched responses, without a gradient."""
 
     measures_kl = True
 
     def with_mismatched_kl(self, kl: float) -> "KTOLoss":
-        """Return the loss of a batch whose mismatched responses have this KL; a negative estimate counts as 0."""
+        """See `Loss`. A negative estimate counts as 0."""
         return replace(self, baseline=max(kl, 0.0))
 
 
 @dataclass(frozen=True)
 class MeanLogRatio:
-    """Mean over sequences of log(policy / reference), in nats. It is measured, not trained on."""
+    """Mean over sequences of log(policy / reference), in nats; for measurement, not for training."""
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         return replace(count_masked(rows), sequences=float(len(rows)))
@@ -283,8 +285,8 @@ def kto_loss(options: KTOConfig) -> UnpairedLoss:
 
 
 def mismatched(rows: Sequence[TokenRow], longest: int) -> list[TokenRow]:
-    """Join each row's prompt, up to its first token with a loss, with the response of the row before it; the first row
-    gets the last one's. A row is cut after `longest` tokens. As in TRL, but over a whole batch."""
+    """Return each row's prompt with the previous row's response, truncated to `longest` tokens. The first row gets the
+    last response. As in TRL, but over a whole batch."""
     firsts = [int(np.argmax(row.mask)) for row in rows]
     found = []
     for at, row in enumerate(rows):
@@ -297,13 +299,12 @@ def mismatched(rows: Sequence[TokenRow], longest: int) -> list[TokenRow]:
 
 @dataclass(frozen=True)
 class SFTLoss:
-    """Mean negative log likelihood of the global batch's response tokens, in nats per token."""
+    """Mean negative log likelihood of response tokens, in nats per token."""
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         return count_masked(rows)
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """See `Loss`."""
         total = -masked_sum(logprobs_BT, batch.mask) / counts.tokens
         return total, {"loss": total.detach().clone()}
 

@@ -43,8 +43,8 @@ MODEL_CONFIG = {
     "eos_token_id": TOKENS.index(EOS),
 }
 
-# "<bos>12345=" asks, "54321<eos>" answers. With tools: "<bos><tool=python(code)>12345=" and "<call=python><arg=code>...
-# </arg></call><eos>", because the vocabulary has no braces.
+# Prompt "<bos>12345=", response "54321<eos>". With tools: "<bos><tool=python(code)>12345=" and
+# "<call=python><arg=code>...</arg></call><eos>", because the vocabulary has no braces.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}<tool={{ tool.function.name }}"
     "({{ tool.function.parameters.properties | join(',') }})>{% endfor %}"
@@ -65,13 +65,13 @@ _THREADS = 2
 
 
 def embedded_digits(config: Config) -> int:
-    """Return the digits of the warm-up's strings: those of the run's task, if it is this one."""
+    """Return the number of digits in the warm-up's strings: the task's, if the run's task is reverse_digits."""
     return config.data.task_kwargs["num_digits"] if config.data.name == "reverse_digits" else DEFAULT_DIGITS
 
 
 def embedded_folder(config: Config) -> Path:
     """Return the folder of this configuration's embedded model: in the user's cache, or below the working folder, which
-    all nodes of a run see and where earlier versions made it. Its name depends on all that the model depends on."""
+    all nodes of a run see. Its name has a digest of everything that determines the model."""
     recipe = json.dumps([MODEL_CONFIG, CHAT_TEMPLATE, TOKENS, TARGET_LOSS, MAX_STEPS, BATCH, LEARNING_RATE])
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
     name = f"reverse-{embedded_digits(config)}-digits-seed{config.algorithm.seed}-{digest}"
@@ -82,15 +82,11 @@ def embedded_folder(config: Config) -> Path:
 
 
 def prepare(
-    folder: Path,
-    num_digits: int,
-    seed: int,
-    progress: Progress = lambda step, loss: None,
-    steps: int = MAX_STEPS,
+    folder: Path, num_digits: int, seed: int, progress: Progress = lambda step, loss: None, steps: int = MAX_STEPS
 ) -> Path:
-    """Write the model, after at most `steps` of warm-up, to `folder` in Hugging Face format, and return it.
+    """Write the model, after at most `steps` of warm-up, to `folder` in Hugging Face format, and return the folder.
 
-    An existing folder is kept; a new one appears whole or not at all. `progress` gets the step and the running loss.
+    An existing folder is kept; a new one is written atomically. `progress` gets the step and the running loss.
     """
     from transformers.utils import logging
 
@@ -111,15 +107,15 @@ def prepare(
         try:
             target.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another run has just made the same model
+            # Another run may have made the same model meanwhile.
+            if not folder.is_dir():
                 raise
     return folder
 
 
 @contextmanager
 def _fixed_threads() -> Iterator[None]:
-    """Compute with the same number of threads everywhere: it decides how sums are rounded, and all runs of a user share
-    the model."""
+    """Use a fixed number of threads, because it affects rounding and all of a user's runs share the model."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,7 +1,4 @@
-"""Find a model's folder on disk or the hub, check it, give it another chat template, and write one.
-
-Imports nothing heavy.
-"""
+"""Locate, check and write Hugging Face model folders. Imports nothing heavy."""
 
 import json
 import re
@@ -28,29 +25,25 @@ _INDEX = "model.safetensors.index.json"
 _OPTIONAL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _EMBEDDING, _LAYER = "model.embed_tokens.weight", re.compile(r"model\.layers\.(\d+)\.")
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-# The folder of a model with another chat template, in that of a run.
+# Subfolder of a run for its model with a custom chat template.
 TEMPLATED = "model"
 TEMPLATE_FILE = "chat_template.jinja"
-# Further templates of transformers, by name.
+# The folder of transformers' named templates.
 _MORE_TEMPLATES = "additional_chat_templates"
-# A safetensors file begins with its header's length in this many bytes.
+# Size of the header's length at the start of a safetensors file.
 _LENGTH_BYTES = 8
 
 
 def locate_model(config: Config, console: "RunConsole", untrained: Path | None = None) -> Path:
     """Return the folder of `policy.model_name`, made or downloaded if it is missing. With `untrained`, a missing
-    embedded model is made below that folder, without its warm-up.
-
-    Raises:
-        ConfigError: the hub cannot be reached, or has no such model.
-    """
+    embedded model is made below that folder, without its warm-up. Raises ConfigError: the download fails."""
     name = config.policy.model_name
     if name == embedded.NAME:
         digits, folder = embedded.embedded_digits(config), embedded.embedded_folder(config)
         if not folder.is_dir() and untrained is not None:
             return embedded.prepare(untrained / folder.name, digits, config.algorithm.seed, steps=0)
         if not folder.is_dir():
-            console.say(f"warming up a tiny model on {digits}-digit strings by SFT; it is kept in {folder}")
+            console.say(f"warming up a tiny model with SFT on {digits}-digit strings, once; cached in {folder}")
 
             def show(step: int, loss: float) -> None:
                 if step % 10 == 0:
@@ -61,14 +54,14 @@ def locate_model(config: Config, console: "RunConsole", untrained: Path | None =
     if not is_hub_name(name):
         return Path(name).expanduser().resolve()
     try:
-        with console.busy(f"fetching {name}"):
+        with console.busy(f"downloading {name}"):
             return from_hub(name)
     except NoModelError as error:
         raise ConfigError([Violation("policy.model_name", name, str(error), error.fix)]) from None
 
 
 def from_hub(name: str) -> Path:
-    """Return the folder of a hub model, downloaded if it is missing. Raises NoModelError: the hub does not give it."""
+    """Return the folder of a Hub model, downloaded if it is missing. Raises NoModelError: the download fails."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -81,7 +74,7 @@ def from_hub(name: str) -> Path:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Check a Hugging Face model. Raises NoModelError: a file is broken, missing, or contradicts config.json."""
+    """Check a Hugging Face model's files. Raises NoModelError: one is damaged, missing, or contradicts config.json."""
     config = _json(folder / "config.json")
     for name in _OPTIONAL:
         if (folder / name).exists():
@@ -90,51 +83,46 @@ def check_model_folder(folder: Path) -> None:
     if not any(str(one).endswith(CAUSAL) for one in architectures):
         causal = f"a causal language model (...{' or ...'.join(CAUSAL)})"
         raise NoModelError(f"{folder / 'config.json'}: architectures = {architectures} does not name {causal}")
-    if (folder / _INDEX).exists():
-        _check_index(folder / _INDEX)
+    if (index := folder / _INDEX).exists():
+        files = _json(index).get("weight_map")
+        if not isinstance(files, dict):
+            raise NoModelError(f"{index}: has no weight_map")
+        if missing := sorted({str(name) for name in files.values() if not (folder / str(name)).is_file()}):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise NoModelError(f"{index}: names {missing[0]}{more}, which the folder lacks")
     shapes = dict(one for file in sorted(folder.glob("*.safetensors")) for one in _shapes(file))
     for trouble in _contradictions(config, shapes):
         raise NoModelError(f"{folder / 'config.json'}: {trouble}")
 
 
-def _check_index(index: Path) -> None:
-    """Raise NoModelError if a file that the index names is missing."""
-    places = _json(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise NoModelError(f"{index}: has no weight_map")
-    if missing := sorted({str(name) for name in places.values() if not (index.parent / str(name)).is_file()}):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise NoModelError(f"{index}: names {missing[0]}{more}, which the folder does not have")
-
-
 def _contradictions(config: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
-    """Yield the sizes in config.json that differ from the weights', if these have the usual names."""
+    """Yield sizes in config.json that differ from those of weights with the usual names."""
     embedding, expected = shapes.get(_EMBEDDING), [config.get("vocab_size"), config.get("hidden_size")]
     if embedding is not None and embedding != expected:
-        yield f"vocab_size and hidden_size are {expected}, and the shape of {_EMBEDDING} in the weights is {embedding}"
+        yield f"vocab_size and hidden_size are {expected}, but {_EMBEDDING} in the weights has shape {embedding}"
     numbers = {int(found[1]) for name in shapes if (found := _LAYER.match(name))}
     layers = config.get("num_hidden_layers", 0)
-    # Layers that predict further tokens are numbered on.
+    # The numbering includes layers for multi-token prediction.
     if numbers and not layers <= len(numbers) <= layers + (config.get("num_nextn_predict_layers") or 0):
-        yield f"num_hidden_layers is {layers}, and the weights have {len(numbers)} layers"
+        yield f"num_hidden_layers is {layers}, but the weights have {len(numbers)} layers"
 
 
 def _shapes(file: Path) -> list[tuple[str, list[int]]]:
-    """Read the names and shapes in a safetensors file. Raises NoModelError: the file is incomplete."""
+    """Return names and shapes of the tensors in a safetensors file. Raises NoModelError: the file is incomplete."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES + length or not length:
-                raise NoModelError(f"{file}: is incomplete: its {size} bytes do not hold a whole header")
+                raise NoModelError(f"{file}: is incomplete: its {size} bytes end within the header")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         expected = _LENGTH_BYTES + length + max((one["data_offsets"][1] for one in header.values()), default=0)
         shapes = [(name, one["shape"]) for name, one in header.items()]
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise NoModelError(f"{file}: is no safetensors file: {type(error).__name__}: {error}") from None
+        raise NoModelError(f"{file}: is not a safetensors file: {type(error).__name__}: {error}") from None
     if size != expected:
-        raise NoModelError(f"{file}: is {size} bytes long, and its header says {expected}: it was not copied whole")
+        raise NoModelError(f"{file}: has {size} bytes, but its header expects {expected}: the copy is incomplete")
     return shapes
 
 
@@ -149,16 +137,16 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def with_template(model: Path, template: Path, target: Path) -> Path:
-    """Make and return the folder `target`: links to the files of `model`, with the chat template of the file
-    `template`. It replaces an earlier one.
+    """Make and return `target`: links to the files of `model`, and the chat template from the file `template`. It
+    replaces an earlier one.
 
     Raises:
-        NoModelError: `target` is something else.
+        NoModelError: `target` was not made by this function.
         OSError: a file cannot be read or written.
     """
     made_here = target.is_dir() and all(one.is_symlink() or one.name == TEMPLATE_FILE for one in target.iterdir())
     if target.is_symlink() or (target.exists() and not made_here):
-        raise NoModelError(f"{target} has files of its own, and the model with another chat template would replace it")
+        raise NoModelError(f"{target} has other files, which the model with the custom chat template would replace")
     text = template.read_text()
     with replacing(target) as folder:
         for entry in model.iterdir():
@@ -170,15 +158,14 @@ def with_template(model: Path, template: Path, target: Path) -> Path:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield an empty folder, which becomes `target` at the end of the block, in place of an existing one. If the block
-    raises, nothing changes."""
+    """Yield an empty folder that replaces `target` when the block ends without an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as unfinished:
         folder = Path(unfinished) / target.name
         folder.mkdir()
         yield folder
         for file in folder.glob("*.safetensors"):
-            # safetensors keeps the files that it writes from other users; links are to files of other folders.
+            # safetensors writes files that other users cannot read. Links point outside this folder.
             if not file.is_symlink():
                 file.chmod(folder.stat().st_mode & 0o666)
         if target.exists():
@@ -187,21 +174,17 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def on_host(weights: Iterable[tuple[str, "Tensor"]]) -> dict[str, "Tensor"]:
-    """Copy weights to host memory one by one; no copy is a view of another or of the model's."""
+    """Copy weights to host memory; no copy shares memory with another or with the model."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
 
 
 def write_hf_folder(
-    weights: dict[str, "Tensor"],
-    source: Path,
-    target: Path,
-    check: Callable[[Path], None] = lambda folder: None,
+    weights: dict[str, "Tensor"], source: Path, target: Path, check: Callable[[Path], None] = lambda folder: None
 ) -> None:
     """Write `weights` (Hugging Face names, separate memory) to `target`, with the configuration and tokenizer files of
-    `source`. Its generation_config.json names all tokens that end a response, the chat template's included.
+    `source`, and the chat template's end tokens in generation_config.json.
 
-    The folder appears whole or not at all, and only if `check` of it does not raise. It replaces an existing one. Its
-    files have the mode of the umask.
+    The folder replaces an existing one, atomically, unless `check` of it raises. File modes follow the umask.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -216,25 +199,25 @@ def write_hf_folder(
 
 
 def adapter_folder(model: Path) -> Path:
-    """Return the folder of the adapters that are merged into the exported folder `model`: `adapter` next to `hf`."""
-    beside = re.sub(r"^hf(?=-|$)", "adapter", model.name)
-    return model.with_name(beside if beside != model.name else f"{model.name}-adapter")
+    """Return the folder for the adapters that are merged into the export `model`: `adapter` next to `hf`."""
+    name = re.sub(r"^hf(?=-|$)", "adapter", model.name)
+    return model.with_name(name if name != model.name else f"{model.name}-adapter")
 
 
 def exported(config: Config, model: Path) -> list[Path]:
-    """Return the folders of an export: `model`, and with LoRA that of the adapters."""
+    """Return the folders of an export: `model`, and with LoRA the adapters' folder."""
     return [model, adapter_folder(model)] if config.policy.megatron_cfg.peft.enabled else [model]
 
 
 def base_name(name: str, folder: Path) -> str:
-    """Return the name by which other programs find the starting model. `name`: `policy.model_name`, in `folder`."""
+    """Return the path or Hub model ID of the starting model. `name`: `policy.model_name`, located in `folder`."""
     if is_hub_name(name):
         return name
     return str(folder if name == embedded.NAME else Path(name).expanduser().resolve())
 
 
 def _name_dtype(folder: Path, weights: Mapping[str, "Tensor"]) -> None:
-    """Name the weights' precision in config.json, where libraries read it: transformers and vLLM load in that one."""
+    """Write the weights' precision to config.json; transformers and vLLM load in that precision."""
     sizes = Counter[str]()
     for tensor in weights.values():
         if tensor.is_floating_point():
@@ -242,7 +225,7 @@ def _name_dtype(folder: Path, weights: Mapping[str, "Tensor"]) -> None:
     file = folder / "config.json"
     config, (dtype, _) = json.loads(file.read_text()), sizes.most_common(1)[0]
     for section in (config, config.get("text_config") or {}):
-        # The second is the name before transformers 5.
+        # `torch_dtype` is the name before transformers 5.
         section |= dict.fromkeys({"dtype", "torch_dtype"} & section.keys(), dtype)
     if not {"dtype", "torch_dtype"} & config.keys():
         config["dtype"] = dtype
@@ -250,8 +233,7 @@ def _name_dtype(folder: Path, weights: Mapping[str, "Tensor"]) -> None:
 
 
 def _name_end_tokens(folder: Path) -> None:
-    """Add the tokens that end the chat template's turns to generation_config.json: transformers and vLLM only stop at
-    those."""
+    """Add the chat template's end tokens to generation_config.json, so that transformers and vLLM stop there."""
     from nemo_rl_lite.data.chat_template import ChatTemplate
     from nemo_rl_lite.data.tokenizer import load_tokenizer
 
@@ -263,6 +245,6 @@ def _name_end_tokens(folder: Path) -> None:
     if ends == own:
         return
     if not file.exists():
-        # With this file, transformers ignores these keys in config.json.
+        # If this file exists, transformers ignores these keys in config.json.
         known = {name: known[name] for name in ("bos_token_id", "pad_token_id") if name in known}
     file.write_text(json.dumps(known | {"eos_token_id": sorted(ends)}, indent=2) + "\n")

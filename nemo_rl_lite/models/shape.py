@@ -1,4 +1,4 @@
-"""Read the sizes of a model from its Hugging Face config.json, for rules and predictions. Imports nothing heavy."""
+"""Read a model's sizes from its Hugging Face config.json. Imports nothing heavy."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from nemo_rl_lite.models import embedded
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes from config.json. `max_positions` is in tokens."""
+    """Sizes of a model."""
 
     layers: int
     hidden: int
@@ -30,33 +30,32 @@ class ModelShape:
     expert_ffn: int
     """Width of one expert's MLP."""
     expert_biases: bool
-    """The routers may have biases that balance the experts."""
+    """The routers may have load-balancing biases."""
     shared_ffn: int
-    """Width of the expert that every token passes; 0 without one."""
+    """Width of the shared expert; 0 without one."""
     dense_layers: int
     """Layers without experts."""
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    """Queries and keys are normalised per head."""
 
 
-# Sizes in config.json; 0 or null in an optional one means that the model has none.
+# Keys of config.json; an optional one may be 0 or null.
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts")
 
-# Families whose experts only a loss balances; routers of others may have biases.
+# Families that balance experts with an auxiliary loss alone.
 _WITHOUT_EXPERT_BIASES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-# Keys of config.json that say how weights are quantized.
+# Keys of config.json in quantized models.
 _QUANTIZED = ("quantization_config", "compression_config")
-# Endings of the architectures that can be trained.
+# Endings of trainable architectures.
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-# The folder in which scripts/get_smollm2.py puts the model of the recipes.
+# The folder that scripts/get_smollm2.py writes to.
 MODELS_FOLDER = "models"
 
 
 class NoModelError(LauncherError):
-    """The folder does not exist, or is not a Hugging Face model that can be trained. `fix`: what to do, if known."""
+    """Missing folder, or one without a trainable Hugging Face model. `fix`: a remedy, if known."""
 
     def __init__(self, message: str, fix: str = ""):
         self.fix = fix
@@ -64,7 +63,7 @@ class NoModelError(LauncherError):
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether `name` is `organisation/model` and not a folder, as `models/NAME` is even before it exists."""
+    """Return whether `name` is a Hub model ID (`organisation/model`). `models/NAME` is a folder even if missing."""
     parts = name.split("/")
     well_formed = len(parts) == 2 and all(re.fullmatch(r"[\w.-]+", part) for part in parts)
     is_folder = name.startswith((".", "~", "/")) or parts[0] == MODELS_FOLDER
@@ -72,29 +71,25 @@ def is_hub_name(name: str) -> bool:
 
 
 def push_problems(name: str) -> Iterator[tuple[str, str]]:
-    """Yield why no model can be pushed to the repository `name` of the hub from this machine, each with its fix."""
+    """Yield problems that prevent a push to the Hub repository `name` from this machine, each with its fix."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import get_token, validate_repo_id
 
     try:
         validate_repo_id(name)
     except HFValidationError:
-        yield "is not the name of a repository on the hub", "name it organisation/name"
+        yield "is not a Hub repository name", "name it organisation/name"
     if get_token() is None:
-        fix = "run `hf auth login`, set HF_TOKEN, or leave it out: `hf upload` pushes the folder later"
-        yield "the hub's token is missing on this machine", fix
+        fix = "run `hf auth login`, set HF_TOKEN, or omit the key: `hf upload` pushes the folder later"
+        yield "this machine has no Hub token", fix
 
 
 def read_model_shape(name: str) -> ModelShape | None:
-    """Return the shape of the model `name`; None for a Hub model ID, whose config.json is elsewhere.
-
-    Raises:
-        NoModelError: the model is missing or incomplete; the message says what is missing.
-    """
+    """Return the sizes of the model `name`; None for a Hub model ID. Raises NoModelError: it is not a whole model."""
     if name == embedded.NAME:
         return model_shape(embedded.MODEL_CONFIG)
     if name.startswith("embedded:"):
-        raise NoModelError(f"there is no such embedded model; the one there is: {embedded.NAME}")
+        raise NoModelError(f"there is no such embedded model; use {embedded.NAME}")
     if is_hub_name(name):
         return None
     folder = Path(name).expanduser()
@@ -113,7 +108,7 @@ def read_model_shape(name: str) -> ModelShape | None:
 
 
 def described_shape(folder: Path) -> ModelShape | None:
-    """Return the shape of the model in `folder`; None if its config.json is not understood."""
+    """Return the sizes of the model in `folder`; None if its config.json is unusable."""
     try:
         return read_model_shape(str(folder))
     except NoModelError:
@@ -121,24 +116,23 @@ def described_shape(folder: Path) -> ModelShape | None:
 
 
 def model_shape(config: dict) -> ModelShape:
-    """Read the shape from the keys of a config.json.
+    """Read the sizes from the content of a config.json.
 
     Raises:
         ValueError: a size is missing, or is not a whole number above 0.
-        NoModelError: the model cannot be trained.
+        NoModelError: the model is not trainable.
     """
-    if isinstance(config, dict):
-        _check_trainable(config)
-    missing = [key for key in _SIZES if key not in config] if isinstance(config, dict) else list(_SIZES)
-    if missing:
-        raise ValueError(f"it is no config.json of a text model, which has {', '.join(missing)}")
+    keys = config if isinstance(config, dict) else {}
+    _check_trainable(keys)
+    if missing := [key for key in _SIZES if key not in keys]:
+        raise ValueError(f"it is not that of a text model: {', '.join(missing)} missing")
     sizes = {key: config[key] for key in _SIZES} | {key: config.get(key) or 1 for key in _OPTIONAL_SIZES}
     for key, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{key} is {value!r}, which is not a whole number above 0")
     heads, layers, family = config["num_attention_heads"], config["num_hidden_layers"], config.get("model_type", "")
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
-    # GPT-2 and related models omit the MLP width, which is four times the hidden size.
+    # GPT-2 omits the MLP width.
     ffn = config.get("intermediate_size") or 4 * config["hidden_size"]
     return ModelShape(
         layers=layers,
@@ -156,7 +150,7 @@ def model_shape(config: dict) -> ModelShape:
         shared_ffn=config.get("shared_expert_intermediate_size") or 0,
         dense_layers=_dense_layers(config, layers) if experts else layers,
         tied_embeddings=bool(config.get("tie_word_embeddings")),
-        # Qwen2 hard-codes its bias; its config.json does not mention it.
+        # Qwen2 hard-codes its bias.
         qkv_bias=bool(config.get("attention_bias", family.startswith("qwen2"))),
         qk_norm=family.startswith("qwen3"),
     )
@@ -167,16 +161,16 @@ def _check_trainable(config: dict) -> None:
         if settings := config.get(key):
             method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
             rule = f"the model is quantized (config.json: {key}, {method}); its weights would be read as plain numbers"
-            raise NoModelError(rule, "the model that it was made from, whose weights are bfloat16, float16 or float32")
+            raise NoModelError(rule, "the unquantized model (bfloat16, float16 or float32)")
     architectures = config.get("architectures")
-    # Sizes alone name no architecture.
+    # `KNOWN_MODELS` have no architecture.
     if architectures and not any(str(one).endswith(CAUSAL) for one in architectures):
         rule = f"config.json: architectures = {architectures} names no causal language model"
-        raise NoModelError(rule, f"a model of an architecture ...{' or ...'.join(CAUSAL)}")
+        raise NoModelError(rule, f"a model with an architecture ...{' or ...'.join(CAUSAL)}")
 
 
 def _dense_layers(config: dict, layers: int) -> int:
-    """Count the layers without experts, by the keys of Qwen and DeepSeek."""
+    """Count layers without experts, from the keys of Qwen and DeepSeek."""
     listed, period = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
     first = config.get("first_k_dense_replace") or 0
     return sum(layer in listed or layer < first or (layer + 1) % period != 0 for layer in range(layers))
@@ -211,15 +205,14 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-70B-Instruct": _sizes("llama", 8192, 28672, 80, 64, 8, **_LLAMA),
     "HuggingFaceTB/SmolLM2-135M-Instruct": _sizes("llama", 576, 1536, 30, 9, 3, **_TIED, **_SMOL),
 }
-# The folder that scripts/get_smollm2.py makes -> the published model with the same sizes.
+# The folder that scripts/get_smollm2.py writes -> the published model of the same architecture.
 MADE_HERE = {"models/smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
 def find_shape(name: str, file: Path | None = None) -> ModelShape:
-    """Find a model's shape: in the config.json `file`, its folder, the table above, or on the hub.
+    """Return a model's sizes from the config.json `file`, its folder, the table above, or the Hub.
 
-    Raises:
-        NoModelError: it is nowhere.
+    Raises NoModelError: none of them has usable sizes.
     """
     if file is not None:
         try:
@@ -239,7 +232,7 @@ def find_shape(name: str, file: Path | None = None) -> ModelShape:
     try:
         downloaded = Path(hf_hub_download(name, "config.json")).read_text()
     except (OSError, ValueError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
-        why = "the hub cannot be reached or has no config.json for it; give its config.json with --model-config"
+        why = "the Hub cannot be reached or has no config.json for it; pass a config.json with --model-config"
         raise NoModelError(f"policy.model_name={name}: {why}") from None
     try:
         return model_shape(json.loads(downloaded))

@@ -1,14 +1,14 @@
-"""A user's functions that a run calls while it trains, and the request to end it after the current step."""
+"""User functions that a run calls between steps, and the request to end it after the current step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl_lite.errors import CallbackError
-from nemo_rl_lite.system.pool import as_call_error, place_of
+from nemo_rl_lite.system.user_errors import as_call_error, place_of
 
 STOP = "stop"
-"""Answer of `on_step` that ends the run, as True does."""
+"""Return value of `on_step` that ends the run, as True does."""
 
 Metrics = Mapping[str, float]
 OnStep = Callable[[dict[str, float]], Any]
@@ -24,18 +24,15 @@ class Callbacks:
     on_step: OnStep | None = None
     on_rollout: OnRollout | None = None
     stopped: bool = field(default=False, init=False)
-    """The run is asked to end after its current step, as a run that is complete."""
+    """True if the run should end after its current step, as a complete run."""
 
     def stop(self) -> None:
         """Ask the run to end after its current step. Any thread may call this."""
         self.stopped = True
 
     def step_done(self, step: int, history: Sequence[Metrics]) -> bool:
-        """Report a step; return True if the run should end. `history`: entries of the metrics log, in order.
-
-        Raises:
-            CallbackError: `on_step` raised.
-        """
+        """Report a step; return True if the run should end. `history`: entries of the metrics log, in order. Raises
+        CallbackError: `on_step` raised."""
         if self.on_step is not None:
             metrics = {"step": float(step)}
             for entry in reversed(history):
@@ -43,17 +40,13 @@ class Callbacks:
                     break
                 metrics = {**entry, **metrics}
             answer = _called("on_step", self.on_step, metrics)
-            # Nothing else asks for an end by accident, such as the value of a last expression.
+            # Other truthy values, such as that of a last expression, do not count.
             if answer is True or answer == STOP:
                 self.stop()
         return self.stopped
 
     def rollout_done(self, step: int, rows: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """Report a rollout. `rows` makes its rows, where anybody asks for them.
-
-        Raises:
-            CallbackError: `on_rollout` raised.
-        """
+        """Report a rollout. `rows` makes its rows on demand. Raises CallbackError: `on_rollout` raised."""
         if self.on_rollout is not None:
             _called("on_rollout", self.on_rollout, step, list(rows()))
 

@@ -1,4 +1,4 @@
-"""A run on the terminal: a line about its start, one per step, samples at times, tables at the end."""
+"""Print a run: a line for its start and for each step, samples now and then, tables at the end."""
 
 import logging
 import math
@@ -19,8 +19,8 @@ from nemo_rl_lite.observability.trackers import MetricsLog, under
 
 log = logging.getLogger(__name__)
 ENGINES_IDLE = "timing/rollout/engines_idle"
-"""The metric that only runs have whose engines work while the policy trains."""
-# Phase shown -> the timers it sums, and its colour.
+"""Metric of asynchronous runs: seconds in which the engines had no request."""
+# Shown phases: their timers and colour.
 PHASES = {
     "generate": (("generation",), "cyan"),
     "logprob": (("logprob_inference_prep", "teacher_logprob_inference", "policy_and_reference_logprobs"), "yellow"),
@@ -28,26 +28,26 @@ PHASES = {
     "refit": (("prepare_for_generation/transfer_and_update_weights",), "magenta"),
 }
 BAR_CELLS = 6
-# A step's line shows a checkpoint that takes this share of the step's time.
+# Smallest share of the step's time at which a checkpoint is shown.
 WORTH_SHOWING = 0.05
-# The number of past values that a sparkline shows.
+# Number of values in a sparkline.
 TREND_VALUES = 12
-# Seconds between two lines about a long operation, without a terminal.
+# Seconds between two progress lines of a long operation, without a terminal.
 _TOLD_EVERY_S = 30
-# The number of steps from whose duration the remaining time is predicted.
+# Number of recent steps that predict the remaining time.
 _RECENT_STEPS = 20
-# The number of characters of a sample's prompt and response that are shown.
+# Maximum characters of a shown prompt or response.
 _SHOWN_CHARACTERS = 600
-# The width of a table without a terminal, where rich would take 80 columns.
+# Width of tables without a terminal; rich would use 80 columns.
 PLAIN_WIDTH = 100
-# The longest parts of the start that its line names, and the share of the start of the shortest one.
+# Number of parts that the start line names, and the smallest share of a named part.
 _SHOWN_PARTS, _SHOWN_SHARE = 3, 0.1
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 class RunConsole:
-    """Console that prints progress, as plain lines without a terminal, and writes the lines to the run's log."""
+    """Prints progress, as plain lines without a terminal, and writes the lines to the run's log."""
 
     def __init__(self, console: Console | None = None):
         if console is None:
@@ -58,13 +58,13 @@ class RunConsole:
 
     def say(self, message: str) -> None:
         log.info(message)
-        # Without a terminal each message stays on one line; a terminal would break words.
+        # Without a terminal each message stays on one line; a terminal wraps.
         self.console.print(message, markup=False, soft_wrap=not self.console.is_terminal)
 
     @contextmanager
     def busy(self, what: str, announced: bool = True) -> Iterator[Callable[[str], None]]:
-        """Show that a long operation is running. The block may report its progress as often as it likes; without a
-        terminal that is a line at times, after one at the start if `announced`."""
+        """Show that a long operation is running, with the progress that the block reports. Without a terminal, print a
+        line now and then, and one at the start if `announced`."""
         said = time.monotonic()
         with ExitStack() as stack:
             tell_others = stack.enter_context(doing(what))
@@ -121,7 +121,7 @@ class RunConsole:
             table.add_column(header, justify="left" if index == 0 else "right")
         for row in rows:
             table.add_row(*row)
-        # As the table's own title, it would be wrapped to the width of the table.
+        # rich would wrap the title to the width of the table.
         self.console.print(Text(title, style="bold"), soft_wrap=not self.console.is_terminal)
         self.console.print(table, soft_wrap=not self.console.is_terminal)
 
@@ -159,29 +159,28 @@ def _step_line(
 
 
 def phases_in(timers: Iterable[str]) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Return the entries of PHASES with any of these timers."""
     present = set(timers)
     return {phase: (names, colour) for phase, (names, colour) in PHASES.items() if not present.isdisjoint(names)}
 
 
 def bar(share: float) -> str:
-    """Return a bar of BAR_CELLS characters, filled to `share` of 1 in eighths of a character."""
+    """Return a bar of BAR_CELLS characters, filled to `share` with a resolution of 1/8 character."""
     eighths = round(max(0.0, min(1.0, share)) * BAR_CELLS * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(BAR_CELLS, "·")
 
 
 class Pace:
-    """Clock of steps, including the time between them, that predicts the remaining time."""
+    """Predicts the remaining time from recent steps, including the time between them."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
 
     def left(self, step: int, steps: int, seconds: float) -> float:
-        """Return the seconds until the last step is done. Call it when `step`, which took `seconds`, is done."""
+        """Return the predicted seconds until the last step is done, after `step`, which took `seconds`."""
         now = time.monotonic()
         if self._ended and self._ended[-1][0] != step - 1:
-            # The run was resumed from an earlier checkpoint.
+            # The run resumed from an earlier checkpoint.
             self._ended.clear()
         if not self._ended:
             self._ended.append((step - 1, now - seconds))
@@ -199,7 +198,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return the last TREND_VALUES values in eight heights, from the lowest to the highest; NaN is a blank."""
+    """Draw the last TREND_VALUES values in eight heights; NaN is a blank."""
     shown = values[-TREND_VALUES:]
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:
@@ -211,7 +210,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def readable(text: str) -> str:
-    """Escape a model's text for a terminal, and shorten it."""
+    """Escape and shorten a model's text for a terminal."""
     plain = printable(text, kept="\n\t")
     if len(plain) <= _SHOWN_CHARACTERS:
         return plain
@@ -220,15 +219,15 @@ def readable(text: str) -> str:
 
 
 def report_start(setup: Timer, step: int, metrics: MetricsLog, console: RunConsole) -> None:
-    """Log `timing/setup/...` at `step` and print a line of it. `total` is the time since the command. The launcher's
-    parts follow each other; the parts `<group>/<part>` of a group's processes ran at the same time as others."""
+    """Log `timing/setup/...` at `step`, and print the start line. `total` is the time since the command. The launcher's
+    parts are sequential; parts of worker processes, `<group>/<part>`, overlap."""
     seconds = setup.take() | {"total": seconds_since_start()}
     metrics.log(step, under("timing/setup", seconds))
     console.say(start_line(seconds))
 
 
 def start_line(seconds: Mapping[str, float]) -> str:
-    """Return one short line with the total and the longest of the launcher's parts; the metrics have all of them."""
+    """Return a line with the total and the longest of the launcher's parts."""
     total = seconds["total"]
     own = {name: value for name, value in seconds.items() if "/" not in name and name != "total"}
     own["other"] = total - sum(own.values())

@@ -1,4 +1,4 @@
-"""Description of a run for its folder and trackers: configuration without secrets, versions, hardware, commit."""
+"""Describe a run for its folder and trackers: configuration without secrets, versions, hardware, commit."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ PACKAGES = (
     "ray",
     "numpy",
 )
-# The files of a run's folder that describe the run.
+# Files in a run's folder that describe the run.
 CONFIG_FILE, COMMAND_FILE, ENVIRONMENT_FILE = "config.json", "command.txt", "environment.json"
 STATUS_FILE, ERROR_FILE = "status.json", "error.txt"
 _LIMIT_S = 10
@@ -47,7 +47,7 @@ _IN_TEXT = re.compile(rf"(?<![\w-])(['\"]?{_NAMES}['\"]?\s*[:=]\s*)('[^']*'|\"[^
 
 
 def describe_environment() -> dict[str, Any]:
-    """Describe this machine and the commit of the working directory. Facts that cannot be found are left out."""
+    """Describe this machine and the commit of the working directory. Unknown facts are left out."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -73,14 +73,14 @@ def describe_environment() -> dict[str, Any]:
 
 
 def for_trackers(folder: Path, whole_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run's configuration without secrets, and its environment under the key `launched_on`."""
+    """Return the configuration without secrets, and the environment under the key `launched_on`."""
     file = folder / ENVIRONMENT_FILE
     environment = {"launched_on": json.loads(file.read_text())} if file.exists() else {}
     return redact(whole_config) | environment
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of Python and of the installed packages among these."""
+    """Return the versions of Python and of the given packages that are installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -91,7 +91,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _answer(*command: str) -> str:
-    """Return the output of a command; empty if it does not exist or fails."""
+    """Return the output of a command; empty if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -100,12 +100,12 @@ def _answer(*command: str) -> str:
 
 
 def described(config: Any) -> dict[str, Any]:
-    """Return a configuration (a dataclass) without its secrets, as it is written to files."""
+    """Return a configuration (a dataclass) as a mapping without secrets."""
     return redact(dataclasses.asdict(config))
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """Hide the values of a configuration whose keys name secrets, and credentials in addresses."""
+    """Hide the values of keys that name secrets, and credentials in URLs."""
     if isinstance(value, Mapping):
         return {name: redact(child, name) for name, child in value.items()}
     if isinstance(value, (list, tuple)):
@@ -116,12 +116,12 @@ def redact(value: Any, key: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Hide in a text the values that follow the name of a secret, and credentials in addresses."""
+    """Hide values after names of secrets in a text, and credentials in URLs."""
     return _IN_TEXT.sub(rf"\1{HIDDEN}", _IN_ADDRESS.sub(f"{HIDDEN}@", _BEARER.sub(HIDDEN, text)))
 
 
 def redact_command(command: str) -> str:
-    """Hide secrets in a command line's overrides. A command line that cannot be parsed becomes empty."""
+    """Hide secrets in the overrides of a command line. An unparsable command line becomes empty."""
     try:
         words = shlex.split(command)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Tells others what a run does now: a thread of the launcher writes live.json, and obeys requests to end."""
+"""Publish a run's current activity: a thread of the launcher writes live.json, and obeys requests to end."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from nemo_rl_lite.system.stopping import forget_request, obey_request
 
 log = logging.getLogger(__name__)
 LIVE_FILE = "live.json"
-# Seconds between two looks at requests and activities, and the most between two signs of life.
+# Seconds between two polls of requests and activities, and maximum seconds between two writes.
 _POLL_S, _WRITTEN_EVERY_S = 2.0, 10.0
 
 
@@ -30,7 +30,7 @@ _activities: list[_Activity] = []
 
 @contextmanager
 def doing(what: str) -> Iterator[Callable[[str], None]]:
-    """Show others that the block does `what`, and the progress that it reports. The innermost block counts."""
+    """Publish that the block does `what`, with the progress that it reports. The innermost block counts."""
     activity = _Activity(what)
 
     def tell(progress: str) -> None:
@@ -45,7 +45,7 @@ def doing(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def shown_to_others(folder: Path) -> Iterator[None]:
-    """Keep live.json in a run's folder up to date during the block, and obey requests to end the run."""
+    """Keep live.json up to date during the block, and obey requests to end the run."""
     over = threading.Event()
     forget_request(folder)
     thread = threading.Thread(target=_show, args=(folder, over), name="live", daemon=True)

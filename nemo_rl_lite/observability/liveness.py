@@ -1,6 +1,6 @@
-"""Limits on the launcher's own work with a watchdog that enforces them, and a worker's progress for its heartbeat.
+"""Time limits on the launcher's work, a watchdog that enforces them, and a worker's progress for its heartbeat.
 
-Workers' calls have other limits (`cluster/calls.py`).
+For the limits on workers' calls see `cluster/calls.py`.
 """
 
 import faulthandler
@@ -21,23 +21,23 @@ import psutil
 from nemo_rl_lite.errors import WorkerError
 
 PERIOD_S = 0.5
-# Seconds that the main thread has to react, before the process ends without it.
+# Seconds for the main thread to react before the watchdog ends the process.
 GRACE_S = 10.0
 _SIGNAL = signal.SIGUSR2
-# The longest time that faulthandler can wait, or longer than any run.
+# Maximum wait of faulthandler.
 _LONGEST_S = 10**7
 _STANDARD_ERROR = 2
 
 
 @dataclass
 class Limit:
-    """Work that may take `limit_s` seconds without a sign of progress."""
+    """Work that may take `limit_s` seconds without progress."""
 
     what: str
     limit_s: float
     since: float
     state: str = ""
-    """Work that it waits for, in words."""
+    """Description of what it waits for."""
 
     def seconds_left(self) -> float:
         return self.limit_s - (time.monotonic() - self.since)
@@ -50,8 +50,8 @@ _watchdog_runs = False
 
 @contextmanager
 def limited(what: str, limit_s: float | None) -> Iterator[None]:
-    """Limit the block, in which the main thread does `what`, to `limit_s` seconds (None: no limit). The limit around
-    the block starts again after it."""
+    """Limit the block, in which the main thread does `what`, to `limit_s` seconds (None: no limit). The enclosing limit
+    restarts after the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -66,21 +66,21 @@ def limited(what: str, limit_s: float | None) -> Iterator[None]:
 
 
 def progressed() -> None:
-    """Start the innermost limit again: something that the main thread waits for has happened."""
+    """Restart the innermost limit: something that the main thread waits for has happened."""
     if _limits and threading.current_thread() is threading.main_thread():
         _limits[-1].since = time.monotonic()
     _set_last_resort()
 
 
 def note_state(state: str) -> None:
-    """Say what the main thread waits for, in the error of the innermost limit."""
+    """Set the description of what the main thread waits for, for the error of the innermost limit."""
     if _limits and threading.current_thread() is threading.main_thread():
         _limits[-1].state = state
 
 
 def _set_last_resort() -> None:
-    """Make faulthandler, whose thread needs no Python, end this process where the watchdog cannot: some time after the
-    innermost limit, unless this is called again before."""
+    """Let faulthandler, whose thread does not need the GIL, end this process some time after the innermost limit, in
+    case the watchdog cannot."""
     if not _watchdog_runs:
         return
     faulthandler.cancel_dump_traceback_later()
@@ -90,17 +90,16 @@ def _set_last_resort() -> None:
 
 
 def exceeded() -> Limit | None:
-    """Return the innermost limit, if it is exceeded."""
+    """Return the innermost limit if it is exceeded."""
     return _limits[-1] if _limits and _limits[-1].seconds_left() < 0 else None
 
 
 @contextmanager
 def watched(last_words: Callable[[WorkerError], None], lost: Callable[[], str] = str) -> Iterator[None]:
-    """Raise WorkerError in the main thread, during the block, when a limit is exceeded or `lost` names a process that
-    the run needs.
+    """Raise WorkerError in the main thread, during the block, if a limit is exceeded or `lost` names a dead process.
 
-    If the main thread does not react, call `last_words` and end this process and all that it has started. If C code
-    keeps Python from running at all, the process ends with a traceback on standard error.
+    If the main thread does not react, call `last_words`, and end this process and its children. If C code holds the
+    GIL, the process ends with a traceback on standard error.
     """
     global _watchdog_runs
     over, errors = threading.Event(), list[WorkerError]()
@@ -132,7 +131,7 @@ def watched(last_words: Callable[[WorkerError], None], lost: Callable[[], str] =
         _set_last_resort()
         yield
     except BaseException as raised:
-        # Ray's own calls raise something else instead of what a handler of a signal raises.
+        # Ray's calls replace the exception of a signal handler.
         if errors and raised is not errors[-1]:
             raise errors[-1] from None
         raise

@@ -1,30 +1,28 @@
-"""Measurements of device memory by phase and component, of this process and of the whole device."""
+"""Measure device memory by phase and component, of this process and of the whole device."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-# Metric name without "memory/" -> bytes.
+# Bytes by metric name without "memory/".
 Peaks = dict[str, float]
 
 
 class MemoryMeter:
-    """Measurements of named phases since the last `take`. `components` returns the device bytes of each component of
-    the policy now.
+    """Measures named phases. `components` returns the current device bytes of each component of the policy.
 
-    - `measured/<phase>/<component>`: bytes that it took throughout the phase
-    - on a GPU, `measured/<phase>/activations`: the peak of what the allocator handed out during the phase;
-      `measured/<phase>/other`: buffers, other processes, CUDA itself and torch's cache; `policy_peak_bytes/<phase>`,
-      and with cached blocks `policy_reserved_bytes/<phase>`: the allocator's peaks; `device_bytes/<phase>`: all bytes
-      in use at the end
+    - `measured/<phase>/<component>`: bytes held throughout the phase
+    - on a GPU also: `measured/<phase>/activations`, the peak of additional allocations; `measured/<phase>/other`,
+      buffers, other processes, CUDA and torch's cache; `policy_peak_bytes/<phase>` and, with cached blocks,
+      `policy_reserved_bytes/<phase>`, the allocator's peaks; `device_bytes/<phase>`, all bytes in use at the end
     """
 
     def __init__(self, components: Callable[[], Mapping[str, int]]) -> None:
         self._components = components
         self._peaks: Peaks = {}
         self._working: dict[str, int] = {}
-        # Of the current phase: bytes outside components, bytes of components, and the peaks so far.
+        # Current phase: bytes outside components, bytes of components, and the peaks so far.
         self._outside = self._held = self._peak = self._reserved = self._most = 0
 
     @contextmanager
@@ -53,22 +51,22 @@ class MemoryMeter:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Enclose a move of components within a phase, so that they do not count as working memory."""
+        """Enclose a move of components within a phase: their bytes are not working memory."""
         self._end_segment()
         yield
         self._begin_segment()
 
     def note(self, phase: str) -> None:
-        """Record the components' bytes as they are now."""
+        """Record the components' current bytes."""
         for component, nbytes in self._components().items():
             self._keep(f"measured/{phase}/{component}", nbytes)
 
     def working_bytes(self, phase: str) -> int | None:
-        """Return the peak of the phase without the components; None before it was measured."""
+        """Return the peak of the phase without the components; None if not measured yet."""
         return self._working.get(phase)
 
     def take(self) -> Peaks:
-        """Return what was measured since the last `take`."""
+        """Return the measurements since the last `take`."""
         taken, self._peaks = self._peaks, {}
         return taken
 
@@ -90,7 +88,7 @@ class MemoryMeter:
 
 
 def with_rest(phase: str, memory: Mapping[str, float]) -> dict[str, float]:
-    """Add `measured/<phase>/other`, the bytes of no component, if the whole device was measured in `phase`."""
+    """Add `measured/<phase>/other`, the bytes of no component, if the device was measured in `phase`."""
     whole = memory.get(f"device_bytes/{phase}")
     if whole is None:
         return dict(memory)

@@ -1,4 +1,4 @@
-"""Traces of single steps of this process, with ranges named after the run's phases."""
+"""Record traces of single steps of this process, with ranges named after the run's phases."""
 
 import os
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 Tool = Literal["torch", "nsys"]
 
-# A run's traces are `profile/step-<step>/<worker>.json.gz`, the launcher's `driver.json.gz`.
+# Traces are `profile/step-<step>/<worker>.json.gz`; the launcher's is `driver.json.gz`.
 FOLDER, SUFFIX, DRIVER = "profile", ".json.gz", "driver"
 _NOTHING = nullcontext()
 
 
 class _Recording:
-    """A trace being recorded. torch's profiler keeps it in memory until `end`; nsys records from outside."""
+    """A recording. torch's profiler keeps the trace in memory until `end`; nsys records from outside."""
 
     def __init__(self, tool: Tool, on_device: bool):
         import torch
@@ -22,7 +22,7 @@ class _Recording:
         self._has_device = on_device and torch.cuda.is_available()
         self._profiler: Any = None
         if not self._has_device:
-            # Without this, the profiler's library logs the missing device as an error.
+            # Otherwise the profiler's library logs the missing device as an error.
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         if tool == "torch":
             activities = [torch.profiler.ProfilerActivity.CPU]
@@ -61,8 +61,8 @@ def begin(tool: Tool, on_device: bool = True) -> None:
 
 
 def end(file: Path | None) -> None:
-    """Stop recording, if this process records, and write a Chrome trace to `file` (None: discard it), gzipped if its
-    name ends in .gz."""
+    """Stop recording, if active, and write a Chrome trace to `file` (None: discard it), gzipped if the name ends in
+    .gz."""
     global _recording
     recording, _recording = _recording, None
     if recording is not None:
@@ -78,7 +78,7 @@ def span(name: str) -> AbstractContextManager[None]:
 def _named(name: str) -> Iterator[None]:
     import torch
 
-    # NVTX ranges need no GPU, but torch's builds for CPUs lack them.
+    # torch's CPU builds lack NVTX ranges.
     nvtx = torch.version.cuda is not None
     if nvtx:
         torch.cuda.nvtx.range_push(name)

@@ -1,4 +1,4 @@
-"""Runs below a folder, and the state of each, read from its folder: also of killed runs and of runs on other hosts."""
+"""Find runs below a folder, and read their states from files: also of killed runs and runs on other hosts."""
 
 import difflib
 import fcntl
@@ -20,18 +20,18 @@ from nemo_rl_lite.observability.live import LIVE_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 
 LOCK_FILE = ".lock"
-"""Locked while a process runs in the folder."""
+"""File that the run's process keeps locked."""
 OUTPUTS = Path("outputs")
 LAST = "last"
 """Names the newest run."""
-# The levels below a folder that are searched for runs: outputs/NAME/sweep-TIME/0.
+# Levels of folders to search for runs: outputs/NAME/sweep-TIME/0.
 _LEVELS = 3
-# A run on another host without a sign of life for this long is lost. Network file systems may show a file late.
+# Seconds without a sign of life after which a run on another host is lost. Network file systems update files late.
 LOST_S = 120.0
-# The end of metrics.jsonl that is read: several steps.
+# Bytes to read from the end of metrics.jsonl: several steps.
 _TAIL_BYTES = 2**16
 _TOTAL = "timing/train/total_step_time"
-# What a run is judged by, in this order.
+# Shown metrics, in order of preference.
 _SHOWN = {"train/reward": "reward", "train/loss": "loss"}
 
 
@@ -43,21 +43,21 @@ class NoRunError(LauncherError):
 
 @dataclass(frozen=True)
 class RunState:
-    """A run as its files show it now. Times are seconds since the epoch."""
+    """State of a run according to its files. Times are seconds since the epoch."""
 
     folder: Path
     name: str
     state: str
-    """running, done, stopped, interrupted, failed, lost (its process is gone), or unknown (without a status)."""
+    """running, done, stopped, interrupted, failed, lost (the process is gone), or unknown (no status file)."""
     step: int
     total: int | None
     metrics: Sequence[Mapping[str, float]]
-    """The newest entries of the metrics, the oldest first."""
+    """The last entries of the metrics, in order."""
     started: float | None
     ended: float | None
     status: Mapping[str, Any]
     live: Mapping[str, Any] = field(default_factory=dict)
-    """Activity of a running process, see `observability/live.py`."""
+    """Activity of a running process; see `observability/live.py`."""
 
     @property
     def is_running(self) -> bool:
@@ -65,19 +65,19 @@ class RunState:
 
     @property
     def value(self) -> tuple[str, float] | None:
-        """Name and value of the newest reward, or else of the loss."""
+        """Name and value of the last reward, or else of the last loss."""
         found = ((label, self.latest(name)) for name, label in _SHOWN.items())
         return next(((label, value) for label, value in found if value is not None), None)
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Median of the newest steps."""
+        """Median over the last steps."""
         seconds = [entry[_TOTAL] for entry in self.metrics if entry.get(_TOTAL) is not None]
         return statistics.median(seconds) if seconds else None
 
     @property
     def seconds_left(self) -> float | None:
-        """Predicted from the newest steps and the time between them, such as for validations."""
+        """Predicted from the last steps, including the time between them."""
         times = {int(one["step"]): one["time"] for one in self.metrics if _TOTAL in one and "time" in one}
         if not times or self.total is None or not self.is_running or self.seconds_per_step is None:
             return None
@@ -86,7 +86,6 @@ class RunState:
         return max(0.0, times[last] + (self.total - last) * each - time.time())
 
     def latest(self, name: str) -> float | None:
-        """The newest value of a metric."""
         return next((entry[name] for entry in reversed(self.metrics) if entry.get(name) is not None), None)
 
     def as_json(self) -> dict[str, Any]:
@@ -107,12 +106,12 @@ class RunState:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a run has started there. A model's folder has a config.json as well."""
+    """Return whether a run has started in the folder. A model's folder has a config.json, too."""
     return any((folder / name).exists() for name in (COMMAND_FILE, METRICS_FILE))
 
 
 def runs_below(folder: Path, levels: int = _LEVELS) -> list[Path]:
-    """The runs in a folder, by name, and a sweep's by number; the folder itself if it is one."""
+    """Return the runs in a folder, sorted by name, or by number in a sweep; the folder itself if it is a run."""
     if is_run(folder):
         return [folder]
     if not levels or not folder.is_dir():
@@ -126,7 +125,7 @@ def read_state(folder: Path) -> RunState:
     status, live, config = (read_json(folder / name) for name in (STATUS_FILE, LIVE_FILE, CONFIG_FILE))
     state = str(status.get("state", "unknown"))
     if state == "running" and not _is_alive(folder, status):
-        # It may have ended meanwhile.
+        # The run may have ended meanwhile.
         status = read_json(folder / STATUS_FILE)
         state = "lost" if status.get("state") == "running" else str(status.get("state", "unknown"))
     metrics = _newest_metrics(folder / METRICS_FILE)
@@ -147,18 +146,14 @@ def read_state(folder: Path) -> RunState:
 
 
 def read_states(folders: Iterable[Path]) -> list[RunState]:
-    """The states of all runs below the folders, the newest first."""
+    """Return the states of all runs below the folders, newest first."""
     found = {run.resolve(): run for folder in folders for run in runs_below(folder)}
     return sorted((read_state(run) for run in found.values()), key=lambda one: one.started or 0.0, reverse=True)
 
 
 def find_run(word: str, outputs: Path = OUTPUTS) -> Path:
-    """The run that a word of the command line names: its folder, a folder with runs, the name of a run below
-    `outputs`, or `last`. Of several the newest.
-
-    Raises:
-        NoRunError: there is none.
-    """
+    """Return the newest run that a word names: a run's folder, a folder with runs, a run's name below `outputs`, or
+    `last`. Raises NoRunError: there is no such run."""
     given = Path(word).expanduser()
     if is_run(given):
         return given
@@ -172,23 +167,28 @@ def find_run(word: str, outputs: Path = OUTPUTS) -> Path:
     if named:
         return named[0].folder
     if not states:
-        raise NoRunError(f"{word}: no such run, and {outputs}/ has none here; name a run's folder")
+        raise NoRunError(f"{word}: no such run, and no runs in {outputs}/; name a run's folder")
     names = sorted({one.name for one in states})
     close = difflib.get_close_matches(word, names, n=3) or names[:5]
     raise NoRunError(f"{word}: no such run; name its folder, {LAST}, or a name: {', '.join(close)} (nrl-lite runs)")
 
 
+def existing_or_run(path: Path) -> Path:
+    """Return a path that exists unchanged, otherwise the run that it names. Raises NoRunError: there is none."""
+    return path if path.exists() else find_run(str(path))
+
+
 def silent_s(folder: Path) -> float:
-    """Seconds since the last sign of life of a run."""
+    """Return the seconds since the last sign of life of a run."""
     for name in (LIVE_FILE, STATUS_FILE):
         with suppress(OSError), (folder / name).open() as file:
-            # Opening a file gets its attributes from the server of a network file system.
+            # Opening a file refreshes its attributes on a network file system.
             return time.time() - os.fstat(file.fileno()).st_mtime
     return float("inf")
 
 
 def _is_alive(folder: Path, status: Mapping[str, Any]) -> bool:
-    """Return whether the process of a running run lives: on this host it holds the folder's lock."""
+    """Return whether the process of a running run is alive. On this host, it holds the folder's lock."""
     if status.get("host") == socket.gethostname():
         with suppress(OSError), (folder / LOCK_FILE).open() as file:
             try:
@@ -208,7 +208,7 @@ def _newest_metrics(file: Path) -> list[dict[str, Any]]:
         return []
     entries = []
     for line in lines:
-        # The first and the last line may be incomplete.
+        # The first and last line may be incomplete.
         with suppress(ValueError):
             entry = json.loads(line)
             if isinstance(entry, dict) and isinstance(entry.get("step"), (int, float)):
@@ -217,7 +217,7 @@ def _newest_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the mapping in a file; empty where the file is missing or incomplete."""
+    """Return the mapping in a file; empty if the file is missing or incomplete."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Weak learning signals of rollouts: few prompts with mixed rewards, or many truncated responses, and what to try."""
+"""Detect weak learning signals, few prompts with mixed rewards or many truncated responses, and suggest fixes."""
 
 import math
 from collections import deque
@@ -9,37 +9,37 @@ from typing import Any
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 
 FEWEST_MIXED, MOST_TRUNCATED = 0.1, 0.5
-# The end of a run looks at all steps, and at this many of the last.
+# Number of last steps that the summary also checks.
 RECENT = 10
-# A step's sentence needs this many prompts, of this step and the ones before it: none of two may be chance.
+# Minimum number of prompts for a sentence, over consecutive steps.
 _FEWEST_PROMPTS = 10
 _MIXED, _TRUNCATED = "baseline_reward/pct_mixed", "truncation_rate"
 _ZERO, _ONE = "baseline_reward/pct_0", "baseline_reward/pct_1"
 _LABELS = {_MIXED: "mixed prompts", _TRUNCATED: "truncated"}
 Shares = Mapping[str, float | None]
-"""Metrics of a step, or means over steps, without `train/`."""
+"""Metrics of a step, or means over steps, without the prefix `train/`."""
 
 
 class WeakSignals:
-    """Finds weak signals in the steps of a run. `config` has its dotted keys."""
+    """Finds weak signals in the steps of a run. `config` maps dotted keys to values."""
 
     def __init__(self, config: Mapping[str, Any]):
         self._config = config
         row = ALGORITHMS.get(str(config.get("algorithm.name")))
-        # A teacher teaches whatever the rewards are, and also on truncated responses.
+        # With a teacher, rewards and truncation matter little.
         self._learns_from_reward = row is not None and not row.has_teacher
-        # Other baselines give a prompt with equal rewards an advantage, too.
+        # The batch baseline gives prompts with equal rewards an advantage.
         self._within_prompts = config.get("algorithm.use_leave_one_out_baseline") != "batch"
         steps = math.ceil(_FEWEST_PROMPTS / (config.get("algorithm.num_prompts_per_step") or _FEWEST_PROMPTS))
         self._recent = deque[Shares](maxlen=steps)
         self._told = set[str]()
 
     def shown(self, step: Shares) -> dict[str, float]:
-        """Return the weak values of a step under their labels on its line."""
+        """Return the weak values of a step by label."""
         return {_LABELS[name]: step[name] or 0.0 for name in self._weak(step)}
 
     def news(self, step: Shares) -> Iterator[str]:
-        """Yield a sentence about each weak signal that was not there before."""
+        """Yield a sentence about each new weak signal."""
         self._recent.append(step)
         means = _means(self._recent)
         for name in self._weak(means) if len(self._recent) == self._recent.maxlen else ():
@@ -48,7 +48,7 @@ class WeakSignals:
                 yield self._sentence(name, means, "")
 
     def at_end(self, history: Sequence[Shares]) -> list[str]:
-        """Return sentences about the whole run or its last steps. `history`: the metrics with their full names."""
+        """Return sentences about the run or its last steps. `history`: metrics by full name."""
         steps = [
             {name.removeprefix("train/"): value for name, value in entry.items()}
             for entry in history
@@ -78,7 +78,7 @@ class WeakSignals:
         zero, one = means.get(_ZERO) or 0.0, means.get(_ONE) or 0.0
         alike = "all 0" if zero >= 0.5 else "all 1" if one >= 0.5 else "all the same"
         return (
-            f"{share:.0%} of the prompts{where} have mixed rewards, and only these teach (the others: mostly {alike}): "
+            f"{share:.0%} of the prompts{where} have mixed rewards; the others (mostly {alike}) have no advantage: "
             f"try {', '.join(self._against_equal_rewards(share, zero, one))}"
         )
 
@@ -93,7 +93,7 @@ class WeakSignals:
             yield "a reward with more than one value"
         yield temperature
         yield f"more algorithm.num_generations_per_prompt (now {samples})"
-        # Where no prompt is mixed, it would sample in vain.
+        # Without any mixed prompt, dynamic sampling finds none.
         if share and not self._config.get("algorithm.use_dynamic_sampling"):
             yield "algorithm.use_dynamic_sampling=true"
 
@@ -109,7 +109,7 @@ class WeakSignals:
 
 
 def _means(steps: Sequence[Shares] | deque[Shares]) -> Shares:
-    """Return the means of the shares over steps; those that no step has are missing."""
+    """Return the means of the shares over steps, without those that no step has."""
     known = {name: [step.get(name) for step in steps] for name in (_MIXED, _ZERO, _ONE, _TRUNCATED)}
     finite = {
         name: [value for value in values if value is not None and math.isfinite(value)]

@@ -1,4 +1,4 @@
-"""Sinks of a run's metrics: JSON lines, TensorBoard, W&B and MLflow. The trackers are imported when they are used."""
+"""Sinks of a run's metrics: JSON lines, TensorBoard, W&B and MLflow. Trackers are imported on demand."""
 
 import json
 import logging
@@ -23,9 +23,9 @@ from nemo_rl_lite.observability.environment import for_trackers
 
 log = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
-# The files of a run's folder with the ids under which trackers know it.
+# Files in the run's folder with the trackers' run ids.
 WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb-run-id.txt", "mlflow-run-id.txt"
-# Prefixes of metrics; each is a section of the dashboard, drawn over the run's steps.
+# Prefixes of metrics; each is a section of the dashboard.
 SECTIONS = (
     "train",
     "timing/train",
@@ -40,19 +40,19 @@ SECTIONS = (
     "validation",
     "ray",
 )
-# The aggregate of these metrics in W&B's table of runs.
+# Aggregates in W&B's table of runs.
 BEST = {"validation/accuracy": "max", "validation/val_loss": "min", "train/reward": "max", "train/loss": "min"}
-# MLflow's limits: metrics and parameters in one request, characters of a parameter's value.
+# MLflow's limits: metrics and parameters per request, characters per parameter.
 _METRICS, _PARAMETERS, _CHARACTERS = 1000, 100, 500
-# With MLflow's own limits, a server that cannot be reached would delay the start by minutes.
+# With MLflow's defaults, an unreachable server would delay the start by minutes.
 _SETTINGS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 END_WAIT_S = 60.0
-"""Seconds that the end of a run waits for calls that are still to be sent."""
+"""Seconds that the end of a run waits for pending calls."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a rollout as text."""
+    """A sample of a rollout as text."""
 
     prompt: str
     response: str
@@ -60,7 +60,7 @@ class Sample:
 
 
 def spread(rewards: Sequence[float], count: int) -> list[int]:
-    """Return at most `count` indices, evenly from the lowest reward to the highest; equal ones in order."""
+    """Return at most `count` indices, evenly spaced from the lowest reward to the highest."""
     order = sorted(range(len(rewards)), key=lambda index: rewards[index])
     if len(order) <= count:
         return order
@@ -85,7 +85,7 @@ class Chart:
 
 
 class Sink:
-    """Receiver of a run's metrics; by default it ignores them."""
+    """Receiver of a run's metrics. The base class ignores them."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of one step."""
@@ -94,21 +94,21 @@ class Sink:
         """Log samples of the step's rollout, ordered from the lowest reward to the highest."""
 
     def log_summary(self, values: Metrics, charts: Sequence[Chart]) -> None:
-        """Log the summary of a run that is done."""
+        """Log the summary of a finished run."""
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write pending metrics."""
 
 
 class JsonLines(Sink):
-    """A file with one line per call: `{"step": ..., "time": ..., name: value, ...}`, written when `log` returns. While
-    the file system is full, lines wait in memory for the next call."""
+    """A file with one line per call: `{"step": ..., "time": ..., name: value, ...}`. While the disk is full, lines
+    wait in memory for the next call."""
 
     def __init__(self, path: Path):
         self._path, self._waiting = path, ""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        # JSON has no NaN or infinity: they are written as null.
+        # JSON has no NaN or infinity.
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._waiting += json.dumps({"step": step, "time": time.time(), **numbers}) + "\n"
         self._write()
@@ -125,16 +125,16 @@ class JsonLines(Sink):
             self._waiting = ""
         except OSError as error:
             log.warning("metrics cannot be written to %s now: %s", self._path, error)
-            # The lines that were partly written are written again.
+            # Remove partly written lines.
             with suppress(OSError):
                 os.truncate(self._path, size)
 
 
 class TensorBoard(Sink):
-    """Event files of TensorBoard in a folder."""
+    """TensorBoard event files in a folder."""
 
     def __init__(self, folder: Path, done: int):
-        """Hide the folder's steps after `done`, which will be repeated."""
+        """Steps after `done`, which will be repeated, are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
@@ -143,7 +143,7 @@ class TensorBoard(Sink):
         try:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
-        # The writer's thread failed, as on a full disk; metrics.jsonl has all metrics.
+        # The writer's thread failed, for example because the disk is full; metrics.jsonl has all metrics.
         except OSError as error:
             log.warning("TensorBoard did not get everything: %s", error)
 
@@ -161,15 +161,15 @@ class TensorBoard(Sink):
 
 
 def _as_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with escaped cells, because a model wrote them."""
+    """Return a Markdown table with escaped cells."""
     escapes = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "&#124;", "\n": "<br>"})
     cells = [[value.translate(escapes) for value in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in [list(columns), ["---"] * len(columns), *cells])
 
 
 class WeightsAndBiases(Sink):
-    """One W&B run; offline, `wandb sync RUN/wandb/offline-run-*` sends it later. Source code, the command line and
-    secrets of the configuration are not uploaded."""
+    """A W&B run. Source code, command line and secrets are not uploaded. `wandb sync RUN/wandb/offline-run-*` uploads
+    an offline run."""
 
     def __init__(self, config: WandbConfig, folder: Path, whole_config: Mapping[str, Any]):
         import wandb
@@ -228,19 +228,19 @@ class WeightsAndBiases(Sink):
         # Without an exit code W&B shows a failed or stopped run as finished.
         self._run.finish(exit_code=0 if self._is_done else 1)
         if wandb.run is None:
-            # End W&B's own process and threads, which would stay for as long as this process.
+            # End W&B's service process and threads.
             wandb.teardown()
 
 
 class MLflow(Sink):
-    """One MLflow run on a server, in a database or in a folder, which a resumed run continues. A failed call is a
-    warning, and training never waits."""
+    """An MLflow run on a server, in a database or in a folder. A resumed run continues it. Failed calls are warnings,
+    and training never waits."""
 
     def __init__(self, config: MLflowConfig, folder: Path, whole_config: Mapping[str, Any]):
         is_path = ":" not in config.tracking_uri and config.tracking_uri != "databricks"
         address = Path(config.tracking_uri).expanduser().resolve().as_uri() if is_path else config.tracking_uri
         if address.startswith("file:"):
-            # MLflow recommends databases and refuses a folder without this.
+            # MLflow refuses a folder without this variable.
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
         for name, value in _SETTINGS.items():
@@ -264,7 +264,7 @@ class MLflow(Sink):
         # A database cannot store NaN or infinity.
         finite = [Metric(name, float(value), now, step) for name, value in metrics.items() if math.isfinite(value)]
         for part in batched(finite, _METRICS):
-            # `synchronous`: at exit, Python would wait without a limit for MLflow's own threads.
+            # Asynchronous calls would use MLflow's threads, for which Python waits without a limit at exit.
             self._calls.add(lambda part=part: self._client.log_batch(self._run_id, metrics=part, synchronous=True))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -280,7 +280,7 @@ class MLflow(Sink):
         self._calls.close(END_WAIT_S)
 
     def _resumed(self, kept: Path) -> str | None:
-        """Return the id of the MLflow run that this run continues; None if MLflow does not have it."""
+        """Return the id of the MLflow run to continue; None if there is none."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -306,14 +306,14 @@ class MLflow(Sink):
 
 
 class _Calls:
-    """Calls to the client, one at a time and in order, in a daemon thread that does not delay the process' end. (Stores
-    in a folder break when two batches arrive at the same time.)"""
+    """Calls of the client, sequential in a daemon thread, which does not delay the end of the process. Stores in a
+    folder do not support concurrent batches."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._added, self._made, self._given_up = 0, 0, False
         self._warned: set[str] = set()
-        # The connection warns of each retry; `_make_all` warns once.
+        # urllib3 warns of each retry; `_make_all` warns once.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         self._thread = Thread(target=self._make_all, name="mlflow", daemon=True)
         self._thread.start()
@@ -323,10 +323,10 @@ class _Calls:
         self._waiting.put(call)
 
     def close(self, wait_s: float) -> None:
-        """Wait at most `wait_s` seconds for the calls, drop the rest, and log how many those are."""
+        """Wait at most `wait_s` seconds for the calls. Drop the rest, and log their number."""
         self._waiting.put(None)
         self._thread.join(wait_s)
-        # A late call must not change the run after it was resumed in this process.
+        # A late call must not change the run after it has resumed in this process.
         self._given_up = True
         if missing := self._added - self._made:
             late = f"; the run's end waited {wait_s:g} s for it" if self._thread.is_alive() else ""
@@ -337,8 +337,8 @@ class _Calls:
             try:
                 call()
                 self._made += 1
-            except Exception as error:  # of any library that the store uses; the next call may succeed
-                # The same failure names another object's address each time.
+            except Exception as error:  # of any library of the store; the next call may succeed
+                # Addresses of objects differ between equal errors.
                 text = re.sub(r"\b0x[0-9a-f]+", "0x...", f"{type(error).__name__}: {error}")
                 if text not in self._warned:
                     self._warned.add(text)

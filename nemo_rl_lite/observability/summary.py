@@ -1,4 +1,4 @@
-"""The summary of a run that is done (a table on the terminal, and summary.json), and the metrics that it shows."""
+"""Summary of a finished run (tables on the terminal, and summary.json), and the curves of each algorithm."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from nemo_rl_lite.observability.trackers import MetricsLog
 SUMMARY_FILE = "summary.json"
 PREDICTED, MEASURED = "memory/predicted/", "memory/measured/"
 LAST_STEPS = 5
-"""Measured memory is the mean over this many last steps of the run, when everything has been allocated."""
+"""Measured memory is the mean over this many last steps, when everything is allocated."""
 GIB = 2**30
-# Phase -> the GPU's limit, and the metric of the share of it that was reached.
+# By phase: the GPU's limit, and the metric of its reached share.
 _LIMITS = {
     "generate": ("bandwidth", "performance/generation_bandwidth_share"),
     "logprob": ("bf16 peak", "performance/policy_and_reference_logprobs_fp_utilization"),
@@ -28,7 +28,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric, its label, and its decimals in the table."""
+    """A metric with its label and its decimals in tables."""
 
     metric: str
     label: str
@@ -36,13 +36,13 @@ class Curve:
 
     @property
     def held_out(self) -> bool:
-        """Return whether only validations measure it: before the first step (as step 0) and between steps."""
+        """True if validations measure it, the first one as step 0."""
         return self.metric.startswith("validation/")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share a vertical axis. Tables show the start and the end of results alone."""
+    """Curves that share a vertical axis. Tables show only results."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -54,7 +54,7 @@ _ACCURACY = Curve("validation/accuracy", "held-out accuracy", 3)
 _HELD_OUT_REWARD = Curve("validation/accuracy", "held-out reward", 3)
 _REWARD = Curve("train/reward", "training reward", 3)
 _TRAINING_ACCURACY = Curve("train/accuracy", "training accuracy", 3)
-_KL = Curve("train/kl_penalty", "KL to the start", 4)
+_KL = Curve("train/kl_penalty", "KL to the reference", 4)
 _MARGIN = Curve("train/rewards_margin_mean", "reward margin", 3)
 _GRADIENT_NORM = Curve("train/grad_norm", "gradient norm", 3)
 _LOSSES = (
@@ -92,27 +92,27 @@ TEACHER: View = (
     Panel("reward", (_HELD_OUT_REWARD, _REWARD)),
     *_ROLLOUTS,
 )
-LOSS: View = (Panel("loss (nats a response token)", _LOSSES), _NORM)
+LOSS: View = (Panel("loss (nats per response token)", _LOSSES), _NORM)
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Medians over steps of the waits of policy and engines that work at the same time."""
+    """Medians over steps of the waits in an asynchronous run."""
 
     policy_seconds: float
-    """Until the rollout was complete."""
+    """Seconds until the rollout was complete."""
     engines_seconds: float
-    """In which no engine had a request."""
+    """Seconds in which no engine had a request."""
     token_age: float
-    """Steps between the weights that sampled a token and those at the start of its training step; mean over tokens."""
+    """Mean staleness of tokens, in steps."""
 
 
 @dataclass(frozen=True)
 class Summary:
     """Content of summary.json.
 
-    Held-out accuracies or rewards and validation losses (nats per token) are those before the first and after the last
-    step; None was not measured. Seconds are medians over steps.
+    Held-out accuracies, rewards and losses (nats per token) are from before the first and after the last step; None if
+    not measured. Seconds are medians over steps.
     """
 
     run_folder: str
@@ -127,10 +127,10 @@ class Summary:
     seconds_by_phase: dict[str, float]
     peak_memory_bytes: dict[str, int]
     waits: Waits | None = None
-    """None where policy and engines take turns."""
+    """None in synchronous runs."""
     limit_shares: dict[str, float] = field(default_factory=dict)
-    """By phase, the share of the GPU's bfloat16 peak, or of its memory's bandwidth in generation: medians over steps.
-    Empty where the limits are not known."""
+    """By phase, the reached share of the GPU's bfloat16 peak, or of its memory bandwidth in generation: medians over
+    steps. Empty if the limits are unknown."""
     advice: Sequence[str] = ()
     """See `WeakSignals.at_end`."""
 
@@ -151,8 +151,8 @@ def summarize(
     """Summarize the metrics. Raises LauncherError: no step was taken."""
     steps, totals = metrics.series("timing/train/total_step_time")
     if not steps:
-        reason = "the checkpoint that the run was resumed from has all of them"
-        raise LauncherError(f"no step was left to take: {reason}; set a larger algorithm.max_num_steps")
+        reason = "the checkpoint that the run resumed from has all steps"
+        raise LauncherError(f"no step was left: {reason}; set a larger algorithm.max_num_steps")
     timers = {name.removeprefix("timing/train/") for entry in metrics.history for name in entry}
     measured, nothing = _held_out(metrics, "validation/accuracy"), (None, None)
     is_accuracy = any(_ACCURACY in panel.curves for panel in view)
@@ -196,7 +196,7 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
     console.table(title, ("", "at the start", "at the end"), rows)
     headers, shares = ("phase", "s", "GPU") if summary.limit_shares else ("phase", "s"), summary.limit_shares
     phases = []
-    for phase, seconds in (summary.seconds_by_phase | {"whole step": summary.seconds_a_step}).items():
+    for phase, seconds in (summary.seconds_by_phase | {"step": summary.seconds_a_step}).items():
         reached = f"{shares[phase]:.0%} of the {_LIMITS[phase][0]}" if phase in shares else ""
         phases.append((phase, f"{seconds:.3f}", reached)[: len(headers)])
     console.table("median seconds per step", headers, phases)
@@ -204,7 +204,7 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
         waited = [("policy waited", waits.policy_seconds), ("engines were idle", waits.engines_seconds)]
         rows = [(what, f"{seconds:.3f} s") for what, seconds in waited]
         rows.append(("mean staleness", f"{waits.token_age:.2f} steps"))
-        console.table("policy and engines at the same time", ("", "median"), rows)
+        console.table("policy and engines in parallel", ("", "median"), rows)
     for sentence in summary.advice:
         console.say(sentence)
     for label, written in (("model", folder / "hf"), ("adapter", folder / "adapter")):
@@ -224,7 +224,6 @@ def tracked(summary: Summary) -> dict[str, float]:
 
 
 def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
-    """Return charts of the seconds and of the device memory of each phase."""
     seconds = list(summary.seconds_by_phase.items())
     predicted, measured = stacks(metrics, PREDICTED), stacks(metrics, MEASURED)
     residency = [
@@ -240,7 +239,7 @@ def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
 
 
 def stacks(metrics: MetricsLog, prefix: str) -> dict[str, dict[str, float]]:
-    """Return bytes by phase and component of the metrics `<prefix><phase>/<component>`: means over the last steps."""
+    """Return the means of the metrics `<prefix><phase>/<component>` over the last steps, by phase and component."""
     names = dict.fromkeys(name for entry in metrics.history for name in entry if name.startswith(prefix))
     found: dict[str, dict[str, float]] = {}
     for name in names:
@@ -251,7 +250,6 @@ def stacks(metrics: MetricsLog, prefix: str) -> dict[str, dict[str, float]]:
 
 
 def _row(curve: Curve, metrics: MetricsLog) -> tuple[str, str, str] | None:
-    """Return label and values of a metric at the start and at the end; None if either is missing."""
     if curve.held_out:
         before, after = _held_out(metrics, curve.metric)
     else:

@@ -1,4 +1,4 @@
-"""The use of this machine and of this process' GPUs, sampled in a thread."""
+"""Sample the use of this machine and of this process' GPUs in a thread."""
 
 import logging
 import threading
@@ -17,8 +17,8 @@ MILLIWATTS = 1000
 
 @dataclass(frozen=True)
 class Usage:
-    """Sums over `samples` samples since the process began, by metric. Two of them give the use in between, so readers
-    do not disturb each other."""
+    """Sums by metric over `samples` samples since the process started. The difference of two gives the use in between,
+    so readers are independent."""
 
     samples: int = 0
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -27,8 +27,7 @@ class Usage:
         return Usage(self.samples + 1, {name: self.sums.get(name, 0.0) + value for name, value in sample.items()})
 
     def means_since(self, before: "Usage") -> dict[str, float]:
-        """Return means of the samples after `before`, or of all if `before` is of an earlier process; empty without
-        any."""
+        """Return the means of the samples after `before`, or of all if `before` is from an earlier process."""
         if before.samples > self.samples:
             before = Usage()
         count = self.samples - before.samples
@@ -37,10 +36,10 @@ class Usage:
 
 
 class System:
-    """Readings of the machine and, if there are any, of `gpus` (as CUDA_VISIBLE_DEVICES names them)."""
+    """Readings of the machine and of `gpus`, named as in CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, gpus: Sequence[str]):
-        # The first call starts the measurement that the next call returns.
+        # The first call starts the measurement of the next one.
         psutil.cpu_percent()
         self._gpus: dict[int, object] = {}
         if gpus:
@@ -78,7 +77,6 @@ class System:
 
 
 def _read(nvml: ModuleType, gpu: object) -> dict[str, float]:
-    """Return the readings that this GPU supports."""
     readings = {
         "util": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
         "mem_gb": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,

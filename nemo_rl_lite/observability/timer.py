@@ -1,4 +1,4 @@
-"""Seconds of named phases, and rates of work and shares of a GPU's limits."""
+"""Time named phases, and compute rates of work and shares of a GPU's limits."""
 
 import os
 import time
@@ -23,11 +23,11 @@ class PolicySpeed:
     """Dense bfloat16 FLOP/s of one GPU; None on CPUs and for an unknown GPU."""
 
     def training(self, flops: float, seconds: float) -> dict[str, float]:
-        """Return the rate of training in TFLOP/s, and its share of the peak if that is known."""
+        """Return the training rate in TFLOP/s, and its share of the peak if known."""
         return self._named("train_flops_per_gpu", "train_fp_utilization", flops, seconds)
 
     def logprobs(self, flops: float, seconds: float) -> dict[str, float]:
-        """Return the same of logprob passes."""
+        """Return the same for logprob passes."""
         rate, share = "policy_and_reference_logprobs_flops_per_gpu", "policy_and_reference_logprobs_fp_utilization"
         return self._named(rate, share, flops, seconds)
 
@@ -38,18 +38,18 @@ class PolicySpeed:
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    """Rates from the steps of engines."""
+    """Rates from the engines' decoding steps."""
 
     step_bytes: float
-    """Bytes that a GPU of an engine reads in each step, whatever it decodes."""
+    """Bytes that an engine's GPU reads per step for the weights."""
     token_bytes: float
-    """Bytes that it reads in a step for each cached token of the sequences that it decodes."""
+    """Bytes that it reads per step for each cached token of the decoded sequences."""
     bandwidth: float | None
     """Bytes/s of its memory; None on CPUs and for an unknown GPU."""
 
     def metrics(self, steps: int, cached: int, seconds: float) -> dict[str, float]:
         """Return `generation_read_gb_per_sec_per_gpu` and, if the bandwidth is known, `generation_bandwidth_share`.
-        Steps, `cached` tokens read and seconds are sums over the engines. Empty if nothing was decoded."""
+        Steps, read `cached` tokens and seconds are sums over the engines. Empty without steps."""
         if not steps or not seconds:
             return {}
         rate = (steps * self.step_bytes + cached * self.token_bytes) / seconds
@@ -57,13 +57,13 @@ class DecodingSpeed:
         return {"generation_read_gb_per_sec_per_gpu": rate / GIGA} | share
 
 
-# The Unix time at which `time.perf_counter()` was 0.
+# Unix time of `time.perf_counter()` = 0.
 _UNIX_ZERO = time.time() - time.perf_counter()
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Begin and end of a named phase, in seconds of `time.perf_counter()`."""
+    """Begin and end of a phase, in seconds of `time.perf_counter()`."""
 
     name: str
     begin: float
@@ -71,12 +71,12 @@ class Phase:
 
 
 class Timer:
-    """Sums of seconds by name within a step: `with timer("generation"): ...`, then `take()`."""
+    """Sums seconds by name: `with timer("generation"): ...`, then `take()`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self.phases: list[Phase] = []
-        """Every phase since the timer was made, in the order of their ends."""
+        """All phases, in the order of their ends."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -90,7 +90,7 @@ class Timer:
             self.phases.append(Phase(name, started, ended))
 
     def add(self, name: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere."""
+        """Add seconds measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
@@ -100,28 +100,27 @@ class Timer:
 
 
 def unix_time(at: float) -> float:
-    """Return the Unix time, in seconds, of a time of `time.perf_counter()` in this process."""
+    """Convert a time of `time.perf_counter()` in this process to Unix time in seconds."""
     return at + _UNIX_ZERO
 
 
 SETUP = Timer()
-"""Times the parts of a worker process' start; `WorkerActor.start` takes them."""
+"""Timer of a worker process' start, read by `WorkerActor.start`."""
 
 
 _clock: list[float] = []
-"""Restart of the clock, in seconds of `time.monotonic()`."""
+"""Time of the clock's restart, in seconds of `time.monotonic()`."""
 
 
 def restart_clock() -> None:
-    """Make `seconds_since_start` count from now: this process has done other work before the run."""
+    """Count `seconds_since_start` from now, because this process did other work before the run."""
     _clock[:] = [time.monotonic()]
 
 
 def seconds_since_start() -> float:
-    """Return the seconds since this process, or its clock, was started. Linux notes the process' start
-    in hundredths of a second after the machine's start; the Unix time of that is known to the second only."""
+    """Return the seconds since the start of this process, or since `restart_clock`."""
     if _clock:
         return time.monotonic() - _clock[-1]
-    # The name of the program, in parentheses, may have spaces.
+    # The program's name, in parentheses, may have spaces. Field 22 is the start, in clock ticks since boot.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""The metrics of a run: a log that sends them to all sinks, and the file in the run's folder."""
+"""Log of a run's metrics, which sends them to all sinks, and the files in the run's folder."""
 
 import json
 import logging
@@ -22,12 +22,12 @@ from nemo_rl_lite.observability.sinks import (
 
 log = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
-# The share of a step's tokens that have one staleness.
+# Share of a step's tokens by staleness.
 _AGE = re.compile(r"train/age_(\d+)/tokens_share")
 
 
 class MetricsLog:
-    """Log that sends metrics to all sinks, and keeps them for the summary at the end."""
+    """Sends metrics to all sinks, and keeps them for the summary."""
 
     def __init__(self, sinks: list[Sink], history: Sequence[dict[str, float]] = ()):
         self._sinks = sinks
@@ -37,7 +37,7 @@ class MetricsLog:
     def open(
         cls, config: LoggerConfig, run_folder: Path, whole_config: Mapping[str, Any], done: int = 0
     ) -> "MetricsLog":
-        """Open the sinks of a run after `done` steps: keep their metrics and move later ones away."""
+        """Open the sinks of a run after `done` steps. Metrics of later steps are set aside."""
         history = [
             {name: float(value) for name, value in entry.items() if name != "time" and value is not None}
             for entry in rewind(run_folder / METRICS_FILE, done)
@@ -77,8 +77,8 @@ class MetricsLog:
 
 
 def rewind(path: Path, step: int) -> list[dict[str, Any]]:
-    """Keep and return the entries up to `step` of a file of JSON lines. Move later ones, whose steps will be repeated,
-    and lines that cannot be read to `<name>-undone.jsonl` in the same folder."""
+    """Keep and return the entries of a JSON lines file up to `step`. Later entries, whose steps will be repeated, and
+    unreadable lines move to `<name>-undone.jsonl` in the same folder."""
     if not path.exists():
         return []
     kept, undone, entries, damaged = [], [], [], []
@@ -88,7 +88,7 @@ def rewind(path: Path, step: int) -> list[dict[str, Any]]:
             entry = json.loads(line)
             place = float(entry["step"])
         except (ValueError, KeyError, TypeError):
-            # A run that was killed leaves the start of a line.
+            # A killed run may leave an incomplete line.
             damaged += [number] if is_whole else []
         if is_whole and place is not None and 0 <= place <= step:
             kept.append(line)
@@ -118,8 +118,8 @@ def set_aside(files: Iterable[Path], folder: Path) -> None:
 def with_every_age[Value: float | None](
     entries: Iterable[Mapping[str, Value]],
 ) -> tuple[list[dict[str, Value | float]], dict[str, str]]:
-    """Fill in a share of 0 for ages that a step with shares of tokens by age does not have. Return all entries, and
-    labels of these metrics, from the youngest age to the oldest."""
+    """Fill in a share of 0 for each staleness that a step's shares lack. Return all entries, and the labels of these
+    metrics in ascending order."""
     filled = [dict[str, Value | float](entry) for entry in entries]
     found = {match for name in {name for entry in filled for name in entry} if (match := _AGE.fullmatch(name))}
     names = {match[0]: f"age {match[1]}" for match in sorted(found, key=lambda match: int(match[1]))}

@@ -1,13 +1,10 @@
-"""Host memory for copies from and to the device, and the copies themselves.
+"""Pinned host memory, and copies between it and the device.
 
-The device's copy engines access pinned memory directly, at the link's speed. torch's `pin_memory=True` rounds sizes up
-to a power of two and takes six times as long to allocate; here many threads touch the pages first, and then the driver
-registers them.
+torch's `pin_memory=True` rounds sizes up to a power of two and allocates slowly. Here many threads touch the pages,
+and then the driver registers them.
 
-Large copies are cut into pieces, so that other work on the device gets its turn: a thread launches a piece when the
-one before is done. With one more piece in its queue, logprobs and a move took as long on an H100 as one after the
-other (docs/memory.md), and small copies, such as a micro-batch's logprobs on their way to the host, waited behind
-them.
+A thread launches large copies in chunks, one at a time. More chunks in the device's queue would block other work,
+such as the copy of a micro-batch's logprobs to the host.
 """
 
 import logging
@@ -31,25 +28,25 @@ from nemo_rl_lite.system.machine import free_host_bytes
 log = logging.getLogger(__name__)
 GIB = 2**30
 
-# 2.5 ms on a link of 50 GB/s: a short wait for other work. Between two pieces the link is idle, 8 % of the time.
-PIECE_BYTES = 128 << 20
+# 2.5 ms at 50 GB/s: short for work that waits, long compared with the link's idle time between chunks.
+CHUNK_BYTES = 128 << 20
 
 
 class LockError(RuntimeError):
-    """Memory that the driver did not register."""
+    """The driver did not register memory."""
 
 
 class CudaRegistrar:
-    """Locks memory and registers it with the CUDA driver (`cudaHostRegister`)."""
+    """Pins memory with `cudaHostRegister`."""
 
     def __init__(self) -> None:
         self._runtime: Any = torch.cuda.cudart()
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Lock `nbytes` from `address` on. Raises LockError: nothing is locked."""
+        """Pin `nbytes` from `address`. Raises LockError: nothing is pinned."""
         status = self._runtime.cudaHostRegister(address, nbytes, 0)
         if int(status) != 0:
-            # The runtime keeps the error and would report it at the next kernel launch.
+            # Clear the error, which the runtime would report at the next kernel launch.
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
             raise LockError(f"cudaHostRegister: {self._runtime.cudaGetErrorString(status)}")
@@ -59,8 +56,8 @@ class CudaRegistrar:
 
 
 class HostArena:
-    """Buffer of host memory for `purpose`, exact in size. It is allocated when first reserved, kept until `release`,
-    and allocated again only to grow. Its pages are on the NUMA node of this process's CPUs."""
+    """Buffer of host memory for `purpose`, allocated at the first `reserve`, kept until `release`, reallocated only to
+    grow. Its pages are on the NUMA node of this process's CPUs."""
 
     def __init__(self, purpose: str, registrar: CudaRegistrar | None):
         self._purpose, self._registrar = purpose, registrar
@@ -69,24 +66,20 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the buffer takes now."""
         return 0 if self._buffer is None else self._buffer.numel()
 
     def reserve(self, nbytes: int) -> Tensor:
-        """Return the first `nbytes` of the buffer, as uint8 [nbytes]. Growing loses the contents.
-
-        Raises:
-            HostMemoryError: there is less free host memory than this takes.
-        """
+        """Return the first `nbytes` of the buffer, uint8 [nbytes]. Growing loses the contents. Raises HostMemoryError:
+        free host memory is too small."""
         if self._buffer is None or self._buffer.numel() < nbytes:
             self.release()
             free = free_host_bytes()
             if nbytes > free:
                 raise HostMemoryError(
-                    f"{self._purpose} need {nbytes / GIB:.2f} GiB of host memory on this rank and {free / GIB:.2f} GiB "
-                    "are free. Give the job more memory, use fewer ranks a node, or keep less there: "
+                    f"{self._purpose} need {nbytes / GIB:.2f} GiB of host memory on this rank, but {free / GIB:.2f} "
+                    "GiB are free. Give the job more memory, use fewer ranks per node, or offload less: "
                     "policy.offload_for_generation and policy.offload_optimizer_states_for_logprob move parameters "
-                    "and optimizer states, a KL penalty (algorithm.loss_fn.reference_policy_kl_penalty) keeps two "
+                    "and optimizer states; a KL penalty (algorithm.loss_fn.reference_policy_kl_penalty) keeps two "
                     "copies of the weights"
                 )
             self._buffer = _touched(nbytes)
@@ -94,13 +87,13 @@ class HostArena:
         return self._buffer[:nbytes]
 
     def release(self) -> None:
-        """Free the memory. Tensors from `reserve` must not be used any more."""
+        """Free the memory, and with it all tensors from `reserve`."""
         if self._buffer is not None and self.locked and self._registrar is not None:
             self._registrar.unlock(self._buffer.data_ptr())
         self._buffer, self.locked = None, False
 
     def __del__(self) -> None:
-        # If memory is freed while it is registered, a later mapping at its address fails.
+        # A mapping at the address of freed but registered memory would fail.
         if not sys.is_finalizing():
             self.release()
 
@@ -112,29 +105,26 @@ class HostArena:
             self.locked = True
             log.info("%.2f GiB of host memory pinned for %s", buffer.numel() / GIB, self._purpose)
         except LockError as error:
-            # The limit does not bind the driver everywhere, so it is only reported, not checked before.
+            # Not every driver obeys the limit, so it is reported but not checked.
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.2f} GiB"
-            # Without a registrar, later growth neither retries nor warns again.
+            # Prevents further attempts and warnings.
             self._registrar = None
             log.warning(
-                "%.2f GiB of host memory for %s could not be pinned (%s; RLIMIT_MEMLOCK is %s), so its copies are "
-                "pageable, several times slower. Raise the limit (ulimit -l unlimited; docker run --ulimit "
-                "memlock=-1), or set policy.use_pinned_optimizer_offload=false",
-                buffer.numel() / GIB,
-                self._purpose,
-                error,
-                shown,
+                "%.2f GiB of host memory for %s could not be pinned (%s; RLIMIT_MEMLOCK is %s), so copies are several "
+                "times slower. Raise the limit (ulimit -l unlimited; docker run --ulimit memlock=-1), or set "
+                "policy.use_pinned_optimizer_offload=false",
+                *(buffer.numel() / GIB, self._purpose, error, shown),
             )
 
 
 def _touched(nbytes: int) -> Tensor:
-    """Allocate memory of exactly this size, its pages written by as many threads as the process has CPUs."""
+    """Allocate memory of exactly this size, and write its pages with one thread per CPU of the process."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Huge pages are faster to touch, if the kernel has them.
     with suppress(OSError):
-        # Huge pages are faster to touch, where the kernel has them.
         pages.madvise(mmap.MADV_HUGEPAGE)
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -145,11 +135,10 @@ def _touched(nbytes: int) -> Tensor:
 
 
 class Copies:
-    """Copies of bytes, uint8 [n], in a thread that starts at construction, after earlier work of the device's current
-    stream."""
+    """Copies in a thread that starts at construction, ordered after earlier work of the device's current stream."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None"):
-        """`pairs`: (target, source). `stream`: runs the copies; None on a CPU."""
+        """`pairs`: (target, source), uint8 [n] each. `stream`: for the copies; None on a CPU."""
         self._pairs, self._stream = list(pairs), stream
         self._began, self._seconds, self._alone = time.perf_counter(), 0.0, False
         self._error: BaseException | None = None
@@ -163,8 +152,8 @@ class Copies:
         return not self._thread.is_alive()
 
     def wait(self, alone: bool = False) -> None:
-        """Wait until all copies are done. Raises any error that stopped them. `alone`: the device has no other work, so
-        its queue may hold all pieces at once."""
+        """Wait until all copies are done, and raise their error, if any. `alone`: the device has no other work, so its
+        queue may hold all chunks."""
         self._alone = alone
         self._thread.join()
         if self._error is not None:
@@ -177,7 +166,7 @@ class Copies:
     def _work(self) -> None:
         try:
             if self._stream is None:
-                for targets, sources in pieces(self._pairs):
+                for targets, sources in chunks(self._pairs):
                     foreach_copy(targets, sources, non_blocking=True)
                 self._seconds = time.perf_counter() - self._began
             else:
@@ -191,12 +180,11 @@ class Copies:
     def _feed(self, stream: torch.cuda.Stream) -> None:
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             begin, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-            # A blocking event does not spin on a core while it is waited for.
+            # Waiting on a blocking event does not spin on a core.
             done = torch.cuda.Event(blocking=True)
             begin.record()
-            for targets, sources in pieces(self._pairs):
-                # One call for many: this thread has the interpreter in each, and takes it from the one that launches
-                # kernels.
+            for targets, sources in chunks(self._pairs):
+                # One call, because each takes the GIL from the thread that launches kernels.
                 foreach_copy(targets, sources, non_blocking=True)
                 if not self._alone:
                     done.record()
@@ -206,10 +194,9 @@ class Copies:
             self._seconds = begin.elapsed_time(end) / 1e3
 
 
-def pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Cut and gather the copies into pieces of `PIECE_BYTES`. Yields the targets and sources of each; the last may be
-    smaller."""
-    targets, sources, room = list[Tensor](), list[Tensor](), PIECE_BYTES
+def chunks(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield the targets and sources of chunks of `CHUNK_BYTES`; the last one may be smaller."""
+    targets, sources, room = list[Tensor](), list[Tensor](), CHUNK_BYTES
     for target, source in pairs:
         if target.numel() != source.numel():
             raise ValueError(f"a copy of {source.numel()} bytes to {target.numel()}")
@@ -222,6 +209,6 @@ def pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor
             begin = cut.stop
             if room <= 0:
                 yield targets, sources
-                targets, sources, room = [], [], PIECE_BYTES
+                targets, sources, room = [], [], CHUNK_BYTES
     if targets:
         yield targets, sources

@@ -1,8 +1,7 @@
-"""Moves of tensors between their device and host memory, in place, so that every view of them survives.
+"""Offload tensors to host memory and reload them, in place, so that every view survives.
 
-A move frees the memory behind a tensor by resizing its storage to zero, and allocates it again by resizing it back:
-the tensor objects that a model and its optimizer hold stay the same. Moves begin and complete; in between, their
-copies run on separate streams, overlapped with the device's work.
+Device memory is freed by resizing a tensor's storage to zero, and allocated by resizing it back. So models and
+optimizers keep their tensor objects. Copies run on separate streams, overlapped with other work.
 """
 
 import time
@@ -15,32 +14,32 @@ from torch import Tensor, UntypedStorage
 from nemo_rl_lite.compat.torch import storage_id
 from nemo_rl_lite.offload.host_memory import Copies, HostArena
 
-# Each storage starts at a multiple of this many bytes in host memory.
+# Alignment of storages in host memory, in bytes.
 ALIGNMENT = 512
-# The link's rate that is assumed until a move has measured it.
+# The link's bandwidth before the first measurement.
 ASSUMED_BYTES_PER_S = 20e9
 
 
 @dataclass(frozen=True)
 class Span:
-    """Storage of `nbytes`, whose copy begins `start` bytes into host memory."""
+    """Storage of `nbytes`, and the offset `start` of its copy in host memory."""
 
     storage: UntypedStorage
     start: int
     nbytes: int
 
     def of(self, host: Tensor) -> Tensor:
-        """Return the copy's bytes, uint8 [nbytes], in the host memory `host`."""
+        """Return the copy in `host`, uint8 [nbytes]."""
         return host[self.start : self.start + self.nbytes]
 
     def device_bytes(self) -> Tensor:
-        """Return the storage's bytes, uint8 [nbytes]."""
+        """Return the storage, uint8 [nbytes]."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return whole.set_(self.storage, 0, (self.nbytes,), (1,))
 
 
 def storages_of(tensors: Iterable[Tensor], device: torch.device) -> list[UntypedStorage]:
-    """Return the tensors' storages with memory on such a device, each once, in the tensors' order."""
+    """Return the tensors' distinct storages with memory on this type of device, in order."""
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -50,7 +49,7 @@ def storages_of(tensors: Iterable[Tensor], device: torch.device) -> list[Untyped
 
 
 def lay_out(storages: Iterable[UntypedStorage]) -> list[Span]:
-    """Give each storage a place in host memory, one after the other."""
+    """Assign consecutive, aligned offsets in host memory."""
     spans, end = [], 0
     for storage in storages:
         spans.append(Span(storage, end, storage.nbytes()))
@@ -59,35 +58,26 @@ def lay_out(storages: Iterable[UntypedStorage]) -> list[Span]:
 
 
 def host_bytes(spans: Sequence[Span]) -> int:
-    """Return the bytes of host memory that the copies take."""
     return spans[-1].start + spans[-1].nbytes if spans else 0
 
 
 class HostCopy:
-    """Snapshot of tensors' storages in host memory. The tensors are the same, and on the device, at `take` and
-    `put`."""
+    """Snapshot of tensors in host memory. `take` and `put` need the same tensors, on the device."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], arena: HostArena, device: torch.device):
         self._tensors, self._arena, self._device = tensors, arena, device
         self._taken: list[int] | None = None
 
     def take(self) -> None:
-        """Copy the tensors' memory to the host; complete when this returns.
-
-        Raises:
-            HostMemoryError: there is too little host memory.
-        """
+        """Copy the tensors to the host, blocking. Raises HostMemoryError: free host memory is too small."""
         spans = lay_out(storages_of(self._tensors(), self._device))
         host = self._arena.reserve(host_bytes(spans))
         self._copy([(span.of(host), span.device_bytes()) for span in spans])
         self._taken = [span.nbytes for span in spans]
 
     def put(self) -> None:
-        """Copy the contents back to the device; complete when this returns.
-
-        Raises:
-            RuntimeError: nothing was taken, or it was taken from other tensors.
-        """
+        """Copy the contents back to the device, blocking. Raises RuntimeError: they were not taken from these
+        tensors."""
         spans = lay_out(storages_of(self._tensors(), self._device))
         if self._taken != [span.nbytes for span in spans]:
             raise RuntimeError("the tensors are not those whose contents were taken")
@@ -103,7 +93,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Move:
-    """Finished move: its bytes, the seconds of its copies, and the seconds that this process waited for them."""
+    """Finished move: bytes, transfer time, and blocking (exposed) time."""
 
     nbytes: int
     transfer_s: float
@@ -111,7 +101,7 @@ class Move:
 
 
 def move_metrics(moves: Mapping[str, Move]) -> dict[str, float]:
-    """Return `<component>/<direction>_bytes`, `_s` (the transfer), `_exposed_s` (waited for) and `_gb_per_s`."""
+    """Return `<component>/<direction>_bytes`, `_s` (transfer), `_exposed_s` (blocking) and `_gb_per_s`."""
     metrics: dict[str, float] = {}
     for name, move in moves.items():
         metrics[f"{name}_bytes"] = float(move.nbytes)
@@ -123,19 +113,19 @@ def move_metrics(moves: Mapping[str, Move]) -> dict[str, float]:
 
 @dataclass
 class _Pending:
-    """Move in flight: its direction, its storages, the seconds that its start took, and its copies."""
+    """Move in flight."""
 
     to_host: bool
     spans: list[Span]
-    begun_s: float
+    started_s: float
+    """Seconds that the start took."""
     copies: Copies
 
 
 class Movable:
-    """Tensors of one component, e.g. all optimizer states. Not thread-safe.
+    """Tensors of one component, such as all optimizer states. Not thread-safe.
 
-    Each move to the host calls `tensors`, which may return more each time: an optimizer makes its states at the first
-    step.
+    Each offload calls `tensors`, which may return more than before: optimizers make their states at the first step.
     """
 
     def __init__(
@@ -143,7 +133,7 @@ class Movable:
     ) -> None:
         self.name = name
         self._tensors, self._arena, self._device = tensors, arena, device
-        # What is in host memory alone, once no move is pending.
+        # Storages whose only copy is in host memory, if no move is in flight.
         self._parked: list[Span] = []
         self._pending: _Pending | None = None
         self._moves: list[tuple[str, Move]] = []
@@ -154,53 +144,49 @@ class Movable:
 
     @property
     def on_host(self) -> bool:
-        """True if the contents are in host memory alone."""
+        """True if host memory has the only copy of the contents."""
         return bool(self._parked) and self._pending is None
 
     @property
     def moving(self) -> bool:
-        """True if a move has begun and not settled."""
+        """True if a move is in flight."""
         return self._pending is not None
 
     @property
-    def returning(self) -> bool:
-        """True if a move to the device has begun and not settled."""
+    def reloading(self) -> bool:
+        """True if a move to the device is in flight."""
         return self._pending is not None and not self._pending.to_host
 
     @property
-    def moved(self) -> bool:
-        """True if a move has begun and `synchronize` would not wait."""
+    def done(self) -> bool:
+        """True if a move is in flight and its copies are done."""
         return self._pending is not None and self._pending.copies.done()
 
     def device_bytes(self) -> int:
-        """Return the bytes of device memory that the tensors take, counted again after a move or `recount`."""
+        """Return the tensors' bytes on the device; cached until a move or `recount`."""
         if self._counted is None:
             self._counted = sum(storage.nbytes() for storage in storages_of(self._tensors(), self._device))
         return self._counted
 
     def recount(self) -> None:
-        """Forget the count, because there may be more or larger tensors than before."""
+        """Clear the cached count, because tensors may have been added or grown."""
         self._counted = None
 
     def host_bytes(self) -> int:
-        """Return the bytes that are in host memory, or will be when a move out settles. Coming back takes as many on
-        the device."""
+        """Return the bytes in host memory once the move in flight, if any, is done. A reload takes as many on the
+        device."""
         parked = self._parked
         if self._pending is not None:
             parked = self._pending.spans if self._pending.to_host else []
         return sum(one.nbytes for one in parked)
 
-    def seconds_to_return(self) -> float:
-        """Return the seconds that coming back will take, at the last move's rate."""
+    def reload_s(self) -> float:
+        """Return the seconds that a reload will take, at the last move's bandwidth."""
         return self.host_bytes() / self._rate
 
-    def leave(self) -> None:
-        """Begin to copy everything to the host, unless it is there. Device memory is freed when the move settles; until
-        then the tensors may be read, not written.
-
-        Raises:
-            HostMemoryError: there is too little host memory; the tensors are as before.
-        """
+    def offload(self) -> None:
+        """Start to copy everything to the host, unless it is there. Until `synchronize` frees the device memory, the
+        tensors may be read but not written. Raises HostMemoryError: nothing has moved."""
         self.synchronize()
         if self._parked:
             return
@@ -210,13 +196,9 @@ class Movable:
         copies = Copies([(one.of(host), one.device_bytes()) for one in spans], self._streams[True])
         self._pending = _Pending(True, spans, time.perf_counter() - began, copies)
 
-    def come_back(self) -> None:
-        """Begin to copy everything back to the device, unless it is there. The tensors may be used when the move has
-        settled.
-
-        Raises:
-            torch.OutOfMemoryError: the device is too full; the contents stay in host memory.
-        """
+    def reload(self) -> None:
+        """Start to copy everything back to the device, unless it is there. The tensors may be used after `synchronize`.
+        Raises torch.OutOfMemoryError: the contents stay in host memory."""
         self.synchronize()
         if not self._parked:
             return
@@ -233,7 +215,7 @@ class Movable:
         self.recount()
 
     def synchronize(self, alone: bool = False) -> None:
-        """Wait until the move in flight, if any, is done. `alone`: the device has no other work meanwhile."""
+        """Finish the move in flight, if any. `alone`: the device has no other work meanwhile."""
         if self._pending is None:
             return
         pending, waiting = self._pending, time.perf_counter()
@@ -243,26 +225,22 @@ class Movable:
         self._parked, self._pending = (pending.spans if pending.to_host else []), None
         self.recount()
         nbytes = sum(one.nbytes for one in pending.spans)
-        exposed_s = pending.begun_s + time.perf_counter() - waiting
+        exposed_s = pending.started_s + time.perf_counter() - waiting
         if nbytes:
             move = Move(nbytes, pending.copies.seconds(), exposed_s)
             self._moves.append((f"{self.name}/{'to_host' if pending.to_host else 'to_device'}", move))
             self._rate = nbytes / move.transfer_s if move.transfer_s else self._rate
 
     def pop_moves(self) -> list[tuple[str, Move]]:
-        """Return the moves that have settled since the last call, as "<name>/to_host" or "<name>/to_device"."""
+        """Return the moves finished since the last call, by "<name>/to_host" or "<name>/to_device"."""
         taken, self._moves = self._moves, []
         return taken
 
     def release(self) -> None:
-        """Free the host memory.
-
-        Raises:
-            RuntimeError: host memory has the only copy of the contents.
-        """
+        """Free the host memory. Raises RuntimeError: it has the only copy of the contents."""
         self.synchronize()
         if self._parked:
-            raise RuntimeError(f"{self.name} are in host memory only: come back before it is released")
+            raise RuntimeError(f"{self.name} are in host memory only: reload them before its release")
         self._arena.release()
 
 
@@ -272,15 +250,13 @@ def _free(spans: Iterable[Span]) -> None:
 
 
 class FrozenWeights(Movable):
-    """Tensors of constant contents: the first move to the host copies them, later ones only free the device's memory.
-    Each move is complete when its method returns."""
+    """Constant tensors: the first offload copies them, later ones only free device memory. Moves are blocking."""
 
     _copied: list[Span] | None = None
 
-    def leave(self) -> None:
-        """See `Movable.leave`."""
+    def offload(self) -> None:
         if self._copied is None:
-            super().leave()
+            super().offload()
             self.synchronize(alone=True)
             self._copied = self._parked
         elif not self._parked:
@@ -288,7 +264,6 @@ class FrozenWeights(Movable):
             self._parked = self._copied
             self.recount()
 
-    def come_back(self) -> None:
-        """See `Movable.come_back`."""
-        super().come_back()
+    def reload(self) -> None:
+        super().reload()
         self.synchronize(alone=True)

@@ -1,4 +1,4 @@
-"""Moves of a policy's parameters, gradients and optimizer states to their places in the residency table."""
+"""Move a policy's parameters, gradients and optimizer states to their places in the residency table."""
 
 import logging
 import time
@@ -15,13 +15,13 @@ from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 
 log = logging.getLogger(__name__)
 
-# An overlapped move leaves this share of the device free for fluctuations of the work that it overlaps with.
+# Share of the device that stays free during an overlapped move, because the other work's memory fluctuates.
 MARGIN = 0.05
 GIB = 2**30
 
 
 class GradientBuffers:
-    """Gradients, whose memory is freed between accumulations and allocated again as zeros. Views of them survive."""
+    """Gradients, whose memory is freed between accumulations and then allocated as zeros. Views survive."""
 
     def __init__(self, buffers: Sequence[Tensor]):
         self._buffers = list(buffers)
@@ -30,16 +30,11 @@ class GradientBuffers:
         self._dropped = False
 
     def device_bytes(self) -> int:
-        """Return the bytes of device memory that the buffers take now."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keep gradients from being dropped within the block, while they accumulate.
-
-        Raises:
-            RuntimeError: the buffers have no memory.
-        """
+        """Forbid `drop` within the block. Raises RuntimeError: the buffers have no memory."""
         if self._dropped:
             raise RuntimeError("gradients have no memory in this phase: prepare_for_training comes before train")
         self._accumulating = True
@@ -49,19 +44,15 @@ class GradientBuffers:
             self._accumulating = False
 
     def drop(self) -> None:
-        """Free the memory, if there is any.
-
-        Raises:
-            RuntimeError: gradients are being accumulated.
-        """
+        """Free the memory. Raises RuntimeError: gradients are being accumulated."""
         if self._accumulating:
             raise RuntimeError("gradients are being accumulated and must not be dropped")
         for buffer in self._buffers:
             buffer.untyped_storage().resize_(0)
         self._dropped = True
 
-    def bring_back(self) -> None:
-        """Allocate the memory again, filled with zeros, unless the buffers have it."""
+    def allocate(self) -> None:
+        """Allocate the memory, filled with zeros, if it was dropped."""
         if not self._dropped:
             return
         for buffer, nbytes in zip(self._buffers, self._sizes, strict=True):
@@ -71,8 +62,7 @@ class GradientBuffers:
 
 
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer], model: Iterable[Tensor]) -> list[Tensor]:
-    """Return the optimizers' states and master weights. An optimizer without master weights steps tensors that share
-    memory with `model`, which are left out."""
+    """Return the optimizers' states and master weights, except tensors that share memory with `model`."""
     shared, found = {storage_id(tensor) for tensor in model}, list[Tensor]()
     for optimizer in optimizers:
         found += [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -82,17 +72,16 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer], model: Iterab
 
 
 class Prefetch:
-    """Start of a transfer beside the last micro-batches. Called before each micro-batch, it calls `begin` once the
-    remaining ones take about as long as the transfer, at the pace so far, and before the last one at the latest."""
+    """Calls `begin` when the remaining micro-batches take as long as a transfer, at the pace so far, or before the last
+    one. Called before each micro-batch."""
 
     def __init__(self, transfer_s: float, begin: Callable[[], None]):
         self._transfer_s, self._begin = transfer_s, begin
         self._first: tuple[float, int] | None = None
 
     def __call__(self, remaining: int, running: int = 0) -> None:
-        """Call `begin` if it is time. `remaining`: micro-batches that have not begun, the next one included.
-        `running`: those that have begun and may still run; the transfer waits for them, because it takes memory that
-        they may use."""
+        """`remaining`: micro-batches that have not started. `running`: those in flight, whose memory the transfer waits
+        for."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now, remaining
@@ -104,25 +93,22 @@ class Prefetch:
 
 
 class DeviceMemory(Protocol):
-    """The device's memory, as this process sees it, in bytes."""
+    """Memory of the device in bytes."""
 
     total: int
 
     def free_here(self) -> int:
-        """Return the bytes that this process could allocate, torch's cache included."""
-        ...
+        """Return the bytes that this process can allocate, torch's cache included."""
 
     def free_elsewhere(self) -> int:
-        """Return the bytes that another process could allocate."""
-        ...
+        """Return the bytes that another process can allocate."""
 
     def trim(self) -> None:
-        """Free torch's cache for other processes. Waits for all work on the device."""
-        ...
+        """Free torch's cache for other processes, after all work on the device."""
 
 
 class PhaseMemory:
-    """Moves this rank's policy between phases. `enter` is idempotent and can be called again after an error."""
+    """Moves this rank's policy between phases. `enter` is idempotent and may be repeated after an error."""
 
     def __init__(
         self,
@@ -135,68 +121,66 @@ class PhaseMemory:
     ):
         self._residency, self._overlap, self._device = residency, overlap, device
         self._movable = {Component.PARAMETERS: parameters, Component.OPTIMIZER_STATES: optimizer_states}
-        # A component with one place in all phases, such as the states of an optimizer on the CPU, never moves.
-        self._stays = {
-            component
-            for component in self._movable
-            if len({residency.place(phase, component) for phase in residency.phases}) == 1
-        }
+        # Components with the same place in all phases, such as the states of an optimizer on the CPU.
+        phases = residency.phases
+        self._stays = {one for one in self._movable if len({residency.place(phase, one) for phase in phases}) == 1}
         self.gradients = gradients
+        # Phases for which the log has said that moves do not overlap.
         self._refused: set[str] = set()
 
     def enter(self, phase: Phase, working_bytes: int | None = None, later: Collection[Component] = ()) -> None:
         """Move components to their places in `phase`.
 
-        With `working_bytes`, moves to the host may still run when this returns, if that many bytes of the device are
-        free meanwhile: for the engine, where the phase makes room for it, and otherwise for this process. The next
-        `enter` waits for them. Components in `later` may still be coming back when this returns, where moves overlap
-        with work: `arrive` waits for them.
+        With `overlap`, some moves may be in flight when this returns:
+
+        - Offloads, if `working_bytes` of the device are free meanwhile, for the engine if it wakes in this phase, else
+          for this process. The next `enter` waits for them.
+        - Reloads of components in `later`. `arrive` waits for them.
 
         Raises:
-            ValueError: no such phase in this run.
-            RuntimeError: gradients would be dropped while they accumulate.
+            ValueError: the run has no such phase.
+            RuntimeError: gradients are being accumulated.
             HostMemoryError, torch.OutOfMemoryError: memory is short; a component that could not move is where it was.
         """
         places = self._residency.policy_places(Phase(phase))
-        waiting = [self._movable[component] for component in later] if self._overlap else []
-        leaving, returning = self._going_to(Place.HOST, phase), self._going_to(Place.DEVICE, phase)
-        coming = [own for own in returning if own in waiting and own.returning]
+        deferred = [self._movable[component] for component in later] if self._overlap else []
+        offloading, reloading = self._going_to(Place.HOST, phase), self._going_to(Place.DEVICE, phase)
+        in_flight = [own for own in reloading if own in deferred and own.reloading]
         for own in self._movable.values():
-            if own not in coming:
+            if own not in in_flight:
                 own.synchronize(alone=True)
         if places[Component.GRADIENTS] is not Place.DEVICE:
             self.gradients.drop()
         makes_room = self._residency.engines_sleep and phase in (Phase.GENERATE, Phase.REFIT)
         if makes_room:
-            # Trim before copies are in flight, because trimming would wait for them.
+            # Trimming would wait for copies in flight.
             self._device.trim()
         in_background = False
-        if leaving and self._overlap and working_bytes is not None:
-            in_background = self._fits(phase, working_bytes, returning, makes_room)
-        for own in leaving:
-            own.leave()
+        if offloading and self._overlap and working_bytes is not None:
+            in_background = self._fits(phase, working_bytes, reloading, makes_room)
+        for own in offloading:
+            own.offload()
         if not in_background:
-            for own in leaving:
+            for own in offloading:
                 own.synchronize(alone=True)
-        now = [own for own in returning if own not in waiting]
-        self._begin_to_return(now)
+        now = [own for own in reloading if own not in deferred]
+        self._begin_reload(now)
         for own in now:
             own.synchronize(alone=True)
-        self._begin_to_return([own for own in returning if own in waiting and own not in coming])
+        self._begin_reload([own for own in reloading if own in deferred and own not in in_flight])
         if places[Component.GRADIENTS] is Place.DEVICE:
-            self.gradients.bring_back()
-        if makes_room and leaving and not in_background:
+            self.gradients.allocate()
+        if makes_room and offloading and not in_background:
             self._device.trim()
 
     def between_micro_batches(
         self, before: Phase, working_bytes: int | None, around: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[int, int], None] | None:
-        """Return a function to call before each micro-batch of the work before the phase `before`; None if moves do not
-        overlap.
+        """Return a function to call before each micro-batch of the phase that precedes `before`; None without overlap.
 
-        Its arguments are the numbers of micro-batches that have not begun, and that may still run. It frees
-        components that have left. Given the `working_bytes` of the work, it brings back the phase's components beside
-        the last micro-batches, if they fit. Both happen within `around()`.
+        Its arguments are the numbers of micro-batches that have not started, and that are in flight. It frees the
+        device memory of finished offloads. Given the `working_bytes` of the work, it starts the reloads for `before`
+        during the last micro-batches, if they fit. Both run within `around()`.
         """
         if not self._overlap:
             return None
@@ -208,58 +192,50 @@ class PhaseMemory:
                 with around():
                     for own in absent:
                         try:
-                            own.come_back()
+                            own.reload()
                         except torch.OutOfMemoryError:
-                            log.info("no room to bring %s back early", own.name)
+                            log.info("no room to reload %s early", own.name)
 
-        prefetch = Prefetch(sum(own.seconds_to_return() for own in wanted), begin)
+        prefetch = Prefetch(sum(own.reload_s() for own in wanted), begin)
 
         def call(remaining: int, running: int) -> None:
-            moved = [own for own in self._movable.values() if own.moved]
-            if moved:
+            done = [own for own in self._movable.values() if own.done]
+            if done:
                 with around():
-                    for own in moved:
+                    for own in done:
                         own.synchronize()
             prefetch(remaining, running)
 
         return call
 
-    def synchronize(self) -> None:
-        """Wait for all moves in flight."""
-        for own in self._movable.values():
-            own.synchronize()
-
-    def require(self, *components: Component) -> None:
-        """Check that the components are on the device. Raises RuntimeError: a component is not."""
-        for component in components:
-            own = self._movable[component]
-            if component not in self._stays and (own.on_host or own.moving):
-                raise RuntimeError(
-                    f"{component.value} are not on the device in this phase: a prepare_for_... is missing"
-                )
+    def require(self, component: Component) -> None:
+        """Raise RuntimeError if the component is not on the device."""
+        own = self._movable[component]
+        if component not in self._stays and (own.on_host or own.moving):
+            raise RuntimeError(f"{component.value} are not on the device in this phase: a prepare_for_... is missing")
 
     def expect(self, component: Component) -> None:
-        """Check that the component is on the device or on its way there. Raises RuntimeError otherwise."""
-        if not self._movable[component].returning:
+        """Raise RuntimeError if the component is neither on the device nor being reloaded."""
+        if not self._movable[component].reloading:
             self.require(component)
 
     def arrive(self, component: Component) -> None:
-        """Wait until the component is on the device. Raises RuntimeError if it is not on its way there."""
+        """Wait for the component's reload. Raises RuntimeError if it is not on the device then."""
         self._movable[component].synchronize()
         self.require(component)
 
     def recount(self) -> None:
-        """Count bytes again, because the optimizer may have made states."""
+        """Count bytes again after an optimizer step, which may have made states."""
         for own in self._movable.values():
             own.recount()
 
     def device_bytes(self) -> dict[str, int]:
-        """Return the bytes of the device that each component takes now, by the component's name."""
+        """Return each component's bytes on the device, by name."""
         held = {component.value: own.device_bytes() for component, own in self._movable.items()}
         return held | {Component.GRADIENTS.value: self.gradients.device_bytes()}
 
     def pop_moves(self) -> list[tuple[str, Move]]:
-        """Return the moves that have settled since the last call."""
+        """Return the moves finished since the last call."""
         return [move for own in self._movable.values() for move in own.pop_moves()]
 
     def release(self) -> None:
@@ -271,32 +247,30 @@ class PhaseMemory:
         places = self._residency.policy_places(phase)
         return [own for part, own in self._movable.items() if places[part] is place and part not in self._stays]
 
-    def _begin_to_return(self, returning: list[Movable]) -> None:
-        for own in returning:
+    def _begin_reload(self, reloading: list[Movable]) -> None:
+        for own in reloading:
             try:
-                own.come_back()
+                own.reload()
             except torch.OutOfMemoryError:
                 if not any(other.moving for other in self._movable.values()):
                     raise
-                # Components that are still leaving take the memory.
-                self.synchronize()
-                own.come_back()
+                # Offloads in flight will free memory.
+                for other in self._movable.values():
+                    other.synchronize()
+                own.reload()
 
-    def _fits(self, phase: Phase, working_bytes: int, returning: list[Movable], for_others: bool) -> bool:
-        """Return whether work that takes `working_bytes` can overlap with a move, with `returning` coming back."""
+    def _fits(self, phase: Phase, working_bytes: int, reloading: list[Movable], for_others: bool) -> bool:
+        """Return whether `working_bytes` of other work fit on the device during a move, next to `reloading`."""
         free = self._device.free_elsewhere() if for_others else self._device.free_here()
-        needed = working_bytes + sum(own.host_bytes() for own in returning)
+        needed = working_bytes + sum(own.host_bytes() for own in reloading)
         margin = int(MARGIN * self._device.total)
         if free - needed > margin:
             return True
         if phase.value not in self._refused:
             self._refused.add(phase.value)
             log.info(
-                "moves for the %s phase do not overlap with other work at least once: they would need %.2f GiB, "
-                "%.2f are free and %.2f stay free",
-                phase.value,
-                needed / GIB,
-                free / GIB,
-                margin / GIB,
+                "moves for the %s phase do not always overlap with other work: they need %.2f GiB, %.2f GiB are free, "
+                "%.2f GiB stay free",
+                *(phase.value, needed / GIB, free / GIB, margin / GIB),
             )
         return False

@@ -1,7 +1,4 @@
-"""Residency table: the place of each component in each phase, from the configuration alone.
-
-It drives the moves, is printed at start, and is compared with measured memory. This module imports nothing heavy.
-"""
+"""Residency table: the place of each component in each phase, from the configuration. Imports nothing heavy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +20,7 @@ class Phase(StrEnum):
 
 
 class Component(StrEnum):
-    """Component that takes memory."""
+    """Consumer of device memory."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -35,23 +32,21 @@ class Component(StrEnum):
 
 
 class Place(StrEnum):
-    """Place of a component. In a run on CPUs the device is host memory as well."""
+    """Place of a component. On CPUs, the device is host memory too."""
 
     DEVICE = "device"
     HOST = "host"
     RELEASED = "released"
 
 
-# The policy moves these between phases; activations come and go with the computation, and a teacher and engines move
-# their own.
+# Components that the policy moves between phases.
 POLICY_COMPONENTS = (Component.PARAMETERS, Component.GRADIENTS, Component.OPTIMIZER_STATES)
 ENGINE_COMPONENTS = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Places of the components on the policy's device, a teacher's and (if `engines_share_device`) the engines'
-    included."""
+    """Places of all components on the policy's device: policy, teacher, and engines that share it."""
 
     places: Mapping[Phase, Mapping[Component, Place]]
     engines_share_device: bool
@@ -63,24 +58,23 @@ class Residency:
         phases = tuple(Phase) if generates(config) else (Phase.LOGPROB, Phase.TRAIN)
         table = {phase: _policy(config, phase, shared) for phase in phases}
         if has_teacher(config):
-            # It scores in the logprob phase.
             for phase, row in table.items():
                 away = config.teacher.offload and phase is not Phase.LOGPROB
-                row[Component.TEACHER_WEIGHTS] = _leaving(Place.HOST, away)
+                row[Component.TEACHER_WEIGHTS] = _place(Place.HOST, away)
         if shared:
             sleeps = engines_sleep(config)
-            # A sleeping engine releases its weights, or moves them to the host if no refit brings them. Weights return
-            # in the refit, the KV cache after it.
+            # A sleeping engine releases its weights, or offloads them if refits send adapters alone. Weights return in
+            # the refit, the KV cache after it.
             to = Place.HOST if engines_serve_adapters(config.generation, config.policy) else Place.RELEASED
             for phase, row in table.items():
                 trains = phase in (Phase.LOGPROB, Phase.TRAIN)
-                row[Component.GENERATION_WEIGHTS] = _leaving(to, sleeps and trains)
-                row[Component.KV_CACHE] = _leaving(Place.RELEASED, sleeps and phase is not Phase.GENERATE)
+                row[Component.GENERATION_WEIGHTS] = _place(to, sleeps and trains)
+                row[Component.KV_CACHE] = _place(Place.RELEASED, sleeps and phase is not Phase.GENERATE)
         return cls(table, shared)
 
     @property
     def engines_sleep(self) -> bool:
-        """True if engines on the policy's device release memory for it, and take it back."""
+        """True if engines on the policy's device release memory between phases."""
         rows = self.places.values()
         return any(row.get(part) is Place.RELEASED for row in rows for part in ENGINE_COMPONENTS)
 
@@ -93,47 +87,35 @@ class Residency:
         return tuple(next(iter(self.places.values())))
 
     def place(self, phase: Phase, component: Component) -> Place:
-        """Return the component's place. Raises ValueError: the run has no such phase, or no such component there."""
-        if component not in self._row(phase):
-            raise ValueError(f"{component} are not on the policy's device in this run; {_listed(self.components)} are")
-        return self._row(phase)[component]
+        """Return the component's place. Raises ValueError: the run has no such phase or component."""
+        if phase not in self.places or component not in self.places[phase]:
+            phases, components = ", ".join(self.phases), ", ".join(self.components)
+            raise ValueError(f"this run has no {component} in the phase {phase}, but {components} in {phases}")
+        return self.places[phase][component]
 
     def policy_places(self, phase: Phase) -> dict[Component, Place]:
-        """Return the places of the components that the policy moves. Raises ValueError: there is no such phase."""
-        row = self._row(phase)
-        return {component: row[component] for component in POLICY_COMPONENTS}
-
-    def _row(self, phase: Phase) -> Mapping[Component, Place]:
-        if phase not in self.places:
-            raise ValueError(f"this run has no phase {phase}; it has {_listed(self.phases)}")
-        return self.places[phase]
+        """Return the places of the policy's components. Raises ValueError: the run has no such phase."""
+        return {component: self.place(phase, component) for component in POLICY_COMPONENTS}
 
 
 def _policy(config: Config, phase: Phase, shared: bool) -> dict[Component, Place]:
-    # Engines with their own devices do not need the memory, so offloading for generation has no effect.
-    leaves = frozenset(leaving_for_generation(config.policy) if shared else ())
-    # States that left before generation stay away until training, whatever the logprob phase's own key says.
-    states_leave = Component.OPTIMIZER_STATES in leaves
-    states_leave |= phase is Phase.LOGPROB and config.policy.offload_optimizer_states_for_logprob
+    # Offload for generation has no effect if engines have their own devices.
+    offloaded = frozenset(leaving_for_generation(config.policy) if shared else ())
+    # States that were offloaded for generation return for training.
+    states = Component.OPTIMIZER_STATES in offloaded
+    states |= phase is Phase.LOGPROB and config.policy.offload_optimizer_states_for_logprob
     on_cpu = config.policy.megatron_cfg.optimizer.optimizer_cpu_offload
-    # The memory of a recorded training pass stays with its graph.
+    # A CUDA graph keeps its activations, and the addresses of the gradients.
     graphs = records_training(config)
+    # Gradients have no contents between an optimizer step and the next training phase.
+    gradients = Component.GRADIENTS in offloaded or (phase is Phase.LOGPROB and not graphs)
     return {
-        Component.PARAMETERS: _leaving(Place.HOST, phase is Phase.GENERATE and Component.PARAMETERS in leaves),
-        # Gradients hold nothing between an optimizer step and the next training phase, which allocates them again. The
-        # logprob phase never keeps them, except for the addresses of a recorded training pass.
-        Component.GRADIENTS: _leaving(
-            Place.RELEASED,
-            phase is not Phase.TRAIN and (Component.GRADIENTS in leaves or (phase is Phase.LOGPROB and not graphs)),
-        ),
-        Component.OPTIMIZER_STATES: _leaving(Place.HOST, on_cpu or (phase is not Phase.TRAIN and states_leave)),
-        Component.ACTIVATIONS: _leaving(Place.RELEASED, phase not in (Phase.LOGPROB, Phase.TRAIN) and not graphs),
+        Component.PARAMETERS: _place(Place.HOST, phase is Phase.GENERATE and Component.PARAMETERS in offloaded),
+        Component.GRADIENTS: _place(Place.RELEASED, phase is not Phase.TRAIN and gradients),
+        Component.OPTIMIZER_STATES: _place(Place.HOST, on_cpu or (phase is not Phase.TRAIN and states)),
+        Component.ACTIVATIONS: _place(Place.RELEASED, phase not in (Phase.LOGPROB, Phase.TRAIN) and not graphs),
     }
 
 
-def _leaving(to: Place, leaves: bool) -> Place:
-    return to if leaves else Place.DEVICE
-
-
-def _listed(names: tuple[StrEnum, ...]) -> str:
-    return ", ".join(name.value for name in names)
+def _place(away: Place, is_away: bool) -> Place:
+    return away if is_away else Place.DEVICE

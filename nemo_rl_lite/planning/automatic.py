@@ -1,14 +1,14 @@
-"""Resolve `auto`: whether engines sleep, what leaves the GPU for them, the tokens of a micro-batch, and kept logits.
+"""Resolves `auto`: sleeping engines, offload during generation, tokens of a micro-batch, and kept logits.
 
-The first way that is predicted to fit the GPU is taken:
+The first option that is predicted to fit the GPU is chosen:
 
-    engines stay awake, and nothing moves
+    engines stay awake, nothing is offloaded
     engines sleep while the policy works
-    in addition, gradients, then weights, then optimizer states leave while the engines generate
+    in addition, gradients, then weights, then optimizer states are offloaded during generation
 
-Engines stay awake only if micro-batches of `ENOUGH_TOKENS` fit next to them. Micro-batches are as large as the GPU
-holds, up to `MOST_TOKENS`. Both are tokens of one GPU: context-parallel ranks share larger micro-batches. Logits are
-kept if there is room for them too, or if micro-batches that leave them room are at least `KEEPING_SHARE` as large.
+Engines stay awake only if micro-batches of `enough_tokens` fit next to them. Micro-batches are as large as the GPU
+holds, up to `MOST_TOKENS`. Both are tokens per GPU; context-parallel ranks share larger micro-batches. Logits are kept
+if they fit too, or if micro-batches that leave room for them are at least `KEEPING_SHARE` as large.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,27 +43,27 @@ from nemo_rl_lite.planning.budget import (
 )
 from nemo_rl_lite.planning.memory import kept_logits, micro_batch, own_part
 
-# Gradients are dropped and weights are copied; optimizer states are six times as large.
+# Gradients are dropped, weights copied; optimizer states are six times as large.
 CHEAPEST_FIRST: tuple[OffloadedComponent, ...] = ("gradients", "parameters", "optimizer_states")
 MOST_TOKENS, GRAIN = 65536, 1024
-# Predictions of a GPU's memory were up to 9 % too small (docs/benchmarks, plan-against-measured).
+# Margin for predictions of GPU memory that are too small (docs/benchmarks, plan-against-measured).
 USED = 0.9
-# With kept logits and somewhat smaller micro-batches training took 4 % less time (docs/performance.md).
+# Kept logits save more time than slightly larger micro-batches.
 KEEPING_SHARE = 0.8
-# Phases whose bytes depend on the micro-batch, and the others.
+# Phases with and without bytes that depend on the micro-batch.
 WORK, AROUND = (Phase.LOGPROB, Phase.TRAIN), (Phase.GENERATE, Phase.REFIT)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration without `auto`, and a sentence for each choice."""
+    """A configuration without `auto`, and a sentence per choice."""
 
     config: Config
     reasons: Sequence[str]
 
 
 def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> Resolved:
-    """Replace `auto`. On CPUs, or without the model's shape or the GPU's size, it stays as `config.sizes` reads it."""
+    """Replace `auto`. On CPUs, or for an unknown model or GPU, it stays; `config.sizes` has its values then."""
     if shape is None or gpu_bytes is None or not on_gpus(config):
         return Resolved(config, [])
     less = None
@@ -90,7 +90,7 @@ def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None
 
 
 def _ways(config: Config) -> Iterator[Config]:
-    """Yield the choices of what sleeps and moves, from the fastest to the one that needs the least memory."""
+    """Yield the options for sleep and offload, from the fastest to the one with the least memory."""
     policy, colocated = config.policy, config.generation.colocated
     shared = Residency.of(config).engines_share_device
     sleeps = [colocated.sleep]
@@ -106,7 +106,7 @@ def _ways(config: Config) -> Iterator[Config]:
         if policy.offload_for_generation == "auto" and shared and sleep:
             leaving = [movable[:count] for count in range(len(movable) + 1)]
         elif leaving[0] and not sleep and len(sleeps) > 1:
-            # The command asks for room, which only engines that sleep need.
+            # The command configures offload, which only sleeping engines need.
             continue
         for parts in leaving:
             yield replace(
@@ -122,7 +122,7 @@ def _fits(planned: Budget, phases: Sequence[Phase]) -> bool:
 
 
 def _most_tokens(config: Config, shape: ModelShape, gpu_bytes: int) -> int:
-    """Return the largest micro-batch that fits, or that of one longest sequence if none does."""
+    """Return the largest micro-batch that fits, at least one longest sequence."""
     least = sequences_together(config) * config.policy.max_total_sequence_length
     most = _most_useful(config)
     values = [*range(least, most, GRAIN), most]
@@ -135,7 +135,7 @@ def _most_tokens(config: Config, shape: ModelShape, gpu_bytes: int) -> int:
 
 
 def _most_useful(config: Config) -> int:
-    """Return the tokens of a replica's whole optimizer step, up to `MOST_TOKENS` for each GPU that shares them."""
+    """Return the tokens of a replica's optimizer step, up to `MOST_TOKENS` per GPU that shares them."""
     longest, together = config.policy.max_total_sequence_length, sequences_together(config)
     dims = parallel_dims(config)
     share = -(-sequences_per_optimizer_step(config) // dims.dp)
@@ -143,7 +143,7 @@ def _most_useful(config: Config) -> int:
 
 
 def _with_tokens(config: Config, tokens: int) -> Config:
-    """Return `config` with micro-batches of `tokens` in place of `auto`."""
+    """Return `config` with micro-batches of `tokens` instead of `auto`."""
     policy, mode = config.policy, batch_mode(config.policy, on_gpus(config))
     if mode == "fixed":
         return config
@@ -154,8 +154,8 @@ def _with_tokens(config: Config, tokens: int) -> Config:
 
 
 def _with_kept_logits(chosen: Config, config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, str]:
-    """Return `chosen` with logits kept for the backward pass or not, and why. They are if they fit too, or if `config`
-    leaves micro-batches to `auto` and slightly smaller ones leave room."""
+    """Return `chosen` with logits kept for the backward pass or not, and the reason. They are kept if they fit, or if
+    `config` has `auto` micro-batches and slightly smaller ones leave room."""
     parallel = chosen.policy.megatron_cfg
     kept, again = (_with_policy(chosen, megatron_cfg=replace(parallel, keep_logits=keep)) for keep in (True, False))
     nbytes = size(int(kept_logits(chosen, shape, own_part(chosen, training=True))))
@@ -169,9 +169,9 @@ def _with_kept_logits(chosen: Config, config: Config, shape: ModelShape, gpu_byt
     tokens = _most_tokens(undecided, shape, gpu_bytes)
     smaller = _with_tokens(undecided, tokens)
     if smaller != kept and tokens >= KEEPING_SHARE * micro_batch(chosen, training=True).tokens:
-        return smaller, f"logits are kept for the backward pass, for which micro-batches have {tokens:,} tokens"
+        return smaller, f"logits are kept for the backward pass, with micro-batches of {tokens:,} tokens"
     needed = f"{size(max(planned.device[phase] for phase in phases))}, above {USED:.0%} of {size(gpu_bytes)}"
-    return again, f"logits are computed twice, because training that keeps {nbytes} of them needs {needed}"
+    return again, f"logits are recomputed, because keeping {nbytes} of them needs {needed}"
 
 
 def _with_policy(config: Config, **values: Any) -> Config:
@@ -179,7 +179,7 @@ def _with_policy(config: Config, **values: Any) -> Config:
 
 
 def _moves(config: Config, chosen: Config, less: Budget | None) -> Iterator[str]:
-    """Yield why engines sleep and components move. `less`: the budget of the first way that does not fit."""
+    """Yield the reason for sleep and offload. `less`: budget of the first option that does not fit."""
     given = config.generation.colocated.sleep, config.policy.offload_for_generation
     if "auto" not in given or not Residency.of(config).engines_share_device:
         return
@@ -188,10 +188,10 @@ def _moves(config: Config, chosen: Config, less: Budget | None) -> Iterator[str]
         parts.append("engines sleep while the policy works" if sleeps else "engines stay awake")
     if config.policy.offload_for_generation == "auto":
         leaving = ", ".join(leaving_for_generation(chosen.policy)).replace("_", " ")
-        parts.append(f"{leaving} leave the GPU while engines generate" if leaving else "nothing moves")
+        parts.append(f"{leaving} are offloaded during generation" if leaving else "nothing is offloaded")
     name = " and ".join(parts)
     if less is not None and less.gpu_bytes is not None:
         needed = f"{size(less.device[less.fullest])} of {size(less.gpu_bytes)} in phase {less.fullest.value}"
-        yield f"{name}, {'because' if sleeps else 'although'} policy and engines together need {needed}"
+        yield f"{name}, {'because' if sleeps else 'although'} policy and awake engines need {needed}"
     else:
         yield name if sleeps else f"{name}, because policy and engines fit a GPU together"

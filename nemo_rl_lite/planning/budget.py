@@ -1,4 +1,4 @@
-"""The known GPUs; the budget of a GPU and its host, with its table; an engine's share of a GPU."""
+"""Known GPUs, the memory budget of a GPU and its host, and an engine's share of a GPU."""
 
 import re
 from collections.abc import Callable
@@ -35,12 +35,12 @@ from nemo_rl_lite.planning.memory import (
 )
 from nemo_rl_lite.system import machine
 
-# CUDA and NCCL contexts, captured graphs and torch's cached blocks, measured on H100s and H200s (docs/benchmarks,
-# plan-against-measured): with an engine on the GPU, with engines on other GPUs, and without engines.
+# CUDA and NCCL contexts, captured graphs and torch's cached blocks (docs/benchmarks, plan-against-measured): with a
+# colocated engine, with non-colocated engines, and without engines.
 OVERHEAD_SHARED, OVERHEAD_APART, OVERHEAD_ALONE = 7 * 2**30, 5 * 2**30, 3 * 2**30
-# A teacher's process in addition: assumed, not measured.
+# Addition for a teacher's process: an assumption.
 OVERHEAD_TEACHER = 2 * 2**30
-# vLLM's working memory, part of its share: bytes, and copies of a step's float32 logits.
+# vLLM's working memory within its share: bytes, plus copies of a step's float32 logits.
 WORKING, LOGITS = 2 * 2**30, 6
 _GRAIN = 100
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -50,7 +50,7 @@ ENGINE = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU: its name and memory in MiB by nvidia-smi, dense FLOP/s in bfloat16, and bytes/s of its memory."""
+    """A GPU model: name and MiB in nvidia-smi, dense bfloat16 FLOP/s, and memory bandwidth in bytes/s."""
 
     smi_name: str
     mib: int
@@ -58,14 +58,15 @@ class Gpu:
     bandwidth: float
 
 
-# Memory of the H100 and the H200 was read on one; the rest, and both rates, are the vendor's figures. Others of the
-# same family, such as an H100 on PCIe, have other names and rates.
+# Memory sizes of the H100 and the H200 are from nvidia-smi, other figures from the vendor. Variants, such as the H100
+# PCIe, have other names and rates.
 KNOWN = {
     "H100": Gpu("NVIDIA H100 80GB HBM3", 81559, 989e12, 3.35e12),
     "H200": Gpu("NVIDIA H200", 143771, 989e12, 4.8e12),
     "A100-80GB": Gpu("NVIDIA A100-SXM4-80GB", 81920, 312e12, 2.04e12),
     "A100-40GB": Gpu("NVIDIA A100-SXM4-40GB", 40960, 312e12, 1.56e12),
     "B200": Gpu("NVIDIA B200", 183359, 2250e12, 8e12),
+    "A10": Gpu("NVIDIA A10", 23028, 125e12, 0.6e12),
     "L40S": Gpu("NVIDIA L40S", 46068, 362e12, 0.86e12),
     "RTX4090": Gpu("NVIDIA GeForce RTX 4090", 24564, 165e12, 1.01e12),
 }
@@ -81,16 +82,19 @@ def parse_size(text: str) -> int:
 
 
 def size_of(gpu: str | None) -> tuple[str, int]:
-    """Return the name and bytes of `gpu` (a name or a size), or of this machine's smallest GPU, or of an `ASSUMED` one.
+    """Return the name and bytes of `gpu` (a name or a size); without it, of this machine's smallest GPU or `ASSUMED`.
 
     Raises:
-        ValueError: `gpu` is neither.
+        ValueError: `gpu` is neither a known name nor a size.
     """
     if gpu is None:
         found = machine.gpu_bytes()
-        return ("this machine's GPU", found) if found else (f"{ASSUMED} (none is here)", KNOWN[ASSUMED].mib * 2**20)
+        return ("this machine's GPU", found) if found else (f"{ASSUMED} (assumed)", KNOWN[ASSUMED].mib * 2**20)
+    wanted = re.sub(r"nvidia|[\W_]", "", gpu.lower())
     for name, known in KNOWN.items():
-        if gpu.lower() == name.lower():
+        # A100 is an A100-80GB, and H100-80GB an H100.
+        family = name.lower().partition("-")[0]
+        if wanted in (family, name.lower().replace("-", ""), f"{family}{round(known.mib / 1024)}gb"):
             return name, known.mib * 2**20
     try:
         return f"a GPU of {gpu}", parse_size(gpu)
@@ -99,13 +103,13 @@ def size_of(gpu: str | None) -> tuple[str, int]:
 
 
 def speed_of(gpu_bytes: int) -> tuple[str, Gpu]:
-    """Return the name and the rates of the known GPU whose memory is nearest to `gpu_bytes`."""
+    """Return the known GPU whose memory is closest to `gpu_bytes`, and its name."""
     name = min(KNOWN, key=lambda one: abs(KNOWN[one].mib * 2**20 - gpu_bytes))
     return name, KNOWN[name]
 
 
 def known_by_name(name: str | None) -> Gpu | None:
-    """Return the GPU that nvidia-smi calls `name`; None for an unknown one."""
+    """Return the known GPU by its name in nvidia-smi."""
     return next((one for one in KNOWN.values() if one.smi_name == name), None)
 
 
@@ -114,18 +118,18 @@ def known_by_name(name: str | None) -> Gpu | None:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of the fullest policy rank's GPU and of its host's memory. `gpu_bytes` is None for a run on CPUs."""
+    """Bytes on the GPU of the policy rank with the highest peak, and on its host. `gpu_bytes`: None on CPUs."""
 
     prediction: Prediction
     buffers: dict[Phase, int]
-    """Buffers of the refit, by phase. The refit's own phase includes the policy's copies of weights that an engine
-    shares: the policy frees them in the first refit."""
+    """Refit buffers by phase. The refit phase includes the policy's copies of shared weights, which the first refit
+    frees."""
     overhead: int
     reference: int
-    """Host memory of a rank's reference weights."""
+    """Host memory of the reference weights of a rank."""
     ranks_per_host: int
     engine_room: int
-    """Bytes of an engine's share beyond its weights and one longest sequence; 0 without engines."""
+    """Bytes of an engine's share minus its weights and one longest sequence; 0 without engines."""
     gpu_bytes: int | None
 
     @property
@@ -141,7 +145,7 @@ class Budget:
 
     @property
     def policy(self) -> dict[Phase, int]:
-        """Bytes that torch's allocator holds in the policy's process, by phase."""
+        """Bytes of torch's allocator in the policy's process, by phase."""
         sums = dict.fromkeys(self.device, self.policy_buffers)
         for (phase, component), nbytes in self.prediction.items():
             sums[phase] += 0 if component in ENGINE else nbytes.device
@@ -153,7 +157,7 @@ class Budget:
 
     @property
     def host(self) -> int:
-        """Host memory of all policy ranks of a machine, in the fullest phase. On CPUs it includes the device bytes."""
+        """Peak host memory of all policy ranks of a machine. On CPUs it includes device bytes."""
         on_cpus = self.gpu_bytes is None
         most = max(sums.host + (sums.device if on_cpus else 0) for sums in totals(self.prediction).values())
         return self.ranks_per_host * (most + self.reference)
@@ -173,7 +177,7 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
     """
     ranks, prediction = policy_ranks(config), predict(config, shape, gpu_bytes)
     bucket = _refit_buffers(config, shape, gpu_bytes)
-    # An engine that copies parameters needs a bucket only in the first refit.
+    # An engine that copies parameters needs a bucket in the first refit only.
     buffers = dict.fromkeys(totals(prediction), 0 if engines_copy(config) else bucket)
     own = max(shared_weights(config, shape, stage) for stage in range(parallel_dims(config).pp))
     if Phase.REFIT in buffers:
@@ -191,9 +195,9 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
 
 
 def engines_copy(config: Config) -> bool:
-    """Return whether engines copy the policy's parameters directly: the GPUs of one machine hold the whole model."""
+    """Return whether engines copy the policy's parameters directly: each machine's GPUs hold the whole model."""
     dims, cluster = parallel_dims(config), config.cluster
-    # On several machines, pipeline stages of every replica are spread over all.
+    # On several machines, the pipeline stages of a replica are on different machines.
     pipeline_apart = cluster.num_nodes > 1 and dims.pp > 1
     together = dims.neighbours <= cluster.gpus_per_node and not pipeline_apart
     shared = Residency.of(config).engines_share_device
@@ -202,8 +206,8 @@ def engines_copy(config: Config) -> bool:
 
 
 def _refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -> int:
-    """Return the bytes of the buckets in flight, or of the first refit's bucket in an engine that copies. A bucket is
-    at most the model, and at least its largest tensor."""
+    """Return the bytes of the buckets in flight, or of the first refit's bucket if engines copy. A bucket holds at
+    least the largest tensor and at most the model."""
     if not generates(config) or device_bytes is None:
         return 0
     weights = refit_bytes(config, shape)
@@ -222,7 +226,7 @@ def refit_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _reference(config: Config, shape: ModelShape) -> int:
-    """Return the bytes in host memory of the reference weights, and of the policy's own while they are swapped out."""
+    """Return the host bytes of the reference weights, and of the policy's weights while swapped out."""
     if not compares(config) or config.policy.megatron_cfg.peft.enabled:
         return 0
     dims = parallel_dims(config)
@@ -230,13 +234,13 @@ def _reference(config: Config, shape: ModelShape) -> int:
 
 
 def chooses_share(config: Config) -> bool:
-    """Return whether engines share GPUs with the policy and their share is `auto`."""
+    """Return whether engines are colocated and their share of the GPU is `auto`."""
     shared = Residency.of(config).engines_share_device and engine_of(config).takes_share
     return shared and config.generation.vllm_cfg.gpu_memory_utilization == "auto"
 
 
 def with_first_share(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
-    """Return `config` with the share that all sequences need, up to half of the GPU, but enough for one sequence."""
+    """Return `config` with a share for all sequences, at most half of the GPU and enough for one sequence."""
     if not chooses_share(config):
         return config
     longest = config.policy.max_total_sequence_length
@@ -246,8 +250,10 @@ def with_first_share(config: Config, shape: ModelShape, gpu_bytes: int) -> Confi
 
 
 def with_more_share(config: Config, shape: ModelShape, gpu_bytes: int, used: float) -> Config:
-    """Return `config` with more than `with_first_share` for engines that sleep while the policy works: as much as all
-    sequences need, if `used` of the GPU has room for it."""
+    """Return `config` with a larger share than `with_first_share` for engines that sleep while the policy works.
+
+    It is enough for all sequences if it fits into the share `used` of the GPU.
+    """
     if not engines_sleep(config):
         return config
     first = engine_share(config.generation)
@@ -258,7 +264,7 @@ def with_more_share(config: Config, shape: ModelShape, gpu_bytes: int, used: flo
 
 
 def _running(config: Config) -> int:
-    """Return the sequences that an engine decodes at a time."""
+    """Return the number of sequences that an engine decodes at a time."""
     return min(config.generation.vllm_cfg.max_num_seqs, -(-samples_per_step(config) // engines(config)))
 
 
@@ -275,21 +281,19 @@ def _with_share(config: Config, share: float) -> Config:
 
 
 def title(config: Config, shape: ModelShape, device_bytes: int | None) -> str:
-    """Return the table's title: rank, device and model."""
     ranks = policy_ranks(config)
-    whose = "the policy rank" if ranks == 1 else f"the fullest of {ranks} policy ranks"
+    whose = "the policy rank" if ranks == 1 else f"the policy rank (of {ranks}) with the highest peak"
     device = "a CPU" if not on_gpus(config) else "a GPU" if device_bytes is None else f"a GPU of {size(device_bytes)}"
     model = f"{config.policy.model_name} ({parameter_count(shape) / 1e6:,.0f} M parameters)"
     return f"predicted memory of {whose} on {device}: {model}"
 
 
 def headers(residency: Residency) -> list[str]:
-    """Return the table's column headers: one per phase."""
     return ["", *(phase.value for phase in residency.phases)]
 
 
 def render(residency: Residency, prediction: Prediction) -> list[list[str]]:
-    """Return the table's rows: each component's bytes and places by phase, then sums."""
+    """Return the rows of the table: bytes and places of each component by phase, then sums."""
     rows = []
     for component in residency.components:
         cells = [_cell(residency.place(phase, component), prediction[phase, component]) for phase in residency.phases]
@@ -306,7 +310,6 @@ def size(nbytes: int) -> str:
 
 
 def _cell(place: Place, nbytes: Bytes) -> str:
-    """Return a line for each place that holds a part of the component."""
     if place is Place.RELEASED:
         return "-"
     parts = [(Place.DEVICE, nbytes.device), (Place.HOST, nbytes.host)]
@@ -314,7 +317,7 @@ def _cell(place: Place, nbytes: Bytes) -> str:
 
 
 def last_that(holds: Callable[[int], bool], end: int) -> int | None:
-    """Return the largest number of 0..end for which the monotone `holds` is true; None if it is false for 0."""
+    """Return the largest number in 0..end for which the monotone `holds` is true; None if there is none."""
     if not holds(0):
         return None
     low, high = 0, end

@@ -1,4 +1,4 @@
-"""Predicted bytes of a run's checkpoints and exported model, and whether the disk of its folder has them."""
+"""Predicts the bytes of a run's checkpoints and exported model, and compares them with free disk space."""
 
 import shutil
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from nemo_rl_lite.models.shape import KNOWN_MODELS, ModelShape, NoModelError, mo
 from nemo_rl_lite.planning.budget import size
 from nemo_rl_lite.planning.memory import item_bytes, parameter_count, whole_trained_parameters
 
-# A predicted checkpoint that is larger than the free space by less than this share may still fit.
+# Tolerance for predictions that are too large.
 _SLACK = 0.1
 
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Bytes of one checkpoint, the most that are kept of them (0: none is saved), and bytes of `hf/`."""
+    """Bytes of a checkpoint, maximum number of kept checkpoints, and bytes of `hf/`."""
 
     checkpoint: int
     kept: int
@@ -29,8 +29,8 @@ class DiskUse:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> "DiskUse":
-        """Predict it. A checkpoint has the trained parameters, the optimizer's float32 copies of them, which only the
-        distributed optimizer has of float32 parameters too, and its moments."""
+        """Predict the use of a run. A checkpoint has the trained parameters, their float32 copies and the moments. Only
+        the distributed optimizer has copies of float32 parameters."""
         options, item, optimizer = config.checkpoint, item_bytes(config), config.policy.megatron_cfg.optimizer
         moments = 8 if optimizer.optimizer == "adam" else 4 if optimizer.sgd_momentum > 0 else 0
         copies = 4 if item < 4 or optimizer.use_distributed_optimizer else 0
@@ -44,7 +44,7 @@ class DiskUse:
 
     @property
     def total(self) -> int:
-        """Bytes of all that is kept, and of the checkpoint that is being written meanwhile."""
+        """Bytes of all that is kept, plus one checkpoint that is being written."""
         return (self.kept + (self.kept > 1)) * self.checkpoint + self.model
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class DiskUse:
 
 
 def too_little_space(config: Config, folder: Path) -> Iterator[Violation]:
-    """Yield a violation where the disk of a run's folder, which need not exist, has no room for one checkpoint."""
+    """Yield a violation if the disk of a run's folder has no room for one checkpoint. The folder need not exist."""
     use, free = _use(config), free_bytes(folder)
     if use is not None and use.kept and free < (1 - _SLACK) * use.checkpoint:
         rule = f"has {size(free)} free, and a checkpoint takes {size(use.checkpoint)}"
@@ -64,7 +64,7 @@ def too_little_space(config: Config, folder: Path) -> Iterator[Violation]:
 
 
 def little_space(config: Config, folder: Path) -> Iterator[str]:
-    """Yield a note where the disk has room for some, but not for all that the run keeps."""
+    """Yield a note if the disk has no room for all that the run keeps."""
     use, free = _use(config), free_bytes(folder)
     if use is None:
         return
@@ -75,13 +75,13 @@ def little_space(config: Config, folder: Path) -> Iterator[str]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk that a folder is on, or would be."""
+    """Return the free bytes of the disk of a folder, which need not exist."""
     folder = folder.absolute()
     return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
 
 
 def _use(config: Config) -> DiskUse | None:
-    """Return the use of a run whose model's shape is known here."""
+    """Return the use of a run; None for an unknown architecture."""
     name = config.policy.model_name
     try:
         shape = read_model_shape(name) or (model_shape(KNOWN_MODELS[name]) if name in KNOWN_MODELS else None)

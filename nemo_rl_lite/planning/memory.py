@@ -1,25 +1,24 @@
-"""Predict the bytes of each component in each phase on the fullest policy rank, and count parameters and FLOPs.
+"""Predicts the bytes of each component and phase on the policy rank with the highest peak; counts parameters and FLOPs.
 
 **Activations** follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section
-4: the tensors that each operation of a layer keeps for its backward pass. Our layer has no dropout, but grouped-query
-attention, RMSNorm and a gated MLP. With h the hidden size, q and k the widths of all queries and of all keys, and f the
-MLP's width, it keeps, in elements per token:
+4: the tensors that each operation of a layer keeps for its backward pass. The layer has no dropout, and has
+grouped-query attention, RMSNorm and a gated MLP. With hidden size h, total widths q of queries and k of keys, and MLP
+width f, it keeps, in elements per token:
 
     inputs and outputs of the two norms          4 h
     queries, keys and values as attended to      q + 2 k     and q + k more where they are normalised
     attention's output                           q
     gated MLP                                    3 f fused, 5 f on CPUs, where it is not
 
-Measured activations of SmolLM2-135M and of a 1.7 B Qwen3 are within 3 % of this, and offloaded modules of the latter
-within 1 % (docs/benchmarks). Experts, pipeline stages and CPUs were not measured.
+Measured activations of SmolLM2-135M and Qwen3-1.7B are within 3 % of the prediction (docs/benchmarks). Experts,
+pipeline stages and CPUs were not measured.
 
 **Parameters** are counted for models like Llama, Qwen2, Qwen3 and Mixtral, with or without experts: grouped-query
-attention, RMSNorm, gated MLPs. Latent attention (DeepSeek) is counted as if it were grouped-query attention.
+attention, RMSNorm, gated MLPs. Latent attention (DeepSeek) is counted as grouped-query attention.
 
-**FLOPs** are 2 per token for each weight of a matrix that multiplies it: attention's projections, the MLP, or the
-router and the chosen experts, and the LM head. In attention, each token attends to itself and those before it, once
-for scores and once for the sum. Not counted: norms, biases, activations, rotary embeddings, softmax, the loss, the
-lookup of embeddings, padding, and recomputation.
+**FLOPs** are 2 per token and weight of each matrix: attention's projections, the MLP or the router and the chosen
+experts, and the LM head. Causal attention adds the products for scores and for the weighted sum. Not counted: norms,
+biases, activations, rotary embeddings, softmax, the loss, embedding lookups, padding and recomputation.
 """
 
 import logging
@@ -54,10 +53,9 @@ from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 
 log = logging.getLogger(__name__)
 
-# Gradients are summed, over micro-batches and ranks, in float32.
+# Gradients are accumulated and reduced in float32.
 GRADIENT_BYTES = 4
 _ONE_RANK = ParallelDims(tp=1, pp=1, cp=1, ep=1, world=1)
-
 
 # Modules of `offload_modules` that consist of others.
 _FUSED = {"fused_group_mlp": ("expert_fc1", "moe_act")}
@@ -72,16 +70,16 @@ class MicroBatch:
 
 
 def micro_batch(config: Config, training: bool) -> MicroBatch:
-    """Return the largest micro-batch of training, or of logprob inference. Context-parallel ranks share it."""
+    """Return the largest micro-batch of training or logprob inference, which context-parallel ranks share."""
     policy = config.policy
     longest, mode = policy.max_total_sequence_length, batch_mode(policy, on_gpus(config))
     together = sequences_together(config) if training else 1
     if mode == "fixed":
         for_training, for_logprobs = micro_batch_sizes(config)
         return MicroBatch((for_training * together if training else for_logprobs) * longest, longest)
-    # A sequence or pair above the limit is a micro-batch by itself.
+    # A sequence or pair above the limit is a separate micro-batch.
     tokens = max(mb_tokens(policy, mode, training), together * longest)
-    # A replica's sequences per call are unknown for a validation set.
+    # The size of a validation set is unknown.
     if training or generates(config):
         sequences = sequences_per_optimizer_step(config) if training else samples_per_step(config)
         tokens = min(tokens, -(-sequences // parallel_dims(config).dp) * longest)
@@ -101,28 +99,28 @@ def item_bytes(config: Config) -> int:
 
 
 def hidden_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Return the bytes of the hidden states between two layers. Tensor-parallel ranks all hold them, unless they split
-    the sequence."""
+    """Return the bytes of the hidden states between two layers. Tensor-parallel ranks replicate them without sequence
+    parallelism."""
     ranks = parallel_dims(config).tp if config.policy.megatron_cfg.sequence_parallel else 1
     return batch.tokens * item_bytes(config) * shape.hidden / ranks
 
 
 def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[str, float]:
-    """Return the bytes that a layer keeps for its backward pass, by module: the names of `offload_modules`, and `rest`.
-    With experts, the mean over layers."""
+    """Return the bytes that a layer keeps for its backward pass, by the names of `offload_modules` and `rest`. With
+    experts, return the mean over layers."""
     tensor, item, hidden = parallel_dims(config).tp, item_bytes(config), hidden_bytes(config, shape, batch)
-    # Bytes of one tensor per unit of its width.
+    # Bytes of one tensor per unit of width.
     elements = batch.tokens * item / tensor
     queries, keys = elements * shape.heads * shape.head_dim, elements * shape.kv_heads * shape.head_dim
     sparse = 1 - shape.dense_layers / shape.layers
     shared = sparse * elements * shape.shared_ffn
-    # With tensor parallelism, experts require a split sequence, so each rank dispatches its own tokens.
+    # With tensor parallelism, experts require sequence parallelism, so each rank dispatches its own tokens.
     dispatched = sparse * shape.experts_per_token
     fused = on_gpus(config)
-    # Flash attention keeps one float32 per token and head, megatron-core's own attention all scores.
+    # Flash attention keeps one float32 per token and head; megatron-core's attention keeps all scores.
     scores = batch.tokens * 4 * shape.heads / tensor * (1 if fused else batch.row)
     return {
-        # Transformer Engine fuses a norm into the following linear layer, except for the norm before experts.
+        # Transformer Engine fuses norms into the next linear layer, except before experts.
         "attn_norm": 0.0,
         "qkv_linear": 2 * hidden + (queries + keys if shape.qk_norm else 0),
         "core_attn": queries + 2 * keys,
@@ -130,22 +128,22 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
         "mlp_norm": sparse * hidden,
         "mlp": 2 * (1 - sparse) * hidden + (3 if fused else 5) * (1 - sparse) * elements * shape.ffn,
         "expert_fc1": dispatched * hidden,
-        # The router's probability multiplies the expert's activation, which is one more tensor.
+        # Multiplying by the router's probability keeps one more tensor.
         "moe_act": dispatched * elements * (3 if fused else 6) * shape.expert_ffn,
         "rest": sparse * (hidden + 8 * batch.tokens * shape.experts) + (3 if fused else 5) * shared + scores,
     }
 
 
 def mlp_gradients(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Return the bytes of the gradients of a gated MLP's two inner tensors and their product, for the mean width."""
+    """Return the bytes of the gradients of a gated MLP's two inner tensors and their product, at mean width."""
     sparse = 1 - shape.dense_layers / shape.layers
     width = (1 - sparse) * shape.ffn + sparse * (shape.experts_per_token * shape.expert_ffn + shape.shared_ffn)
     return 3 * width * batch.tokens * item_bytes(config) / parallel_dims(config).tp
 
 
 def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple[int, int]:
-    """Return the bytes (device, host) at the start of a pipeline stage's backward pass, where memory peaks. Stage s of
-    p holds the activations of p - s micro-batches."""
+    """Return the bytes (device, host) at the start of a stage's backward pass, where memory peaks. Stage s of p holds
+    the activations of p - s micro-batches."""
     parallel, batch = config.policy.megatron_cfg, own_part(config, training=True)
     dims = parallel_dims(config)
     layer = layer_bytes(config, shape, batch)
@@ -155,19 +153,19 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
     head = 2 * hidden + head_bytes(config, shape, batch) if stage == dims.pp - 1 else 0.0
     waiting = 0.0
     if parallel.fine_grained_activation_offloading and not parallel.activation_checkpointing:
-        # The inputs of the last layer stay on the device: the backward pass needs them first.
+        # The last layer's inputs stay on the device, as the backward pass needs them first.
         parts = [part for module in parallel.offload_modules or () for part in _FUSED.get(module, (module,))]
         chosen = parallel.activation_offload_fraction * sum(layer[part] for part in parts)
         waiting = (layers * in_flight - 1) * chosen
-    # After the head, the gradient of a layer takes about as many bytes as the layer's activations. A recomputed layer
-    # has both at once; then the gradients of its MLP count most.
+    # After the head, a layer's gradients take about as many bytes as its activations. A recomputed layer has both at
+    # once, mostly the gradients of its MLP.
     working = sum(layer.values()) + (mlp_gradients(config, shape, batch) if parallel.activation_checkpointing else 0.0)
     device = layers * in_flight * kept - waiting + max(head, working)
     return int(device), int(waiting)
 
 
 def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
-    """Return the peak bytes of logprob inference on a pipeline stage: in a layer, or for logits."""
+    """Return the peak bytes of logprob inference on a pipeline stage."""
     batch = own_part(config, training=False)
     working = sum(layer_bytes(config, shape, batch).values())
     if stage < parallel_dims(config).pp - 1:
@@ -176,13 +174,16 @@ def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
 
 
 def slice_logits(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Return how many logits exist at a time (`policy/vocab_chunks.py`)."""
+    """Return the number of logits in memory at a time (`policy/vocab_chunks.py`)."""
     return batch.tokens * min(VOCABULARY_SLICE, shape.vocabulary / parallel_dims(config).tp)
 
 
 def head_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Return the LM head's bytes at the start of the backward pass: a slice's float32 logits and their gradient, the
-    float32 gradient of the hidden states, that of the head's matrix, and kept logits."""
+    """Return the LM head's bytes at the start of the backward pass.
+
+    They are a slice's float32 logits and their gradient, the gradients of hidden states (float32) and of the head's
+    matrix, and kept logits.
+    """
     item = item_bytes(config)
     matrix = item * shape.hidden * shape.vocabulary / parallel_dims(config).tp
     kept = kept_logits(config, shape, batch) if keeps_logits(config.policy) else 0.0
@@ -190,13 +191,13 @@ def head_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
 
 
 def kept_logits(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Return the bytes of a micro-batch's logits on one rank, if they are kept for the backward pass."""
+    """Return the bytes of a micro-batch's logits on one rank."""
     return batch.tokens * item_bytes(config) * shape.vocabulary / parallel_dims(config).tp
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of a rank's parameters, which are replicated over different groups of ranks."""
+    """Numbers of a rank's parameters outside and inside experts."""
 
     dense: int
     experts: int
@@ -207,15 +208,14 @@ class Parameters:
 
 
 def parameter_count(shape: ModelShape) -> int:
-    """Return the number of the model's parameters."""
     layers = sum(_in_layers(shape, shape.layers, tensor=1, expert=1))
     embeddings = 1 if shape.tied_embeddings else 2
     return layers + embeddings * shape.vocabulary * shape.hidden + shape.hidden
 
 
 def rank_parameters(shape: ModelShape, dims: ParallelDims, stage: int) -> Parameters:
-    """Count the parameters of a rank of pipeline stage `stage`, from 0, whose layers count as mean ones. Tied
-    embeddings are on the first and on the last stage. The vocabulary is a multiple of the tensor parallel size."""
+    """Count the parameters of a rank of a pipeline stage, with layers of mean size. Tied embeddings are on the first
+    and the last stage. The vocabulary is a multiple of the tensor parallel size."""
     dense, experts = _in_layers(shape, dims.stage_layers(shape.layers)[stage], dims.tp, dims.ep)
     first, last = stage == 0, stage == dims.pp - 1
     matrices = 1 if dims.pp == 1 and shape.tied_embeddings else first + last
@@ -224,8 +224,10 @@ def rank_parameters(shape: ModelShape, dims: ParallelDims, stage: int) -> Parame
 
 
 def unlike_the_engine(shape: ModelShape, dims: ParallelDims, stage: int) -> int:
-    """Count a rank's weights that an engine of the same tensor parallel size has in another order: Megatron groups
-    queries, keys and values by heads, vLLM has all queries, all keys and all values."""
+    """Count a rank's weights whose order differs in an engine of the same tensor parallel size.
+
+    Megatron groups queries, keys and values by heads; vLLM has all queries, then all keys, then all values.
+    """
     columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return dims.stage_layers(shape.layers)[stage] * columns * (shape.hidden + (1 if shape.qkv_bias else 0)) // dims.tp
 
@@ -233,8 +235,8 @@ def unlike_the_engine(shape: ModelShape, dims: ParallelDims, stage: int) -> int:
 def trained_parameters(
     shape: ModelShape, dims: ParallelDims, peft: LoraConfig, stage: int, grouped: bool
 ) -> Parameters:
-    """Count the parameters with gradients: all, or with LoRA the adapters'. A rank's experts share an adapter if they
-    are `grouped`, as on GPUs."""
+    """Count the trained parameters: all, or LoRA's adapters. `grouped` experts of a rank share an adapter, as on
+    GPUs."""
     if not peft.enabled:
         return rank_parameters(shape, dims, stage)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -257,20 +259,20 @@ def trained_parameters(
 
 
 def whole_trained_parameters(shape: ModelShape, peft: LoraConfig, grouped: bool) -> int:
-    """Count the parameters with gradients of the whole model, see `trained_parameters`."""
+    """Count the trained parameters of the whole model."""
     return trained_parameters(shape, _ONE_RANK, peft, stage=0, grouped=grouped).total
 
 
 def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
-    """Count the elements of the adapters that engines get: A and B of each projection. Those that Megatron fuses share
-    their A in the policy."""
+    """Count the elements of the adapters in engines. Each projection has its own A; in the policy, projections that
+    Megatron fuses share one."""
     whole = trained_parameters(shape, _ONE_RANK, peft, stage=0, grouped=True).total
     again = {"linear_qkv": 2, "linear_fc1": 1}
     return whole + sum(again.get(name, 0) for name in peft.target_modules) * shape.layers * shape.hidden * peft.dim
 
 
 def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tuple[int, int]:
-    """Count a rank's parameters of `layers` of the model's layers: outside experts, and in experts."""
+    """Count a rank's parameters in `layers` layers: outside and inside experts."""
     hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys if shape.qkv_bias else 0)
@@ -285,7 +287,7 @@ def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tupl
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes on the rank's device and in host memory."""
+    """Bytes on a rank's device and in host memory."""
 
     device: int = 0
     host: int = 0
@@ -298,11 +300,11 @@ Prediction = Mapping[tuple[Phase, Component], Bytes]
 
 
 def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict[tuple[Phase, Component], Bytes]:
-    """Predict every phase and component of `Residency.of(config)` on the pipeline stage with the highest peak, after
-    the first step. `planning.budget` adds contexts, refit buffers and reference weights.
+    """Predict every phase and component of `Residency.of(config)` after the first step, on the pipeline stage with the
+    highest peak. `planning.budget` adds contexts, refit buffers and reference weights.
 
     Raises:
-        ValueError: an engine shares a GPU, and `device_bytes`, the size of one, is None.
+        ValueError: an engine shares a GPU, and `device_bytes` is None.
     """
     residency = Residency.of(config)
     stages = [_of_stage(config, shape, residency, device_bytes, stage) for stage in range(parallel_dims(config).pp)]
@@ -310,7 +312,6 @@ def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict
 
 
 def totals(prediction: Prediction) -> dict[Phase, Bytes]:
-    """Sum all components, by phase."""
     sums: dict[Phase, Bytes] = {}
     for (phase, _), nbytes in prediction.items():
         sums[phase] = sums.get(phase, Bytes()) + nbytes
@@ -318,7 +319,7 @@ def totals(prediction: Prediction) -> dict[Phase, Bytes]:
 
 
 def predicted_metrics(prediction: Prediction) -> dict[str, float]:
-    """Return the metrics `memory/predicted/<phase>/<component>`: bytes on the device."""
+    """Return bytes on the device as metrics `memory/predicted/<phase>/<component>`."""
     return {
         f"memory/predicted/{phase}/{component}": float(nbytes.device)
         for (phase, component), nbytes in prediction.items()
@@ -349,7 +350,7 @@ def _of_stage(
         if component is Component.ACTIVATIONS:
             return _activations(config, shape, phase, stage)
         if component is Component.TEACHER_WEIGHTS:
-            # The copy in host memory stays there.
+            # The copy in host memory is permanent.
             return Bytes(host=of_teacher if config.teacher.offload else 0) + _at(place, of_teacher, moved=False)
         return _at(place, sizes[component])
 
@@ -359,7 +360,7 @@ def _of_stage(
 
 
 def _at(place: Place, nbytes: int, moved: bool = True) -> Bytes:
-    """Return bytes at a place. Unless they are `moved`, those on the host are counted elsewhere."""
+    """Return bytes at a place. Host bytes count only if they are `moved`."""
     match place:
         case Place.DEVICE:
             return Bytes(device=nbytes)
@@ -378,7 +379,7 @@ def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) ->
     if phase is not Phase.LOGPROB:
         return kept
     own = logprob_activations(config, shape, stage)
-    # Teacher and policy score one after the other.
+    # Teacher and policy compute logprobs sequentially.
     return kept + Bytes(max(own, teacher_activation_bytes(config)) if has_teacher(config) else own)
 
 
@@ -399,14 +400,14 @@ def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> B
 
 
 def engine_weights(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of weights, and of adapters that the engine applies itself, on one of an engine's devices."""
+    """Return the bytes of weights and served adapters on one of an engine's devices."""
     serves = engines_serve_adapters(config.generation, config.policy)
     adapters = served_adapters(shape, config.policy.megatron_cfg.peft) if serves else 0
     return (parameter_count(shape) + adapters) * item_bytes(config) // engine_ranks(config)
 
 
 def shared_weights(config: Config, shape: ModelShape, stage: int) -> int:
-    """Return the bytes of a policy rank's frozen weights that the engine on its GPU holds: none if the two split
+    """Return the bytes of a policy rank's frozen weights in the memory of the engine on its GPU; 0 if the two split
     matrices differently."""
     dims = parallel_dims(config)
     if not engines_share_weights(config) or dims.tp != config.generation.vllm_cfg.tensor_parallel_size:
@@ -421,12 +422,12 @@ def token_cache_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def teacher_shape(config: Config) -> ModelShape | None:
-    """Return the shape of the run's teacher; None if there is none, or, with a warning, if it is unknown."""
+    """Return the teacher's architecture; None without a teacher or, with a warning, if it is unknown."""
     return _shape(config.teacher.model_name or "") if has_teacher(config) else None
 
 
 def teacher_weight_bytes(config: Config) -> int:
-    """Return the bytes of the weights on the teacher's fullest rank."""
+    """Return the largest bytes of weights on a teacher's rank."""
     shape, own = teacher_shape(config), as_teacher(config)
     if shape is None:
         return 0
@@ -435,7 +436,7 @@ def teacher_weight_bytes(config: Config) -> int:
 
 
 def teacher_activation_bytes(config: Config) -> int:
-    """Return the peak bytes of the teacher's pass over a micro-batch, with its largest logits."""
+    """Return the peak bytes of the teacher's pass over a micro-batch, including top-k logits."""
     shape, own = teacher_shape(config), as_teacher(config)
     if shape is None:
         return 0
@@ -449,12 +450,12 @@ def _shape(name: str) -> ModelShape | None:
     try:
         return find_shape(name)
     except NoModelError as error:
-        log.warning("the teacher's memory and seconds are not predicted: %s", error)
+        log.warning("the teacher's memory and time are not predicted: %s", error)
         return None
 
 
 def matrix_weights(shape: ModelShape, experts: int) -> int:
-    """Count the weights of all matrices, with `experts` experts in each layer."""
+    """Count the weights of all matrices, with `experts` experts per layer."""
     hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
     attention = hidden * 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     shared = 3 * hidden * shape.shared_ffn + (hidden if shape.shared_ffn else 0)
@@ -464,7 +465,7 @@ def matrix_weights(shape: ModelShape, experts: int) -> int:
 
 
 def forward_flops(shape: ModelShape, tokens: float) -> float:
-    """Return the FLOPs of a forward pass over a sequence of this length, without adapters."""
+    """Return the FLOPs of a forward pass over a sequence, without adapters."""
     attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens * (tokens + 1)
     return _matrices(shape, tokens) + attention
 
@@ -473,29 +474,29 @@ def forward_flops(shape: ModelShape, tokens: float) -> float:
 class SequenceFlops:
     """FLOPs of the policy's passes over a sequence, by its number of tokens.
 
-    The backward pass takes twice the forward pass, for the gradients of a matrix's input and of its weights. Weights
-    that LoRA freezes have no gradient. (That of the first matrix's input, which is not needed then, is still counted.)
+    The backward pass takes twice the forward pass, for gradients of inputs and of weights. Weights that LoRA freezes
+    have no gradient.
     """
 
     shape: ModelShape
     peft: LoraConfig
 
     def reference(self, tokens: float) -> float:
-        """A forward pass of the reference policy, which has no adapters."""
+        """Return the FLOPs of a forward pass of the reference, which has no adapters."""
         return forward_flops(self.shape, tokens)
 
     def forward(self, tokens: float) -> float:
-        """A forward pass of the policy."""
+        """Return the FLOPs of a forward pass of the policy."""
         return forward_flops(self.shape, tokens) + 2 * self._adapter_weights * tokens
 
     def training(self, tokens: float) -> float:
-        """A forward and a backward pass of the policy."""
+        """Return the FLOPs of a forward and a backward pass of the policy."""
         frozen = _matrices(self.shape, tokens) if self.peft.enabled else 0.0
         return 3 * self.forward(tokens) - frozen
 
     @cached_property
     def _adapter_weights(self) -> int:
-        """Weights of the adapters that a token passes; each of its experts counts one, even a shared one."""
+        """Weights of the adapters that a token passes, counted once per expert even if experts share one."""
         if not self.peft.enabled or not self.shape.layers:
             return 0
         visited = replace(self.shape, experts=self.shape.experts_per_token)
@@ -504,13 +505,12 @@ class SequenceFlops:
 
 @dataclass(frozen=True)
 class DecodingBytes:
-    """Bytes that a GPU of an engine must read while it decodes."""
+    """Bytes that an engine's GPU reads per decoding step."""
 
     step: float
-    """In each step: the weights of all matrices, and of all experts, since sequences that decode together visit nearly
-    all. Of embeddings only the tokens' rows are read."""
+    """Weights of all matrices and experts: sequences of a batch together use nearly all experts."""
     token: float
-    """In each step, for each token that a decoding sequence has in its KV cache."""
+    """Bytes per token in the KV caches."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> "DecodingBytes":

@@ -1,4 +1,4 @@
-"""Plan a run: what it needs, whether it fits, what would fit, and the seconds of a step, as tables."""
+"""Plans a run: memory, whether it fits, alternatives and step time, as tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,16 +41,16 @@ Row = tuple[str, str]
 class Plan:
     config: Config
     overrides: Sequence[str]
-    """Those that `config` was composed from."""
+    """The overrides of `config`."""
     shape: ModelShape
     gpu: str
     """Name of the planned device."""
     host_bytes: int | None
-    """Host memory of a machine; None if unknown."""
+    """Host memory of a machine; None for no check."""
     budget: Budget
     micro_batch: "MicroBatchLimit"
     automatic: Sequence[str]
-    """A sentence for each resolved `auto`."""
+    """A sentence per resolved `auto`."""
 
     @property
     def fits(self) -> bool:
@@ -63,7 +63,7 @@ class Plan:
 def make_plan(
     config: Config, overrides: Sequence[str], shape: ModelShape, gpu: tuple[str, int], host_bytes: int | None
 ) -> Plan:
-    """Plan `config`, composed from `overrides`, on a GPU of this name and bytes, which a run on CPUs ignores."""
+    """Plan `config`, composed from `overrides`. `gpu`: name and bytes, ignored on CPUs."""
     name, nbytes = gpu if on_gpus(config) else ("CPUs", None)
     found = resolve_auto(config, shape, nbytes)
     config = found.config
@@ -72,14 +72,14 @@ def make_plan(
 
 
 def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None) -> None:
-    """Print the plan as tables. `mean_length`: mean tokens of a response, for the seconds of a step."""
+    """Print the plan as tables. `mean_length`: mean tokens per response, for the step time."""
     config, shape, one = plan.config, plan.shape, plan.budget
     console.table("layout", ["", ""], [list(row) for row in parallel_rows(config, shape)])
     if on_gpus(config):
         rows = list(rank_rows(config))
         console.table("what is where", ["", "", "policy", "generation"], rows[:RANK_ROWS])
         if len(rows) > RANK_ROWS:
-            console.say(f"... and {len(rows) - RANK_ROWS} rows more")
+            console.say(f"... and {len(rows) - RANK_ROWS} more rows")
     cache = one.prediction.get((Phase.GENERATE, Component.KV_CACHE))
     batches = batch_rows(config, cache.device if cache else 0, shape)
     console.table("batches", ["", ""], [list(row) for row in batches])
@@ -89,7 +89,7 @@ def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None)
         *components, _, host = memory
         memory = [
             *components,
-            ["refit's buffers", *(size(nbytes) if nbytes else "-" for nbytes in one.buffers.values())],
+            ["refit buffers", *(size(nbytes) if nbytes else "-" for nbytes in one.buffers.values())],
             ["contexts, graphs, slack", *([size(one.overhead)] * len(one.device))],
             ["whole GPU", *(size(nbytes) for nbytes in one.device.values())],
             host,
@@ -102,7 +102,7 @@ def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None)
         console.say(line)
     if presets:
         rows = [_preset_row(plan, name, preset) for name, preset in presets.items()]
-        console.table("offload presets", ["", "fullest phase", "GPU", "host, a machine", ""], rows)
+        console.table("offload presets", ["", "peak phase", "GPU", "host, per machine", ""], rows)
         for name, reason in presets.items():
             if isinstance(reason, str):
                 console.say(f"offload={name} is refused here: {reason}")
@@ -115,14 +115,14 @@ def _show_time(plan: Plan, gpu_bytes: int, mean_length: float | None, console: R
     divisions = time.Divisions(config, plan.overrides, plan.shape, gpu_bytes, lengths)
     present = divisions.present()
     others = list(divisions.others(present))
-    console.table("seconds of a step", time.HEADERS, time.rows(present, others))
-    said = "assumed; --mean-length N knows better" if mean_length is None else "as --mean-length says"
+    console.table("step time in seconds", time.HEADERS, time.rows(present, others))
+    said = "assumed; set --mean-length N" if mean_length is None else "from --mean-length"
     console.say(
         f"predicted at the rates of {speed_of(gpu_bytes)[0]} GPUs, for prompts of {lengths.prompt:.0f} tokens and "
         f"responses of {lengths.mean:.0f}, the longest of {lengths.longest:.0f} ({said})"
     )
     if config.environment.name is not None or config.agent.name is not None:
-        console.say("waiting for the environment or the agent is not predicted")
+        console.say("time of the environment or the agent is not predicted")
     for line in time.lines(present, others):
         console.say(line)
 
@@ -132,19 +132,19 @@ def _verdict(plan: Plan, presets: dict[str, Budget | str]) -> Iterator[str]:
     if one.gpu_bytes is not None:
         full = f"{size(one.device[one.fullest])} of {size(one.gpu_bytes)} in phase {one.fullest.value}"
         yield f"{'fits' if one.fits_device else 'DOES NOT FIT'}: {full} on {plan.gpu}"
-        most = f"{limit.most}{', all of an optimizer step' if limit.whole else ''}" if limit.most else "none fits"
+        most = f"{limit.most}{', a whole optimizer step' if limit.whole else ''}" if limit.most else "none fits"
         if one.engine_room < 0:
             needs = f"{size(-one.engine_room)} more of each GPU for its weights and one sequence"
-            yield f"an engine wants {needs}: generation.vllm_cfg.gpu_memory_utilization, tensor_parallel_size"
+            yield f"an engine needs {needs}: raise generation.vllm_cfg.gpu_memory_utilization or tensor_parallel_size"
         yield f"largest {limit.key} that trains: {most} (now {limit.now})"
     if one.host:
         there = f" of {size(plan.host_bytes)}" if plan.host_bytes is not None else ""
-        for_what = ", for what leaves the GPUs and for reference weights" if on_gpus(plan.config) else ""
-        word = "host memory" if plan.fits_host(one) else "HOST MEMORY DOES NOT SUFFICE"
-        yield f"{word}: {size(one.host)}{there} a machine{for_what}"
+        for_what = ", for offloaded components and reference weights" if on_gpus(plan.config) else ""
+        word = "host memory" if plan.fits_host(one) else "HOST MEMORY IS TOO SMALL"
+        yield f"{word}: {size(one.host)}{there} per machine{for_what}"
     yield f"disk: {DiskUse.of(plan.config, plan.shape)}"
     if generates(plan.config) and one.gpu_bytes is not None:
-        yield f"a refit: {size(refit_bytes(plan.config, plan.shape))}"
+        yield f"refit: {size(refit_bytes(plan.config, plan.shape))}"
     if not plan.fits:
         fitting = [name for name, preset in presets.items() if _preset_row(plan, name, preset)[-1] == "fits"]
         yield f"would fit: {', '.join(f'offload={name}' for name in fitting) or 'no offload preset'}"
@@ -159,8 +159,8 @@ def _preset_row(plan: Plan, name: str, one: Budget | str) -> list[str]:
 
 @dataclass(frozen=True)
 class MicroBatchLimit:
-    """`key` has the value `now` and fits up to `most`, 0 if training does not fit. `whole`: `most` holds a rank's whole
-    optimizer step."""
+    """The largest micro-batch: `key` is `now` and fits up to `most` (0: training does not fit). `whole`: `most` is a
+    rank's whole optimizer step."""
 
     key: str
     now: int
@@ -197,7 +197,7 @@ def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None
 def preset_budgets(
     overrides: Sequence[str], shape: ModelShape, gpu_bytes: int | None
 ) -> Iterator[tuple[str, Budget | str]]:
-    """Yield each offload preset with its budget, or with why the rules refuse it here."""
+    """Yield each offload preset with its budget, or with the reason why it is invalid here."""
     others = [override for override in overrides if not override.startswith("offload=")]
     for preset in groups()["offload"]:
         try:
@@ -224,13 +224,13 @@ def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
     if not generates(config):
         return
     count, wide = engines(config), engine_ranks(config)
-    where = "on the policy's GPUs" if config.generation.colocated.enabled else "on GPUs of their own"
+    where = "colocated" if config.generation.colocated.enabled else "on separate GPUs"
     where = where if on_gpus(config) else "on CPUs"
     yield "engines", f"{count} of {config.generation.backend}, tensor {wide}, {where}"
 
 
 def rank_rows(config: Config) -> Iterator[list[str]]:
-    """Yield node, GPUs, policy rank and engine; neighbours that share all of them share a row."""
+    """Yield node, GPUs, policy rank and engine; GPUs with the same content share a row."""
     dims, a_node = parallel_dims(config), config.cluster.gpus_per_node
     wide, shared = config.generation.vllm_cfg.tensor_parallel_size, config.generation.colocated.enabled
     generating = generation_gpus(config) if generates(config) else 0
@@ -250,34 +250,34 @@ def rank_rows(config: Config) -> Iterator[list[str]]:
 
 
 def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row]:
-    """Yield rows from a step's samples to a rank's micro-batches. `kv_bytes`: KV cache on an engine's GPU, or 0."""
+    """Yield rows about a step, from samples to micro-batches. `kv_bytes`: KV cache on an engine's GPU, or 0."""
     policy, replicas = config.policy, parallel_dims(config).dp
     batch, longest = sequences_per_optimizer_step(config), policy.max_total_sequence_length
     if generates(config):
         options, samples, each = config.options(RolloutAlgorithmConfig), samples_per_step(config), engines(config)
         prompts, answers = options.num_prompts_per_step, options.num_generations_per_prompt
         steps = f"{samples // batch} optimizer step{'s' * (samples > batch)}"
-        yield "a step", f"{prompts} prompts x {answers} answers = {samples} samples, {steps}"
+        yield "step", f"{prompts} prompts x {answers} responses = {samples} samples, {steps}"
         limit = config.generation.vllm_cfg.max_num_seqs
         tokens, held = config.generation.max_new_tokens, ""
         if kv_bytes and on_gpus(config):
-            held = f"; its KV cache holds {kv_bytes // (token_cache_bytes(config, shape) * longest)} of the longest"
+            held = f"; the KV cache holds {kv_bytes // (token_cache_bytes(config, shape) * longest)} longest sequences"
         yield (
-            "an engine",
-            f"{-(-samples // each)} samples of at most {tokens} tokens per turn, at most {limit} at a time{held}",
+            "engine",
+            f"{-(-samples // each)} samples of up to {tokens} tokens per turn, up to {limit} at a time{held}",
         )
     pairs = " (pairs count twice)" if sequences_together(config) > 1 else ""
     yield (
-        "an optimizer step",
-        f"{batch} sequences{pairs} of at most {longest} tokens, {-(-batch // replicas)} a replica",
+        "optimizer step",
+        f"{batch} sequences{pairs} of up to {longest} tokens, {-(-batch // replicas)} per replica",
     )
     tokens, mode = micro_batch(config, training=True), batch_mode(policy, on_gpus(config))
     together, share = sequences_together(config), -(-batch // replicas)
     count = -(-share // (together * max(1, tokens.tokens // (together * longest))))
-    kind = {"packed": "packed into one row", "dynamic": "padded, of like length", "fixed": "padded"}[mode]
+    kind = {"packed": "packed into one row", "dynamic": "padded, of similar length", "fixed": "padded"}[mode]
     ranks = parallel_dims(config).cp
-    split = f", which {ranks} context-parallel ranks share" if ranks > 1 else ""
-    yield "a micro-batch", f"at most {tokens.tokens} tokens, {kind}{split}; at most {count} a rank and optimizer step"
+    split = f", split over {ranks} context-parallel ranks" if ranks > 1 else ""
+    yield "micro-batch", f"up to {tokens.tokens} tokens, {kind}{split}; up to {count} per rank and optimizer step"
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -1,12 +1,12 @@
-"""Predict the seconds of a GRPO step on GPUs, and who waits for whom in each split of a run's GPUs.
+"""Predicts the step time of GRPO on GPUs, for each split of the GPUs between engines and policy.
 
-The policy takes the FLOPs of `planning/memory.py` at `MFU` of the peak, and its layers' forward pass twice if it
-recomputes activations. A layer takes at least `LAUNCH_S` per pass over a micro-batch, to launch its kernels. Engines
-read their weights once per step and each request's KV cache once per token at `READS` of the memory's bandwidth, or
-take the tokens' FLOPs, whichever is longer; their own work comes on top.
+The policy takes the FLOPs of `planning/memory.py` at `MFU` of the peak. Recomputing activations adds a forward pass of
+the layers. A layer takes at least `LAUNCH_S` per pass over a micro-batch, to launch its kernels. Engines read weights
+once per decoding step and each request's KV cache once per token, at `READS` of the memory bandwidth. If the tokens'
+FLOPs take longer, they count instead. The engines' overhead is added.
 
-The constants fit our records: docs/benchmarks, plan-time-against-measured. Not predicted: offload moves, communication
-between ranks, environments, rewards, agents, and resampled prompts.
+The constants fit the records of docs/benchmarks/plan-time-against-measured. Not predicted: offload moves, communication
+between ranks, environments, rewards, agents and resampled prompts.
 """
 
 import math
@@ -55,22 +55,22 @@ from nemo_rl_lite.planning.memory import (
 from nemo_rl_lite.validation.algorithm import corrects_staleness
 from nemo_rl_lite.validation.compose import compose_config
 
-# Reached shares of the peak FLOP/s and of the memory's bandwidth.
+# Achieved shares of peak FLOP/s and memory bandwidth.
 MFU, READS = 0.5, 0.78
-# The least seconds of a layer for a forward pass over a micro-batch; a backward pass takes as many.
+# Minimum time of a layer's forward or backward pass over a micro-batch.
 LAUNCH_S = 4.5e-3
-# An engine's own seconds per step, token and request.
+# Overhead of an engine per decoding step, token and request.
 ENGINE_STEP_S, TOKEN_S, REQUEST_S = 1e-3, 1.5e-5, 5e-4
-# Seconds of a CPU optimizer per parameter of a rank.
+# Time of a CPU optimizer step per parameter of a rank.
 CPU_OPTIMIZER_S = 8e-10
-# Seconds of a refit and its check besides its bytes: engines on their own GPUs, engines that wake up, and engines that
-# stay awake on the policy's GPUs.
+# Fixed time of a refit and its check: non-colocated engines, colocated engines that wake up, and colocated engines that
+# stay awake.
 REFIT_APART_S, REFIT_WAKING_S, REFIT_AWAKE_S = 0.2, 0.35, 0.1
 # Bytes/s of a refit: on one machine, and over a link of 400 Gb/s between machines.
 RATE_INSIDE, RATE_BETWEEN = 1e11, 5e10
-# Predictions that differ by less than this share cannot be told apart.
+# Predictions that differ by less than this share count as equal.
 CLOSE = 0.1
-HEADERS = ["engine GPUs", "policy GPUs", "generation", "logprob", "train", "refit", "in turn", "one step off"]
+HEADERS = ["engine GPUs", "policy GPUs", "generation", "logprob", "train", "refit", "sync", "one step off"]
 _COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
 _RESOURCES = [f"{_COLOCATED}.resources.{name}" for name in ("num_nodes", "gpus_per_node")]
 _CORRECTED = [f"{_LOSS}.use_importance_sampling_correction=true", f"{_LOSS}.truncated_importance_sampling_ratio=2"]
@@ -78,7 +78,7 @@ _CORRECTED = [f"{_LOSS}.use_importance_sampling_correction=true", f"{_LOSS}.trun
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a step's sequences: mean prompt (with an environment's turns), mean response, longest response."""
+    """Tokens of a step's sequences. `prompt`: mean, with an environment's turns; `mean`, `longest`: responses."""
 
     prompt: float
     mean: float
@@ -87,7 +87,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step's phases."""
+    """Time of the phases of a step, in seconds."""
 
     generation: float
     logprob: float
@@ -96,23 +96,22 @@ class StepTime:
 
     @property
     def policy(self) -> float:
-        """Seconds of the policy's work on a rollout."""
         return self.logprob + self.train
 
     @property
-    def in_turn(self) -> float:
-        """Seconds of a synchronous step."""
+    def synchronous(self) -> float:
+        """Time of a synchronous step."""
         return self.generation + self.policy + self.refit
 
     @property
     def overlapped(self) -> float:
-        """Seconds of a step that trains while the engines generate the next rollout."""
+        """Time of a step that trains while the engines generate the next rollout."""
         return max(self.generation, self.policy) + self.refit
 
 
 def assumed_lengths(config: Config, mean: float | None = None) -> Lengths:
-    """Assume lengths before a run: unless `mean` is given, responses have half of `max_new_tokens`, the longest all of
-    them, and prompts half of the rest of a sequence."""
+    """Assume lengths before a run. Responses have half of `max_new_tokens` without `mean`, the longest has all, and
+    prompts have half of the remaining length."""
     longest = config.generation.max_new_tokens
     room = max(2, config.policy.max_total_sequence_length - longest)
     return Lengths(room / 2, longest / 2 if mean is None else mean, longest)
@@ -135,12 +134,11 @@ def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Len
 
 
 def logprob_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths) -> float:
-    """Return the seconds for logprobs of a step's samples under one set of weights."""
+    """Return the time for logprobs of a step's samples under one set of weights."""
     return _passes(config, shape, gpu, lengths, samples_per_step(config), training=False)
 
 
 def optimizer_step_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths) -> float:
-    """Return the seconds of one optimizer step."""
     seconds = _passes(config, shape, gpu, lengths, sequences_per_optimizer_step(config), training=True)
     parallel, dims = config.policy.megatron_cfg, parallel_dims(config)
     if parallel.optimizer.optimizer_cpu_offload:
@@ -150,13 +148,13 @@ def optimizer_step_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths:
 
 
 def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:
-    """Return the seconds to sample a step's responses. A prompt is computed once for all its samples."""
+    """Return the time to sample the responses of a step. A prompt is prefilled once for all its samples."""
     item, wide = item_bytes(config), engine_ranks(config)
     weights, token_bytes = parameter_count(shape) * item // wide, token_cache_bytes(config, shape)
     cache = engine_of(config).kv_bytes(config, token_bytes, weights, gpu_bytes)
     room = min(config.generation.vllm_cfg.max_num_seqs, int(cache / (token_bytes * (lengths.prompt + lengths.mean))))
     requests = -(-samples_per_step(config) // engines(config))
-    # Requests without room wait until others end.
+    # Requests without room in the cache wait.
     waves = max(1, requests / max(1, room))
     steps = waves * lengths.mean + max(0, lengths.longest - lengths.mean)
     caches = requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
@@ -171,39 +169,39 @@ def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: i
 
 
 def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, sequences: int, training: bool) -> float:
-    """Return the seconds of the policy's passes over `sequences`: forward, and in training backward."""
+    """Return the time of the policy's forward (and in training backward) passes over `sequences`."""
     parallel, dims = config.policy.megatron_cfg, parallel_dims(config)
     padded = batch_mode(config.policy, on_gpus(config)) == "fixed"
     length = lengths.prompt + (lengths.longest if padded else lengths.mean)
     batch, share = micro_batch(config, training), sequences / dims.dp
-    # A pack has as many sequences as fit, a padded micro-batch its rows.
+    # A packed micro-batch has as many sequences as fit, a padded one has its rows.
     count = math.ceil(share / (batch.tokens // batch.row if padded else batch.tokens / length))
     again = 1 if training and parallel.activation_checkpointing else 0
     whole, matrix = (SequenceFlops(own, parallel.peft) for own in (shape, replace(shape, layers=0, dense_layers=0)))
     work, last = ((own.training if training else own.forward)(length) for own in (whole, matrix))
     of_layers = work - last + again * (whole.forward(length) - matrix.forward(length))
-    # The last pipeline stage also has the LM head. All wait for the busiest.
+    # The last pipeline stage also has the LM head. The slowest stage counts.
     layers = dims.stage_layers(shape.layers)
     stages = [of_layers * own / shape.layers for own in layers]
     stages[-1] += last
     launches = 1 + again + (1 if training else 0)
     flops = max(stages) * share / count / (dims.tp * dims.cp)
     each = max(flops / (MFU * gpu.flops), launches * max(layers) * LAUNCH_S)
-    # The pipeline takes as many passes to fill as it has further stages.
+    # Filling the pipeline takes a pass per further stage.
     return (count + dims.pp - 1) * each
 
 
 @dataclass(frozen=True)
 class GpuSplit:
-    """A split of a run's GPUs; colocated, each counts for both sides."""
+    """A split of a run's GPUs. Colocated GPUs count for both sides."""
 
     engine_gpus: int
     policy_gpus: int
     colocated: bool
     overlaps: bool = False
-    """Engines generate while the policy trains. On the same GPUs, a step takes at most the sum of the phases."""
+    """True: engines generate while the policy trains."""
     time: StepTime | None = None
-    """None if the rules refuse the split, or if it does not fit."""
+    """None if the split is invalid or does not fit."""
     refusal: str = ""
     overrides: Sequence[str] = ()
     """Overrides to add to the command."""
@@ -212,16 +210,15 @@ class GpuSplit:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step; infinite if refused."""
+        """Step time; infinite if refused. For colocated engines that overlap, an upper limit."""
         if self.time is None:
             return math.inf
-        return self.time.overlapped if self.overlaps and not self.colocated else self.time.in_turn
+        return self.time.overlapped if self.overlaps and not self.colocated else self.time.synchronous
 
 
 @dataclass(frozen=True)
 class Divisions:
-    """The splits of the GPUs of `config`, composed from `overrides`. With their own GPUs, engines generate one step
-    ahead."""
+    """Splits of the GPUs of `config`, composed from `overrides`. Non-colocated engines generate one step ahead."""
 
     config: Config
     overrides: Sequence[str]
@@ -230,11 +227,11 @@ class Divisions:
     lengths: Lengths
 
     def present(self) -> GpuSplit:
-        """The configuration as it is."""
+        """Return the configured split."""
         return self._predicted(self.config)
 
     def others(self, present: GpuSplit) -> Iterator[GpuSplit]:
-        """Yield the colocated split, and each number of GPUs for engines, or of machines if there are several."""
+        """Yield the colocated split, and each number of engine GPUs, or engine machines if there are several."""
         nodes, total = self.config.cluster.num_nodes, all_gpus(self.config)
         if not present.colocated:
             wanted = [f"{_COLOCATED}.enabled=true", f"{_SOURCE}=on_policy"]
@@ -245,7 +242,7 @@ class Divisions:
         if not generates_ahead(self.config):
             corrects = options.loss is not None or corrects_staleness(options.loss_fn)
             ahead = [f"{_SOURCE}=one_step_off", *([] if corrects else _CORRECTED)]
-        # A policy on its own GPUs makes no room for engines.
+        # A non-colocated policy makes no room for engines.
         makes_room = leaving_for_generation(self.config.policy)
         for number in range(1, count):
             wanted = [f"{_COLOCATED}.enabled=false", f"{key}={number}", f"{other}=null", *ahead]
@@ -254,13 +251,13 @@ class Divisions:
             yield self._first(ways if makes_room else [wanted], split)
 
     def _first(self, ways: Sequence[Sequence[str]], split: GpuSplit) -> GpuSplit:
-        """Return the first way to ask for a split that the rules accept and that fits."""
+        """Return the split with the first valid overrides that fit."""
         reasons, values = [], dict(flatten(asdict(self.config)))
         for wanted in ways:
             parsed = zip(wanted, map(parse_override, wanted), strict=True)
-            # Leave out keys that have the value already.
+            # Omit keys that already have the value.
             changes = [text for text, one in parsed if one and values.get(one.key_or_group, text) != one.value()]
-            # Colocated engines have no GPUs of their own to count.
+            # Colocated engines have no separate GPUs.
             replaced = {*given_keys(changes), *(_RESOURCES if split.colocated else [])}
             gone = [one for one in self.overrides if replaced & {*given_keys([one])}]
             try:
@@ -270,7 +267,7 @@ class Divisions:
                 continue
             if budget(resolve_auto(config, self.shape, self.gpu_bytes).config, self.shape, self.gpu_bytes).fits_device:
                 return replace(self._predicted(config), overrides=changes, instead_of=gone)
-            reasons.append("it does not fit the GPUs' memory")
+            reasons.append("the GPUs' memory is too small")
         return replace(split, refusal=reasons[0])
 
     def _predicted(self, config: Config) -> GpuSplit:
@@ -281,7 +278,7 @@ class Divisions:
 
 
 def rows(present: GpuSplit, others: Sequence[GpuSplit]) -> list[list[str]]:
-    """Return a row of seconds for each split; `now` marks the present one."""
+    """Return a row of times for each split; `now` marks the configured one."""
     table = []
     others = [one for one in others if one.engine_gpus != present.engine_gpus]
     for one in sorted([present, *others], key=lambda one: (not one.colocated, one.engine_gpus)):
@@ -291,22 +288,22 @@ def rows(present: GpuSplit, others: Sequence[GpuSplit]) -> list[list[str]]:
             table.append([*gpus, *["-"] * 5, "refused, see below"])
         else:
             overlapped = "-" if one.colocated else _seconds(one.time.overlapped)
-            table.append([*gpus, *map(_seconds, [*astuple(one.time), one.time.in_turn]), overlapped])
+            table.append([*gpus, *map(_seconds, [*astuple(one.time), one.time.synchronous]), overlapped])
     return table
 
 
 def lines(present: GpuSplit, others: Sequence[GpuSplit]) -> Iterator[str]:
-    """Yield who waits, what is refused, and what to type for the shortest step."""
+    """Yield sentences about idle time, refused splits, and the overrides of the shortest step."""
     if present.time is not None:
         time, now = present.time, f"now: a step takes {_seconds(present.seconds)} s"
         if present.colocated:
-            how = "work at the same time" if present.overlaps else "take turns"
-            yield f"{now}{' at most' * present.overlaps}, in which engines and policy {how} on the same GPUs"
+            how = "concurrently" if present.overlaps else "alternately"
+            yield f"{now}{' at most' * present.overlaps}; engines and policy work {how} on the same GPUs"
         else:
             late = time.generation - time.policy
             waits = (max(late, 0), max(-late, 0)) if present.overlaps else (time.generation, time.policy)
             own, theirs = map(_seconds, waits)
-            yield f"{now}, in which the policy waits {own} s for the engines and the engines {theirs} s for the policy"
+            yield f"{now}; the policy waits {own} s for the engines, and the engines wait {theirs} s for the policy"
     for key in dict.fromkeys(one.refusal.split()[0] for one in others if one.refusal):
         alike = [one for one in others if one.refusal.startswith(f"{key} ")]
         numbers = ", ".join(str(one.engine_gpus) for one in alike)
@@ -314,16 +311,16 @@ def lines(present: GpuSplit, others: Sequence[GpuSplit]) -> Iterator[str]:
         yield f"refused with {numbers} of the GPUs for engines{first}: {alike[0].refusal}"
     shortest = min([present, *others], key=lambda one: one.seconds)
     if not others:
-        yield "one GPU cannot be divided"
+        yield "one GPU cannot be split"
     elif shortest.seconds >= (1 - CLOSE) * present.seconds:
-        yield f"no other division makes the step shorter by {CLOSE:.0%} or more"
+        yield f"no other split shortens the step by {CLOSE:.0%} or more"
     else:
-        apart = f"{shortest.engine_gpus} of the GPUs for engines that work while the policy trains"
+        apart = f"{shortest.engine_gpus} GPUs for engines, which generate while the policy trains"
         how = "colocated engines" if shortest.colocated else apart
-        yield f"shortest step: {_seconds(shortest.seconds)} s with {how}; the overrides for it:"
+        yield f"shortest step: {_seconds(shortest.seconds)} s with {how}; overrides:"
         yield shlex.join(shortest.overrides)
         if shortest.instead_of:
-            yield f"in place of: {shlex.join(shortest.instead_of)}"
+            yield f"instead of: {shlex.join(shortest.instead_of)}"
 
 
 def _seconds(seconds: float) -> str:

@@ -1,8 +1,8 @@
-"""Fine-grained activation offload through megatron-core: chosen modules keep saved tensors in pinned host memory.
+"""Fine-grained activation offload, by megatron-core: chosen modules keep saved tensors in pinned host memory.
 
-Copies out overlap with the forward pass, copies in with the backward pass. One manager in each process follows the
-modules. It takes the first pass as the pattern of all later ones and offloads only what that pass had. So it must see
-training passes alone, and start over where one has more micro-batches than any before.
+Copies to the host overlap with the forward pass, copies to the device with the backward pass. A manager per process
+takes the first pass as the pattern for later ones. So it must see training passes alone, and start again when one has
+more micro-batches than any before.
 """
 
 import os
@@ -16,32 +16,28 @@ from torch import Tensor
 from nemo_rl_lite.compat.megatron import learn_pattern_again, micro_batches_in_pattern, offload_manager
 from nemo_rl_lite.config.schema import MegatronConfig
 
-# Without this variable, Transformer Engine >= 2.10 would offload by itself, weights included. It reads the variable
-# while it is imported.
+# Disables offload by Transformer Engine >= 2.10, which would include weights. It reads the variable during its import.
 _ENVIRONMENT = {"NVTE_CPU_OFFLOAD_V1": "1"}
-# megatron-core does not have this one of the `offload_modules`.
+# An entry of `offload_modules` that megatron-core lacks.
 MLP = "mlp"
 FUSED_EXPERTS = "fused_group_mlp"
 
 
 def environment(config: MegatronConfig) -> dict[str, str]:
-    """Return the variables that a policy process needs in its environment from its start."""
+    """Return environment variables for the start of a policy process."""
     return dict(_ENVIRONMENT) if config.fine_grained_activation_offloading else {}
 
 
 def set_fields(provider: Any, config: MegatronConfig) -> None:
-    """Set on megatron-bridge's provider, before it is finalized, which modules offload.
-
-    Raises:
-        RuntimeError: the process was started without `environment`.
-    """
+    """Set the modules that offload, on megatron-bridge's provider before it is finalized. Raises RuntimeError: the
+    process was started without `environment`."""
     if not config.fine_grained_activation_offloading:
         return
     missing = [f"{name}={value}" for name, value in _ENVIRONMENT.items() if os.environ.get(name) != value]
     if missing:
         raise RuntimeError(f"fine_grained_activation_offloading needs {', '.join(missing)} from a process' start")
     provider.fine_grained_activation_offloading = True
-    # megatron-core does not know `mlp` and needs at least one name; attn_norm saves nothing under Transformer Engine.
+    # megatron-core needs at least one name; attn_norm saves nothing with Transformer Engine.
     provider.offload_modules = [name for name in config.offload_modules or [] if name != MLP] or ["attn_norm"]
     provider.activation_offload_fraction = config.activation_offload_fraction
     if FUSED_EXPERTS in provider.offload_modules:
@@ -49,20 +45,19 @@ def set_fields(provider: Any, config: MegatronConfig) -> None:
 
 
 def add_mlps(chunks: Sequence[Any], config: MegatronConfig) -> None:
-    """Offload what MLPs without experts save, the largest part of such a layer; megatron-core has no such module."""
+    """Offload saved tensors of MLPs without experts, the largest part of such a layer."""
     if not config.fine_grained_activation_offloading or MLP not in (config.offload_modules or []):
         return
     from megatron.core.transformer.mlp import MLP as DenseMLP
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)]
-    for layer in layers:
-        if isinstance(layer.mlp, DenseMLP):
+    for layer in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, DenseMLP):
             watch(layer.mlp)
 
 
 def watch(module: Any) -> None:
-    """Offload what `module` saves, by megatron-core's manager; its first argument and first result are tensors."""
+    """Let megatron-core's manager offload a module's saved tensors; its first argument and result are tensors."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         FineGrainedActivationOffloadingInterface as Group,
     )
@@ -76,7 +71,7 @@ def watch(module: Any) -> None:
     def end(_: Any, __: Any, result: Any) -> Any:
         group = groups.pop()
         group.__exit__()
-        # After an error there is no result.
+        # The result is None after an error.
         return None if result is None else group.group_offload(result)
 
     module.register_forward_pre_hook(begin)
@@ -87,15 +82,15 @@ def watch(module: Any) -> None:
 def suspended(chunks: Sequence[Any]) -> Iterator[None]:
     """Suspend offload within the block, for passes without a backward pass.
 
-    The manager would take such a pass as its pattern. It lacks core_attn, and a module that is missing from the pattern
-    ends the offload of all modules.
+    The manager would take such a pass as its pattern. The pattern would lack core_attn, which would end the offload of
+    all modules.
     """
     configs = _configs(chunks)
     if not configs:
         yield
         return
     manager = offload_manager()
-    # The first call hides the pass from models and schedules, the second from the modules.
+    # The first line hides the pass from models and schedules, the second from modules.
     _set_all(configs, False)
     manager.disable_offload()
     try:
@@ -107,12 +102,12 @@ def suspended(chunks: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def training_pass(chunks: Sequence[Any], micro_batches: int) -> Iterator[None]:
-    """Wrap each training pass. The manager learns its pattern again where the pass has more micro-batches than any
-    before; otherwise it would silently keep the additional ones on the device."""
+    """Wrap each training pass. If it has more micro-batches than any before, the manager learns its pattern again, or
+    the additional micro-batches would silently stay on the device."""
     hooks = []
     if _configs(chunks) and micro_batches_in_pattern() < micro_batches:
         learn_pattern_again(HostBuffers())
-        # While the manager learns, the backward pass fetches tensors without checking that they are on the host.
+        # While the manager learns, the backward pass does not wait for copies to the host.
         hooks = [chunk.register_forward_hook(_wait_for_copies_out) for chunk in chunks]
     try:
         yield
@@ -122,20 +117,19 @@ def training_pass(chunks: Sequence[Any], micro_batches: int) -> Iterator[None]:
 
 
 class HostBuffers:
-    """Allocates pinned tensors from torch's cache, in place of megatron-core's pool.
+    """Pinned tensors from torch's cache, which replace megatron-core's pool.
 
-    That pool keeps its tensors by shape. With packed or dynamic batches hardly two micro-batches have the same shape,
-    so the host's memory would fill. The pool also reuses a tensor while a copy from it may be in flight.
+    The pool keeps tensors by shape. Packed or dynamic micro-batches have many shapes, so it would fill host memory. It
+    also reuses tensors while copies from them may be in flight.
     """
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def free(self, tensor: Tensor) -> None:
-        """Do nothing: torch frees the tensor with its last reference."""
+        """Do nothing: torch frees a tensor with its last reference."""
 
-    def reset(self) -> None:
-        """Do nothing: no tensors are kept."""
+    def reset(self) -> None: ...
 
 
 def _wait_for_copies_out(*_: Any) -> None:
@@ -143,7 +137,7 @@ def _wait_for_copies_out(*_: Any) -> None:
 
 
 def _configs(chunks: Sequence[Any]) -> list[Any]:
-    """Return the configurations in the model that have the feature on."""
+    """Return the model's configurations with offload enabled."""
     modules = (module for chunk in chunks for module in chunk.modules())
     own = {id(module.config): module.config for module in modules if hasattr(module, "config")}
     return [config for config in own.values() if getattr(config, "fine_grained_activation_offloading", False)]

@@ -1,8 +1,8 @@
-"""Weights, optimizer and schedule of a policy in megatron-core's distributed checkpoints.
+"""Save and load a policy's weights, optimizer and schedule as megatron-core's distributed checkpoints.
 
-Every rank writes its shards, in a thread, and ranks of another layout read the shards that they need. Reading runs no
-code from the files. For some optimizers megatron-core's checkpoints lack states that do not exist yet, step counts, or
-the two parts of its CPU optimizer; these are completed.
+Each rank writes its shards in a thread. Ranks of any layout read the shards that they need, without running code from
+the files. For some optimizers, megatron-core's checkpoints lack unmade states, step counts, or parts of its CPU
+optimizer; this module adds them.
 """
 
 import os
@@ -26,42 +26,31 @@ from nemo_rl_lite.policy import optimizer as cpu_optimizer
 from nemo_rl_lite.policy.memory import torch_optimizers
 from nemo_rl_lite.policy.model import MegatronModel, is_adapter
 
-# How megatron-core writes optimizer states, by `checkpoint.resume_layouts`: by parameter, gathered in host memory of
-# one rank of each data-parallel group; or each rank writes its share of the optimizer's buckets.
+# megatron-core's formats of optimizer states, by `checkpoint.resume_layouts`: by parameter, gathered in host memory of
+# one rank per data-parallel group; or each rank's share of the optimizer's buckets.
 _OPTIMIZER_FORMATS = {
-    "any": {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-    },
+    "any": {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True},
     "data_parallel": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
 _FORMAT = "resume_layouts"
-
-# The file name that torch.distributed.checkpoint uses.
+# torch.distributed.checkpoint's index.
 INDEX_FILE = ".metadata"
-
-# torch.distributed.checkpoint reads other objects than tensors with weights_only=False; this overrides it.
+# Overrides torch.distributed.checkpoint's weights_only=False.
 _TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_METADATA = "torch.distributed.checkpoint.metadata"
-
-# Everything that an index may name, besides torch's constants.
+# The names that an index may contain, in addition to torch's constants.
+_METADATA = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+    *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
 _NAMES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "Metadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
 }
-
-# Errors that reading a damaged file may raise.
+# Errors from reading a damaged file.
 _OF_DAMAGED_FILES = (
     OSError,
     RuntimeError,
@@ -79,63 +68,52 @@ _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class PolicyState:
-    """Saved and loaded state that a policy rank resumes from. Every method but `is_written` is collective; all
-    components must be on the device. A model with adapters saves only these; the other weights do not change."""
+    """State that a policy rank saves and resumes from. With LoRA, only adapters are saved, because other weights do not
+    change. All methods except `is_written` are collective; all components must be on the device."""
 
     def __init__(self, model: MegatronModel, optimizer: Any, scheduler: Any, resume_layouts: str = "any"):
-        """`resume_layouts`: the format of saves; `load` reads either.
-
-        Raises:
-            CheckpointError: see `check_padding`.
-        """
+        """`resume_layouts`: the format of saves; `load` reads both. Raises CheckpointError: see `check_padding`."""
         check_padding(optimizer)
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._format = resume_layouts
         self._writing: _Writing | None = None
 
     def begin_save(self, folder: Path) -> None:
-        """Copy the state to host memory and begin to write it to `folder`, which is empty and which all ranks see. Once
-        this returns, training may continue.
+        """Copy the state to host memory and start to write it to `folder`, which is empty and visible to all ranks.
+        Training may continue when this returns.
 
         Raises:
             RuntimeError: the previous save was not finished.
             CheckpointError: megatron-core cannot save this model or optimizer, or not to this folder.
         """
         if self._writing is not None:
-            raise RuntimeError("finish_save comes before the next begin_save")
-        there = torch.tensor(folder.is_dir(), dtype=torch.int32, device=self._model.device)
-        dist.all_reduce(there, dist.ReduceOp.MIN)
-        if not there:
+            raise RuntimeError("call finish_save before the next begin_save")
+        is_visible = torch.tensor(folder.is_dir(), dtype=torch.int32, device=self._model.device)
+        dist.all_reduce(is_visible, dist.ReduceOp.MIN)
+        if not is_visible:
             raise CheckpointError(f"{folder} is not on a file system that every node sees (hydra.run.dir)")
         make_states(self._optimizer)
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
         try:
             request = async_request(self._sharded(self._format, is_loading=False), folder)
-        # megatron-core refuses a model or optimizer by an assertion, on all ranks alike.
+        # megatron-core rejects a model or optimizer with an assertion, on all ranks.
         except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
             raise CheckpointError(_cause(error)) from error
         self._writing = _Writing(request, folder, self._live_storages())
 
     def is_written(self) -> bool:
-        """Return whether this rank has written its shards, or failed to."""
+        """Return whether this rank's thread has ended."""
         return self._writing is None or not self._writing.thread.is_alive()
 
     def finish_save(self) -> dict[str, str]:
-        """Wait until all ranks have written and make the folder loadable. Returns the digests of this rank's shards.
-
-        Raises:
-            CheckpointError: a rank could not write.
-        """
+        """Wait for all ranks and make the folder loadable. Returns the digests of this rank's shards. Raises
+        CheckpointError: a rank could not write."""
         writing, self._writing = self._writing, None
         return {} if writing is None else writing.finish()
 
     def load(self, folder: Path) -> None:
-        """Resume from the checkpoint of a run of this layout or another.
-
-        Raises:
-            CheckpointError: there is no checkpoint, or it is that of another model.
-        """
+        """Resume from a checkpoint of any layout. Raises CheckpointError: there is none, or it is of another model."""
         from megatron.core import dist_checkpointing
 
         make_states(self._optimizer)
@@ -143,10 +121,10 @@ class PolicyState:
             form = str(dist_checkpointing.load_common_state_dict(str(folder)).get(_FORMAT, "any"))
         state = _read(self._sharded(form, is_loading=True), folder)
         self._put_weights(state)
-        # In float32 the main parameters are the model's own, which require a gradient.
+        # In float32 the main parameters are the model's, which require a gradient.
         with own_settings(self._optimizer, state["optimizer"]), torch.no_grad():
             self._optimizer.load_state_dict(state["optimizer"])
-        # Only the number of steps is read from the saved schedule; its shape comes from the configuration.
+        # The schedule itself comes from the configuration.
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=state["scheduler"]["num_steps"])
         complete_states(self._optimizer)
@@ -159,15 +137,15 @@ class PolicyState:
 
     def _put_weights(self, state: dict[str, Any]) -> None:
         for index, chunk in enumerate(self._model.bare_chunks):
-            # All weights but the adapters are the starting model's.
+            # With LoRA the checkpoint has the adapters alone.
             chunk.load_state_dict(state[f"model{index}"], strict=self._model.lora is None)
 
     def _sharded_weights(self) -> dict[str, Any]:
-        models, everything = {}, self._model.lora is None
-        for index, chunk in enumerate(self._model.bare_chunks):
-            state = chunk.sharded_state_dict()
-            models[f"model{index}"] = {name: one for name, one in state.items() if everything or is_adapter(name)}
-        return models
+        everything, states = self._model.lora is None, [one.sharded_state_dict() for one in self._model.bare_chunks]
+        return {
+            f"model{index}": {name: one for name, one in state.items() if everything or is_adapter(name)}
+            for index, state in enumerate(states)
+        }
 
     def _sharded(self, form: str, is_loading: bool) -> dict[str, Any]:
         models = self._sharded_weights()
@@ -178,7 +156,7 @@ class PolicyState:
         return {**models, "optimizer": optimizer, "scheduler": self._scheduler.state_dict(), _FORMAT: form}
 
     def _live_storages(self) -> set[int]:
-        """Return addresses of the memory that training keeps writing to."""
+        """Return addresses of memory that training writes to."""
         tensors = self._model.state()
         for optimizer in torch_optimizers(self._optimizer):
             tensors += [parameter for _, parameter in _parameters(optimizer)]
@@ -188,17 +166,17 @@ class PolicyState:
 
 
 class _Writing:
-    """Save in progress: a copy of the state, and the thread that writes it."""
+    """Save in flight: a copy of the state, and the thread that writes it."""
 
     def __init__(self, request: Any, folder: Path, changing: set[int]):
-        """Copy the state of megatron-core's `request` to host memory, and begin to write it to an empty folder.
-        `changing`: addresses of storages that will change meanwhile."""
-        self._finalize, self._folder = request.finalize_fns, folder
+        """Copy the state of megatron-core's `request` to host memory, and start to write it to an empty folder.
+        `changing`: addresses of storages that training writes to."""
+        self._finalize = request.finalize_fns
         self._digests: dict[str, str] = {}
 
         def staged(bucket: Any) -> Any:
-            """Copy a bucket to host memory. megatron-core itself does not copy tensors that are there already, although
-            training keeps writing to them."""
+            """Copy a bucket to host memory. megatron-core returns host tensors without a copy; training writes to
+            them."""
             file, key, (data, tensors) = bucket
             own = [(item, t.clone() if t.untyped_storage().data_ptr() in changing else t) for item, t in tensors]
             return file, key, (data, own)
@@ -206,18 +184,17 @@ class _Writing:
         writing = staged_writing(request, staged)
 
         def work() -> None:
-            # Other ranks may have this rank's state.
+            # None if other ranks write this rank's state.
             if writing is not None:
                 rank, write = writing
                 write()
-                # Here rather than in the launcher: ranks do it in parallel, while training continues.
+                # Ranks compute digests in parallel, while training continues.
                 self._digests = digests_of(folder, folder.glob(f"__{rank}_*"))
 
         self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self.thread.start()
 
     def finish(self) -> dict[str, str]:
-        """See `PolicyState.finish_save`."""
         self.thread.join()
         try:
             for finalize in self._finalize:
@@ -228,7 +205,7 @@ class _Writing:
 
 
 def _read(sharded: dict[str, Any], folder: Path) -> Any:
-    """Read this rank's part of a state, which `sharded` describes. Raises CheckpointError."""
+    """Read this rank's part, described by `sharded`. Raises CheckpointError."""
     from megatron.core import dist_checkpointing
 
     with _reading(folder):
@@ -237,7 +214,7 @@ def _read(sharded: dict[str, Any], folder: Path) -> Any:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Make errors of reading a distributed checkpoint a CheckpointError within the block, and run no code from it."""
+    """Raise CheckpointError for errors from reading a checkpoint within the block, and run no code from it."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
@@ -248,7 +225,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the error in one line; torch's message has every rank's traceback."""
+    """Return the error in one line, without the tracebacks of all ranks in torch's message."""
     lines = str(error).splitlines()
     named = [line.strip() for line in lines if re.match(r"\s*\w+Error: ", line)]
     if isinstance(error, CheckpointException) and not error.failures:
@@ -258,16 +235,14 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def reading_only(folder: Path) -> Iterator[None]:
-    """Make torch and megatron-core read only tensors and their index from `folder` within the block.
-
-    Raises:
-        CheckpointError: there is no index, or it names an object that no index needs.
-    """
+    """Restrict torch and megatron-core to reading tensors and their index from `folder` within the block. Raises
+    CheckpointError: there is no index, or it names other objects."""
     path = folder / INDEX_FILE
     try:
         with path.open("rb") as file:
             _IndexOnly(file).load()
-    except Exception as error:  # a damaged pickle may ask for anything, such as more memory than there is
+    # A damaged pickle may raise anything.
+    except Exception as error:
         raise CheckpointError(f"{path} is not a checkpoint's index: {error}") from error
     before = os.environ.get(_TENSORS_ONLY)
     os.environ[_TENSORS_ONLY] = "1"
@@ -288,14 +263,14 @@ class _IndexOnly(pickle.Unpickler):
 
 
 def make_states(optimizer: Any) -> None:
-    """Make the states that a first step would make, into which a checkpoint is read. megatron-core does so for its own
-    optimizers, not for torch's."""
+    """Make the states of a first step, so that a checkpoint can be read into them. megatron-core does so for its own
+    optimizers alone."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         part.init_state_fn = part.init_state_fn or (lambda *_, **__: None)
     for own in torch_optimizers(optimizer):
         is_split = cpu_optimizer.is_split(own)
         for part in cpu_optimizer.parts(own):
-            # Other optimizers would take an empty state for one that exists.
+            # Other optimizers would not initialize an empty state.
             if is_split or isinstance(part, (*_ADAM, torch.optim.SGD)):
                 for group, parameter in _parameters(part):
                     if not part.state.get(parameter):
@@ -314,14 +289,14 @@ def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
 
 @contextmanager
 def own_settings(optimizer: Any, saved: dict[str, Any]) -> Iterator[None]:
-    """Keep the groups' own settings (learning rate, betas, decay, ...) while `saved` is read within the block, so that
-    only states and step counts change. megatron-core also distinguishes groups by their learning rates."""
+    """Keep the groups' settings (learning rate, betas, decay, ...) while `saved` is read within the block: only states
+    and step counts change. megatron-core also matches groups by their learning rates."""
 
     def groups() -> list[dict[str, Any]]:
         return [group for own in torch_optimizers(optimizer) for group in own.param_groups]
 
     settings = [{key: group[key] for key in group.keys() - {"params", "step"}} for group in groups()]
-    # The same in every group.
+    # These are the same in all groups.
     rates = {key: own[key] for own in settings for key in ("max_lr", "min_lr") if key in own}
     for group in _saved_groups(saved):
         group.update({key: rates[key] for key in rates.keys() & group.keys()})
@@ -331,7 +306,7 @@ def own_settings(optimizer: Any, saved: dict[str, Any]) -> Iterator[None]:
 
 
 def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
-    """Yield the groups of one optimizer or several, however they are nested."""
+    """Yield the groups of nested optimizers."""
     if isinstance(saved, dict):
         yield from saved.get("param_groups", ())
         for value in saved.values():
@@ -341,12 +316,12 @@ def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
 def complete_states(optimizer: Any) -> None:
     """Complete the optimizer states that megatron-core has read.
 
-    It reads the step into the group, and leaves parameters of torch's Adam without a count or with one shared counter,
-    which each would increase. In its CPU optimizer, each step would reset the GPU part's count to the group's, and the
-    states are views of all ranks' states of a parameter, which would keep the whole in memory.
+    - megatron-core reads the step into the group. Parameters of torch's Adam have no count then, or share one counter
+      that each would increase.
+    - The group's count would reset the count of a CPU optimizer's GPU part at each step.
+    - A CPU optimizer's states are views, which would keep all ranks' states of a parameter in memory.
 
-    Raises:
-        RuntimeError: an Adam would begin with moments of zero.
+    Raises RuntimeError: an Adam would start with moments of zero.
     """
     for own in torch_optimizers(optimizer):
         is_split = cpu_optimizer.is_split(own)
@@ -354,7 +329,7 @@ def complete_states(optimizer: Any) -> None:
             for group, parameter in _parameters(part):
                 state = part.state.get(parameter, {})
                 if "Adam" in type(part).__name__ and "exp_avg" not in state:
-                    raise RuntimeError("megatron-core has read a checkpoint and left out optimizer states")
+                    raise RuntimeError("megatron-core did not read the optimizer states of the checkpoint")
                 if isinstance(state.get("step"), Tensor):
                     state["step"] = torch.full_like(state["step"], group.get("step", state["step"].item()))
                 for name, value in state.items() if is_split else ():
@@ -365,7 +340,6 @@ def complete_states(optimizer: Any) -> None:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Yield each parameter with its group."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield group, parameter

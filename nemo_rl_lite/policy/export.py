@@ -1,11 +1,11 @@
-"""Export of a rank's weights under Hugging Face names, by megatron-bridge: in refits, and to a folder.
+"""Export a rank's weights with Hugging Face names, with megatron-bridge: for refits, and to a folder.
 
-The bridge names, gathers, splits and renames weights in Python, tensor by tensor. `find_export` traces it once with the
-numbers of the elements instead of their values. The result says how to do without the bridge: through tensor, pipeline
-and expert parallelism, fused projections, stacked experts, tied embeddings and padded vocabularies alike.
+The bridge gathers, splits and renames weights in Python, tensor by tensor. `find_export` traces it once with element
+numbers instead of values. Refits then copy without the bridge, for tensor, pipeline and expert parallelism, fused
+projections, stacked experts, tied embeddings and padded vocabularies.
 
-The stages of a refit are types, each made by the one before: `plan_refit` -> `Producer.open` -> `OpenProducer.join` ->
-a `Sender`, whose `send` is called at each refit. All are collective. A new connection begins at `Producer.open`.
+Stages of a refit: `plan_refit`, `Producer.open`, `Producer.join`, and `Sender.send` for each refit. All are collective.
+A new connection starts at `Producer.open`.
 """
 
 import gc
@@ -53,52 +53,37 @@ from nemo_rl_lite.refit.interface import (
     WeightSource,
 )
 from nemo_rl_lite.refit.ipc import DirectOffer, DirectSender, IpcExport, Parameters, probe_sharing
-from nemo_rl_lite.refit.layout import (
-    Named,
-    RefitPlan,
-    Slot,
-    buffer_of,
-    dtype_name,
-    make_plan,
-    same_bytes,
-    view,
-)
+from nemo_rl_lite.refit.layout import Named, RefitPlan, Slot, buffer_of, dtype_name, make_plan, same_bytes, view
 from nemo_rl_lite.refit.trace import IndexTracer, Recipe, Segment, trace_strided_copies
 
 log = logging.getLogger(__name__)
 
-# Tokens of the sequence that compares a folder with the checkpoint.
+# Length of the sequence that compares a folder with the checkpoint.
 _PROBE_TOKENS = 32
 
 
 class Weights:
-    """Export of all weights, with adapters merged into them. Both methods are collective."""
+    """Export of the full model, with adapters merged. Both methods are collective."""
 
     def __init__(self, model: MegatronModel):
-        self._model = model
+        self._model, self._on_cpu = model, model.device.type == "cpu"
 
     def tasks(self) -> list[Any]:
-        """Make the bridge's conversion tasks, the same on every rank. Each has a `param_weight`, which is None on ranks
-        without this parameter."""
+        """Return the bridge's conversion tasks, the same on all ranks. `param_weight` is None on ranks without it."""
         return self._model.bridge.get_conversion_tasks(self._model.chunks)
 
     def export(self, tasks: Iterable[Any]) -> Iterable[Named]:
-        """Return the tensors of these tasks, the same on every rank."""
-        on_cpu = self._model.device.type == "cpu"
-        return self._model.bridge.export_hf_weights(
-            self._model.chunks, cpu=on_cpu, show_progress=False, conversion_tasks=tasks
-        )
+        """Return the tensors of these tasks, the same on all ranks."""
+        options: Any = {"cpu": self._on_cpu, "show_progress": False, "conversion_tasks": tasks}
+        return self._model.bridge.export_hf_weights(self._model.chunks, **options)
 
 
 class Adapters(Weights):
-    """Export of the matrices of all adapters, named as in peft: `....q_proj.lora_A.weight` [rank, inputs] and
-    `....lora_B.weight` [outputs, rank]. A layer that Megatron fuses has one adapter: all of its parts get the same A
-    and rows of B."""
+    """Export of all adapters with PEFT's names: `....q_proj.lora_A.weight` [rank, inputs] and `....lora_B.weight`
+    [outputs, rank]. A layer that Megatron fuses has one adapter; its parts get the same A and rows of B."""
 
-    def __init__(self, model: MegatronModel):
-        super().__init__(model)
-        # Each is made of two tasks, for A and B.
-        self._adapters: list[Any] = []
+    _adapters: list[Any]
+    """Each has two tasks, for A and B."""
 
     def tasks(self) -> list[Any]:
         self._adapters = megatron.adapter_conversions(self._model.bridge, self._model.chunks)
@@ -111,15 +96,12 @@ class Adapters(Weights):
             replace(adapter, linear_in_task=first, linear_out_task=second)
             for adapter, (first, second) in zip(self._adapters, pairs, strict=True)
         ]
-        on_cpu = self._model.device.type == "cpu"
-        return megatron.export_adapters(self._model.bridge, self._model.chunks, adapters, on_cpu)
+        return megatron.export_adapters(self._model.bridge, self._model.chunks, adapters, self._on_cpu)
 
 
 def export_weights(model: MegatronModel, tasks: Iterable[Any] | None = None) -> Iterable[Named]:
-    """Return all weights under their Hugging Face names, the same on every rank. Collective.
-
-    `tasks`: the bridge's conversion tasks, if the caller has them.
-    """
+    """Return all weights with Hugging Face names, the same on all ranks. Collective. `tasks`: of the bridge, if the
+    caller has them."""
     weights = Weights(model)
     return weights.export(weights.tasks() if tasks is None else tasks)
 
@@ -131,18 +113,16 @@ class FoundExport:
     parameters: dict[int, Tensor]
     """This rank's parameters by number."""
     recipe: dict[str, list[Segment]]
-    """Segments of parameters that make each tensor."""
+    """Segments of each exported tensor."""
     unlike: str | None
-    """First tensor that is more than moved elements, if there is one."""
+    """First tensor that is not just moved elements, if any."""
 
 
 def find_export(model: MegatronModel, plan: RefitPlan, exported: Weights | None = None) -> FoundExport:
     """Trace the bridge's export on this rank. Collective.
 
-    `plan`: of an earlier export. `exported`: the kind of export, `Weights` if None. No other export may share its
-    tasks, because their mappings cache shapes and dtypes.
-
-    Allocates eight bytes for each element of the largest weight, and about 20 if several ranks have parts of it.
+    `plan`: of an earlier export. `exported`: `Weights` if None; no other export may use its tasks, which cache shapes
+    and dtypes. Allocates 8 bytes per element of the largest weight, or about 20 if several ranks have parts of it.
     """
     exported = Weights(model) if exported is None else exported
     tasks = exported.tasks()
@@ -153,7 +133,7 @@ def find_export(model: MegatronModel, plan: RefitPlan, exported: Weights | None 
     numbering, rank = IndexTracer(len(described), largest), dist.get_rank()
 
     def numbered() -> Iterator[Any]:
-        """Yield one at a time, because the numbers need more memory than the parameters."""
+        # One at a time, because numbers need more memory than parameters.
         for number, (task, weight) in enumerate(zip(tasks, weights, strict=True)):
             yield task if weight is None else replace(task, param_weight=numbering.number(rank, number, weight))
 
@@ -162,7 +142,7 @@ def find_export(model: MegatronModel, plan: RefitPlan, exported: Weights | None 
     unlike = None
     for name, numbers in exported.export(numbered()):
         if unlike is not None:
-            # Other ranks still need this rank's parameters in what the bridge gathers.
+            # Other ranks still gather.
             continue
         segments = trace_strided_copies(numbers, numbering) if tuple(numbers.shape) == slots[name].shape else None
         if segments is None or not all(_fits(segment, slots[name], described) for segment in segments):
@@ -174,8 +154,8 @@ def find_export(model: MegatronModel, plan: RefitPlan, exported: Weights | None 
 
 
 def first_differing(recipe: Recipe, parameters: Parameters, exported: Iterable[Named]) -> str | None:
-    """Return the first tensor that the recipe makes of these parameters with other bytes than the bridge's export. The
-    whole export is iterated over, because other ranks may gather."""
+    """Return the first tensor that differs between the recipe and the bridge's export, or None. Exhausts the export,
+    because other ranks may gather."""
     differing = None
     for name, tensor in exported:
         if differing is None:
@@ -188,8 +168,8 @@ def first_differing(recipe: Recipe, parameters: Parameters, exported: Iterable[N
 
 
 def _described(weight: Tensor, known: set[int]) -> tuple[int, str | None]:
-    """Return a parameter's number of elements and dtype; no dtype if the export uses more than its elements."""
-    # Quantised tensors have their own classes, and a tensor that is not a parameter may be replaced by another tensor.
+    """Return a parameter's number of elements and dtype; None as dtype if a refit cannot copy it directly."""
+    # Quantised tensors have their own classes, and a tensor that is not a parameter may be replaced.
     plain = type(weight.data) is Tensor and weight.is_contiguous() and weight.data_ptr() in known
     return weight.numel(), dtype_name(weight.dtype) if plain else None
 
@@ -202,50 +182,39 @@ def _fits(segment: Segment, slot: Slot, described: list[list[tuple[int, str | No
 
 @dataclass(frozen=True)
 class Producer:
-    """Part of one rank in all refits, after everything that is done once.
-
-    `export` fills buckets: a `BucketReshard` if the export only moves elements, else megatron-bridge's export. It is
-    None if consumers copy parameters, or if no rank needs this one. `transport` is None on a rank without consumers.
-    """
+    """One rank's part in all refits."""
 
     plan: RefitPlan
     export: Export | None
+    """Fills buckets: a `BucketReshard` if the export only moves elements, else megatron-bridge's export. None if
+    consumers copy parameters, or if no rank needs this one."""
     transport: Transport | None
+    """None without consumers."""
     consumers: int
     device: torch.device
     timeout_s: float
 
-    def open(self, host: str) -> "OpenProducer":
-        """Open this rank's rendezvous. A new connection uses the buffers of the one before."""
+    def open(self, host: str) -> tuple[dist.TCPStore, WeightSource | None]:
+        """Return this rank's open rendezvous, and the weight source for consumers. Connections reuse buffers."""
         offer = None if self.transport is None else self.transport.offer()
-        return OpenProducer(self, refit_group.host_store(host, self.timeout_s), offer)
+        return refit_group.host_store(host, self.timeout_s), offer
 
-
-@dataclass(frozen=True)
-class OpenProducer:
-    """Producer whose consumers can join. `offer` is for them."""
-
-    producer: Producer
-    store: dist.TCPStore
-    offer: WeightSource | None
-
-    def join(self) -> Sender:
-        """Wait until all of this rank's consumers have joined. Returns the sender of the weights."""
-        own = self.producer
-        if own.transport is None or self.offer is None:
-            return NoConsumers(own.export)
-        device = self.offer.group_device(own.device)
-        return own.transport.sender(refit_group.join(self.store, 0, 1 + own.consumers, device, own.timeout_s))
+    def join(self, store: dist.TCPStore, offer: WeightSource | None) -> Sender:
+        """Wait until all consumers have joined what `open` returned. Returns the sender."""
+        if self.transport is None or offer is None:
+            return NoConsumers(self.export)
+        device = offer.group_device(self.device)
+        return self.transport.sender(refit_group.join(store, 0, 1 + self.consumers, device, self.timeout_s))
 
 
 def plan_refit(
     model: MegatronModel, config: RefitConfig, shared_device: bool, consumers: int, adapters_alone: bool = False
 ) -> Producer:
-    """Lay the exported weights into buckets, the same on every rank, and choose a transport.
+    """Plan buckets, the same on all ranks, and choose a transport. A traced export must be bitwise identical to
+    megatron-bridge's.
 
-    A traced export is first compared with megatron-bridge's, bit by bit. `shared_device`: each engine rank is on the
-    device of its policy rank. `consumers`: the number of engine ranks that this rank sends to. `adapters_alone`: export
-    LoRA's matrices instead of all weights.
+    `shared_device`: each engine rank is on its policy rank's device. `consumers`: number of this rank's engine ranks.
+    `adapters_alone`: export LoRA adapters instead of the full model.
     """
     planning, device = _Planning(model, config, adapters_alone), model.device
     found = planning.found()
@@ -262,13 +231,13 @@ def plan_refit(
         log.info("transport of refits: %s", "shared" if shared_device else "broadcast")
         transport, export = planning.through_buckets(shared_device, found, consumers)
     if device.type == "cuda":
-        # Engines on this device need the memory that tracing used.
+        # Free the memory of tracing for engines.
         torch.cuda.empty_cache()
     return Producer(planning.plan, export, transport, consumers, device, config.timeout_s)
 
 
 class _Planning:
-    """Steps of `plan_refit`. Every method is collective."""
+    """Steps of `plan_refit`. All methods are collective."""
 
     def __init__(self, model: MegatronModel, config: RefitConfig, adapters_alone: bool):
         self._model, self._config = model, config
@@ -281,9 +250,8 @@ class _Planning:
         self.plan = make_plan(weights, bucket_size(config, memory))
 
     def found(self) -> FoundExport | None:
-        """Return the traced export; None if it does more than move elements."""
+        """Return the traced export; None if it does more than move elements, such as merging adapters."""
         if self._model.lora is not None and self._kind is Weights:
-            # Adapters are merged into what is exported.
             return None
         found = find_export(self._model, self.plan, self._kind(self._model))
         return found if self.only_moves(found.unlike) else None
@@ -296,7 +264,7 @@ class _Planning:
     def through_buckets(
         self, shared_device: bool, found: FoundExport | None, consumers: int
     ) -> tuple[Transport | None, Export | None]:
-        """Return this rank's transport, if it has consumers, and its export, if a rank needs it."""
+        """Return this rank's transport (None without consumers) and export (None if no rank needs it)."""
         config, device = self._config, self._model.device
         buffers: BucketBuffers | None = None
         if consumers and shared_device:
@@ -316,7 +284,7 @@ class _Planning:
         return bucket_transport(self.plan, buffers, config.verify, export), export
 
     def _first_unlike_assembled(self, assembly: BucketReshard | None, buffers: BucketBuffers | None) -> str | None:
-        """Return the first tensor that the assembly makes with other bytes than megatron-bridge's export."""
+        """Return the first tensor that differs between the assembly and megatron-bridge's export, or None."""
         exported, report, unlike = iter(self._exported()), RefitReport(), None
         if assembly is not None:
             assembly.start()
@@ -334,7 +302,7 @@ class _Planning:
         return unlike
 
     def only_moves(self, unlike: str | None) -> bool:
-        """Return whether no rank has found a tensor that is more than moved elements. `unlike`: this rank's."""
+        """Return whether `unlike` is None on all ranks."""
         name = next((one for one in all_gather(unlike) if one is not None), None)
         if name is not None and dist.get_rank() == 0:
             log.warning("megatron-bridge exports all weights at each refit: %s is more than moved elements", name)
@@ -345,7 +313,7 @@ class _Planning:
 
 
 def _groups() -> list[Any]:
-    """Return this rank's process groups that a refit may need."""
+    """Return this rank's process groups that a refit may reuse."""
     from megatron.core import parallel_state
 
     return [
@@ -357,23 +325,21 @@ def _groups() -> list[Any]:
 
 
 def export_folder(model: MegatronModel, rank: int, source: Path, target: Path) -> None:
-    """Write the model to the folder `target`, with the configuration and tokenizer of the folder `source`. Collective:
-    rank 0 writes."""
+    """Write the model to `target`, with the configuration and tokenizer of `source`. Collective; rank 0 writes."""
     weights = iter(export_weights(model))
     try:
         if rank == 0:
             write_hf_folder(on_host(weights), source, target)
     finally:
-        # The other ranks take part in the gathers, and keep nothing.
+        # Other ranks take part in the gathers.
         for _ in weights:
             pass
 
 
 @contextmanager
 def exported_adapters(model: MegatronModel, rank: int, base: str, source: Path, target: Path) -> Iterator[None]:
-    """Export LoRA's adapters in PEFT's format, with the tokenizer of the folder `source`; they become the folder
-    `target` at the end of the block. `base`: the name of the model that they belong to. Collective: rank 0 writes.
-    """
+    """Export LoRA's adapters in PEFT's format, with the tokenizer of `source`. The folder `target` appears when the
+    block ends. `base`: the adapters' base model. Collective; rank 0 writes."""
     with replacing(target) if rank == 0 else nullcontext(target) as folder:
         model.bridge.save_hf_adapter(
             model.chunks, folder, peft_config=model.lora, base_model_name_or_path=base, show_progress=False
@@ -384,15 +350,15 @@ def exported_adapters(model: MegatronModel, rank: int, base: str, source: Path, 
 
 
 def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Callable[[str], None]) -> float:
-    """Write the weights of the checkpoint's policy folder `saved` to the folder `target`, and LoRA's adapters to
+    """Convert a checkpoint's policy folder `saved` to Hugging Face format in `target`, and LoRA's adapters to
     `adapter_folder(target)`, without Ray.
 
-    transformers first reads them back, and its logprobs of a sequence are compared with megatron-core's. Returns the
-    mean difference in nats. `model_path`: the model that the run started from. RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are set in the environment, for one rank.
+    Returns the mean difference, in nats, of a sequence's logprobs between transformers with the new folder and
+    megatron-core. `model_path`: the run's starting model. The environment has RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT, for one rank.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or the two models differ by more than `PROBE_TOLERANCE`.
+        CheckpointError: the checkpoint cannot be read, or the difference exceeds `PROBE_TOLERANCE`.
     """
     on_gpu = torch.cuda.is_available()
     policy = _in_one_process(config.policy)
@@ -405,7 +371,7 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
     lengths_1 = torch.tensor([tokens_1T.shape[1]])
     scored = forward_scores(model, tokens_1T, lengths_1, Layout.configured(policy, "logprob", on_gpu), 1.0)
     if scored is None:
-        raise RuntimeError("one process has the whole model, and so its logits")
+        raise RuntimeError("a single process has logits")
     logprobs_1T = scored["logprobs"]
     weights, device = on_host(export_weights(model)), model.device
     tolerance, differences = PROBE_TOLERANCE[config.policy.precision], []
@@ -416,14 +382,14 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
         if not differences[0] <= tolerance:
             raise CheckpointError(
                 f"{folder} gives a probe logprobs that differ from the checkpoint's by {differences[0]:.4f} nats on "
-                f"average (limit {tolerance:g} in {config.policy.precision}); {target} was not written"
+                f"average (limit {tolerance:g} in {config.policy.precision}), so {target} was not written"
             )
 
     with ExitStack() as stack:
         if model.lora is not None:
             base = base_name(policy.model_name, model_path)
             stack.enter_context(exported_adapters(model, 0, base, model_path, adapter_folder(target)))
-        # Make room for the folder's model.
+        # Free memory for the folder's model.
         del model
         gc.collect()
         if on_gpu:
@@ -449,7 +415,7 @@ def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
 
 
 def _logprobs_of_folder(folder: Path, tokens_1T: Tensor, device: torch.device) -> Tensor:
-    """Return the logprobs by transformers in the dtype of config.json; entry t belongs to token t, entry 0 is 0."""
+    """Return logprobs from transformers in the dtype of config.json; entry t is of token t, entry 0 is 0."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()

@@ -1,8 +1,8 @@
-"""CUDA graphs of the training pass: a micro-batch's forward pass, loss and backward pass, recorded once for each shape.
+"""CUDA graphs of the training pass: a micro-batch's forward pass, loss and backward pass, recorded once per shape.
 
-A small model's pass is thousands of short kernels, which Python launches more slowly than the GPU runs them; a graph is
-one launch. It reads its arguments, with the counts that a loss divides by, from tensors that stay where they are, and
-adds gradients to megatron-core's buffers. The reduction of gradients and the optimizer step are not recorded.
+A small model's pass has thousands of short kernels, which the GPU runs faster than Python launches them. A graph is one
+launch. It reads its arguments, the loss's counts included, from tensors at fixed addresses, and adds gradients to
+megatron-core's buffers. Gradient reduction and the optimizer step are not recorded.
 """
 
 import logging
@@ -28,7 +28,7 @@ from nemo_rl_lite.policy.passes import Trained, announced, cut_equally, forward,
 log = logging.getLogger(__name__)
 KEY = "policy.megatron_cfg.cuda_graph_impl"
 
-# Passes of a shape before it is recorded: libraries choose and compile their kernels in the first.
+# Passes of a shape before its recording; libraries choose and compile kernels meanwhile.
 WARM_UPS = 2
 MOST_GRAPHS = 32
 _COUNTS, _INPUTS = ("counts", "mismatch_counts"), ("tokens_nS", "lengths", "starts")
@@ -36,23 +36,20 @@ Arguments = dict[str, Tensor]
 
 
 class MicroBatchPass:
-    """Pass over a micro-batch, as a function of tensors alone, so that it can be recorded."""
+    """Pass over a micro-batch as a function of tensors alone, which a graph can record."""
 
     def __init__(
         self, model: MegatronModel, bucket: Bucket | None, temperature: float, loss: Loss, names: Sequence[Any]
     ):
-        """`names`: `_names_of` the counts of the loss and of the mismatch; None without a mismatch.
-
-        Raises:
-            ValueError: there is no bucket.
-        """
+        """`names`: `_names_of` the counts of the loss and of the mismatch; None without a mismatch. Raises ValueError:
+        there is no bucket."""
         if bucket is None:
             raise ValueError("only packs in buckets can be recorded: see Layout.in_buckets")
         self._model, self._bucket, self._temperature, self._loss = model, bucket, temperature, loss
         self._of_counts, self._names = names, []
 
     def __call__(self, given: Arguments) -> Tensor:
-        """Add to the gradients. Returns the values of all metrics, float64, for `trained`."""
+        """Add to the gradients. Returns the values of all metrics (float64), for `trained`."""
         from megatron.core.utils import get_model_config
 
         (chunk,), inputs = self._model.chunks, (given[name] for name in _INPUTS)
@@ -63,7 +60,7 @@ class MicroBatchPass:
         scores = scores_of(Shard.whole(micro), self._temperature, self._loss, wait_for, ids, self._model.keep_logits)
         found = forward(self._model, chunk, micro.tokens_nS, given, self._bucket.width, scores)
         value, trained = trained_on(found, own, self._loss, counts, mismatch)  # pyrefly: ignore  # counts are there
-        # megatron-core averages over data-parallel ranks, and losses are shares of a sum.
+        # megatron-core averages over data-parallel ranks, but losses are shares of a sum.
         scaled = get_model_config(chunk).grad_scale_func(value * self._model.place.data_size)
         torch.autograd.backward(scaled)
         self._names = [list(trained.metrics), list(trained.mismatch)]
@@ -71,18 +68,18 @@ class MicroBatchPass:
         return torch.stack([one.detach().reshape(()).to(scaled.device, torch.float64) for one in measured])
 
     def trained(self, values: Tensor) -> Trained:
-        """Return the metrics by their names."""
+        """Return the metrics by name."""
         each = iter(values.unbind())
         return Trained(*({name: next(each) for name in names} for names in self._names))
 
 
 def _names_of(counts: Normalizers) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the keys of counts besides tokens and sequences: ages, and the loss's own."""
+    """Return the counts' ages and the names of the loss's own counts."""
     return tuple(counts.tokens_by_age), tuple(counts.own)
 
 
 def _as_tensors(name: str, counts: Normalizers) -> Arguments:
-    """Return counts as arguments. The loss's own are float64, because values are compared with them."""
+    """Return counts as arguments. The loss's own are float64, because a loss may compare values with them."""
     whole = [counts.tokens, counts.sequences, *counts.tokens_by_age.values()]
     found = {name: torch.tensor(whole, dtype=torch.float32)}
     own = {f"{name}.own": torch.tensor(list(counts.own.values()), dtype=torch.float64)}
@@ -90,7 +87,7 @@ def _as_tensors(name: str, counts: Normalizers) -> Arguments:
 
 
 def _as_counts(given: Arguments, name: str, names: Any) -> Normalizers | None:
-    """Return counts that are scalars on the device."""
+    """Return counts as scalars on the device."""
     if names is None:
         return None
     (tokens, sequences, *by_age), (ages, of_loss) = given[name].unbind(), names
@@ -104,12 +101,12 @@ class _Shape:
     run: MicroBatchPass
     passes: int = 0
     given: Tensor | None = None
-    """The arguments that the recorded pass reads, `packed`."""
+    """`packed` arguments of the recorded pass."""
     replay: Callable[[], Tensor] | None = None
 
 
 class MicroBatchGraphs:
-    """Graphs of a model's training passes, by shape. The first passes of a shape run without a graph."""
+    """Graphs of a model's training passes by shape. A shape's first passes run without a graph."""
 
     def __init__(self, model: MegatronModel, recorder: "CudaRecorder"):
         self._model, self._recorder = model, recorder
@@ -119,7 +116,6 @@ class MicroBatchGraphs:
 
     @property
     def recorded(self) -> int:
-        """Return the number of graphs."""
         return sum(shape.replay is not None for shape in self._shapes.values())
 
     def forward_backward(
@@ -132,7 +128,7 @@ class MicroBatchGraphs:
         mismatch_counts: Normalizers | None,
     ) -> list[Trained]:
         """See `passes.forward_backward`. The layout is in buckets."""
-        self._drop_useless()
+        self._drop_stale()
         self._model.train_mode(True)
         batch = replace(batch, routed_experts=None)
         micro_batches = cut_equally(self._model, batch.tokens, batch.lengths, layout)
@@ -170,18 +166,14 @@ class MicroBatchGraphs:
         return shape.replay()
 
     def _record(self, shape: _Shape, given: Arguments) -> None:
-        """Record the pass.
-
-        Raises:
-            TrainingError: the pass does something that a graph cannot hold.
-        """
+        """Record the pass. Raises TrainingError: a graph cannot record it."""
         whole = torch.zeros(packed_bytes(given), dtype=torch.uint8, device=self._model.device)
         own = unpacked(whole, given)
         log.info(
             "%s: graph %d records %d tokens in up to %d sequences of up to %d",
             *(KEY, self.recorded + 1, own["tokens_nS"].numel(), *own["batch.tokens"].shape),
         )
-        # Otherwise a recording leaves tensors in the graphs' memory, where a later replay overwrites them.
+        # Cached tensors would stay in the graphs' memory, where later replays overwrite them.
         clear_module_caches(self._model)
         try:
             shape.replay, shape.given = self._recorder.record(lambda: shape.run(own)), whole
@@ -189,18 +181,18 @@ class MicroBatchGraphs:
             raise
         except RuntimeError as error:
             raise TrainingError(
-                f"{KEY}: the training pass cannot be recorded, for example because its loss waits for the device: "
-                f"{error.__context__ or error}; set {KEY}=none"
+                f"{KEY}: the training pass cannot be recorded, for example because its loss synchronizes with the "
+                f"device: {error.__context__ or error}; set {KEY}=none"
             ) from error
         finally:
             clear_module_caches(self._model)
 
-    def _drop_useless(self) -> None:
-        """Drop all graphs if their tensors have moved, or if another shape found no room."""
+    def _drop_stale(self) -> None:
+        """Drop all graphs if their tensors have moved, or if a new shape exceeded `MOST_GRAPHS`."""
         places = [one.data_ptr() for one in self._tensors]
         if places != self._places or self._is_full:
             if self.recorded:
-                reason = "passes have other shapes now" if places == self._places else "weights or gradients have moved"
+                reason = "there are new shapes" if places == self._places else "weights or gradients have moved"
                 log.info("%s: %d graphs are dropped, because %s", KEY, self.recorded, reason)
                 self._recorder.clear()
             self._shapes.clear()
@@ -208,19 +200,18 @@ class MicroBatchGraphs:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share their memory, which is safe because they run one after the other and nothing that
-    one leaves there is used after it."""
+    """Records CUDA graphs that share memory. They run sequentially, and their results are copied."""
 
     def __init__(self) -> None:
         from megatron.core.full_cuda_graph import get_shared_capture_stream
 
-        # AccumulateGrad nodes are on this stream too: see `model.build_model`.
+        # AccumulateGrad nodes use this stream too: see `model.build_model`.
         self._stream = get_shared_capture_stream()
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Make the recording stream current within the block, for recorded work and the same work without a graph."""
+        """Make the recording stream current within the block, for passes with and without a graph."""
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
@@ -229,9 +220,9 @@ class CudaRecorder:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record `function` without running it. Returns a function that replays it and copies its result."""
+        """Record `function`. Returns a function that replays it and returns a copy of its result."""
         graph = torch.cuda.CUDAGraph()
-        # Threads of NCCL and Ray may call CUDA meanwhile.
+        # NCCL's and Ray's threads may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = function()
 
@@ -242,7 +233,7 @@ class CudaRecorder:
         return replay
 
     def clear(self) -> None:
-        """Prepare for a new start: nothing that was recorded is replayed again."""
-        # Graphs that still run must end before their memory is freed; a freed pool cannot be used again.
+        """Start with new memory; recorded graphs must not be replayed."""
+        # Running graphs must end before their memory is freed.
         torch.cuda.synchronize()
         self._pool = torch.cuda.graph_pool_handle()

@@ -1,4 +1,4 @@
-"""Policy and teacher, as the loop sees them."""
+"""Policy and teacher as seen from the training loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.offload.mover import Move
 
 Scored = Literal["previous", "later", "reference"]
-"""Policy whose logprobs a loss compares with: as it is now (`previous`), or as the run started (`reference`).
-`later`: previous logprobs for all but the first optimizer step's rows."""
+"""Logprobs that a loss compares with: of the current policy (`previous`; `later` omits the first optimizer step's
+rows), or of the starting weights (`reference`)."""
 
 
 @dataclass(frozen=True)
 class BatchRef:
-    """Batch that the workers hold: each replica has the rows that it trains on, and their scores."""
+    """Batch on the workers: each replica has its rows and their scores."""
 
     name: str
     rows: TokenRows
@@ -26,7 +26,7 @@ class BatchRef:
 
 @dataclass(frozen=True)
 class Work:
-    """Model FLOPs of all ranks on a batch: of its scores, and of training on it."""
+    """Model FLOPs of all ranks for a batch."""
 
     scoring: float
     training: float
@@ -34,7 +34,7 @@ class Work:
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """Scores of a teacher for the N tokens of some rows, joined end to end; see `TokenRow`."""
+    """A teacher's scores of the N tokens of concatenated rows; see `TokenRow`."""
 
     logprobs: np.ndarray
     """[N]."""
@@ -45,97 +45,76 @@ class TeacherScores:
 
 
 class Teacher(Protocol):
-    """Ranks of a teacher, as the loop sees them."""
+    """Ranks of a teacher."""
 
     def scored(self, rows: TokenRows) -> TokenRows:
-        """Return the rows with the teacher's scores. Called in the policy's logprob phase; the teacher's weights are on
-        the device only for this call."""
-        ...
+        """Return the rows with the teacher's scores, in the policy's logprob phase. The teacher's weights are on the
+        device only during this call."""
 
-    def pop_memory(self) -> dict[str, float]:
-        """See `Policy.pop_memory`."""
-        ...
+    def pop_memory(self) -> dict[str, float]: ...
 
-    def pop_moves(self) -> dict[str, Move]:
-        """See `Policy.pop_moves`."""
-        ...
+    def pop_moves(self) -> dict[str, Move]: ...
 
 
 class Policy(Protocol):
-    """Ranks of the policy, as the loop sees them."""
+    """Ranks of the policy."""
 
     def prepare_for_logprob(self) -> None:
-        """Enter the logprob phase, from any other: components move to their places in the residency table."""
-        ...
+        """Enter the logprob phase from any other: move components to their places in the residency table."""
 
     def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
-        """Send each row to the replica that trains on it. The workers keep one batch of each name, the newest."""
-        ...
+        """Send each row to the replica that trains on it. A batch replaces the previous one of its name."""
 
     def score(self, batch: BatchRef, which: Sequence[Scored]) -> None:
-        """Add the logprobs of `which` policies to the batch, on the workers."""
-        ...
+        """Add logprobs to the batch on the workers."""
 
     def work(self, batch: BatchRef, which: Sequence[Scored]) -> Work | None:
-        """Return FLOPs of `score` with `which`, and of `train`, for the batch; None for a model of unknown shape."""
-        ...
+        """Return FLOPs of `score` with `which` and of `train` for the batch; None for unknown model sizes."""
 
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
-        """Return the loss of a batch of any size and its metrics, without a gradient."""
-        ...
+        """Return loss and metrics of a batch of any size, without a gradient."""
 
     def prepare_for_training(self) -> None:
-        """Enter the training phase, from any other."""
-        ...
+        """Enter the training phase from any other."""
 
     def train(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
-        """Take one optimizer step for each `train_global_batch_size` of the batch's rows, in order. Returns metrics,
-        averaged over the steps. If engines sampled the rows, they include the `mismatch_metrics` of the whole batch.
-        Rows of the first step without `previous` logprobs take those of the training pass."""
-        ...
+        """Take one optimizer step per `train_global_batch_size` rows, in order. Returns metrics averaged over steps.
+
+        If engines sampled the rows, the metrics include `mismatch_metrics` of the whole batch. Rows of the first step
+        without `previous` logprobs use those of the training pass.
+        """
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
-        """Return logprobs [B, T] in nats of a few right-padded sequences at the sampling temperature. Entry t belongs
-        to token t; entry 0 and entries beyond the `lengths_B` tokens of each sequence are 0. Peak memory is logged as
-        that of `phase`."""
-        ...
+        """Return logprobs [B, T] in nats of a few right-padded sequences at the sampling temperature.
+
+        Entry t is of token t; entry 0 and entries beyond `lengths_B` are 0. Peak memory is logged under `phase`.
+        """
 
     def pop_memory(self) -> dict[str, float]:
-        """Return the memory of each phase since the last call, in bytes, the fullest rank's (`MemoryMeter`)."""
-        ...
+        """Return memory in bytes by phase since the last call, of the rank with the highest peak (`MemoryMeter`)."""
 
     def pop_moves(self) -> dict[str, Move]:
-        """Return moves between device and host since the last call, by "<component>/to_host" or "/to_device", the
-        slowest rank's."""
-        ...
+        """Return moves since the last call, by "<component>/to_host" or "/to_device", of the slowest rank."""
 
     def take_waits(self) -> dict[str, float]:
-        """Return waits of data-parallel replicas for each other since the last call: `<phase>`, the seconds of the
-        slowest replica's passes without waits, and `idle_share/<phase>`, the share of the replicas' time spent waiting
-        for it. Empty for one replica."""
-        ...
+        """Return idle time of data-parallel replicas since the last call; empty for one replica.
+
+        `<phase>`: time of the slowest replica's passes in seconds, without waits. `idle_share/<phase>`: share of the
+        replicas' time that they wait for it.
+        """
 
     def begin_save(self, folder: str) -> None:
-        """Begin to write weights, optimizer and schedule to an empty folder that all ranks see. Called in the training
-        phase; later steps may change them meanwhile."""
-        ...
+        """Start to write weights, optimizer and schedule to an empty folder that all ranks see, in the training phase.
+        Training may continue meanwhile."""
 
     def save_is_written(self) -> bool:
-        """Return whether `finish_save` would not have to wait."""
-        ...
+        """Return whether `finish_save` would return immediately."""
 
     def finish_save(self) -> dict[str, str]:
-        """Complete the save. Returns digests of files in its folder, by name.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written.
-        """
-        ...
+        """Complete the save. Returns digests of files in its folder, by name. Raises CheckpointError."""
 
     def load(self, folder: str) -> None:
-        """Resume from a save in `folder`, of this parallel layout or another."""
-        ...
+        """Resume from a save of any parallel layout."""
 
     def export_hf(self, path: str) -> None:
         """Write the current weights as a Hugging Face folder."""
-        ...

@@ -1,12 +1,11 @@
 """Fused LM head and scores of a model's last hidden states: logprobs, entropy, largest logits.
 
-Full float32 logits are never materialized: the vocabulary is processed in slices, whose logits are computed again for
-the backward pass, or kept for it in the model's precision. The idea is that of cut cross-entropy (Wijmans et al. 2025,
-arXiv:2411.09009), for a split vocabulary.
+Full float32 logits are never materialized. The vocabulary is processed in slices; the backward pass recomputes their
+logits, or reads them in the model's precision. See Cut Cross-Entropy (Wijmans et al. 2025, arXiv:2411.09009); here the
+vocabulary may be split over ranks.
 
-Shapes: b sequences of T tokens in n rows, N positions of them on this context-parallel rank, H hidden, v entries of the
-vocabulary on this tensor-parallel rank, s of them in a slice, k of the largest or of others that are asked for. All
-values are float32 and, outside `no_grad`, carry a gradient.
+Shapes: b sequences of T tokens in n rows. On this rank: N positions, v vocabulary entries, s entries of a slice. H
+hidden, k largest or other tokens. Values are float32, with a gradient outside `no_grad`.
 """
 
 import inspect
@@ -28,7 +27,7 @@ from nemo_rl_lite.policy.vocab_chunks import LMHead, VocabReductions, joined, la
 
 @dataclass(frozen=True)
 class TopLogits:
-    """Need of the `topk` largest logits of each token, declared as by a loss."""
+    """Request for each token's `topk` largest logits, declared as in a loss."""
 
     topk: int
     needs: ClassVar[frozenset[Need]] = frozenset({"topk_logits"})
@@ -42,11 +41,11 @@ def scores_of(
     teacher_ids_bTk: Tensor | None = None,
     keep: bool = False,
 ) -> Callable[..., dict[str, Tensor]]:
-    """Return a function for megatron-core's `output_processor`, which replaces the LM head.
+    """Return an `output_processor` for megatron-core, which replaces the LM head.
 
-    It returns `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, the other scores
-    that `loss` needs, with `teacher_ids_bTk` for `student_topk_logprobs`. `wait_for` is called with the head's weight
-    before it is used, because its module's forward pass does not run. `keep`: keep logits for a backward pass.
+    Its results are `logprobs` [b, T] and the other scores that `loss` needs, by `Batch`'s field names;
+    `student_topk_logprobs` are of `teacher_ids_bTk`. `wait_for` is called with the head's weight before its use,
+    because its module's forward pass does not run. `keep`: keep logits for the backward pass.
     """
     from megatron.core.parallel_state import get_tensor_model_parallel_group
     from megatron.core.tensor_parallel import mappings
@@ -54,7 +53,7 @@ def scores_of(
     needs = frozenset() if loss is None else needs_of(loss)
     of_teacher = "student_topk_logprobs" in needs
     if of_teacher and teacher_ids_bTk is None:
-        raise ValueError("the loss reads student_topk_logprobs, and this run's batches have no teacher_topk_ids")
+        raise ValueError("the loss reads student_topk_logprobs, but this run's batches have no teacher_topk_ids")
     topk = loss.topk if "topk_logits" in needs else 0  # pyrefly: ignore  # a loss with this need has it
 
     def scores(
@@ -64,7 +63,7 @@ def scores_of(
         wait_for(weight_vH)
         cap, group = _soft_cap(output_layer), cast(dist.ProcessGroup, get_tensor_model_parallel_group())
         head = LMHead(temperature, cap, "entropy" in needs, topk, group, keep, others=of_teacher)
-        # The hidden states of all positions; in the backward pass, the sum of the gradients of all ranks.
+        # Hidden states of all positions; the backward pass sums the ranks' gradients.
         if output_layer.sequence_parallel:
             hidden_states = mappings.gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
@@ -80,53 +79,45 @@ def scores_of(
 
 
 def check_scorable(model: Any) -> None:
-    """Check that the last stage of a model passes its hidden states to `scores_of`.
-
-    Raises:
-        TrainingError: its output layer is not a plain matrix, or megatron-core's class for it has no such hook.
-    """
+    """Raise TrainingError if `scores_of` does not support a model's last stage."""
     if "output_processor" not in inspect.signature(model.forward).parameters:
         raise TrainingError(
-            f"policy.model_name: megatron-core's {type(model).__name__} has no output_processor, by which logprobs are "
-            "computed; choose a model whose class there is GPTModel"
+            f"policy.model_name: megatron-core's {type(model).__name__} has no output_processor, which computes "
+            "logprobs; choose a model that megatron-core runs as GPTModel"
         )
     _soft_cap(model.output_layer)
 
 
 def _soft_cap(output_layer: Any) -> float | None:
-    """Return the soft cap of the logits (Gemma 2), or None.
-
-    Raises:
-        TrainingError: the layer does more than multiply, which `LinearScores` would ignore.
-    """
+    """Return the soft cap of the logits (Gemma 2), or None. Raises TrainingError: the layer does more than multiply."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     kind, cap = type(output_layer), getattr(output_layer.config, "final_logit_softcapping", None)
     multiplies = isinstance(output_layer, ColumnParallelLinear) and output_layer.bias is None
     if not multiplies or output_layer.config.use_mup or (kind.forward is not ColumnParallelLinear.forward and not cap):
         raise TrainingError(
-            f"policy.model_name: the output layer of this model ({kind.__name__}) is not a plain matrix, which is all "
-            "that logprobs can be computed of; choose another model, or no adapter on output_layer"
+            f"policy.model_name: the output layer of this model ({kind.__name__}) is not a plain matrix, as logprobs "
+            "need; choose another model, or no adapter on output_layer"
         )
     return cap if kind.forward is not ColumnParallelLinear.forward else None
 
 
 class LinearScores(torch.autograd.Function):
-    """(hidden [N, H], weight [v, H], next tokens [N], other tokens [N, k] or None, head) -> logprobs [N], entropy [N]
-    or None, largest logits [N, k] or None, their tokens [N, k] or None, logprobs of the other tokens [N, k] or None.
+    """(hidden [N, H], weight [v, H], next tokens [N], other tokens [N, k] or None, head) -> scores.
 
-    The gradient of `hidden` is this rank's share of it.
+    Scores: logprobs [N]; or None: entropy [N]; largest logits [N, k]; their tokens [N, k]; logprobs of the other tokens
+    [N, k]. The gradient of `hidden` is this rank's share.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, next_N: Tensor, others_Nk: Tensor | None, head: LMHead
     ) -> tuple[Tensor | None, ...]:
-        # None is the gradient of scores that the loss only measures, such as the entropy.
+        # Scores that the loss only measures, such as the entropy, have the gradient None.
         ctx.set_materialize_grads(False)
         first = dist.get_rank(head.group) * len(weight_vH)
         own_N, own_others_Nk = next_N - first, None if others_Nk is None else others_Nk - first
-        reader = _ways(hidden_NH, head).Reader(own_N, head, own_others_Nk)
+        reader = _implementation(hidden_NH, head).Reader(own_N, head, own_others_Nk)
         kept: list[Tensor] = []
         for start, slice_sH in _slices(weight_vH):
             logits_Ns = hidden_NH @ slice_sH.T
@@ -162,17 +153,17 @@ class LinearScores(torch.autograd.Function):
         of_logprob_N = torch.zeros_like(totals[1]) if gradients[0] is None else gradients[0]
         wanted = (of_logprob_N, *gradients[1:3], gradients[4])
         scaled = [None if one is None else one / head.temperature for one in wanted]
-        gradient = _ways(hidden_NH, head).Gradient(own_N, head, VocabReductions(*totals), scaled)
+        gradient = _implementation(hidden_NH, head).Gradient(own_N, head, VocabReductions(*totals), scaled)
         factor_N1 = gradient.factor_N1
         scaled_NH = hidden_NH if factor_N1 is None else (hidden_NH * factor_N1).to(hidden_NH.dtype)
         of_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
         of_weight_vH = torch.empty_like(weight_vH) if ctx.needs_input_grad[1] else None
-        # A gradient may take the place of its logits, so that these serve once.
+        # A gradient may overwrite its logits.
         kept, ctx.kept = ctx.kept[::-1], []
         for start, slice_sH in _slices(weight_vH):
             of_logits_Ns = gradient.of(kept.pop() if kept else hidden_NH @ slice_sH.T, start)
             if of_hidden_NH.is_cuda:
-                # One kernel, which does not round the product first.
+                # Fused, so the product is not rounded before the sum.
                 torch.addmm(of_hidden_NH, of_logits_Ns, slice_sH, out_dtype=torch.float32, out=of_hidden_NH)
             else:
                 of_hidden_NH += of_logits_Ns @ slice_sH
@@ -182,8 +173,8 @@ class LinearScores(torch.autograd.Function):
         return whole_NH.to(hidden_NH.dtype), of_weight_vH, None, None, None
 
 
-def _ways(hidden_NH: Tensor, head: LMHead) -> Any:
-    """Return the module that has `Reader` and `Gradient` for these logits."""
+def _implementation(hidden_NH: Tensor, head: LMHead) -> Any:
+    """Return the module with `Reader` and `Gradient` for these logits."""
     if not hidden_NH.is_cuda or head.soft_cap is not None or head.topk or head.others:
         return vocab_chunks
     from nemo_rl_lite.policy import vocab_chunks_kernel
@@ -192,13 +183,13 @@ def _ways(hidden_NH: Tensor, head: LMHead) -> Any:
 
 
 def _slices(weight_vH: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield slices of the vocabulary with their first entries; their width does not depend on the batch."""
+    """Yield slices of the vocabulary with the index of their first entry."""
     for start in range(0, len(weight_vH), VOCABULARY_SLICE):
         yield start, weight_vH[start : start + VOCABULARY_SLICE]
 
 
 def _of_ranks(values: Tensor, head: LMHead) -> list[Tensor]:
-    """Gather the values of all ranks that have a part of the vocabulary."""
+    """Gather the values of all ranks that split the vocabulary."""
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(head.group))]
     dist.all_gather(gathered, values.contiguous(), head.group)
     return gathered

@@ -1,4 +1,4 @@
-"""Memory of a policy rank: components that `offload/` moves, reference weights, caches that passes leave behind."""
+"""Memory of a policy rank: components that `offload/` moves, reference weights, caches of modules."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,11 +19,11 @@ from nemo_rl_lite.policy.model import MegatronModel
 
 log = logging.getLogger(__name__)
 
-# Smaller segments of torch's cache are not worth a line of the log.
+# Segments of torch's cache that are worth a line in the log.
 _LARGE_BYTES = 256 << 20
 GIB, MIB = 2**30, 2**20
 Reference = Callable[[], AbstractContextManager[Any]]
-"""Context manager in which the model is the reference policy; afterwards, also after an error, it is the policy."""
+"""Makes the model the reference policy within the block."""
 
 
 def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, residency: Residency) -> PhaseMemory:
@@ -44,16 +44,12 @@ def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, res
 
 
 def host_registrar(config: PolicyConfig, model: MegatronModel) -> CudaRegistrar | None:
-    """Return the registrar that pins host memory for copies to the model's device; None if it is off, or on a CPU."""
+    """Return the registrar that pins host memory for offload; None if disabled or on a CPU."""
     return CudaRegistrar() if config.use_pinned_optimizer_offload and model.device.type == "cuda" else None
 
 
 def require_weights(model: MegatronModel, phases: PhaseMemory) -> None:
-    """Check that the parameters are on the device, and gather those that other ranks have updated. Collective.
-
-    Raises:
-        RuntimeError: the parameters are not on the device.
-    """
+    """Gather parameters that other ranks have updated. Collective. Raises RuntimeError: they are not on the device."""
     phases.require(Component.PARAMETERS)
     model.gather.complete()
 
@@ -87,14 +83,14 @@ class GPUMemory:
         torch.cuda.empty_cache()
         if self._has_reported or torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < _LARGE_BYTES // 2:
             return
-        text = mostly_empty(torch.cuda.memory_snapshot())
+        text = describe_fragmentation(torch.cuda.memory_snapshot())
         if text is not None:
             self._has_reported = True
             log.info("%s", text)
 
 
 class CPUMemory:
-    """Memory of the host, where the host is the device."""
+    """Memory of the host, if it is the device."""
 
     def __init__(self) -> None:
         self.total = psutil.virtual_memory().total
@@ -105,10 +101,10 @@ class CPUMemory:
     free_elsewhere = free_here
 
     def trim(self) -> None:
-        """Do nothing: the host's freed memory needs no trimming."""
+        """Do nothing: there is no cache."""
 
 
-def mostly_empty(segments: Iterable[Mapping[str, Any]]) -> str | None:
+def describe_fragmentation(segments: Iterable[Mapping[str, Any]]) -> str | None:
     """Describe the large segments of `torch.cuda.memory_snapshot` that are less than half in use; None without any."""
     sizes = [(one["total_size"], one["allocated_size"]) for one in segments]
     held = [(total, used) for total, used in sizes if total >= _LARGE_BYTES and 2 * used < total]
@@ -124,10 +120,8 @@ def mostly_empty(segments: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def clear_module_caches(model: MegatronModel) -> None:
-    """Empty the caches of modules, such as rotary embeddings, and drop the last input of a pipeline stage.
-
-    They are small, but a tensor of 2 MiB can keep a segment of several GiB in torch's cache.
-    """
+    """Clear caches of modules, such as rotary embeddings, and the last input of a pipeline stage. A small tensor can
+    keep a segment of several GiB in torch's cache."""
     for chunk in model.bare_chunks:
         chunk.set_input_tensor([None])
     kinds = {type(module) for chunk in model.bare_chunks for module in chunk.modules()}
@@ -136,14 +130,13 @@ def clear_module_caches(model: MegatronModel) -> None:
 
 
 def kept_reference(config: PolicyConfig, model: MegatronModel) -> Reference:
-    """Keep the reference policy of a model that has the starting weights now: a copy, or the model without its
-    adapters."""
+    """Return the reference policy of a model with its starting weights: a copy, or the model without its adapters."""
     if model.lora is not None:
         return partial(model.lora.disable_adapter, model.chunks)
     registrar = host_registrar(config, model)
     starting, own = (
         HostCopy(model.state, HostArena(purpose, registrar), model.device)
-        for purpose in ("the reference policy's weights", "the policy's weights while it has the reference's")
+        for purpose in ("the reference policy's weights", "the policy's weights during the reference policy's passes")
     )
     starting.take()
 

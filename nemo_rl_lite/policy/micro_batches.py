@@ -1,8 +1,12 @@
-"""Micro-batches: cut from batches, shared among replicas, and sent to the device that trains.
+"""Split batches into micro-batches, distribute sequences over replicas, and copy tensors to the device.
 
-Three layouts: a fixed number of right-padded sequences; as many padded sequences of similar length as fit a number of
-tokens (dynamic batching); sequences joined in one row, each attending only to itself (sequence packing). Logprobs and
-gradients do not depend on the layout, beyond floating-point rounding.
+Layouts:
+
+- fixed: a fixed number of right-padded sequences
+- dynamic: padded sequences of similar length, up to a token budget
+- packed: sequences concatenated in one row, with attention within each
+
+Up to rounding, logprobs and gradients do not depend on the layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,25 +21,19 @@ from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode, mb_tokens, row_round
 
 Cost = Callable[[int], float]
-"""Work of a sequence of this many tokens, in any unit."""
+"""Work of a sequence with this number of tokens, in any unit."""
 
-# A row of tokens is padded by less than this share of itself, or to the layout's multiple.
+# A bucket's row is padded by less than 1 / PARTS, or to the layout's multiple.
 PARTS = 16
-
-# Transformer Engine's attention works on tiles of about this many tokens.
+# Smallest width of a bucket: about a tile of Transformer Engine's attention.
 LEAST_WIDTH = 64
-
-# Rows are a multiple of this, and of a quarter of the next lower power of 2. It is even, for pairs.
+# A bucket's rows are a multiple of this (even, for pairs), and of a quarter of the next lower power of 2.
 LEAST_ROWS = 8
-
-# Swaps end where the share with the most work is this close to the mean, or after this number of them.
+# Swaps end when the largest share is this close to the mean, or after this number.
 NEAR, MOST_SWAPS = 0.01, 64
-
-# Swaps that are tried before the best one is made, and how far apart by size the two items are at most: similar items
-# change a share's work a little.
+# Candidates for each swap, and the largest difference of rank by size between its two items.
 TRIED, APART = 128, 4
-
-# Tensors of any type may begin at its multiples, and CUDA's kernels read fastest there.
+# Alignment of `packed` tensors, for any dtype and for fast reads.
 _ALIGNED = 256
 
 
@@ -50,53 +48,53 @@ def _power_of_2_below(most: int) -> int:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Shape that a pack is padded to, for a CUDA graph. Missing sequences have length 0, and padding is cut into pieces
-    of at most `width` tokens."""
+    """Padded size of a pack, for a CUDA graph. Missing sequences have length 0. Padding is split into pieces of at
+    most `width` tokens."""
 
     tokens: int
     """Tokens of the row."""
     rows: int
-    """Sequences."""
+    """Number of sequences."""
     width: int
-    """Most tokens of a sequence."""
+    """Maximum length of a sequence."""
     pieces: int
-    """Sequences and pieces of padding together."""
+    """Number of sequences and pieces of padding."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], round_to: int, most: int) -> "Bucket":
-        """Choose the bucket of sequences of these lengths. The row is a multiple of `round_to` tokens, and at most
-        `most` tokens if they fit."""
+        """Choose the bucket for these lengths. The row is a multiple of `round_to` tokens, with at most `most` tokens
+        if they fit."""
         own = round_up(sum(lengths), round_to)
         tokens = round_up(own, round_up(max(_power_of_2_below(own) // PARTS, 1), round_to))
         tokens = min(tokens, max(own, round_up(most, round_to)))
         rows = round_up(len(lengths), max(_power_of_2_below(len(lengths)) // 4, LEAST_ROWS))
         width = 1 << (max(*lengths, LEAST_WIDTH) - 1).bit_length()
-        # Padding is shorter than a step between two buckets and what `round_to` adds.
+        # Upper bound: a step between two buckets, and rounding.
         padding = max(tokens // PARTS, 1) + 2 * round_to
         return cls(tokens, rows, width, rows + -(-padding // width))
 
     def pieces_of(self, lengths: Sequence[int]) -> list[int]:
-        """Return the tokens of each piece: of the sequences, missing ones included, and of the padding."""
-        padding = self.tokens - sum(lengths)
-        whole, rest = divmod(padding, self.width)
+        """Return the tokens of all pieces: sequences, missing ones included, and padding."""
+        whole, rest = divmod(self.tokens - sum(lengths), self.width)
         used = [*lengths, *[self.width] * whole, rest]
         return used + [0] * (self.pieces - len(used))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Cut of batches into micro-batches. `size` is in sequences (fixed) or in tokens of the model's input (dynamic,
-    packed). The input's length is rounded up to a multiple of `round_to` tokens."""
+    """Rule for splitting batches into micro-batches."""
 
     mode: BatchMode
     size: int
+    """In sequences (fixed), or in tokens of the model's input (dynamic, packed)."""
     round_to: int
+    """The input's length is a multiple of this."""
     together: int = 1
-    """Neighbours that stay in one micro-batch. A fixed `size` counts groups of neighbours."""
+    """Number of neighbours that stay in one micro-batch. A fixed `size` counts groups of neighbours."""
     in_buckets: bool = False
-    """Packs are padded to the shape of a `Bucket`."""
+    """Pad packs to a `Bucket`."""
     piece: int = 1
-    """Each packed sequence is padded to a multiple of this many tokens, so that context-parallel ranks can share it."""
+    """Packed sequences are padded to a multiple of this many tokens, for context-parallel ranks."""
 
     @classmethod
     def configured(
@@ -112,8 +110,8 @@ class Layout:
         return cls(mode, mb_tokens(config, mode, training), row_round(config), together, in_buckets, piece)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
-        """Return the indices of the sequences of each micro-batch: at least `at_least` micro-batches, if there are as
-        many sequences or groups of neighbours."""
+        """Return the indices of each micro-batch's sequences: `at_least` micro-batches, if there are that many
+        sequences or groups of neighbours."""
         each = [lengths[start : start + self.together] for start in range(0, len(lengths), self.together)]
         if self.mode == "fixed":
             starts = range(0, len(each), self.size)
@@ -133,8 +131,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Micro-batch as the model reads it: b sequences in n rows of S tokens. In a bucket, the last sequences may be
-    missing: they have length 0 and are in no batch."""
+    """Micro-batch for the model: b sequences in n rows of S tokens. In a bucket, the last sequences may be missing,
+    with length 0."""
 
     rows: Tensor
     """Indices of the sequences in the batch."""
@@ -148,21 +146,21 @@ class ModelInput:
     packed: bool
     bucket: Bucket | None = None
     piece: int = 1
-    """Each packed sequence is padded to a multiple of this many tokens. Padding attends to it, and not the reverse."""
+    """See `Layout`. A sequence's padding attends to the sequence, but not the reverse."""
 
     @property
     def width(self) -> int:
-        """Tokens of the longest sequence, or of the longest that fits the bucket."""
+        """Maximum length of a sequence, of the bucket if there is one."""
         return max(self.own_lengths) if self.bucket is None else self.bucket.width
 
     def to(self, device: torch.device) -> "ModelInput":
-        """Copy all tensors but `rows` to `device`."""
+        """Copy all tensors except `rows` to `device`."""
         names = ("tokens_nS", "lengths", "starts")
         return replace(self, **sent_together({name: getattr(self, name) for name in names}, device))
 
     @property
     def pieces(self) -> list[int]:
-        """Tokens of the packed sequences, and of the padding behind them: one piece, or several in a bucket."""
+        """Tokens of the packed sequences and of the padding after them (one piece, or several in a bucket)."""
         if self.bucket is not None:
             return self.bucket.pieces_of(self.own_lengths)
         padded = [round_up(length, self.piece) for length in self.own_lengths]
@@ -171,7 +169,7 @@ class ModelInput:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest of the `pieces`, or of the longest that fits the bucket."""
+        """Maximum length of the `pieces`, of the bucket if there is one."""
         return max(self.pieces) if self.bucket is None else self.bucket.width
 
     def boundaries(self) -> Tensor:
@@ -196,7 +194,7 @@ class ModelInput:
         return hidden[None, None]
 
     def lay(self, of_token_bT: Tensor, outside: int) -> Tensor:
-        """Put values [b, width, ...] of each token at its place in the input, [n, S, ...]; `outside` elsewhere."""
+        """Place values [b, width, ...] of tokens in the input's layout, [n, S, ...], with `outside` elsewhere."""
         place = torch.arange(self.width)
         index = (self.starts[:, None] + place)[inside := place < self.lengths[:, None]]
         laid = of_token_bT.new_full((self.tokens_nS.numel(), *of_token_bT.shape[2:]), outside)
@@ -204,21 +202,18 @@ class ModelInput:
         return laid.view(*self.tokens_nS.shape, *of_token_bT.shape[2:])
 
     def pack(self, of_token_bTk: Tensor) -> Tensor:
-        """Invert `unpack`: values [b, width, k] about each token -> [N, k], at the token before it."""
+        """Invert `unpack`: values [b, width, k] of each token -> [N, k], at the previous token."""
         place = torch.arange(self.width, device=of_token_bTk.device)
         inside = (place > 0) & (place < self.lengths[:, None])
         packed = of_token_bTk.new_zeros(self.tokens_nS.numel(), of_token_bTk.shape[2])
-        # Places outside map to one that `unpack` does not read: the last token of the first sequence.
+        # Other places map to one that `unpack` does not read: the last token of the first sequence.
         index = torch.where(inside, self.starts[:, None] + place - 1, self.starts[0] + self.lengths[0] - 1)
         packed[index.flatten()] = torch.where(inside[..., None], of_token_bTk, 0).flatten(0, 1)
         return packed
 
     def unpack(self, of_next_N: Tensor) -> Tensor:
-        """Turn values [N, ...] about the next token, at each of the input's N = n * S positions, into [b, width, ...],
-        entry t for token t.
-
-        Entry 0, which no token precedes, and entries beyond a sequence's end are 0. Keeps gradients.
-        """
+        """Return values [b, width, ...] by token from values [N, ...] of the next token at the input's N = n * S
+        positions. Entry 0 and entries beyond a sequence's end are 0. Keeps gradients."""
         place = torch.arange(self.width, device=of_next_N.device)
         index = (self.starts[:, None] + place - 1).clamp(0, len(of_next_N) - 1)
         inside = (place > 0) & (place < self.lengths[:, None])
@@ -226,7 +221,7 @@ class ModelInput:
 
 
 def cut(tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, at_least: int = 1) -> list[ModelInput]:
-    """Cut right-padded sequences into micro-batches, in the layout's order."""
+    """Split right-padded sequences into micro-batches, in the layout's order."""
     lengths = lengths_B.tolist()
     lay = _pack if layout.mode == "packed" else _pad
     return [lay(tokens_BT, lengths, group, layout) for group in layout.groups(lengths, at_least)]
@@ -234,8 +229,7 @@ def cut(tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, at_least: int = 1)
 
 def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
     rows = torch.tensor(group)
-    # A fixed layout keeps the width of the replica's whole batch, so that all micro-batches, and both the passes for
-    # logprobs and for training, have one shape.
+    # A fixed layout pads to the replica's batch, so that all passes for logprobs and training have one shape.
     longest = tokens_BT.shape[1] if layout.mode == "fixed" else max(lengths[row] for row in group)
     width = layout.rounded(longest)
     padded = torch.nn.functional.pad(tokens_BT[rows, :width], (0, max(width - tokens_BT.shape[1], 0)))
@@ -262,25 +256,22 @@ def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layou
 def balanced_shares(
     lengths: Sequence[int], replicas: int, cost: Cost, together: int = 1, layout: Layout | None = None
 ) -> list[list[int]]:
-    """Return each replica's sequences, equally many, in ascending order; `together` neighbours stay together.
+    """Return equally many sequences for each replica, in ascending order; `together` neighbours stay together.
 
-    Without a `layout`, the work of a share is the sum of its sequences' costs; with one, that of its micro-batches,
-    padding included.
-
-    Raises:
-        ValueError: the sequences cannot be shared evenly.
+    A replica's work is the sum of its sequences' costs, or with a `layout`, of its micro-batches with padding. Raises
+    ValueError: the number of sequences is not a multiple of the replicas.
     """
     groups = [sum(map(cost, own)) if layout is None else work(own, layout, cost) for own in batched(lengths, together)]
     shares = even_shares(groups, replicas)
     if layout is not None and replicas > 1:
-        # All replicas make as many micro-batches as the one that needs most.
+        # All replicas make the same number of micro-batches.
         count = max(len(layout.groups(_lengths(share, lengths, together))) for share in shares)
         shares = swapped(shares, groups, lambda share: work(_lengths(share, lengths, together), layout, cost, count))
     return [[group * together + place for group in share for place in range(together)] for share in shares]
 
 
 def work(lengths: Sequence[int], layout: Layout, cost: Cost, micro_batches: int = 1) -> float:
-    """Return the cost of sequences that are cut into at least `micro_batches`, each padded to its longest sequence."""
+    """Return the cost of sequences in at least `micro_batches`, each padded to its longest sequence."""
     if layout.mode == "packed":
         return sum(map(cost, lengths))
     groups = layout.groups(lengths, micro_batches)
@@ -292,13 +283,10 @@ def _lengths(share: Sequence[int], lengths: Sequence[int], together: int) -> lis
 
 
 def even_shares(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """Return the indices of each replica's items: equally many, with nearly equal sums of `costs`, in ascending order.
+    """Return the indices of each replica's items, in ascending order: equally many, with similar sums of `costs`.
 
-    Items are taken in blocks of `replicas`, the most expensive first, and each block's most expensive item goes to
-    the replica with the smallest sum.
-
-    Raises:
-        ValueError: the number of items is not a multiple of `replicas`.
+    Takes items in blocks of `replicas`, most expensive first. In each block, a more expensive item goes to a replica
+    with a smaller sum. Raises ValueError: the number of items is not a multiple of `replicas`.
     """
     if len(costs) % replicas:
         raise ValueError(f"{len(costs)} items cannot be shared evenly by {replicas} replicas")
@@ -316,10 +304,10 @@ def even_shares(costs: Sequence[float], replicas: int) -> list[list[int]]:
 def swapped(
     shares: Sequence[Sequence[int]], sizes: Sequence[float], work: Callable[[Sequence[int]], float]
 ) -> list[list[int]]:
-    """Swap items so that the `work` of the shares evens out; each keeps its number of items.
+    """Balance the `work` of shares by swapping items of similar `sizes`.
 
-    Work may depend on which items share a micro-batch, as padding does. The share with the most work swaps an item with
-    one of the two with the least; `sizes` say which items are similar.
+    The share with the most work swaps with one of the two with the least. Work may depend on the combination of items,
+    as padding does.
     """
     current = [sorted(share) for share in shares]
     works = [work(share) for share in current]
@@ -342,7 +330,7 @@ def swapped(
 
 
 def _swaps(one: Sequence[int], other: Sequence[int], sizes: Sequence[float]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield both shares after each of at most `TRIED` swaps of two items of similar but unequal size."""
+    """Yield both shares after each of up to `TRIED` swaps of two items of similar but unequal size."""
     mine, theirs = (sorted(share, key=lambda index: (-sizes[index], index)) for share in (one, other))
     pairs = [
         (a, b)
@@ -355,16 +343,16 @@ def _swaps(one: Sequence[int], other: Sequence[int], sizes: Sequence[float]) -> 
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Begin to copy `values` to `device`, from pinned memory, so that the host waits for nothing on a GPU."""
+    """Copy `values` to `device`, asynchronously to a GPU."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def sent_together(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copy as `sent` does, at once to a GPU. The results share memory and must not be changed in place: autograd would
-    take that for a change of all.
+    """Copy as `sent` does, with one copy to a GPU. The results share memory and must not be changed in place, because
+    autograd would consider all changed.
 
-    A copy engine works in order. While optimizer states come back (`offload/host_memory.py`), each copy waits a
-    millisecond or more, and so does the GPU work that needs it. A micro-batch is a dozen small tensors.
+    A copy engine works in order, so during a reload of optimizer states each copy waits for a chunk of it
+    (`offload/host_memory.py`). A micro-batch has a dozen small tensors.
     """
     if device.type != "cuda":
         return {name: one.to(device) for name, one in values.items()}
@@ -372,7 +360,7 @@ def sent_together(values: Mapping[str, Tensor], device: torch.device) -> dict[st
 
 
 def packed(values: Mapping[str, Tensor], pin: bool) -> Tensor:
-    """Return the bytes of tensors on the host, uint8 [n], in pinned memory or not."""
+    """Return the bytes of host tensors, uint8 [n]."""
     whole = torch.empty(packed_bytes(values), dtype=torch.uint8, pin_memory=pin)
     for name, place in unpacked(whole, values).items():
         place.copy_(values[name])
@@ -389,12 +377,11 @@ def unpacked(whole: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def packed_bytes(values: Mapping[str, Tensor]) -> int:
-    """Return the number of bytes that `packed` returns."""
     return sum(round_up(one.nbytes, _ALIGNED) for one in values.values())
 
 
 def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
-    """Sort by length and cut where rows x longest would exceed `limit` tokens; halve the largest until there are
+    """Group sequences, longest first, up to `limit` tokens with padding; split the largest groups until there are
     `at_least`."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -410,7 +397,7 @@ def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[
 
 
 def _even_packs(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
-    """Return packs of at most `limit` tokens and nearly equal sums: longest first, each to the emptiest pack."""
+    """Return packs of at most `limit` tokens with similar sums: longest sequence first, each into the emptiest pack."""
     count = max(at_least, -(-sum(lengths) // limit))
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     while True:

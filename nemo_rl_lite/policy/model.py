@@ -1,4 +1,4 @@
-"""Builds a megatron-core model on this rank from a Hugging Face folder, through megatron-bridge."""
+"""Build a megatron-core model on this rank from a Hugging Face folder, with megatron-bridge."""
 
 import gc
 import logging
@@ -28,63 +28,63 @@ from nemo_rl_lite.refit.ipc import SharedFrozenParams
 
 log = logging.getLogger(__name__)
 
-# Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
+# Kernels of Apex and Transformer Engine, which megatron-core's local layers replace with torch.
 _FUSIONS = (
-    "apply_rope_fusion",
-    "masked_softmax_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "gradient_accumulation_fusion",
-    "persist_layer_norm",
-    "moe_permute_fusion",
-    "moe_grouped_gemm",
-    "moe_router_fusion",
+    *("apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
+    *("gradient_accumulation_fusion", "persist_layer_norm"),
+    *("moe_permute_fusion", "moe_grouped_gemm", "moe_router_fusion"),
+)
+# Fields of megatron-bridge's provider that equal those of `policy.megatron_cfg`.
+_SAME_FIELDS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    *("context_parallel_size", "cp_comm_type"),
 )
 
 
 class Gather:
     """Gathers weights that an optimizer step leaves sharded (`overlap_param_gather`).
 
-    megatron-core gathers them in the forward pass of the next training step, before the modules that use them run. Call
-    `complete` before weights are read, moved or replaced. Without overlap, every method does nothing.
+    megatron-core gathers them in the next training step's forward pass, each before its module. Call `complete` before
+    weights are read, moved or replaced. Without overlap, all methods do nothing.
     """
 
     def __init__(self, chunks: list[Any]):
         wrapped = [chunk for chunk in chunks if hasattr(chunk, "ddp_config")]
         self._chunks = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
-        # megatron-core would gather in the first forward pass, although every rank has loaded all weights.
+        # All ranks have loaded all weights, but megatron-core would gather in the first forward pass.
         self.overlaps = bool(self._chunks)
         self._is_behind = self.overlaps
         self.complete()
 
-    def fall_behind(self) -> None:
-        """Note that gradients have been reduced: megatron-core gathers before the next forward pass."""
+    def mark_stale(self) -> None:
+        """Note that gradients were reduced: megatron-core gathers in the next forward pass."""
         self._is_behind = self.overlaps
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Gather all weights that are missing. Collective."""
+        """Gather missing weights. Collective."""
         if self._is_behind:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
         self._is_behind = False
 
     def wait_for(self, weight: Tensor) -> None:
-        """Wait until a weight is complete that is used outside its module's forward pass. Collective."""
+        """Wait for a weight that is used outside its module's forward pass. Collective."""
         for chunk in self._chunks:
             if weight in chunk.param_to_bucket_group:
                 chunk.param_to_bucket_group[weight].finish_param_sync()
 
 
 Mark = torch.cuda.Event | float
-"""An event in a GPU's stream, or the host's time in seconds."""
+"""Event in a GPU's stream, or host time in seconds."""
 
 
 class PassClock:
-    """Times this rank's own part of a pass: until data-parallel replicas exchange gradients, or scores are complete.
+    """Times this rank's part of a pass, until data-parallel replicas exchange gradients or scores are complete.
 
-    Waits for other replicas are not part of it; waits within a replica are. On a GPU the host waits only when marks are
-    read. Passes are kept if replicas are `compared`.
+    Includes waits within a replica, but not for other replicas. The host synchronizes with a GPU only in `take`. Passes
+    are kept if replicas are `compared`.
     """
 
     def __init__(self, device: torch.device, compared: bool):
@@ -99,12 +99,12 @@ class PassClock:
         self._marks.append(self._mark())
 
     def keep(self, name: str) -> None:
-        """Keep the pass that has just ended, until `take`."""
+        """Keep the last pass for `take`."""
         if self._compared:
             self._kept.setdefault(name, []).append(self._marks)
 
     def take(self) -> dict[str, list[float]]:
-        """Return the seconds of the passes that were kept since the last call, by name."""
+        """Return the seconds of kept passes since the last call, by name."""
 
         def seconds(begin: Mark, end: Mark) -> float:
             if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
@@ -125,19 +125,18 @@ class PassClock:
 
 @dataclass(frozen=True)
 class ParallelPlace:
-    """Place of a rank in the parallel layout."""
+    """A rank's place in the parallel layout."""
 
     data_rank: int
     data_size: int
     tensor_rank: int
-    pipeline_rank: int
     has_logits: bool
     is_whole: bool
     context_rank: int = 0
 
     @property
     def reports(self) -> bool:
-        """True if this rank's results stand for its data-parallel replica."""
+        """True if this rank reports its replica's results."""
         return self.has_logits and self.tensor_rank == 0 and self.context_rank == 0
 
 
@@ -153,9 +152,9 @@ class MegatronModel:
     keep_logits: bool = False
     """Keep logits for the backward pass."""
     lora: Any = None
-    """megatron-bridge's description of LoRA's adapters; None without any."""
+    """megatron-bridge's LoRA, or None."""
     trains: bool = True
-    """Chunks are wrapped for their gradients, in megatron-core's DistributedDataParallel."""
+    """Chunks are wrapped in megatron-core's DistributedDataParallel."""
     context: ContextRanks = field(default_factory=ContextRanks)
     replay: RouterReplay | None = None
     in_engine: SharedFrozenParams = field(default_factory=SharedFrozenParams)
@@ -170,7 +169,7 @@ class MegatronModel:
         return PassClock(self.device, compared=self.place.data_size > 1)
 
     def finish_gradients(self, *arguments: Any, **options: Any) -> None:
-        """End this rank's own part of a training pass, and call megatron-core's `finalize_model_grads`."""
+        """Stop the clock of a training pass, and call megatron-core's `finalize_model_grads`."""
         from megatron.core.distributed import finalize_model_grads
 
         self.clock.end()
@@ -188,7 +187,7 @@ class MegatronModel:
         return [parameter for parameter in self.parameters() if parameter not in self.in_engine]
 
     def state(self) -> list[Tensor]:
-        """Return parameters, and buffers such as the biases that balance experts."""
+        """Return parameters, and buffers such as expert biases."""
         return self.parameters() + [buffer for chunk in self.bare_chunks for buffer in chunk.buffers()]
 
     def train_mode(self, training: bool) -> None:
@@ -201,9 +200,8 @@ def build_model(
 ) -> MegatronModel:
     """Start torch.distributed and model parallelism, build the model and load its weights.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. The model is on the CPU, or on the first
-    GPU that this process sees, with Transformer Engine's layers. Logits, loss and export agree with the Hugging Face
-    model for any tensor, pipeline and data parallel size. A model that does not train has no gradients.
+    The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The model is on the CPU, or on the process's
+    first GPU, with Transformer Engine's layers. It has gradient buffers if it `trains`.
 
     Raises:
         TrainingError: this model cannot be trained with these options.
@@ -213,7 +211,6 @@ def build_model(
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     bridge = auto_bridge().from_hf_pretrained(path)
-    from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -227,16 +224,43 @@ def build_model(
         from megatron.bridge.peft.lora import LoRA
 
         lora = LoRA(target_modules=list(peft.target_modules), dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
+    model = MegatronModel(
+        bridge,
+        _build_chunks(bridge, provider, parallel, lora, on_gpu, trains),
+        _own_place(parallel),
+        device,
+        half_precision=config.precision != "float32",
+        keep_logits=keeps_logits(config),
+        lora=lora,
+        trains=trains,
+        context=context_ranks(),
+    )
+    if lora is not None:
+        sizes = [(parameter.requires_grad, parameter.numel()) for parameter in model.parameters()]
+        trained, total = sum(size for is_trained, size in sizes if is_trained), sum(size for _, size in sizes)
+        log.info("LoRA: %d of %d parameters are trained on this rank", trained, total)
+    if config.router_replay.enabled:
+        model.replay = moe.replaying(model.chunks, parallel, model.context, device)
+    if model.place.has_logits:
+        check_scorable(unwrap_model(model.chunks[-1]))
+    return model
+
+
+def _build_chunks(
+    bridge: Any, provider: Any, parallel: MegatronConfig, lora: Any, on_gpu: bool, trains: bool
+) -> list[Any]:
+    """Build this rank's model chunks and load their weights."""
+    from megatron.core import parallel_state
+
     in_graphs = on_gpu and parallel.cuda_graph_impl != "none"
 
     def before_wrapping(bare: list[Any]) -> list[Any]:
-        """Add adapters and freeze weights before gradient buffers are made, so that frozen weights get none."""
+        """Add adapters and freeze weights, so that frozen weights get no gradient buffers."""
         if lora is not None:
             bridge.load_hf_weights(bare)
             bare = lora(bare)
         for chunk in bare if in_graphs else ():
-            # megatron-core then wraps on the stream that graphs record: AccumulateGrad nodes keep the stream they were
-            # created on.
+            # Makes megatron-core wrap on the graphs' stream, because AccumulateGrad nodes keep their first stream.
             chunk.config.cuda_graph_impl = "full_iteration"
         return moe.freeze(bare) if parallel.freeze_moe_router else bare
 
@@ -253,35 +277,14 @@ def build_model(
     if lora is None:
         bridge.load_hf_weights(chunks)
     activation_offload.add_mlps(chunks, parallel)
-    model = MegatronModel(
-        bridge,
-        chunks,
-        _own_place(parallel),
-        device,
-        half_precision=config.precision != "float32",
-        keep_logits=keeps_logits(config),
-        lora=lora,
-        trains=trains,
-        context=context_ranks(),
-    )
-    if lora is not None:
-        sizes = [(parameter.requires_grad, parameter.numel()) for parameter in model.parameters()]
-        trained, total = sum(size for is_trained, size in sizes if is_trained), sum(size for _, size in sizes)
-        log.info("LoRA: %d of %d parameters are trained on this rank", trained, total)
-    if config.router_replay.enabled:
-        model.replay = moe.replaying(chunks, parallel, model.context, device)
-    if model.place.has_logits:
-        check_scorable(unwrap_model(chunks[-1]))
-    return model
+    return chunks
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name is an adapter's."""
     return ".adapter." in name
 
 
 def context_ranks() -> ContextRanks:
-    """Return this rank's place among those that share each sequence."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -289,30 +292,28 @@ def context_ranks() -> ContextRanks:
 
 
 def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:
-    """Return the options of megatron-core's DistributedDataParallel. `replicas`: ranks that average their gradients."""
+    """Return the options of megatron-core's DistributedDataParallel. `replicas`: ranks that average gradients."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     options = parallel.distributed_data_parallel_config
     return DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
-        # Also for a single replica: some checkpoints have its buckets, for any number of replicas.
+        # Also for one replica, because it decides the buckets, which some checkpoints store.
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather and replicas > 1,
         bucket_size=options.bucket_size,
-        # The worker checks the gradients of all ranks together, and skips the step.
+        # The worker checks the gradients of all ranks, and skips the step.
         check_for_nan_in_grad=False,
     )
 
 
 def leave_groups() -> None:
-    """Leave all process groups, once no one refers to the model. Collective.
-
-    gloo's threads and sockets end with the last reference to a group.
-    """
+    """Leave all process groups, after dropping the model. Collective. gloo's threads and sockets end with the last
+    reference to a group."""
     from megatron.core import parallel_state
 
-    # Before the groups are destroyed: a CUDA graph of the model uses them.
+    # Free CUDA graphs, which use the groups.
     gc.collect()
     parallel_state.destroy_model_parallel()
     forget_groups()
@@ -322,20 +323,16 @@ def leave_groups() -> None:
 def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:
     """Copy the configuration to megatron-bridge's provider, before it is finalized."""
     parallel, dtype = config.megatron_cfg, getattr(torch, config.precision)
-    provider.tensor_model_parallel_size = parallel.tensor_model_parallel_size
-    provider.pipeline_model_parallel_size = parallel.pipeline_model_parallel_size
-    provider.num_layers_in_first_pipeline_stage = parallel.num_layers_in_first_pipeline_stage
-    provider.num_layers_in_last_pipeline_stage = parallel.num_layers_in_last_pipeline_stage
-    provider.context_parallel_size, provider.cp_comm_type = parallel.context_parallel_size, parallel.cp_comm_type
-    provider.expert_model_parallel_size = parallel.expert_model_parallel_size
-    # megatron-core refuses it on one rank, where it changes nothing.
+    for name in _SAME_FIELDS:
+        setattr(provider, name, getattr(parallel, name))
+    # megatron-core rejects it on one rank, where it has no effect.
     provider.sequence_parallel = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
     provider.params_dtype = provider.pipeline_dtype = dtype
     provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
-    # Pipeline stages send each other the shape of each micro-batch; the all-to-all dispatcher of experts allows for it.
+    # Pipeline stages send the shapes of micro-batches; of the dispatchers, all-to-all supports that.
     provider.variable_seq_lengths = parallel.pipeline_model_parallel_size > 1
     provider.moe_token_dispatcher_type = "alltoall"
-    # A tensor-parallel group does not split single experts: whole experts are distributed over ranks.
+    # Tensor-parallel ranks have whole experts.
     provider.expert_tensor_parallel_size = 1
     moe.set_fields(provider, parallel)
     if parallel.activation_checkpointing:
@@ -355,17 +352,16 @@ def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:
 def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
     """Set the kernels of Transformer Engine's layers.
 
-    Whether shared experts compute during the all-to-all is left to the bridge, which knows the model. The all-to-all of
-    routed experts is not overlapped. megatron-core's `overlap_moe_expert_parallel_comm` holds activations of two
-    micro-batches and replaces `passes.forward` by a schedule plan.
-    `overlap_dispatch_backward_with_experts_wgrad` is for its FSDP: it computes gradients of experts after the hooks
-    that add them to the gradient buffers of its DistributedDataParallel.
+    The all-to-all of routed experts is not overlapped. megatron-core's `overlap_moe_expert_parallel_comm` holds
+    activations of two micro-batches and replaces `passes.forward` with a schedule plan.
+    `overlap_dispatch_backward_with_experts_wgrad` needs its FSDP: it computes expert gradients after the hooks that
+    accumulate them in DistributedDataParallel.
     """
-    # Without fusion, packed sequences are rotated one by one, in Python.
+    # Unfused, packed sequences are rotated one by one in Python.
     provider.apply_rope_fusion = True
-    # megatron-bridge sets it for some models only; unfused, the MLP's activation keeps two more copies of its input.
+    # megatron-bridge sets it for some models. Unfused, the activation keeps two more copies of its input.
     provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
-    # megatron-core's output layer needs Apex for it.
+    # It needs Apex in megatron-core's output layer.
     provider.gradient_accumulation_fusion = False
     if provider.num_moe_experts:
         provider.moe_grouped_gemm = options.moe_grouped_gemm
@@ -374,13 +370,13 @@ def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
 
 
 def _check_dropout(chunks: Sequence[Any]) -> None:
-    """Raise TrainingError for a model with dropout: a graph does not take its random numbers from a step's seed."""
+    """Raise TrainingError for a model with dropout, which a graph cannot seed per step."""
     for chunk in chunks:
         shares = (chunk.config.hidden_dropout, chunk.config.attention_dropout)
         if any(shares):
             raise TrainingError(
                 f"policy.megatron_cfg.cuda_graph_impl: the model has dropout ({max(shares):g}), which CUDA graphs "
-                "cannot repeat from a step's seed; set policy.megatron_cfg.cuda_graph_impl=none"
+                "cannot seed per step; set policy.megatron_cfg.cuda_graph_impl=none"
             )
 
 
@@ -391,7 +387,6 @@ def _own_place(parallel: MegatronConfig) -> ParallelPlace:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         has_logits=parallel_state.is_pipeline_last_stage(),
         is_whole=not ParallelDims.of(parallel, dist.get_world_size()).splits_weights,
         context_rank=parallel_state.get_context_parallel_rank(),

@@ -1,17 +1,14 @@
-"""Routers of a mixture-of-experts model: their precision, what may change them, and their replay.
+"""Routers of MoE models: precision, freezing, and replay.
 
-Router replay: the policy computes with the experts that the engine chose for each token. Engine and policy round
-differently. Where two experts are nearly as good, their routers choose different ones, and the token's logprobs differ
-by far more than by rounding; with the engine's choice they do not (Ma et al., "Stabilizing MoE reinforcement learning
-by aligning training and inference routers", arXiv:2510.11370). Only the choice is replayed: the experts' weights are
-the probabilities of the policy's own router, with gradient.
+Router replay (Ma et al., "Stabilizing MoE reinforcement learning by aligning training and inference routers",
+arXiv:2510.11370): the policy uses the experts that the engine chose for each token. Engine and policy round
+differently, so their routers may choose differently between experts with close scores. That changes a token's logprobs
+far more than rounding does. Only the choice is replayed; the policy's router weights the experts, with gradient.
 
-megatron-core's routers ask the object in their field `router_replay` for the experts. The one here also handles tokens
-without a choice, for which the router chooses, and micro-batches of a pipeline, whose layers may be computed again
-after later micro-batches have begun.
+megatron-core's routers read the experts from their field `router_replay`. The class here also handles tokens without
+recorded experts, and pipelines, which may recompute a micro-batch's layers after later micro-batches have started.
 
-Shapes: n rows of S positions, M of which this rank's routers see; L layers of the model; E experts, k of which are
-chosen; b sequences of up to `width` tokens.
+Shapes: n rows of S positions, M positions on this rank, L layers, E experts (k chosen), b sequences.
 """
 
 from collections import deque
@@ -30,17 +27,17 @@ from nemo_rl_lite.policy.micro_batches import ModelInput, sent
 
 @dataclass(eq=False)
 class ReplayedRouter:
-    """Experts that a layer's router takes instead of its own choice."""
+    """Experts that replace the choice of a layer's router."""
 
     layer: int
-    """Index of the layer in the whole model."""
+    """Index in the whole model."""
     recomputes: bool
-    """A training pass computes the layer without gradients first, and again with them in the backward pass."""
+    """The backward pass recomputes the layer (activation checkpointing)."""
     _now: Tensor | None = None
     _again: deque[Tensor | None] = field(default_factory=deque)
 
     def begin(self, experts_Mk: Tensor | None, trains: bool) -> None:
-        """Set the experts of the next forward pass, over one micro-batch; with None the router chooses."""
+        """Set the experts of the next micro-batch's forward pass; with None the router chooses."""
         self._now = experts_Mk
         if trains and self.recomputes:
             self._again.append(experts_Mk)
@@ -53,14 +50,14 @@ class ReplayedRouter:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores of the experts to take, and the experts, [M, k] each; called by megatron-core."""
+        """Return scores and indices of the experts, [M, k] each, to megatron-core."""
         scores_Mk, own_Mk = default_compute_topk(scores_ME, topk, num_groups, group_topk)
-        # Backward passes come in the order of the forward passes.
+        # Backward passes are in the order of forward passes.
         is_again = self.recomputes and torch.is_grad_enabled() and self._again
-        told_Mk = self._again.popleft() if is_again else self._now
-        if told_Mk is None:
+        replayed_Mk = self._again.popleft() if is_again else self._now
+        if replayed_Mk is None:
             return scores_Mk, own_Mk
-        chosen_Mk = torch.where(told_Mk == NO_EXPERT, own_Mk, told_Mk.long())
+        chosen_Mk = torch.where(replayed_Mk == NO_EXPERT, own_Mk, replayed_Mk.long())
         return scores_ME.gather(1, chosen_Mk), chosen_Mk
 
 
@@ -77,12 +74,12 @@ class RouterReplay:
 
     def begin(self, micro: ModelInput, experts_BTLk: Tensor | None, trains: bool) -> None:
         """Set the experts of the next forward pass, over `micro`, from those of the whole batch, on the host."""
-        told = self._own(micro, experts_BTLk) if experts_BTLk is not None else [None] * len(self.routers)
-        for router, own in zip(self.routers, told, strict=True):
+        experts = self._own(micro, experts_BTLk) if experts_BTLk is not None else [None] * len(self.routers)
+        for router, own in zip(self.routers, experts, strict=True):
             router.begin(own, trains)
 
     def _own(self, micro: ModelInput, experts_BTLk: Tensor) -> Sequence[Tensor]:
-        """Return, for each router, the experts [M, k] at the positions that it sees, position by position."""
+        """Return the experts [M, k] at the positions of each router, in position order."""
         layers = torch.tensor([router.layer for router in self.routers], dtype=torch.long)
         experts_bTLk = experts_BTLk[micro.rows, : micro.width][:, :, layers]
         laid_nSLk = self.context.own(micro.lay(experts_bTLk, NO_EXPERT), micro)
@@ -92,16 +89,16 @@ class RouterReplay:
 
 def set_fields(provider: Any, options: MegatronConfig) -> None:
     """Set the routers' fields of megatron-bridge's provider, before it is finalized."""
-    # The loss is the algorithm's alone: the pretraining recipe's auxiliary loss would silently add to its gradient.
+    # The pretraining recipe's auxiliary loss would silently add to the gradient.
     provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
-    # So would its balancing of experts, which changes a bias at every step whatever the gradient.
+    # Its load balancing changes biases at each step, regardless of the gradient.
     provider.moe_router_bias_update_rate = options.moe_router_bias_update_rate
     if options.moe_router_dtype is not None:
         provider.moe_router_dtype = options.moe_router_dtype
 
 
 def freeze(chunks: list[Any]) -> list[Any]:
-    """Freeze the routers' weights, before the chunks are wrapped, which allocates gradients."""
+    """Freeze the routers' weights, before wrapping allocates gradients."""
     for router in _routers(chunks):
         for parameter in router.parameters():
             parameter.requires_grad_(False)
@@ -109,15 +106,15 @@ def freeze(chunks: list[Any]) -> list[Any]:
 
 
 def keep_biases_in_float32(chunks: list[Any]) -> None:
-    """Convert the biases now, not in the first forward pass as megatron-core does: copies of the memory would not fit
-    afterwards. Comes before the weights are loaded, so that the biases are not rounded."""
+    """Convert the biases before the weights are loaded, so that they are not rounded. megatron-core converts them in
+    the first forward pass, when copies of the state already have the old size."""
     for bias in expert_biases(chunks):
         bias.data = bias.data.float()
 
 
 def expert_biases(chunks: list[Any]) -> list[Tensor]:
-    """Return the biases that balance experts, [experts] for each layer. They are buffers, which megatron-core's
-    `finalize_model_grads` changes at a rate above 0."""
+    """Return the load-balancing biases, [experts] per layer: buffers that megatron-core's `finalize_model_grads`
+    updates."""
     biases = (getattr(router, "expert_bias", None) for router in _routers(chunks))
     return [bias for bias in biases if bias is not None]
 

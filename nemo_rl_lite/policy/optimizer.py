@@ -1,9 +1,8 @@
-"""Builds megatron-core's optimizer and learning-rate schedule from the configuration.
+"""Build megatron-core's optimizer and learning-rate schedule from the configuration.
 
-Its CPU optimizer splits each rank's share of the parameters at `optimizer_offload_fraction`. For the first part the
-float32 masters and both moments (12 bytes per parameter), and a pinned copy of the gradient (4 bytes), stay in host
-memory, and torch's fused AdamW steps them; the rest is on the GPU, under Transformer Engine's FusedAdam. Both decouple
-weight decay from the gradient, as the GPU's optimizer does.
+Its CPU optimizer keeps a share `optimizer_offload_fraction` of each rank's states in host memory. These are float32
+masters and both moments (12 bytes per parameter), and a pinned copy of the gradient (4 bytes). torch's fused AdamW
+steps them. Transformer Engine's FusedAdam steps the rest on the GPU. Both decouple weight decay.
 """
 
 import gc
@@ -17,38 +16,40 @@ import torch.distributed as dist
 
 from nemo_rl_lite.compat.megatron import forget_classes
 from nemo_rl_lite.compat.torch import free_host_cache
-from nemo_rl_lite.config.schema import OptimizerConfig, PolicyConfig
+from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.policy.memory import gradient_buffers, torch_optimizers
 from nemo_rl_lite.policy.model import MegatronModel
 
+# Fields of megatron-core's OptimizerConfig that equal those of `policy.megatron_cfg.optimizer`.
+_SAME_FIELDS = (
+    *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+    "use_distributed_optimizer",
+)
+_CPU_OFFLOAD_FIELDS = ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
+
 
 def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, Any]:
-    """Build the optimizer over the model's chunks and its scheduler, which counts optimizer steps.
-
-    The gradient's norm is also reported if `max_grad_norm` is null. Float32 master weights are copies
-    of the weights as they are now, so load the weights first.
-    """
+    """Build the optimizer and its scheduler, which counts optimizer steps. Load the weights first, because float32
+    master weights are copies of them."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from megatron.core.utils import get_model_config
 
     settings, schedule = config.megatron_cfg.optimizer, config.megatron_cfg.scheduler
+    cpu_offload: dict[str, Any] = {}
+    if settings.optimizer_cpu_offload:
+        cpu_offload = {name: getattr(settings, name) for name in _CPU_OFFLOAD_FIELDS}
+        # Without it, megatron-core also keeps float32 masters of all parameters on the GPU. Gradients, masters and
+        # moments stay float32.
+        cpu_offload["use_precision_aware_optimizer"] = True
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer=settings.optimizer,
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
-            adam_eps=settings.adam_eps,
-            sgd_momentum=settings.sgd_momentum,
+            **{name: getattr(settings, name) for name in _SAME_FIELDS},
+            # Infinity, because megatron-core computes the norm only if it clips.
             clip_grad=math.inf if config.max_grad_norm is None else config.max_grad_norm,
             bf16=config.precision == "bfloat16",
             params_dtype=getattr(torch, config.precision),
-            use_distributed_optimizer=settings.use_distributed_optimizer,
             overlap_param_gather=model.gather.overlaps,
-            **megatron_options(settings),
+            **cpu_offload,
         ),
         model.chunks,
     )
@@ -56,7 +57,7 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         for own in torch_optimizers(optimizer):
             forget_classes(own)
         release_copies_of_construction()
-    # megatron-core wants a decay after the warm-up also where the rate is constant.
+    # megatron-core requires decay steps after the warm-up even for a constant rate.
     decay_steps = schedule.lr_decay_iters
     if schedule.lr_decay_style == "constant":
         decay_steps = max(decay_steps, schedule.lr_warmup_iters + 1)
@@ -73,22 +74,28 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
+    _connect(model, optimizer)
+    return optimizer, scheduler
+
+
+def _connect(model: MegatronModel, optimizer: Any) -> None:
+    from megatron.core.utils import get_model_config
+
     for chunk in model.chunks:
         model_config = get_model_config(chunk)
         model_config.finalize_model_grads_func = model.finish_gradients
         model_config.grad_scale_func = optimizer.scale_loss
         if model.chunks[0].ddp_config.overlap_grad_reduce:
-            # As megatron-core's own training loop does: its schedules reduce gradients with the last micro-batch only,
-            # and those of later pipeline stages after all of their backward passes.
+            # As in megatron-core's training loop. Schedules reduce gradients with the last micro-batch, in later
+            # pipeline stages after all backward passes.
             no_sync, start = zip(*((one.no_sync, one.start_grad_sync) for one in model.chunks), strict=True)
             model_config.no_sync_func = list(no_sync) if len(no_sync) > 1 else no_sync[0]
             model_config.grad_sync_func = list(start) if len(start) > 1 else start[0]
-    return optimizer, scheduler
 
 
 def disconnect(model: MegatronModel) -> None:
-    """Disconnect a model from its optimizer, so that both can be freed. Autograd's nodes, with megatron-core's hooks,
-    close a cycle that Python's collector does not see."""
+    """Disconnect a model from its optimizer, so that both can be freed. megatron-core's hooks on autograd nodes form a
+    cycle that Python's collector does not see."""
     from megatron.core.utils import get_model_config
 
     for chunk in model.chunks:
@@ -98,28 +105,12 @@ def disconnect(model: MegatronModel) -> None:
 
 
 def gradients_are_finite(model: MegatronModel) -> bool:
-    """Return whether the gradients of all ranks are finite; the same answer on every rank."""
+    """Return whether the gradients of all ranks are finite. Collective."""
     finite = torch.ones((), device=model.device)
     for gradients in gradient_buffers(model):
-        # One infinity or NaN makes the sum infinite or NaN.
         finite *= gradients.sum().isfinite()
     dist.all_reduce(finite, dist.ReduceOp.MIN)
     return bool(finite)
-
-
-def megatron_options(settings: OptimizerConfig) -> dict[str, Any]:
-    """Return the fields of megatron-core's OptimizerConfig for its CPU optimizer; none if it is off."""
-    if not settings.optimizer_cpu_offload:
-        return {}
-    return {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": settings.optimizer_offload_fraction,
-        "overlap_cpu_optimizer_d2h_h2d": settings.overlap_cpu_optimizer_d2h_h2d,
-        # Without this option megatron-core also keeps float32 masters of all parameters on the GPU. With it, gradients
-        # are separate from parameters (`decoupled_grad`), so bfloat16 weights get the buffer's float32 gradients;
-        # masters and moments stay float32.
-        "use_precision_aware_optimizer": True,
-    }
 
 
 def is_split(optimizer: torch.optim.Optimizer) -> bool:
@@ -128,22 +119,22 @@ def is_split(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that step parameters: those of the host's and the GPU's part, or the optimizer itself."""
+    """Return the optimizers of the host's and the GPU's part, or the optimizer itself."""
     return getattr(optimizer, "sub_optimizers", [optimizer])
 
 
 def release_copies_of_construction() -> None:
-    """Free pinned copies that megatron-core leaves behind: it builds the optimizer first over whole parameters, then
-    over this rank's share. It makes new copies when it reads a checkpoint."""
-    # The first optimizer is part of reference cycles.
+    """Free unused pinned copies. megatron-core builds the optimizer over whole parameters, then over this rank's share;
+    it makes new copies when it reads a checkpoint."""
+    # The first optimizer has reference cycles.
     gc.collect()
     torch.cuda.empty_cache()
     free_host_cache()
 
 
 def step_threads() -> int:
-    """Return the number of CPU threads for this rank's optimizer step: the rank's CPUs (of its NUMA node, if it is
-    bound to one), divided among the ranks that share them. Collective."""
+    """Return the number of CPU threads for this rank's optimizer step: its CPUs, divided among the ranks that share
+    them. Collective."""
     own = (socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, own)

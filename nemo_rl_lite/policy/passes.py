@@ -1,7 +1,4 @@
-"""Forward and backward passes over micro-batches, through megatron-core's schedules (pipelined or not).
-
-`graphs.py` runs the same micro-batches as CUDA graphs.
-"""
+"""Forward and backward passes over micro-batches, with megatron-core's schedules. `graphs.py` runs them as graphs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,31 +20,31 @@ from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut, sent_toge
 from nemo_rl_lite.policy.model import MegatronModel
 
 Before = Callable[[int, int], None] | None
-"""Called before each micro-batch, with the numbers of micro-batches that have not begun and that may still run."""
+"""Called before each micro-batch with the number of micro-batches that have not started, and that are in flight."""
 
 LastStage = tuple[Callable[..., dict[str, Tensor]], Callable[..., Any]]
-"""Functions of the last stage for a micro-batch: `scores_of` it, and the function of these scores."""
+"""Functions of the last stage for a micro-batch: its `scores_of`, and a function of these scores."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Metrics of a training pass: of its loss and, if it compares with the engines, its `mismatch_metrics`. Each is a
-    share of the global batch's."""
+    """Metrics of a training pass: of the loss, and `mismatch_metrics` if it measures them. Each is a share of the
+    global batch's."""
 
     metrics: Metrics
     mismatch: Metrics
 
 
 class Pace:
-    """Keeps the host at most one micro-batch ahead of the device, so that it knows the device's progress. The last
-    pipeline stage calls it; on other stages megatron-core waits for the device at each send."""
+    """Keeps the host at most one micro-batch ahead of the device, so that it knows the device's progress. For the last
+    pipeline stage; in others megatron-core synchronizes at each send."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._last: torch.cuda.Event | None = None
 
     def keep(self) -> None:
-        """Wait until the micro-batch before the one just launched has run."""
+        """Wait for the micro-batch before the one just launched."""
         if not self._on_gpu:
             return
         launched = torch.cuda.Event(blocking=True)
@@ -57,7 +54,7 @@ class Pace:
         self._last = launched
 
     def running(self) -> int:
-        """Return the number of launched micro-batches that may still run."""
+        """Return the number of micro-batches in flight."""
         return int(self._last is not None and not self._last.query())
 
 
@@ -71,11 +68,11 @@ def forward_scores(
     loss: Loss | TopLogits | None = None,
     experts_BTLk: Tensor | None = None,
 ) -> dict[str, Tensor] | None:
-    """Return `logprobs` [B, T] of the tokens under the model at `temperature` and, under the names of `Batch`'s fields,
-    the other scores that `loss` needs, all on the CPU. None on ranks without logits.
+    """Return `logprobs` [B, T] at `temperature`, and the other scores that `loss` needs by `Batch`'s field names, on
+    the CPU; None on ranks without logits.
 
-    Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0. `before`: see
-    `Before`. `experts_BTLk`: see `Batch.routed_experts`.
+    Entry t is log p(token t | tokens before t); entry 0 and entries beyond a sequence's end are 0. `experts_BTLk`: see
+    `Batch.routed_experts`.
     """
     model.train_mode(False)
     micro_batches = cut_equally(model, tokens_BT, lengths_B, layout)
@@ -104,7 +101,7 @@ def forward_scores(
     }
     for micro, part in zip(micro_batches, parts, strict=True):
         for name, values in part.items():
-            # A bucket has rows and columns that the batch does not have.
+            # A bucket has more rows and columns.
             whole[name][micro.rows, : micro.width] = values[: len(micro.rows), : tokens_BT.shape[1]]
     return whole
 
@@ -121,12 +118,11 @@ def forward_backward(
     """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks. Returns the metrics of
     each micro-batch.
 
-    With `mismatch_counts`, the policy has not moved since it sampled: its previous logprobs are those of this pass, so
-    that importance ratios are exactly 1 (`force_on_policy_ratio` of NeMo-RL), and the engines' are compared with them.
+    `mismatch_counts` means that the policy has not changed since sampling. Then this pass's logprobs are the previous
+    ones: importance ratios are exactly 1 (NeMo-RL's `force_on_policy_ratio`), and they are compared with the engines'.
 
-    megatron-core divides by the number of micro-batches and averages over data-parallel ranks. Here losses are
-    shares of the global loss, so both are multiplied back. It also averages over context-parallel ranks, each of which
-    has the gradient of its own positions, and multiplies that back itself.
+    megatron-core divides by the number of micro-batches and averages over data-parallel ranks. Losses here are shares
+    of the global loss, so both are multiplied back. For context-parallel ranks, megatron-core does so itself.
     """
     model.train_mode(True)
     experts_BTLk, batch = batch.routed_experts, replace(batch, routed_experts=None)
@@ -150,7 +146,7 @@ def forward_backward(
 
 
 def cut_equally(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
-    """Cut into the same number of micro-batches on every replica, because each has expert-parallel collectives."""
+    """Split into the same number of micro-batches on all replicas, because each has expert-parallel collectives."""
     micro_batches = cut(tokens_BT, lengths_B, layout)
     if model.place.data_size > 1 and layout.mode != "fixed":
         most = torch.tensor(len(micro_batches), device=model.device)
@@ -166,12 +162,12 @@ def cut_equally(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layo
 def announced(
     micro_batches: Sequence[ModelInput], before: Before = None, pace: Pace | None = None
 ) -> Iterator[ModelInput]:
-    """Yield the micro-batches, and report each to the heartbeat, the profiler and `before`."""
+    """Yield micro-batches, and report each to heartbeat, profiler and `before`."""
     for index, micro in enumerate(micro_batches):
         note_progress(micro_batch=index + 1)
         if before is not None:
             before(len(micro_batches) - index, pace.running() if pace else 0)
-        # The span lasts until the schedule asks for the next micro-batch; with pipelining it covers other work too.
+        # The span ends at the schedule's next request; with pipelining, it includes other work.
         with span(f"micro-batch {index + 1}"):
             yield micro
 
@@ -210,7 +206,7 @@ def _run(
 
 
 def rows_of(micro: ModelInput, batch: Batch) -> Batch:
-    """Return the micro-batch's rows of a batch, cut to its longest; in a bucket, padded to its rows and width."""
+    """Return the micro-batch's rows of a batch at its width; in a bucket, padded to the bucket."""
     own = batch.rows(micro.rows, micro.width)
     return own if micro.bucket is None else own.padded_to(micro.bucket.rows, micro.bucket.width)
 
@@ -218,7 +214,7 @@ def rows_of(micro: ModelInput, batch: Batch) -> Batch:
 def trained_on(
     scores: dict[str, Tensor], own: Batch, loss: Loss, counts: Normalizers, mismatch_counts: Normalizers | None
 ) -> tuple[Tensor, Trained]:
-    """Return the loss of a micro-batch, with gradient, from its `scores_of`, and its metrics."""
+    """Return a micro-batch's loss, with gradient, and metrics, from its `scores_of`."""
     logprobs_BT = scores.pop("logprobs")
     whole, mismatch = replace(own, **scores), {}
     if mismatch_counts is not None:
@@ -229,9 +225,8 @@ def trained_on(
 
 
 def view_of(micro: ModelInput, device: torch.device, context: ContextRanks) -> dict[str, Tensor]:
-    """Return host tensors of each token's place and visible tokens: `positions`, and a mask on a CPU, or sequence
-    boundaries of packs for Transformer Engine, which is causal by itself. Mask and boundaries are those of the whole
-    row, also where this rank has a part of it."""
+    """Return host tensors: `positions`, and `attention_mask` on a CPU, or `boundaries` of packed sequences for
+    Transformer Engine's causal attention. Mask and boundaries are of the whole row, on context-parallel ranks too."""
     seen = {"positions": context.own(micro.positions(), micro)}
     if device.type == "cpu":
         return seen | {"attention_mask": micro.hidden_from()}
@@ -246,8 +241,8 @@ def forward(
     longest: int,
     scores: Callable[..., dict[str, Tensor]],
 ) -> Any:
-    """Return the output of a stage. `seen`: `view_of` the micro-batch, whose longest sequence has `longest` tokens."""
-    # megatron-core would make a stage's output float32.
+    """Return the output of a stage. `seen`: `view_of` the micro-batch, with sequences of up to `longest` tokens."""
+    # megatron-core would convert the output to float32.
     options: dict[str, Any] = {"fp32_output": False} if model.half_precision else {}
     if "boundaries" in seen:
         from megatron.core.packed_seq_params import PackedSeqParams
@@ -259,8 +254,8 @@ def forward(
             cu_seqlens_kv=seen["boundaries"],
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            # Required where ranks share sequences. A sequence's own padding is part of it here, which saves a
-            # comparison on the GPU in each layer.
+            # Context parallelism requires these. Padding is part of its sequence here, which saves a comparison on the
+            # GPU in each layer.
             cu_seqlens_q_padded=padded,  # pyrefly: ignore
             cu_seqlens_kv_padded=padded,  # pyrefly: ignore
             pad_between_seqs=False,

@@ -1,6 +1,6 @@
-"""Teacher on one rank: a model that scores the policy's samples and does not train.
+"""Teacher on one rank: a model that computes logprobs of the policy's samples.
 
-A plain class; `cluster/` hosts it in its own actor, because a process has one parallel layout.
+`cluster/` hosts it in a separate actor, because a process has one parallel layout.
 """
 
 import logging
@@ -30,10 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class TeacherWorker:
-    """Teacher on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. Its weights are
-    on the device in the logprob phase; the residency table says where they are in the others.
+    """Teacher on this rank. The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Every method is collective: all ranks call it. Results are None on ranks that do not report.
+    All methods are collective. Results are None on ranks that do not report (`ParallelPlace.reports`).
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class TeacherWorker:
         on_gpu: bool,
         residency: Residency,
     ):
-        """`policy`: see `config.teacher.as_teacher`. `topk`: the number of largest logits that `score` returns."""
+        """`policy`: see `config.teacher.as_teacher`. `topk`: number of largest logits that `score` returns."""
         if on_gpu and cluster.numa_binding:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
@@ -68,24 +67,23 @@ class TeacherWorker:
         return self._model.place
 
     def prepare_for_logprob(self) -> None:
-        """Enter the logprob phase: bring the weights to the device."""
-        self._weights.come_back()
+        """Load the weights to the device, for the logprob phase."""
+        self._weights.reload()
 
     def leave(self) -> None:
-        """Leave the logprob phase: other processes may use the memory of this one."""
+        """Free memory for other processes, after the logprob phase."""
         if not self._stays:
-            self._weights.leave()
+            self._weights.offload()
         self._device.trim()
 
     def score(self, rows: Sequence[TokenRow]) -> TeacherScores | None:
-        """Return the teacher's logprobs of this replica's rows at the sampling temperature and, with `topk`, the
-        largest logits of each token."""
+        """Return logprobs of this replica's rows at the sampling temperature and, with `topk`, each token's largest
+        logits."""
         batch = Batch.padded(rows)
         asked = None if self._topk is None else TopLogits(self._topk)
         with self._memory.phase("logprob"):
-            scored = forward_scores(
-                self._model, batch.tokens, batch.lengths, self._layout, self._temperature, loss=asked
-            )
+            inputs = batch.tokens, batch.lengths
+            scored = forward_scores(self._model, *inputs, self._layout, self._temperature, loss=asked)
         if scored is None or not self._model.place.reports:
             return None
         inside_BT = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
@@ -94,12 +92,12 @@ class TeacherWorker:
         return TeacherScores(found["logprobs"], found.get("topk_logits"), None if ids is None else ids.astype(np.int32))
 
     def close(self) -> None:
-        """Drop the model. This process may then build another worker. Collective."""
+        """Drop the model, so that this process can build another worker."""
         self.__dict__.clear()
         leave_groups()
 
     def pop_memory(self) -> Peaks:
-        """Return peak memory of the phases since the last call; empty on a CPU."""
+        """Return peak memory by phase since the last call; empty on a CPU."""
         return self._memory.take()
 
     def pop_moves(self) -> list[tuple[str, Move]]:

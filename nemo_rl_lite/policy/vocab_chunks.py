@@ -1,7 +1,6 @@
 """Reductions over slices of logits, and their gradient, in torch: on CPUs, and for cases without a Triton kernel.
 
-Shapes: N positions, v entries of the vocabulary on this tensor-parallel rank, s of them in a slice, k of the largest,
-or of others that are asked for.
+Shapes: N positions; v vocabulary entries on this tensor-parallel rank; s entries of a slice; k largest or other tokens.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LMHead:
-    """LM head: the form of its logits, and the scores to compute from them."""
+    """Options of an LM head's logits and scores."""
 
     temperature: float
     soft_cap: float | None
@@ -23,29 +22,30 @@ class LMHead:
     topk: int
     """Number of largest logits; 0 for none."""
     group: dist.ProcessGroup
-    """Ranks that have a part of the vocabulary each."""
+    """Ranks that split the vocabulary."""
     keep: bool = False
-    """Keep the logits [N, v] for the backward pass instead of computing them again."""
+    """Keep the logits [N, v] for the backward pass instead of recomputing them."""
     others: bool = False
-    """Compute logprobs of other tokens than the next ones."""
+    """Compute logprobs of k further tokens per position."""
 
 
 @dataclass(frozen=True)
 class VocabReductions:
-    """Reductions over the full vocabulary that the backward of one slice needs."""
+    """Reductions over the full vocabulary that a slice's backward pass needs. Token ids are relative to this rank's
+    first entry."""
 
     log_total_N: Tensor
-    """Log of the sum of exp(logits)."""
+    """log sum exp(logits)."""
     logprob_N: Tensor
     entropy_N: Tensor
     ids_Nk: Tensor | None
-    """Tokens of the largest logits; counted from this rank's first entry, as `others_Nk` and the next tokens are."""
+    """Tokens of the largest logits."""
     others_Nk: Tensor | None = None
 
 
 class Reader:
-    """Reader of a vocabulary's slices, one after the other. `own_N` are the next tokens, and `others_Nk` the others of
-    `head.others`. Both are counted from this rank's first entry, so that tokens of other ranks are outside."""
+    """Reads slices in order. `own_N`: next tokens; `others_Nk`: tokens of `head.others`. Both are relative to this
+    rank's first entry, so tokens of other ranks are outside all slices."""
 
     def __init__(self, own_N: Tensor, head: LMHead, others_Nk: Tensor | None = None):
         self._own_N, self._head, self._others_Nk = own_N, head, others_Nk
@@ -69,12 +69,12 @@ class Reader:
         self._parts.append(torch.stack([first_N - logprobs_Ns[:, 0], chosen_N, entropy_N]))
 
     def totals(self) -> Tensor:
-        """Return [3, N]: the log of the sum of exp(logits), the next token's logit (0 on other ranks), the entropy
-        (undefined without `head.entropy`)."""
+        """Return [3, N]: log sum exp(logits), the next token's logit (0 on other ranks), the entropy (undefined without
+        `head.entropy`)."""
         return joined(torch.stack(self._parts))
 
     def largest(self) -> tuple[Tensor, Tensor]:
-        """Return the largest logits [N, k] and their tokens; all, if there are fewer than k."""
+        """Return the largest logits [N, k] and their tokens; all if fewer than k."""
         values, ids = (torch.cat(parts, dim=1) for parts in zip(*self._tops, strict=True))
         return largest(values, ids, self._head.topk)
 
@@ -84,18 +84,18 @@ class Reader:
 
 
 class Gradient:
-    """Gradient of slices of logits. `gradients`: of logprobs, entropies, largest logits and logprobs of the other
-    tokens, divided by the temperature; None where there is none."""
+    """Gradient of slices of logits. `gradients`, divided by the temperature or None: of logprobs, entropies, largest
+    logits, logprobs of the other tokens."""
 
     def __init__(self, own_N: Tensor, head: LMHead, totals: VocabReductions, gradients: Sequence[Tensor | None]):
         self._own_N, self._head, self._totals, self._gradients = own_N, head, totals, gradients
         of_logprob_N = gradients[0]
-        # Then a row is a multiple of (1 for the next token) - p: one factor, cheaper to apply to H values than to s.
+        # If plain, a row is a factor times (1 for the next token) - p. The factor is cheaper to apply to H values.
         self._plain = head.soft_cap is None and all(other is None for other in gradients[1:])
         self.factor_N1 = -of_logprob_N[:, None] if self._plain else None  # pyrefly: ignore
 
     def of(self, logits_Ns: Tensor, start: int) -> Tensor:
-        """Return the gradient [N, s] of the slice that starts at `start`. Multiply it by `factor_N1`, if any."""
+        """Return the gradient [N, s] of the slice at `start`. Multiply it by `factor_N1`, if any."""
         dtype, logits_Ns = logits_Ns.dtype, _warped(logits_Ns, self._head)
         if not self._plain:
             return self._general(logits_Ns, start).to(dtype)
@@ -106,8 +106,10 @@ class Gradient:
         return found_Ns.scatter_(1, index_N1, torch.where(inside_N1, less_N1, found_Ns.gather(1, index_N1)))
 
     def _general(self, logits_Ns: Tensor, start: int) -> Tensor:
-        """Return the gradient of all scores. With p the probabilities and E the entropy, that of any token's logprob is
-        (1 for the token) - p, that of the entropy -p (log p + E), that of a large logit 1."""
+        """Return the gradient of all scores.
+
+        Of a logprob: (1 for the token) - p. Of the entropy E: -p (log p + E). Of a large logit: 1.
+        """
         totals, cap = self._totals, self._head.soft_cap
         of_logprob_N, of_entropy_N, of_top_Nk, of_others_Nk = self._gradients
         of_logprob_N1 = of_logprob_N[:, None]  # pyrefly: ignore
@@ -128,7 +130,7 @@ class Gradient:
 
 
 def joined(parts_k3N: Tensor) -> Tensor:
-    """Combine the `totals` of a vocabulary's k parts."""
+    """Combine the `totals` of k parts of a vocabulary."""
     log_totals_kN, chosen_kN, entropies_kN = parts_k3N.unbind(1)
     log_total_N = log_totals_kN.logsumexp(dim=0)
     log_shares_kN = log_totals_kN - log_total_N
@@ -137,25 +139,25 @@ def joined(parts_k3N: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return at most `count` largest values of each row, in descending order, and their ids."""
+    """Return the `count` largest values of each row, in descending order, and their ids."""
     top, places = values.topk(min(count, values.shape[1]), dim=1)
     return top, ids.gather(1, places)
 
 
 def _warped(logits_Ns: Tensor, head: LMHead) -> Tensor:
-    """Apply soft cap and temperature to logits: a float32 copy if they change."""
+    """Apply soft cap and temperature; returns a float32 copy if logits change."""
     if head.soft_cap is not None:
         logits_Ns = (logits_Ns.float() / head.soft_cap).tanh_().mul_(head.soft_cap)
     return logits_Ns.float() / head.temperature if head.temperature != 1 else logits_Ns
 
 
 def _chosen(logits_Ns: Tensor, ids_Nk: Tensor, start: int) -> Tensor:
-    """Return the slice's logits of some tokens, float32 [N, k]; 0 for tokens outside it."""
+    """Return a slice's logits of tokens, float32 [N, k]; 0 for tokens outside."""
     index_Nk, inside_Nk = _places(ids_Nk, start, logits_Ns.shape[1])
     return torch.where(inside_Nk, logits_Ns.gather(1, index_Nk).float(), 0.0)
 
 
 def _places(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the places of entries of the vocabulary in a slice, 0 outside it, and whether they are inside."""
+    """Return the indices of tokens in a slice (0 if outside), and a mask of those inside."""
     inside = (ids >= start) & (ids < start + width)
     return torch.where(inside, ids - start, 0), inside

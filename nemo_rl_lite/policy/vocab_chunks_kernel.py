@@ -1,7 +1,7 @@
-"""Triton kernels for `vocab_chunks`: reductions over a slice of logits, and its gradient, in one pass each.
+"""Triton kernels for `vocab_chunks`: one pass for a slice's reductions, one for its gradient.
 
-Import this only where there is a GPU, because Triton compiles for one. Shapes: N positions, s entries of the slice. A
-slice is a contiguous [N, s] tensor in bfloat16 or float32; all sums are float32.
+Import this module only on machines with a GPU. Shapes: N positions, s entries of a slice. A slice is a contiguous
+[N, s] tensor in bfloat16 or float32; sums are float32.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ _WARPS = 8
 
 @triton.jit
 def _read(logits, own, state, rows, width, start, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """Add a row of the slice to the row's state: largest logit, sum of exp(logit - largest), the sum of these times
-    (logit - largest), the next token's logit."""
+    """Add a row of the slice to its state: m, the largest logit; the sum of exp(logit - m); the sum of
+    exp(logit - m) (logit - m); the next token's logit."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -28,14 +28,14 @@ def _read(logits, own, state, rows, width, start, scale, ENTROPY: tl.constexpr, 
     at_largest = state + row
     at_total, at_weighted, at_chosen = at_largest + rows, at_largest + 2 * rows, at_largest + 3 * rows
 
-    # All of the state is read before the first reduction, after which a warp may write to it.
+    # Read all state before the first reduction, after which a warp may write it.
     before, total, weighted = tl.load(at_largest), tl.load(at_total), tl.load(at_weighted)
     largest = tl.maximum(before, tl.max(values, axis=0))
     shifted = values - largest
     powers = tl.exp(shifted)
     shrunk = tl.exp(before - largest)
     if ENTROPY:
-        # Before the first slice the largest logit is minus infinity, and the sums are 0.
+        # Before the first slice, the largest logit is -inf and the sums are 0.
         lower = tl.where(total > 0, before - largest, 0.0)
         more = tl.sum(tl.where(inside, powers * shifted, 0.0), axis=0)
         tl.store(at_weighted, shrunk * (weighted + lower * total) + more)
@@ -62,8 +62,8 @@ def _differentiate(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace a row of the slice by its gradient: -p (g + (log p + E) h) where p is a probability, E the entropy, and g
-    and h the gradients of logprob and entropy; at the next token `of_own`."""
+    """Replace a row of the slice with its gradient: `of_own` at the next token, else -p (g + (log p + E) h). p is the
+    probability, E the entropy, g and h the gradients of logprob and entropy."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -78,7 +78,7 @@ def _differentiate(
 
 
 class Reader:
-    """Kernel version of `vocab_chunks.Reader`, without soft cap, largest logits and other tokens."""
+    """`vocab_chunks.Reader` as a kernel, without soft cap, largest logits and other tokens."""
 
     def __init__(self, own_N: Tensor, head: LMHead, others_Nk: None = None):
         self._own_N, self._scale, self._entropy = own_N.contiguous(), 1 / head.temperature, head.entropy
@@ -103,7 +103,7 @@ class Reader:
 
 
 class Gradient:
-    """Kernel version of `vocab_chunks.Gradient`, for the same cases. It overwrites its logits."""
+    """`vocab_chunks.Gradient` as a kernel, for the same cases. It overwrites its logits."""
 
     factor_N1 = None
 
@@ -111,7 +111,7 @@ class Gradient:
         of_logprob_N, of_entropy_N, *_ = gradients
         self._scale, self._entropy = 1 / head.temperature, of_entropy_N is not None
         log_total_N, logprob_N, entropy_N = totals.log_total_N, totals.logprob_N, totals.entropy_N
-        # Exact also where the next token is nearly certain.
+        # expm1 is exact for nearly certain tokens.
         of_own_N = -logprob_N.expm1() * of_logprob_N  # pyrefly: ignore
         if of_entropy_N is not None:
             of_own_N = of_own_N - logprob_N.exp() * (logprob_N + entropy_N) * of_entropy_N

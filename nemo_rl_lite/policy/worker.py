@@ -1,4 +1,4 @@
-"""Policy on one rank: passes, optimizer steps, refits and saves. A plain class; `cluster/` hosts it."""
+"""Policy on one rank: passes, optimizer steps, refits and saves. `cluster/` hosts it in an actor."""
 
 import logging
 import math
@@ -41,17 +41,16 @@ log = logging.getLogger(__name__)
 
 
 def preload() -> None:
-    """Import the modules that take long to import."""
+    """Import slow modules."""
     hide_wandb()
     auto_bridge()
 
 
 class MegatronWorker:
-    """Policy on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment.
+    """Policy on this rank; see `interface.Policy`. The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Every method is collective: all ranks call it. Results are None on ranks that do not report
-    (`ParallelPlace.reports`) and hold no torch tensors: megatron-core changes how those are pickled, so that
-    a reader would have to import it.
+    All methods are collective. Results are None on ranks that do not report (`ParallelPlace.reports`). They contain no
+    torch tensors, because unpickling them would import megatron-core.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class MegatronWorker:
         residency: Residency,
         resume_layouts: str,
     ):
-        # Bind before anything else, so that threads and pinned memory are near the GPU.
+        # Bind first, so that threads and pinned memory are near the GPU.
         if on_gpu and cluster.numa_binding:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
@@ -97,55 +96,48 @@ class MegatronWorker:
         return self._model.place
 
     def prepare_for_logprob(self) -> None:
-        """Enter the logprob phase. Every `prepare_for_...` may come after any other, and again."""
+        """Enter the logprob phase. Phases may follow in any order."""
         self._leave_training(Phase.LOGPROB, working_bytes=self._memory.working_bytes("logprob"))
 
     def prepare_for_training(self) -> None:
-        """Enter the training phase. Optimizer states may arrive later, before the optimizer steps."""
+        """Enter the training phase. Optimizer states may arrive during its passes."""
         self._phases.enter(Phase.TRAIN, later=[Component.OPTIMIZER_STATES])
 
     def prepare_for_refit(self, engine_bytes: int) -> None:
-        """Enter the refit phase. Moves to the host may overlap with an engine on this device that allocates
-        `engine_bytes` for its weights, if there is room."""
+        """Enter the refit phase. Offloads may overlap with an engine's allocation of `engine_bytes` on this device."""
         self._leave_training(Phase.REFIT, working_bytes=engine_bytes)
 
     def prepare_for_generation(self) -> None:
-        """Enter the generation phase: the engines have the memory that the residency gives them."""
+        """Enter the generation phase."""
         self._leave_training(Phase.GENERATE)
         self._memory.note("generate")
 
     def release_host_memory(self) -> None:
-        """Release the host memory of moves at the end of a run, with all components on the device."""
+        """Reload all components, and free the host memory of moves, at the end of a run."""
         self._leave_training(Phase.TRAIN)
         self._phases.release()
 
     def pop_moves(self) -> list[tuple[str, Move]]:
-        """Return moves between device and host since the last call, by "<component>/to_host" or "/to_device"."""
+        """Return moves since the last call, by "<component>/to_host" or "/to_device"."""
         return self._phases.pop_moves()
 
     def take_passes(self) -> dict[str, list[float]]:
-        """Return the seconds of this rank's own part of each pass since the last call, by phase; empty without other
-        replicas."""
+        """See `PassClock.take`."""
         return self._model.clock.take()
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> np.ndarray | None:
-        """Return logprobs [B, T] of a few sequences at the sampling temperature; entry t belongs to token t, entry 0 is
-        0."""
         scored = self._scores(tokens_BT, lengths_B, phase)
         return scored["logprobs"].numpy() if scored is not None and self._model.place.reports else None
 
     def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> None:
-        """Keep this replica's share of a batch, padded to its longest row. It replaces the batch of this name."""
+        """Keep this replica's rows of a batch, padded to the longest."""
         self._held[name] = Batch.padded(rows)
 
     def score(
         self, which: Sequence[str], counts: Normalizers, name: str = "train", first: int = 0
     ) -> dict[str, float] | None:
-        """Add `previous` or `reference` logprobs to a held batch, or both; previous ones from the row `first` on.
-
-        Returns this replica's share of the `mismatch_metrics` of a global batch with these counts, if engines sampled
-        its rows and they now have previous logprobs.
-        """
+        """Add `previous` (from the row `first`) and `reference` logprobs to a held batch. Returns this replica's share
+        of `mismatch_metrics`, if engines sampled the rows and they have previous logprobs."""
         batch, measured = self._held[name], {}
         if "previous" in which:
             later, previous_BT = batch.rows(slice(first, None)), torch.zeros(batch.tokens.shape)
@@ -165,8 +157,7 @@ class MegatronWorker:
         return floats([measured])[0] if self._model.place.reports else None
 
     def evaluate(self, rows: int, loss: Loss, counts: Normalizers, name: str = "train") -> dict[str, float] | None:
-        """Return the loss and its metrics of the first `rows` rows of a held batch, without a gradient; None without
-        rows."""
+        """Return loss and metrics of the first `rows` rows of a held batch, without a gradient; None without rows."""
         batch = self._held[name]
         scored = self._scores(batch.tokens, batch.lengths, then_train=self._reference is None, loss=loss)
         if scored is None or not rows or not self._model.place.reports:
@@ -184,11 +175,11 @@ class MegatronWorker:
         name: str = "train",
         mismatch_counts: Normalizers | None = None,
     ) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Take one optimizer step on `rows` of a held batch, this rank's share of a global batch.
+        """Take one optimizer step on `rows` of a held batch, this replica's rows of a global batch.
 
-        Returns this replica's share of the metrics of the step, and of the mismatch (`mismatch_counts`: see
-        `forward_backward`). `grad_norm`, `lr`, `wd` and `skipped_steps` are the same on every replica. If a gradient is
-        not finite, weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is NaN.
+        Returns this replica's share of the step's and the mismatch's metrics (`mismatch_counts`: see
+        `forward_backward`). `grad_norm`, `lr`, `wd` and `skipped_steps` are equal on all replicas. If a gradient is not
+        finite, nothing is updated: `skipped_steps` is 1 and `grad_norm` is NaN.
         """
         self._phases.require(Component.PARAMETERS)
         self._phases.expect(Component.OPTIMIZER_STATES)
@@ -204,14 +195,14 @@ class MegatronWorker:
             parts = run(batch, self._train_layout, self._temperature, loss, counts, mismatch_counts)
             self._model.clock.keep("train")
             self._phases.arrive(Component.OPTIMIZER_STATES)
-            self._model.gather.fall_behind()
+            self._model.gather.mark_stale()
             learning_rate = self._optimizer.param_groups[0]["lr"]
             finite, grad_norm = gradients_are_finite(self._model), math.nan
             if finite:
                 _, grad_norm, _ = self._optimizer.step()
                 self._scheduler.step(increment=1)
             else:
-                # megatron-core has moved them already, with the gradients.
+                # megatron-core has already updated them.
                 for bias, value in zip(biases, before, strict=True):
                     bias.copy_(value)
             self._phases.recount()
@@ -224,7 +215,7 @@ class MegatronWorker:
         return shares | norm | own, mismatch
 
     def pop_memory(self) -> Peaks:
-        """Return peak memory of the phases since the last call; empty on a CPU."""
+        """Return peak memory by phase since the last call; empty on a CPU."""
         return self._memory.take()
 
     def plan_refit(
@@ -236,8 +227,7 @@ class MegatronWorker:
         return None if self._rank else self._producer.plan
 
     def use_shared_weights(self, weights: SharedWeights | None) -> SharedBytes | None:
-        """Use the frozen weights of the engine on this rank's device, if there is one, and free this rank's copies; see
-        `SharedFrozenParams`."""
+        """Replace frozen weights with those of the engine on this device, if any; see `SharedFrozenParams`."""
         if weights is None:
             return None
         require_weights(self._model, self._phases)
@@ -250,45 +240,39 @@ class MegatronWorker:
         return frozen
 
     def open_refit(self, host: str) -> tuple[int, WeightSource | None]:
-        """Open this rank's rendezvous. Returns its port, and the offer for consumers."""
-        self._open_producer = self._producer.open(host)
-        return self._open_producer.store.port, self._open_producer.offer
+        """Open this rank's rendezvous. Returns its port, and the weight source for consumers."""
+        self._store, self._offer = self._producer.open(host)
+        return self._store.port, self._offer
 
     def join_refit(self) -> None:
-        """See `OpenProducer.join`."""
-        self._sender = self._open_producer.join()
+        self._sender = self._producer.join(self._store, self._offer)
 
     def send_weights(self) -> RefitReport | None:
-        """Send the current weights to this rank's consumers, if it has any."""
         with self._memory.phase("refit"):
             require_weights(self._model, self._phases)
             return self._sender.send()
 
     def begin_save(self, folder: str) -> None:
-        """See `PolicyState.begin_save`."""
         self._phases.arrive(Component.OPTIMIZER_STATES)
         require_weights(self._model, self._phases)
         self._model.in_engine.check()
         self._state.begin_save(Path(folder))
 
     def save_is_written(self) -> bool:
-        """See `PolicyState.is_written`."""
         return self._state.is_written()
 
     def finish_save(self) -> dict[str, str]:
-        """See `PolicyState.finish_save`."""
         return self._state.finish_save()
 
     def load(self, folder: str) -> None:
-        """See `PolicyState.load`."""
         self._phases.enter(Phase.TRAIN)
         self._model.gather.complete()
         self._state.load(Path(folder))
         self._phases.recount()
 
     def export_hf(self, path: str) -> None:
-        """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`, and LoRA's
-        adapters in PEFT's format to `adapter_folder(path)`."""
+        """Write the model in Hugging Face format to the folder `path`, and LoRA's adapters in PEFT's format to
+        `adapter_folder(path)`."""
         require_weights(self._model, self._phases)
         self._model.in_engine.check()
         target = Path(path)
@@ -299,7 +283,7 @@ class MegatronWorker:
                 pass
 
     def close(self) -> None:
-        """Drop the model with all that belongs to it. This process may then build another worker. Collective."""
+        """Drop the model, so that this process can build another worker."""
         clear_module_caches(self._model)
         disconnect(self._model)
         self.__dict__.clear()
@@ -319,26 +303,24 @@ class MegatronWorker:
         loss: Loss | None = None,
         experts_BTLk: Tensor | None = None,
     ) -> dict[str, Tensor] | None:
-        """See `forward_scores`. `then_train`: training follows, so what it needs may move to the device meanwhile."""
+        """See `forward_scores`. `then_train`: training follows, so its components may be reloaded meanwhile."""
         require_weights(self._model, self._phases)
         working_bytes = self._memory.working_bytes(phase) if then_train else None
         between = self._phases.between_micro_batches(Phase.TRAIN, working_bytes, self._memory.moving)
         layout, temperature = self._logprob_layout, self._temperature
         with self._memory.phase(phase):
-            return forward_scores(
-                self._model, tokens_BT, lengths_B, layout, temperature, between, loss, experts_BTLk=experts_BTLk
-            )
+            inputs = tokens_BT, lengths_B, layout, temperature
+            return forward_scores(self._model, *inputs, between, loss, experts_BTLk)
 
     def _seed_step(self) -> None:
-        """Seed the random numbers of a step, such as dropout's, from run, step and place alone. Context-parallel ranks
-        have different tokens of the replica's sequences."""
+        """Seed random numbers, such as dropout's, by run, step and rank; context-parallel ranks differ too."""
         steps, context = self._scheduler.num_steps, self._model.context
         replica = self._model.place.data_rank * context.size + context.rank
         note_progress(optimizer_step=steps + 1, micro_batch=0)
         torch.manual_seed((self._seed * 1_000_003 + steps) * 65_537 + replica)
 
     def _leave_training(self, phase: Phase, working_bytes: int | None = None) -> None:
-        """Enter another phase with complete weights, because they may move, and without what passes left behind."""
+        """Enter a different phase with complete weights, which may move, and without cached tensors."""
         self._model.gather.complete()
         clear_module_caches(self._model)
         self._phases.enter(phase, working_bytes)

@@ -1,9 +1,8 @@
-"""Transports through buckets: a broadcast, and a buffer that processes on one device share.
+"""Bucket transports: a broadcast, and a buffer that processes on one device share.
 
-An `Export` fills buckets: `BucketReshard` copies and exchanges parts of parameters by plans that are made once,
-`Stream` takes tensors one by one. While bucket k is sent, the producer fills bucket k + 1 and consumers load bucket
-k - 1. A side waits only for the transfer from or into the buffer that it needs. On a GPU, loading is ordered by the
-consumer's current stream, and the next transfer into the same buffer is queued behind it.
+An `Export` fills buckets: `BucketReshard` copies and exchanges parts of parameters, `Stream` takes tensors one by one.
+While bucket k is in flight, the producer fills bucket k + 1 and consumers load bucket k - 1. Each side waits only for
+transfers of the buffer that it needs. On a GPU, the current stream orders loading and the next transfer.
 """
 
 import math
@@ -23,15 +22,7 @@ from torch import Tensor
 from nemo_rl_lite.compat.torch import open_cuda_tensor, share_cuda_tensor
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.group import PendingTransfer, RefitGroup, all_gather, group_by_need
-from nemo_rl_lite.refit.interface import (
-    Checksums,
-    Export,
-    Loader,
-    RefitReport,
-    Transport,
-    Verify,
-    synchronize,
-)
+from nemo_rl_lite.refit.interface import Checksums, Export, Loader, RefitReport, Transport, Verify, synchronize
 from nemo_rl_lite.refit.layout import (
     CopyList,
     Named,
@@ -53,10 +44,9 @@ def assemble(
     groups: Sequence[dist.ProcessGroup],
     timeout_s: float,
 ) -> "BucketReshard | None":
-    """Plan how this rank's buckets are filled; collective over the default group.
+    """Return this rank's `BucketReshard`, or None if no rank needs this one. Collective over the default group.
 
-    `recipe`: None if this rank wants no weights. `groups`: existing process groups, used where they fit. Returns
-    None if no rank needs this one.
+    `recipe`: None without consumers. `groups`: existing process groups to reuse.
     """
     rank = dist.get_rank()
     ranks, group = group_by_need(None if recipe is None else source_ranks(recipe), groups, timeout_s)
@@ -68,12 +58,12 @@ def assemble(
 
 
 class BucketReshard:
-    """An `Export` of parameters that are spread over ranks.
+    """`Export` of parameters that are sharded over ranks.
 
-    Each rank packs what other ranks want into its section of an arena, the sections are exchanged, and each rank
-    that wants weights copies them from the arena into the bucket. A bucket of one rank's parameters alone, as of a
-    pipeline stage, is filled by that rank and broadcast. All ranks of the group begin and fill all buckets in order;
-    a rank that wants no weights passes None for the buffer.
+    Each rank packs windows for other ranks into its section of an arena. The ranks exchange sections, and those with
+    consumers copy windows from the arena into the bucket. If one rank has a bucket's parameters (pipeline stages), it
+    fills the bucket and broadcasts it. All ranks process all buckets in order, with the buffer None on ranks without
+    consumers.
     """
 
     def __init__(
@@ -85,28 +75,28 @@ class BucketReshard:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ):
-        """`parameters`: this rank's, by their number in the recipes, contiguous. `recipes`: of every rank that wants
-        weights, by global rank. `group`: None for a single rank."""
+        """`parameters`: this rank's, contiguous, by number in the recipes. `recipes`: of ranks with consumers, by
+        global rank. `group`: None for a single rank."""
         self._plan, self._parameters, self._group = plan, parameters, group
         self._ranks = [rank] if group is None else dist.get_process_group_ranks(group)
-        # Gloo's all-gather takes several times as long as a broadcast from each rank.
+        # Gloo's all-gather is several times slower than a broadcast from each rank.
         gather = device.type == "cuda"
         self._exchanges = [plan_exchange(bucket, recipes, self._ranks, rank, gather) for bucket in plan.buckets]
         self._rank = rank
-        # A rank that wants no weights still needs memory for what is broadcast.
+        # A rank without consumers still takes part in broadcasts.
         broadcast = 0 if rank in recipes else max(bucket.nbytes for bucket in plan.buckets)
         arena_bytes = max([broadcast, *(exchange.nbytes for exchange in self._exchanges)])
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._own: dict[int, CopyList] = {}
         self._into: dict[int, tuple[int, CopyList, CopyList]] = {}
         self._pending = list[Any]()
-        # Buckets of this refit that are begun and filled.
+        # Progress of this refit, in buckets.
         self._begun = self._filled = 0
         self._release()
 
     @property
     def collectives(self) -> int:
-        """Return the number of collectives of a refit."""
+        """Return the number of collectives per refit."""
         return sum(exchange.collectives for exchange in self._exchanges)
 
     def start(self) -> None:
@@ -115,7 +105,7 @@ class BucketReshard:
             self._arena.untyped_storage().resize_(self._arena.numel())
 
     def begin(self, index: int, report: RefitReport) -> None:
-        """Pack what other ranks want of this rank, and start to exchange it."""
+        """Pack windows for other ranks, and start their exchange."""
         clock, exchange = time.perf_counter(), self._exchanges[index]
         self._begun = index + 1
         if index not in self._own:
@@ -133,7 +123,6 @@ class BucketReshard:
         report.add("pack", clock)
 
     def fill(self, index: int, buffer: Tensor | None, report: RefitReport) -> None:
-        """See `Export.fill`."""
         clock, exchange = time.perf_counter(), self._exchanges[index]
         if buffer is None:
             buffer = self._arena[: self._plan.buckets[index].nbytes if exchange.whole is not None else 0]
@@ -143,7 +132,7 @@ class BucketReshard:
             self._pending = [self._broadcast(buffer, exchange.whole)]
         clock = report.add("pack", clock)
         for work in self._pending:
-            # On a GPU only the current stream waits.
+            # On a GPU, this blocks the current stream, not the host.
             work.wait()
         self._pending = []
         clock = report.add("iterate", clock)
@@ -154,7 +143,6 @@ class BucketReshard:
         report.add("pack", clock)
 
     def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
-        """See `Export.finish`."""
         report = RefitReport()
         for index in range(self._filled, len(self._exchanges)):
             if self._begun == index:
@@ -162,8 +150,8 @@ class BucketReshard:
             self.fill(index, buffer_of(index), report)
 
     def _filling(self, index: int, buffer: Tensor) -> tuple[CopyList, CopyList]:
-        """Return copies into the buffer, from this rank's parameters and from the arena. They are kept, since a
-        bucket mostly comes in the same memory."""
+        """Return copies into the buffer from this rank's parameters and from the arena. They are cached, because a
+        bucket mostly uses the same memory."""
         kept = self._into.get(index)
         if kept is None or kept[0] != buffer.data_ptr():
             exchange = self._exchanges[index]
@@ -179,7 +167,7 @@ class BucketReshard:
         return kept[1], kept[2]
 
     def _in_arena(self, begin: int, like: Tensor) -> Tensor:
-        """Return contiguous memory of the arena, with the shape and the dtype of another tensor."""
+        """Return contiguous memory of the arena with the shape and dtype of `like`."""
         memory = self._arena[begin : begin + math.prod(like.shape) * like.element_size()]
         return memory.view(like.dtype).view(like.shape)
 
@@ -187,18 +175,18 @@ class BucketReshard:
         return dist.broadcast(memory, src=source, group=self._group, async_op=True)
 
     def _release(self) -> None:
-        """Free a GPU's memory between refits; views of it stay valid for the next refit."""
+        """Free GPU memory between refits; its views stay valid for the next refit."""
         if self._arena.is_cuda:
             self._arena.untyped_storage().resize_(0)
 
 
 @dataclass(frozen=True)
 class BucketChannel:
-    """Passes the plan's buckets from producer to consumers, in order.
+    """Transfers the plan's buckets from producer to consumers, in order.
 
-    Buckets use `memory` (of `new_buffers`) round-robin. Each side finishes a bucket before it uses its buffer again; a
-    consumer starts one when its buffer may be filled. If `is_shared`, both sides have the same memory, and all ranks
-    meet once per bucket. Then the bucket is complete, and the one before it has been loaded.
+    Buckets use `memory` (of `new_buffers`) round-robin. Each side finishes a bucket before it reuses its buffer. If
+    `is_shared`, both sides have the same memory, and a barrier per bucket means that the bucket is complete and the
+    previous one loaded.
     """
 
     plan: RefitPlan
@@ -208,7 +196,7 @@ class BucketChannel:
 
     @property
     def ahead(self) -> int:
-        """Return the number of buckets in flight."""
+        """Return the maximum number of buckets in flight."""
         return 1 if self.is_shared else len(self.memory)
 
     def buffer(self, index: int) -> Tensor:
@@ -216,7 +204,7 @@ class BucketChannel:
         return buffer_of(self.plan, self.memory, index)
 
     def start(self, index: int) -> PendingTransfer:
-        """Start to hand over bucket `index`."""
+        """Start the transfer of bucket `index`."""
         buffer, bucket = self.buffer(index), self.plan.buckets[index]
         if not self.is_shared:
             return self.group.start(buffer, f"{bucket.describe()}, {bucket.nbytes} bytes")
@@ -231,21 +219,20 @@ class BucketChannel:
 
 
 class BucketSender:
-    """A `Sender` that fills buffers from an `Export` and hands them over one by one.
+    """`Sender` that fills buffers from an `Export` and transfers them in order.
 
-    Besides the export's stages it reports `pack` (checksums) and `transfer` (waiting for consumers).
+    Stages, in addition to the export's: `pack` (checksums) and `transfer` (waiting for consumers).
     """
 
     def __init__(self, channel: BucketChannel, verify: Verify, export: Export):
         self._channel, self._verify, self._export = channel, verify, export
 
     def send(self) -> RefitReport:
-        """See `Sender.send`."""
         self._export.start()
         try:
             return self._send()
         except RefitError:
-            # Other ranks are still in the collectives of this refit.
+            # Other ranks wait in this refit's collectives.
             self._export.finish(self._channel.buffer)
             raise
 
@@ -274,13 +261,12 @@ class BucketSender:
 
 
 class BucketReceiver:
-    """A `Receiver` that gives bucket after bucket to the loader."""
+    """`Receiver` that passes buckets to the loader in order."""
 
     def __init__(self, channel: BucketChannel, verify: Verify):
         self._channel, self._verify = channel, verify
 
     def receive(self, loader: Loader) -> RefitReport:
-        """See `Receiver.receive`."""
         report, checksums, channel = RefitReport(), Checksums(self._verify), self._channel
         buckets = channel.plan.buckets
         channel.group.expect(channel.plan.digest)
@@ -299,11 +285,10 @@ class BucketReceiver:
 
 
 class Stream:
-    """An `Export` of the tensors (any device and layout) that `tensors()` yields, in the plan's order, at each
-    refit."""
+    """`Export` of the tensors (any device and layout) that `tensors()` yields at each refit, in the plan's order."""
 
     def __init__(self, plan: RefitPlan, tensors: Callable[[], Iterable[Named]], gathers: bool = False):
-        """`gathers`: whether yielding a tensor is a collective of several ranks."""
+        """`gathers`: yielding a tensor is a collective of several ranks."""
         self._plan, self._make, self._gathers = plan, tensors, gathers
         self._tensors: Iterator[Named] = iter(())
         self._named: list[Named] = []
@@ -312,7 +297,7 @@ class Stream:
         self._tensors = iter(self._make())
 
     def begin(self, index: int, report: RefitReport) -> None:
-        """Raises RefitError: fewer or more tensors than the plan has."""
+        """See `Export.begin`. Raises RefitError: there are fewer or more tensors than in the plan."""
         clock = time.perf_counter()
         slots = self._plan.buckets[index].slots
         self._named = list(islice(self._tensors, len(slots)))
@@ -325,7 +310,7 @@ class Stream:
         report.add("iterate", clock)
 
     def fill(self, index: int, buffer: Tensor, report: RefitReport) -> None:
-        """Raises RefitError: the tensors are not those of the plan."""
+        """See `Export.fill`. Raises RefitError: the tensors differ from the plan."""
         clock = time.perf_counter()
         targets = []
         for slot, (name, tensor) in zip(self._plan.buckets[index].slots, self._named, strict=True):
@@ -339,14 +324,13 @@ class Stream:
         report.add("pack", clock)
 
     def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
-        """Gather the remaining tensors together with the other ranks."""
         if self._gathers:
             for _ in self._tensors:
                 pass
 
 
 class BroadcastBuffers:
-    """The producer's buffers for `count` buckets at a time."""
+    """Producer's buffers for at most `count` buckets in flight."""
 
     is_shared = False
 
@@ -354,13 +338,12 @@ class BroadcastBuffers:
         self.memory = new_buffers(plan, count, device)
 
     def offer(self) -> "BroadcastOffer":
-        """Return the source of one connection."""
         return BroadcastOffer(len(self.memory))
 
 
 @dataclass(frozen=True)
 class BroadcastOffer:
-    """A `WeightSource` of `count` buckets at a time."""
+    """`WeightSource` of a broadcast with `count` buckets in flight."""
 
     count: int
 
@@ -374,8 +357,8 @@ class BroadcastOffer:
 
 @dataclass(frozen=True)
 class SharedOffer:
-    """A `WeightSource` of a buffer, uint8 [halves, half_bytes], that another process on the device opens: by a CUDA
-    IPC handle, or by the path of a file in memory that ends with the producer's process."""
+    """`WeightSource` of a shared buffer, uint8 [halves, half_bytes]: its CUDA IPC handle, or the path of an in-memory
+    file. The file lives as long as the producer."""
 
     cuda: tuple[Any, ...] | None
     file: str | None
@@ -383,16 +366,15 @@ class SharedOffer:
     half_bytes: int
 
     def open(self) -> Tensor:
-        """Open the buffer in this process."""
         if self.cuda is not None:
             return open_cuda_tensor(self.cuda)
         if self.file is None:
-            raise ValueError("an offer of a buffer has a CUDA handle or a file")
+            raise ValueError("a shared buffer needs a CUDA handle or a file")
         size = self.halves * self.half_bytes
         return torch.from_file(self.file, shared=True, size=size, dtype=torch.uint8).view(self.halves, -1)
 
     def group_device(self, device: torch.device) -> torch.device:
-        # Only small messages travel.
+        # The group sends small messages alone.
         return torch.device("cpu")
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:
@@ -400,13 +382,13 @@ class SharedOffer:
 
 
 class SharedBuffer:
-    """The producer's buffer for the plan's largest bucket, twice if the plan has several: while consumers load one
-    half, the producer fills the other."""
+    """Producer's buffer with two halves, each for the plan's largest bucket: consumers load one while the producer
+    fills the other."""
 
     is_shared = True
 
     def __init__(self, plan: RefitPlan, device: torch.device):
-        """Raises RefitError: the machine does not have the memory."""
+        """Raises RefitError: free host memory is too small."""
         self._file: str | None = None
         halves, half_bytes = min(2, len(plan.buckets)), max(bucket.nbytes for bucket in plan.buckets)
         if device.type == "cuda":
@@ -415,9 +397,9 @@ class SharedBuffer:
         size, free = halves * half_bytes, psutil.virtual_memory().available
         if size > free:
             raise RefitError(
-                f"the refit's buffer needs {size} bytes of host memory and {free} are free; see refit.bucket_bytes"
+                f"the refit's buffer needs {size} bytes of host memory, but {free} are free; see refit.bucket_bytes"
             )
-        # Unlike a file in /dev/shm, one in memory is not subject to the small limit that containers put there.
+        # Containers limit the size of /dev/shm, but not of in-memory files.
         file = os.memfd_create("nemo_rl_lite-refit")
         weakref.finalize(self, os.close, file)
         os.truncate(file, size)
@@ -425,18 +407,16 @@ class SharedBuffer:
         self.memory = SharedOffer(None, self._file, halves, half_bytes).open()
 
     def offer(self) -> SharedOffer:
-        """Return the source of one connection, each of which needs its own CUDA handle."""
+        """Return the source of one connection, with a new CUDA handle."""
         cuda = share_cuda_tensor(self.memory) if self._file is None else None
         return SharedOffer(cuda, self._file, *self.memory.shape)
 
 
 BucketBuffers = BroadcastBuffers | SharedBuffer
-"""The producer's buffers, kept between connections."""
+"""Producer's buffers, kept between connections."""
 
 
 def bucket_transport(plan: RefitPlan, buffers: BucketBuffers, verify: Verify, export: Export) -> Transport:
-    """Return the transport of what is exported into the buffers."""
-
     def sender(group: RefitGroup) -> BucketSender:
         return BucketSender(BucketChannel(plan, group, buffers.memory, buffers.is_shared), verify, export)
 

@@ -1,7 +1,4 @@
-"""The checksum of interface.py in one pass over the GPU's memory, by Triton.
-
-Import this only where there is a GPU, because Triton compiles for one.
-"""
+"""Triton kernel of the checksum in interface.py. Import it only on machines with a GPU."""
 
 from typing import Any
 
@@ -19,16 +16,16 @@ def _add_up(words, total, count, every, CHUNK: tl.constexpr, ODD: tl.constexpr, 
     blocks_a_chunk: tl.constexpr = CHUNK // BLOCK
     chunk = block // blocks_a_chunk * every
     position = chunk * CHUNK + block % blocks_a_chunk * BLOCK + tl.arange(0, BLOCK)
-    # Words beyond the end are loaded as 0, which mixes to 0.
+    # 0 mixes to 0.
     word = tl.load(words + position, mask=position < count, other=0)
-    # The masks make the shifts logical: without them a word and its complement mix to the same number.
+    # See `interface._sum`.
     mixed = (word ^ ((word >> 31) & 0x1FFFFFFFF)) * ((position * ODD) | 1)
     tl.atomic_add(total, tl.sum((mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * ODD, axis=0))
 
 
 def sum_words(words: Tensor, every: int, chunk: int, odd: int) -> Tensor:
-    """Return the checksum of `words`, int64 [n], from one chunk of `chunk` words in `every`: an int64 scalar on the
-    same device."""
+    """Return the checksum of `words`, int64 [n], an int64 scalar on the same device, from each `every`-th chunk of
+    `chunk` words."""
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     chunks = -(-words.numel() // chunk)
     verified = -(-chunks // every)

@@ -1,7 +1,7 @@
 """GPU memory shared between processes by CUDA's driver.
 
-torch's own sharing works once for each tensor, and keeps the memory until its counter says that no process reads it.
-Weights are shared again at each refit, and the sharing rank waits for its end.
+torch shares a tensor once, and keeps its memory until no process reads it. Refits share weights repeatedly, and the
+sharing rank waits for the end of the refit.
 """
 
 import ctypes
@@ -26,19 +26,15 @@ class _Handle(ctypes.Structure):
 
 
 def allocation(tensor: Tensor) -> int:
-    """Return the address of the allocation that has a CUDA tensor's first element. Raises RefitError: not memory
-    that CUDA allocated."""
+    """Return the address of a CUDA tensor's allocation. Raises RefitError: CUDA did not allocate it."""
     begin, size = ctypes.c_uint64(), ctypes.c_size_t()
     _call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(tensor.data_ptr()))
     return begin.value
 
 
 def handle(address: int) -> bytes:
-    """Return the handle by which another process opens the allocation at `address`.
-
-    Raises:
-        RefitError: memory that cannot be shared, such as torch's expandable segments.
-    """
+    """Return a handle with which another process opens the allocation at `address`. Raises RefitError: it cannot be
+    shared, as with torch's expandable segments."""
     made = _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(made), ctypes.c_uint64(address))
     return bytes(made)
@@ -46,13 +42,9 @@ def handle(address: int) -> bytes:
 
 @contextmanager
 def opened(handles: Iterable[bytes]) -> Iterator[dict[bytes, int]]:
-    """Open other processes' allocations on GPUs of this machine; yield their addresses in this process, by handle.
-
-    Raises:
-        RefitError: the other process is gone, or cannot be reached from here.
-    """
+    """Open other processes' allocations on this machine's GPUs; yield their addresses in this process by handle. Raises
+    RefitError: the other process is gone or unreachable."""
     addresses = dict[bytes, int]()
-    # All are closed, even if closing one of them fails.
     with ExitStack() as opened_here:
         for one in handles:
             address = ctypes.c_uint64()
@@ -64,7 +56,7 @@ def opened(handles: Iterable[bytes]) -> Iterator[dict[bytes, int]]:
 
 
 def tensor_at(address: int, nbytes: int) -> Tensor:
-    """Return a tensor, uint8 [nbytes], for the current device, which may read it over a link. It does not own the
+    """Return a tensor, uint8 [nbytes], on the current device, which may read it over a link. It does not own the
     memory."""
     device = torch.device("cuda", torch.cuda.current_device())
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage_at(address, device, nbytes))

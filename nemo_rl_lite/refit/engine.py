@@ -1,9 +1,8 @@
-"""The engine's side of refits: an engine rank's connection to its producer, and loaders of received weights.
+"""Engine side of refits: an engine rank's connection to its producer, and loaders of received weights.
 
 An engine's loader renames tensors, fuses several into one parameter and takes a tensor-parallel rank's slice.
-`CopyReplayLoader` records these copies once and replays them later. It leaves a tensor to the engine's loader if
-that does more with it than copy windows into the engine's memory, and a whole bucket if the loader writes anything
-else there meanwhile.
+`CopyReplayLoader` records these copies once and replays them. The engine's loader still loads tensors that need more
+than copies, and buckets whose loading writes anything else to the engine's memory.
 """
 
 import logging
@@ -26,16 +25,16 @@ from nemo_rl_lite.refit.trace import StridedView
 
 log = logging.getLogger(__name__)
 
-# An engine's own loader: takes named tensors, returns the names of the filled parameters, or None if it reports none.
+# An engine's loader: takes named tensors; returns the names of filled parameters, or None if it does not report them.
 Load = Callable[[Sequence[Named]], set[str] | None]
 
-# Operations that write the same whatever was loaded.
+# Operations whose result does not depend on the loaded weights.
 _CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Connects one consumer to its producer."""
+    """Everything that a consumer needs to connect to its producer."""
 
     plan: RefitPlan
     config: RefitConfig
@@ -44,15 +43,15 @@ class Source:
 
 
 def connect(source: Source, device: torch.device) -> Receiver:
-    """Join the producer's group; returns when all its ranks have joined. `device`: where the engine's weights are."""
+    """Join the producer's group; returns when all its ranks have joined. `device`: of the engine's weights."""
     config, offer = source.config, source.offer
     group = join_at(source.rendezvous, offer.group_device(device), config.timeout_s)
     return offer.receiver(source.plan, group, device, config.verify)
 
 
 class WeightsState:
-    """Tells whether an engine's weights are all of one refit. They are not before the first refit of dummy weights,
-    during a refit, and after a failed one."""
+    """State of an engine's weights: complete if they are all of one refit. They are incomplete before the first refit
+    of dummy weights, during a refit, and after a failed one."""
 
     def __init__(self, complete: bool) -> None:
         self._complete = complete
@@ -65,28 +64,26 @@ class WeightsState:
         self._complete = True
 
     def discard(self) -> None:
-        """Note that the memory of the weights is freed."""
+        """Note that the weights were freed."""
         self._complete = False
 
     def require(self) -> None:
-        """Raises RefitError: the weights are not those of one policy."""
+        """Raise RefitError if the weights are incomplete."""
         if not self._complete:
             raise RefitError(
-                "this engine has no policy's weights: none came since it started or slept, or the last refit failed"
+                "this engine has no policy weights: it received none since its start or sleep, or the last refit failed"
             )
 
 
 class EngineLoader(Loader):
-    """Gives each bucket's tensors to an engine's own loader. `filled`: the parameters that it has reported as
-    filled; None if it does not report them."""
+    """Passes each bucket's tensors to an engine's loader. `filled`: reported parameters; None if it reports none."""
 
     def __init__(self, load: Load, keep: bool = False):
-        """`keep`: give the loader copies that it may keep after the bucket."""
+        """`keep`: pass copies that the loader may keep."""
         self._load, self._keep = load, keep
         self.filled: set[str] | None = set()
 
     def fill(self, arrived: ReceivedBucket) -> None:
-        """See `Loader.fill`."""
         named = arrived.named()
         self._load_named([(name, tensor.clone()) for name, tensor in named] if self._keep else named)
 
@@ -97,14 +94,14 @@ class EngineLoader(Loader):
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of a window of a bucket's bytes, in elements of `dtype`, to `target`; the window is in one tensor."""
+    """Copy of a window of a bucket's bytes, in elements of `dtype` and within one tensor, to `target`."""
 
     name: str
     target: Tensor
     dtype: torch.dtype
     view: StridedView
     window: tuple[int, StridedView] | None
-    """The tensor's number of elements and the window in it; None unless the bytes go to one place unchanged."""
+    """The tensor's number of elements and the window in it; None if the bytes change or `target` is not contiguous."""
 
     def source(self, buffer: Tensor) -> Tensor:
         return self.view.of(buffer.view(self.dtype))
@@ -112,25 +109,22 @@ class _Copy:
 
 @dataclass
 class _Handling:
-    """The replay of one bucket: copies, and the tensors that are left to the engine's loader."""
+    """Replay of one bucket: copies, and the tensors `left` to the engine's loader."""
 
     copies: list[_Copy]
     left: set[str]
     _ready: tuple[int, CopyList] | None = None
 
     def copy(self, buffer: Tensor) -> None:
-        """Make the copies. Views of the bucket are kept, since it mostly comes in the same memory."""
+        # Views are cached, because a bucket mostly arrives in the same memory.
         if self._ready is None or self._ready[0] != buffer.data_ptr():
             sources = [one.source(buffer) for one in self.copies]
             self._ready = buffer.data_ptr(), CopyList([one.target for one in self.copies], sources)
         self._ready[1].run()
 
-    def forget_buffer(self) -> None:
-        self._ready = None
-
 
 class CopyReplayLoader(EngineLoader):
-    """Replays the copies of an engine rank's loader, which it records when a bucket comes for the first time."""
+    """Records the copies of an engine rank's loader at a bucket's first arrival, and replays them later."""
 
     def __init__(self, load: Load, memory: Iterable[Tensor]):
         """`memory`: the engine's parameters and buffers, which must not move."""
@@ -140,23 +134,20 @@ class CopyReplayLoader(EngineLoader):
 
     @property
     def left(self) -> set[str]:
-        """Return the tensors, among those that have come, that the engine's loader gets at each refit."""
+        """Return the received tensors that the engine's loader loads at each refit."""
         return {name for one in self._handling.values() for name in one.left}
 
     def windows(self) -> list[Window] | None:
-        """See `Loader.windows`."""
         copies = [one for handling in self._handling.values() for one in handling.copies]
         found = [(one.name, *one.window, one.target) for one in copies if one.window is not None]
         return found if len(found) == len(copies) and not self.left else None
 
     def forget_buffers(self) -> None:
-        """See `Loader.forget_buffers`."""
         for handling in self._handling.values():
-            handling.forget_buffer()
+            handling._ready = None
 
     @torch.no_grad()
     def fill(self, arrived: ReceivedBucket) -> None:
-        """Load a bucket by the engine's loader when it comes for the first time, and by copies later."""
         handling = self._handling.get(arrived.index)
         if handling is None:
             self._handling[arrived.index] = self._watched(arrived)
@@ -172,12 +163,12 @@ class CopyReplayLoader(EngineLoader):
         if watch.wrote_more:
             left = {slot.name for slot in arrived.bucket.slots}
         if left:
-            log.info("left to the engine's loader at each refit: %s", ", ".join(sorted(left)))
+            log.info("the engine's loader loads at each refit: %s", ", ".join(sorted(left)))
         return _Handling([one for one in watch.copies if one.name not in left], left)
 
 
 def _is_repeatable(copy: _Copy, buffer: Tensor) -> bool:
-    """Return whether the copy gives what the loader has just put there; if not, the loader's result is restored."""
+    """Return whether the copy reproduces the loader's result; if not, restore that result."""
     loaded = copy.target.clone()
     copy.target.zero_()
     copy.target.copy_(copy.source(buffer))
@@ -188,8 +179,7 @@ def _is_repeatable(copy: _Copy, buffer: Tensor) -> bool:
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Collects copies from views of a bucket's bytes to the engine's `memory`, and the tensors used for anything
-    else."""
+    """Collects copies from views of a bucket to the engine's `memory`, and tensors with any other use."""
 
     def __init__(self, arrived: ReceivedBucket, memory: set[int]):
         super().__init__()
@@ -198,7 +188,7 @@ class _CopyRecorder(TorchDispatchMode):
         self.wrote_more = False
         self._slots, self._buffer, self._memory = arrived.bucket.slots, arrived.buffer, memory
         self._begin = arrived.buffer.data_ptr()
-        # Results of computing with the bucket's tensors, kept so that no other tensor gets their address.
+        # Tensors computed from the bucket's; kept, so that their addresses are not reused.
         self._computed: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
@@ -231,7 +221,7 @@ class _CopyRecorder(TorchDispatchMode):
             begin = (offset - slot.offset) // size
             window = math.prod(slot.shape), StridedView(begin, tuple(source.shape), source.stride())
         view = StridedView(offset // size, tuple(source.shape), source.stride())
-        # Parameters are leaves of autograd, so the copies go to their memory.
+        # Detached, because parameters are leaves of autograd.
         return _Copy(slot.name, target.detach(), source.dtype, view, window)
 
     def _keep(self, tensors: Iterable[Any]) -> None:

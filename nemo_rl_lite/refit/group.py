@@ -1,4 +1,4 @@
-"""Process groups of refits: one producer (rank 0) with its consumers (1..), and ranks that exchange parameters."""
+"""Process groups of refits: a producer (rank 0) with its consumers (1..), and ranks that exchange parameters."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ _HASH = "the plan's hash"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a consumer finds its producer, and its rank (1 or more) in the group of `world_size` ranks."""
+    """Address of a producer, and a consumer's rank (1 or more) in the group of `world_size` ranks."""
 
     host: str
     port: int
@@ -31,33 +31,25 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class RefitGroup:
-    """One producer and its consumers, outside every default group of the engines that it connects."""
+    """A producer and its consumers, outside the engines' default groups."""
 
     group: Any
-    """A torch process group's backend: gloo's or NCCL's."""
+    """Backend of a torch process group: gloo's or NCCL's."""
     rank: int
     device: torch.device
     timeout: timedelta
 
     def start(self, tensor: Tensor, what: str) -> "PendingTransfer":
-        """Start to send (rank 0) or fill (others) `tensor` on `device`, in place and behind the current stream's work.
-        Every rank starts the same broadcasts in the same order; several may be in flight.
-
-        Raises:
-            LostTouchError: a peer is gone.
-        """
+        """Start a broadcast of `tensor` on `device` from rank 0, in place, after the current stream's work. All ranks
+        start the same broadcasts in the same order; several may be in flight. Raises LostTouchError: a peer is gone."""
         return self._begin(lambda: self.group.broadcast(tensor, 0), f"broadcast {what}")
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
-        """Send or fill `tensor` as `start` does, and wait until it is done.
-
-        Raises:
-            LostTouchError: not done within the timeout, or a peer is gone.
-        """
+        """Broadcast `tensor` from rank 0, blocking. Raises LostTouchError: timeout, or a peer is gone."""
         self.start(tensor, what).finish()
 
     def announce(self, digest: bytes) -> None:
-        """Send consumers the hash of the producer's plan."""
+        """Send the hash of the producer's plan."""
         self.broadcast(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device), _HASH)
 
     def expect(self, digest: bytes) -> None:
@@ -65,16 +57,15 @@ class RefitGroup:
         announced = torch.zeros(len(digest), dtype=torch.uint8, device=self.device)
         self.broadcast(announced, _HASH)
         if bytes(announced.tolist()) != digest:
-            raise RefitError("the producer sends by another plan than this consumer has; connect the refit again")
+            raise RefitError("producer and consumer have different plans; connect the refit again")
 
     def send_message(self, message: bytes) -> None:
-        """Send every consumer the same bytes."""
+        """Send all consumers the same bytes."""
         self.broadcast(torch.tensor([len(message)], device=self.device), "the length of a message")
         self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device), "a message")
 
     def receive_message(self) -> bytes:
-        """Return the bytes that the producer sends. Raises LostTouchError: none within the timeout, or the producer
-        is gone."""
+        """Return bytes from the producer. Raises LostTouchError: timeout, or the producer is gone."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.broadcast(length, "the length of a message")
         message = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
@@ -82,11 +73,11 @@ class RefitGroup:
         return bytes(message.tolist())
 
     def start_barrier(self, what: str) -> "PendingTransfer":
-        """Start an operation that is done when every rank has started it."""
+        """Start an operation that completes when all ranks have started it."""
         return self._begin(lambda: self.group.allreduce(torch.zeros(1)), f"agree on {what}")
 
     def barrier(self, what: str) -> None:
-        """Return when every rank has called this. Raises LostTouchError: one did not within the timeout, or is gone."""
+        """Wait for all ranks. Raises LostTouchError: timeout, or a peer is gone."""
         self.start_barrier(what).finish()
 
     def _begin(self, start: Callable[[], Any], action: str) -> "PendingTransfer":
@@ -95,7 +86,7 @@ class RefitGroup:
 
     @contextmanager
     def naming(self, action: str) -> Iterator[None]:
-        """Turn what the backend raises in the block into a LostTouchError that names the action."""
+        """Convert the backend's errors within the block into LostTouchError, which names the action."""
         try:
             yield
         except RuntimeError as error:
@@ -113,18 +104,14 @@ class PendingTransfer:
     _done: bool = False
 
     def finish(self) -> None:
-        """Return when the operation is done; may be called again.
-
-        Raises:
-            LostTouchError: not done within the timeout, or a peer is gone.
-        """
+        """Wait until the operation is done; may be repeated. Raises LostTouchError: timeout, or a peer is gone."""
         if self._done:
             return
         with self._group.naming(self._action):
             if self._group.device.type == "cpu":
                 self._work.wait(self._group.timeout)
             else:
-                # NCCL's own wait only orders streams, and its watchdog would end the process.
+                # NCCL's wait only orders streams, and its watchdog would end the process.
                 deadline = time.monotonic() + self._group.timeout.total_seconds()
                 while not self._work.is_completed():
                     if time.monotonic() > deadline:
@@ -135,12 +122,12 @@ class PendingTransfer:
 
 
 def host_store(host: str, timeout_s: float) -> TCPStore:
-    """Open the producer's rendezvous on a free port (`.port`)."""
+    """Open a producer's rendezvous on a free port (`.port`)."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def join(store: TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float) -> RefitGroup:
-    """Join the group, over NCCL for a CUDA `device` and over gloo for the CPU; returns when all ranks have joined."""
+    """Join the group (NCCL for a CUDA `device`, gloo for the CPU); returns when all ranks have joined."""
     timeout = timedelta(seconds=timeout_s)
     prefixed = PrefixStore("refit", store)
     if device.type == "cpu":
@@ -148,7 +135,7 @@ def join(store: TCPStore, rank: int, world_size: int, device: torch.device, time
     else:
         from torch.distributed import ProcessGroupNCCL
 
-        # NCCL's watchdog ends the process without saying what it waited for, so the refit's own limit comes first.
+        # The refit's limit comes first, because NCCL's watchdog ends the process without naming the action.
         group = ProcessGroupNCCL(prefixed, rank, world_size, nccl_options(2 * timeout))
     joined = RefitGroup(group, rank, device, timeout)
     # NCCL connects at the first message.
@@ -166,18 +153,18 @@ def join_at(rendezvous: Rendezvous, device: torch.device, timeout_s: float) -> R
 def group_by_need(
     needed: set[int] | None, groups: Sequence[dist.ProcessGroup], timeout_s: float
 ) -> tuple[list[int], dist.ProcessGroup | None]:
-    """Return the ranks that this rank shares weights with, itself included, and their process group; collective over
-    the default group.
+    """Return the ranks that share weights with this rank, itself included, and their process group. Collective over the
+    default group.
 
-    `needed`: the ranks whose parameters this rank's weights are made of, None if it wants no weights. `groups`:
-    existing groups, used where they fit. Returns no ranks if no rank needs this one, and no group for a single rank.
+    `needed`: the ranks whose parameters this rank reads; None without consumers. `groups`: existing groups to reuse.
+    Returns no ranks if no rank needs this one, and no group for a single rank.
     """
     rank = dist.get_rank()
     together = connected({one: ranks for one, ranks in enumerate(all_gather(needed)) if ranks is not None})
     ranks = next((ranks for ranks in together if rank in ranks), [])
     group: Any = next((one for one in groups if dist.get_process_group_ranks(one) == ranks), None)
     if not all(all_gather(group is not None or len(ranks) < 2)):
-        # NCCL's watchdog ends the process without saying what it waited for, so the refit's own limit comes first.
+        # See `join`.
         limit = timedelta(seconds=2 * timeout_s)
         made = {tuple(ranks): dist.new_group(ranks, timeout=limit) for ranks in together if len(ranks) > 1}
         group = made.get(tuple(ranks))
@@ -185,7 +172,7 @@ def group_by_need(
 
 
 def connected(needs: Mapping[int, set[int]]) -> list[list[int]]:
-    """Return the connected components of ranks. `needs`: for each rank that wants weights, the ranks that have them."""
+    """Return connected components of ranks. `needs`: for each rank that reads parameters, the ranks that have them."""
     groups: list[set[int]] = []
     for rank, needed in needs.items():
         together = {rank} | needed
@@ -197,7 +184,7 @@ def connected(needs: Mapping[int, set[int]]) -> list[list[int]]:
 
 
 def all_gather(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what each rank of the group (None: the default group) passes, in the ranks' order."""
+    """Return the values of all ranks of the group (None: the default group), in rank order."""
     given: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(given, own, group=group)
     return given

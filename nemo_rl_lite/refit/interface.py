@@ -1,8 +1,8 @@
-"""The interface of refits: weight sources, senders, receivers, exports and loaders, and the checks of both sides.
+"""Interfaces of refits (weight sync), and checksums.
 
-Three transports implement it: consumers copy the producer's parameters (ipc.py), or get buckets through a shared
-buffer or a broadcast (buckets.py). Consumers get the producer's `WeightSource`, pickled. Both sides join a process
-group, and at each refit the producer sends and consumers receive.
+Three transports implement them: consumers copy the producer's parameters (ipc.py), or receive buckets through a shared
+buffer or a broadcast (buckets.py). Consumers get the producer's pickled `WeightSource`. Both sides join a process
+group; at each refit the producer sends and consumers receive.
 """
 
 import time
@@ -19,9 +19,9 @@ from nemo_rl_lite.refit.layout import ReceivedBucket, RefitPlan
 from nemo_rl_lite.refit.trace import StridedView
 
 Verify = Literal["off", "sample", "full"]
-# Verify one chunk in this many, the first one included; 0 for none.
+# Verify every n-th chunk, from the first; 0 for none.
 _EVERY: dict[Verify, int] = {"off": 0, "sample": 16, "full": 1}
-# Words of a chunk.
+# Words per chunk.
 _WORDS = 1 << 20
 # 2^64 divided by the golden ratio.
 _ODD = -7046029254386353131
@@ -33,33 +33,28 @@ def sampled[Item](verify: Verify, items: Sequence[Item]) -> Sequence[Item]:
 
 
 class Checksums:
-    """Checksums of buffers, computed on the buffers' device and read together by `values`."""
+    """Checksums of buffers, computed on the buffers' device."""
 
     def __init__(self, verify: Verify):
         self._every = _EVERY[verify]
         self._sums: list[Tensor] = []
 
     def add(self, buffer: Tensor) -> None:
-        """Add the checksum of a contiguous uint8 tensor of 8n bytes. Later work of the current stream may change the
-        buffer.
-
-        Raises:
-            ValueError: another dtype, layout or length.
-        """
+        """Add the checksum of a contiguous uint8 tensor of 8n bytes; otherwise raises ValueError. Later work of the
+        current stream may change the buffer."""
         if self._every:
             self._sums.append(_sum(buffer, self._every))
 
     def values(self) -> list[int]:
-        """Return one number for each buffer, in order; empty if nothing is verified."""
+        """Return one number per buffer, in order; empty if nothing is verified. Synchronizes."""
         return [number & (2**64 - 1) for number in torch.stack(self._sums).tolist()] if self._sums else []
 
 
 def _sum(buffer: Tensor, every: int) -> Tensor:
-    """Return the checksum of one chunk in `every`, a scalar on the buffer's device.
+    """Return the checksum of each `every`-th chunk, a scalar on the buffer's device.
 
-    It is the sum modulo 2^64 of the 64-bit words, each mixed with its position by invertible steps. A single changed
-    word always changes the sum. Several changed or exchanged words leave it equal with probability 2^-64. It is not
-    cryptographic.
+    It is the sum modulo 2^64 of 64-bit words, each mixed with its position by invertible steps. It detects one changed
+    word always, several changed or exchanged words with probability 1 - 2^-64. It is not cryptographic.
     """
     if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.numel() % 8:
         raise ValueError(f"a contiguous uint8 tensor of 8n bytes is needed, got {buffer.dtype}, {buffer.numel()} bytes")
@@ -72,94 +67,84 @@ def _sum(buffer: Tensor, every: int) -> Tensor:
     for start in range(0, words.numel(), every * _WORDS):
         chunk = words[start : start + _WORDS]
         position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=buffer.device)
-        # The masks make the shifts logical: without them a word and its complement mix to the same number.
+        # The masks make shifts logical; otherwise a word and its complement would mix to the same number.
         mixed = (chunk ^ ((chunk >> 31) & 0x1FFFFFFFF)) * (position * _ODD | 1)
         total += ((mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * _ODD).sum()
     return total
 
 
-# Largest mean difference of logprobs, in nats, between two implementations of one model on a probe, by
-# policy.precision. In bfloat16 they round differently: short probes of correct runs have differed by up to 0.08.
+# Largest mean difference of a probe's logprobs between two implementations of a model, in nats, by policy.precision.
+# bfloat16 implementations round differently: up to 0.08 in correct runs.
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
-# The same for engines with 8-bit weights and inputs, whose rounding alone exceeds the limit of bfloat16 in a small
-# random model (tests/functional/test_eight_bits.py).
+# The same for engines with 8-bit weights and inputs, which round more (tests/functional/test_eight_bits.py).
 PROBE_TOLERANCE_QUANTIZED = 0.8
 
 
 @dataclass
 class RefitReport:
-    """One side's seconds by stage, and the checksum of each bucket if checksums were asked for."""
+    """One side's seconds by stage, and checksums of buckets, if enabled."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     checksums: list[int] = field(default_factory=list)
 
     def add(self, stage: str, started: float) -> float:
-        """Add the time since `started` to a stage; return the time now."""
+        """Add the time since `started` to a stage. Returns the current time."""
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - started
         return now
 
 
 def compare_checksums(plan: RefitPlan, sent: RefitReport, received: RefitReport, consumer: str) -> None:
-    """Compare the bytes received with those sent.
-
-    Raises:
-        RefitError: naming `consumer` and the bucket that differs.
-    """
+    """Compare received with sent checksums. Raises RefitError, which names `consumer` and the bucket."""
     if len(received.checksums) != len(sent.checksums):
         raise RefitError(f"{consumer} received {len(received.checksums)} of {len(sent.checksums)} buckets")
     for index, (theirs, ours) in enumerate(zip(received.checksums, sent.checksums, strict=True)):
         if theirs != ours:
             where = f"bucket {index} ({plan.buckets[index].describe()})"
-            raise RefitError(f"{consumer} received other bytes than were sent in {where}")
+            raise RefitError(f"{consumer} received different bytes in {where}")
 
 
 Window = tuple[str, int, StridedView, Tensor]
-"""A tensor's name and number of elements, a window of it, and the contiguous memory that the window is copied to."""
+"""Tensor name, its number of elements, a window of it, and the contiguous memory that receives the window."""
 
 
 class Sender(Protocol):
-    """The producer's side of a joined group."""
+    """Producer of a joined group."""
 
     def send(self) -> RefitReport | None:
-        """Bring the current weights to all consumers; None if there are none. Ranks that share a model call it
-        together.
-
-        Raises:
-            RefitError: a consumer was not done in time, or tensors are not the plan's.
-        """
-        ...
+        """Send the current weights to all consumers; returns None without consumers. Collective over ranks that share
+        a model. Raises RefitError: a consumer exceeded the timeout, or tensors differ from the plan."""
 
 
 class Export(Protocol):
-    """Fills a sender's buckets. In each refit the sender calls `start`, then `begin` and `fill` for each bucket in
-    order, and `finish` if it gives up. `begin` and `fill` add their seconds to `report`: `iterate` for waiting,
-    `pack` for copies."""
+    """Fills a sender's buckets.
+
+    In each refit the sender calls `start`, then `begin` and `fill` for each bucket in order, and `finish` if it fails.
+    `begin` and `fill` add seconds to `report`: `iterate` for waiting, `pack` for copies.
+    """
 
     def start(self) -> None:
         """Start a refit."""
 
     def begin(self, index: int, report: RefitReport) -> None:
-        """Do what needs no memory for bucket `index`."""
+        """Do the work for bucket `index` that needs no buffer."""
 
     def fill(self, index: int, buffer: Tensor, report: RefitReport) -> None:
-        """Put the bucket's tensors into `buffer`, uint8 [bucket.nbytes]."""
+        """Write the bucket's tensors to `buffer`, uint8 [bucket.nbytes]."""
 
     def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
-        """Do the rest of this refit's collectives, in which other ranks still are. `buffer_of`: memory for a bucket,
-        None on a rank that wants no weights."""
+        """Complete this refit's collectives for the other ranks. `buffer_of`: a bucket's memory; None without
+        consumers."""
 
 
 class Loader(Protocol):
-    """Brings received weights to their places."""
+    """Loads received weights into an engine."""
 
     def fill(self, arrived: ReceivedBucket) -> None:
-        """Take a bucket's tensors, whose memory the next bucket overwrites."""
-        ...
+        """Load a bucket's tensors, whose memory the next bucket overwrites."""
 
     def windows(self) -> list[Window] | None:
-        """Return, after a first refit, every window of a tensor that is copied somewhere; None if the loader does
-        more than copy."""
+        """Return, after a first refit, all windows that are copied; None if the loader does more than copy."""
         return None
 
     def forget_buffers(self) -> None:
@@ -168,32 +153,26 @@ class Loader(Protocol):
 
 
 class Receiver(Protocol):
-    """The consumer's side of a joined group."""
+    """Consumer of a joined group."""
 
     def receive(self, loader: Loader) -> RefitReport:
-        """Bring all weights to `loader`. The report's `transfer` excludes the loader's time.
-
-        Raises:
-            RefitError: the producer has another plan, or weights did not arrive in time or intact.
-        """
-        ...
+        """Receive all weights into `loader`, whose time is not part of the report's `transfer`. Raises RefitError: the
+        producer has another plan, or weights did not arrive in time or intact."""
 
 
 class WeightSource(Protocol):
-    """Gives consumers the weights of one producer. It is pickled."""
+    """Source of one producer's weights; pickled and sent to consumers."""
 
     def group_device(self, device: torch.device) -> torch.device:
-        """Return the device of the process group, for weights on `device`."""
-        ...
+        """Return the process group's device, for weights on `device`."""
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> Receiver:
-        """Return the consumer's side, for an engine whose weights are on `device`."""
-        ...
+        """Return the receiver of an engine with weights on `device`."""
 
 
 @dataclass(frozen=True)
 class Transport:
-    """The producer's side before consumers have joined."""
+    """Producer before consumers have joined."""
 
     offer: Callable[[], WeightSource]
     """Makes the source of one connection."""
@@ -202,7 +181,7 @@ class Transport:
 
 
 class NoConsumers:
-    """The `Sender` of a rank without consumers: it participates in the `export` of other ranks, if one needs it."""
+    """`Sender` of a rank without consumers; takes part in the `export` of other ranks, if any."""
 
     def __init__(self, export: Export | None):
         self._export = export
@@ -214,6 +193,6 @@ class NoConsumers:
 
 
 def synchronize(tensor: Tensor) -> None:
-    """Wait for the current stream of the tensor's device; other processes do not see our streams."""
+    """Wait for the current stream of the tensor's device, because streams do not order other processes."""
     if tensor.is_cuda:
         torch.cuda.current_stream().synchronize()

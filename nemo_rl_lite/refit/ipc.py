@@ -1,16 +1,15 @@
-"""Direct refits: consumers copy weights out of the policy's parameters, and frozen weights exist once per device.
+"""Direct refits: consumers copy the policy's parameters; frozen weights exist once per device.
 
-The producer says at each refit where its parameters are, which may have moved, and waits. The consumer opens that
-memory, copies, and closes it. At the first refit it fills buckets in its own memory, for the engine's loader. If the
-loader only copies windows of tensors, later refits copy straight to the engine's weights: a tensor-parallel consumer
-reads only what it needs, from whichever GPU of the machine has it. Ranks whose weights are spread over several ranks
-share together: each tells its consumers where the parameters of all are, and none moves its own before all consumers
-are done.
+At each refit the producer sends the current addresses of its parameters and waits. The consumer opens that memory,
+copies, and closes it. The first refit fills buckets for the engine's loader. If the loader only copies windows of
+tensors, later refits copy directly to the engine's weights. A tensor-parallel consumer reads its part alone, from any
+GPU of the machine. Ranks with sharded weights share as a group: each sends the addresses of all, and no rank moves its
+parameters before all consumers are done.
 
-With frozen weights, the engine shares its memory and the policy rank on its device frees its own copy. Equal weights
-are found by comparing bytes, so names and fusions do not matter: a frozen parameter becomes a view of the first rows
-of an engine's weight (padded vocabularies end with the padding). Neither side writes to shared memory, and the
-engine's weights never move, because its CUDA graphs know their addresses.
+A policy rank can use an engine's frozen weights and free its own. Equal weights are found by comparing bytes,
+regardless of names and fusion. A frozen parameter becomes a view of the first rows of an engine's weight, because
+padding is at the end. Neither side writes to shared memory, and the engine's weights never move, because CUDA graphs
+use their addresses.
 """
 
 import json
@@ -37,20 +36,20 @@ from nemo_rl_lite.refit.trace import Recipe, Segment, segments_of_window, source
 
 log = logging.getLogger(__name__)
 Key = tuple[int, int]
-"""A policy rank, and the number of one of its parameters."""
+"""Policy rank, and the number of one of its parameters."""
 
 Parameters = Mapping[Key, Tensor]
-"""Contiguous; as uint8 [bytes] if it is another process's."""
+"""Contiguous tensors; uint8 [bytes] for another process's."""
 
-# Elements compared at a time.
+# Elements per comparison.
 _COMPARED = 1 << 24
 
-# The same on all processes of one kernel, which can share memory.
+# Identifies a kernel, whose processes can share memory.
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Memory(Protocol):
-    """Shares a device's memory between processes: the module `device_memory` on GPUs."""
+    """Shares device memory between processes; on GPUs, the module `device_memory`."""
 
     def allocation(self, tensor: Tensor) -> int: ...
 
@@ -62,7 +61,7 @@ class Memory(Protocol):
 
 
 class IpcExport:
-    """The parameters that one policy rank shares. All ranks of the group call its collective methods."""
+    """Parameters that one policy rank shares. Public methods are collective over the group."""
 
     def __init__(
         self,
@@ -72,35 +71,28 @@ class IpcExport:
         group: dist.ProcessGroup | None,
         memory: Memory = device_memory,
     ):
-        """`parameters`: this rank's by number, contiguous; they may move between refits. `ranks`: those that share
-        together, this one included. `group`: theirs, None for a single rank."""
+        """`parameters`: this rank's, contiguous, by number; they may move between refits. `ranks`: of the `group`,
+        which is None for a single rank."""
         self._parameters, self._rank, self._ranks, self._group = parameters, rank, ranks, group
         self._memory = memory
 
     def addresses(self) -> bytes:
-        """Return where the parameters of all ranks are, once all devices are done with them; collective.
-
-        Raises:
-            RefitError: memory of one of the ranks cannot be shared; raised on every rank.
-        """
+        """Return the addresses of all ranks' parameters, after all devices are done with them. Raises RefitError, on
+        every rank: a rank's memory cannot be shared."""
         synchronize(next(iter(self._parameters.values())))
         try:
             own: Any = self._describe()
         except RefitError as error:
             own = str(error)
         found = self._all_gather(own)
-        refused = next((one for one in found if isinstance(one, str)), None)
-        if refused is not None:
-            raise RefitError(refused)
+        failure = next((one for one in found if isinstance(one, str)), None)
+        if failure is not None:
+            raise RefitError(failure)
         return json.dumps(dict(zip(self._ranks, found, strict=True))).encode()
 
     def end(self, error: RefitError | None) -> None:
-        """Return when the consumers of all ranks are done; collective. `error`: how this rank's refit failed.
-
-        Raises:
-            RefitError: that error.
-            LostTouchError: another rank's refit has failed.
-        """
+        """Wait for the consumers of all ranks, and raise this rank's `error`, if any. Raises LostTouchError: another
+        rank's refit failed."""
         failed = self._all_gather(error is not None)
         if error is not None:
             raise error
@@ -108,11 +100,11 @@ class IpcExport:
             raise LostTouchError(f"the refit failed on policy rank {self._ranks[failed.index(True)]}")
 
     def on_one_machine(self) -> bool:
-        """Return whether all ranks are on one machine; collective."""
+        """Return whether all ranks are on one machine."""
         return len(set(self._all_gather(_BOOT.read_text() if _BOOT.exists() else socket.gethostname()))) == 1
 
     def can_be_opened(self) -> bool:
-        """Return whether the ranks can open one another's memory, as their consumers will; collective."""
+        """Return whether the ranks can open one another's memory, as their consumers will."""
         try:
             addresses = self.addresses()
         except RefitError:
@@ -126,12 +118,12 @@ class IpcExport:
 
     @contextmanager
     def together(self) -> Iterator[Parameters]:
-        """Yield the parameters of all ranks; collective."""
+        """Yield the parameters of all ranks."""
         addresses = self.addresses()
         own = {(self._rank, number): parameter for number, parameter in self._parameters.items()}
         with opened(addresses, self._memory, self._others(addresses)) as others:
             yield own | dict(others)
-            # No rank's memory may move while another rank reads it.
+            # Memory must not move while another rank reads it.
             self._all_gather(None)
 
     def _others(self, addresses: bytes) -> set[Key]:
@@ -152,34 +144,31 @@ class IpcExport:
 def probe_sharing(
     parameters: Mapping[int, Tensor], recipe: Recipe, groups: Sequence[dist.ProcessGroup], timeout_s: float
 ) -> IpcExport | None:
-    """Share this rank's `parameters` with the ranks that need them; None on all ranks if any of them cannot open
-    another's memory. Collective over the default group. `groups`: existing process groups."""
+    """Share this rank's `parameters` with the ranks that read them; returns None on all ranks if any cannot open
+    another's memory. Collective over the default group. `groups`: existing process groups to reuse."""
     ranks, group = group_by_need(source_ranks(recipe), groups, timeout_s)
     sharing = IpcExport(parameters, dist.get_rank(), ranks, group)
     if not all(all_gather(sharing.on_one_machine())):
-        log.info("refits go through a buffer: the policy's weights are spread over several machines")
+        log.info("refits use a buffer: the policy's weights are sharded over several machines")
         return None
     if not all(all_gather(sharing.can_be_opened())):
         if dist.get_rank() == 0:
-            log.warning("engines cannot open the policy's memory here: refits go through a buffer (refit.cuda_ipc)")
+            log.warning("refits use a buffer, because engines cannot open the policy's memory here (refit.cuda_ipc)")
         return None
     return sharing
 
 
 @contextmanager
 def opened(addresses: bytes, memory: Memory, wanted: Collection[Key] | None = None) -> Iterator[Parameters]:
-    """Open the parameters at `IpcExport.addresses`, those `wanted` or all, until the block ends.
-
-    Raises:
-        RefitError: memory that cannot be opened from here.
-    """
+    """Open the parameters at `IpcExport.addresses` (`wanted`: a subset) within the block. Raises RefitError: their
+    memory cannot be opened from here."""
     entries = [(key, place) for key, place in _entries(addresses) if wanted is None or key in wanted]
     with memory.opened(dict.fromkeys(handle for _, (handle, _, _) in entries)) as begins:
         yield {key: memory.tensor_at(begins[handle] + offset, size) for key, (handle, offset, size) in entries}
 
 
 def _entries(addresses: bytes) -> Iterator[tuple[Key, tuple[bytes, int, int]]]:
-    """Yield for each parameter its allocation's handle, and its begin and size there in bytes."""
+    """Yield each parameter's allocation handle, and its offset and size there in bytes."""
     for rank, shared in json.loads(addresses).items():
         handles = [bytes.fromhex(handle) for handle in shared["handles"]]
         for number, (index, offset, size) in shared["parameters"].items():
@@ -187,17 +176,17 @@ def _entries(addresses: bytes) -> Iterator[tuple[Key, tuple[bytes, int, int]]]:
 
 
 Copy = tuple[str, Segment, Tensor]
-"""A tensor's name, the segment whose source is copied, and the memory that it is copied to."""
+"""Tensor name, the segment with the copy's source, and the copy's target."""
 
 
 @dataclass(frozen=True)
 class DirectOffer:
-    """A `WeightSource` of the parameters themselves. `recipe`: the windows of them that fill each tensor."""
+    """`WeightSource` of the parameters themselves. `recipe`: their windows that fill each tensor."""
 
     recipe: Recipe
 
     def group_device(self, device: torch.device) -> torch.device:
-        # Only small messages travel.
+        # The group sends small messages alone.
         return torch.device("cpu")
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> "DirectReceiver":
@@ -205,16 +194,14 @@ class DirectOffer:
 
 
 class DirectSender:
-    """The `Sender` whose consumers copy the parameters as they are when `send` is called."""
+    """`Sender` whose consumers copy the parameters during `send`."""
 
     def __init__(self, plan: RefitPlan, group: RefitGroup, sharing: IpcExport):
         self._plan, self._group, self._sharing = plan, group, sharing
 
     def send(self) -> RefitReport:
-        """See `Sender.send`. Returns when the consumers of all ranks that share together are done.
-
-        Stages timed: `pack` (finding the memory of all ranks), `transfer` (waiting for consumers).
-        """
+        """See `Sender.send`. Returns when the consumers of all ranks in the group are done. Stages: `pack` (finding the
+        addresses of all ranks), `transfer` (waiting for consumers)."""
         report, clock, error = RefitReport(), time.perf_counter(), None
         addresses = self._sharing.addresses()
         try:
@@ -230,7 +217,7 @@ class DirectSender:
 
 
 class DirectReceiver:
-    """The `Receiver` that copies parameters, through buckets until it knows where each window of them goes."""
+    """`Receiver` that copies parameters, through buckets until it knows each window's target."""
 
     def __init__(
         self,
@@ -243,16 +230,15 @@ class DirectReceiver:
     ):
         self._plan, self._group, self._recipe, self._device = plan, group, recipe, device
         self._verify, self._memory = verify, memory
-        # None while refits go through buckets, which need all parameters.
+        # None for refits through buckets, which need all parameters.
         self._copies: list[Copy] | None = None
         self._needed: set[Key] | None = None
         self._is_first = True
-        # The parameters' addresses, and the copies for them.
+        # Parameter addresses, and the copies for them.
         self._ready: tuple[list[int], CopyList] | None = None
 
     def receive(self, loader: Loader) -> RefitReport:
-        """See `Receiver.receive`. Also raises RefitError if memory cannot be opened, or if a copied weight differs from
-        the producer's."""
+        """See `Receiver.receive`. Also raises RefitError: memory cannot be opened, or a copied weight differs."""
         report, clock = RefitReport(), time.perf_counter()
         through_buckets = self._copies is None
         self._group.expect(self._plan.digest)
@@ -268,12 +254,12 @@ class DirectReceiver:
                 synchronize(torch.empty(0, device=self._device))
         self._group.barrier("the end of the refit")
         if through_buckets and self._device.type == "cuda":
-            # The policy or the cache may want the memory of buckets and trials.
+            # Free the memory of buckets and comparisons for the policy and the KV cache.
             torch.cuda.empty_cache()
         return report
 
     def _load(self, loader: Loader, parameters: Parameters) -> None:
-        """Load through buckets; the first time, find out whether later refits can copy instead."""
+        """Load through buckets; the first time, decide whether later refits can copy directly."""
         buffer = new_buffers(self._plan, 1, self._device)[0]
         for index, bucket in enumerate(self._plan.buckets):
             copies = [
@@ -291,21 +277,20 @@ class DirectReceiver:
                 self._needed = {_key(segment) for _, segment, _ in self._copies}
 
     def _find_copies(self, loader: Loader, parameters: Parameters) -> list[Copy] | None:
-        """Return where each window of a parameter goes; None if copying does not give what the loader has just put
-        there."""
-        windows, copies = loader.windows(), list[Copy]()
+        """Return a copy for each window of a parameter; None if copies do not reproduce the loader's result."""
+        windows, copies, reason = loader.windows(), list[Copy](), None
         if windows is None:
-            log.info("every refit goes through buckets: the engine's loader does more than copy parts of tensors")
-            return None
-        for name, elements, window, target in windows:
+            reason = "the engine's loader does more than copy parts of tensors"
+        for name, elements, window, target in windows or ():
             segments = segments_of_window(self._recipe[name], elements, window)
             if segments is None:
-                log.info("every refit goes through buckets: the engine takes too irregular a part of %s", name)
-                return None
+                reason = f"the engine's part of {name} is too irregular"
+                break
             copies += [(name, segment, segment.target.of(target)) for segment in segments]
-        differing = _differing(copies, parameters)
-        if differing is not None:
-            log.info("every refit goes through buckets: the engine changed %s when it was loaded", differing)
+        if reason is None and (differing := _differing(copies, parameters)) is not None:
+            reason = f"the engine changed {differing} when it was loaded"
+        if reason is not None:
+            log.info("every refit goes through buckets: %s", reason)
             return None
         log.info("later refits: %d copies out of the policy's parameters", len(copies))
         return copies
@@ -320,7 +305,7 @@ class DirectReceiver:
         copy_list.run()
         differing = _differing(sampled(self._verify, copies), parameters)
         if differing is not None:
-            raise RefitError(f"the engine's {differing} is not the policy's after it was copied")
+            raise RefitError(f"the engine's {differing} differs from the policy's after the copy")
 
 
 def _copy_list(copies: Sequence[Copy], parameters: Parameters) -> CopyList:
@@ -337,7 +322,7 @@ def _source(segment: Segment, parameters: Parameters, dtype: torch.dtype) -> Ten
 
 
 def _differing(copies: Iterable[Copy], parameters: Parameters) -> str | None:
-    """Return the first tensor of which a copied window differs from the parameter, to the bit."""
+    """Return the first tensor with a copied window that is not bitwise identical to the parameter's."""
     names, equal = list[str](), list[Tensor]()
     for name, segment, target in copies:
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
@@ -345,26 +330,26 @@ def _differing(copies: Iterable[Copy], parameters: Parameters) -> str | None:
         for ours, theirs in zip(_slabs(target.view(bits)), _slabs(source.view(bits)), strict=True):
             names.append(name)
             equal.append((ours == theirs).all())
-    # All results are read at once, because each reading waits for the device.
+    # Synchronize once for all results.
     return names[torch.stack(equal).tolist().index(False)] if equal and not torch.stack(equal).all() else None
 
 
 def _slabs(tensor: Tensor) -> Sequence[Tensor]:
-    """Split the tensor, so that comparing it takes little additional memory."""
+    """Split the tensor to limit the memory of comparisons."""
     whole = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     return whole.split(max(1, _COMPARED * whole.shape[0] // max(1, whole.numel())))
 
 
-# Weights are candidates for each other by their first elements.
+# Number of first elements by which candidates for equal weights are found.
 _HEAD = 64
-# Checksums are of words.
+# Word size of checksums, in bytes.
 _WORD = 8
 _Head = tuple[torch.dtype, tuple[int, ...], bytes]
 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The weights of one engine rank: where they are, and each one's dtype and shape. It is pickled."""
+    """Weights of one engine rank: addresses, and dtype and shape of each. It is pickled."""
 
     addresses: bytes
     weights: Sequence[tuple[str, tuple[int, ...]]]
@@ -372,18 +357,17 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """Bytes of a policy rank's frozen weights that are an engine's, and that both sides hold."""
+    """Bytes of a policy rank's frozen weights."""
 
     shared: int
+    """In an engine's memory alone."""
     twice: int
+    """On both sides."""
 
 
 def share_weights(weights: Iterable[Tensor], memory: Memory = device_memory) -> SharedWeights:
-    """Share an engine's weights, which must not be written, moved or freed from now on.
-
-    Raises:
-        RefitError: the memory cannot be shared.
-    """
+    """Share an engine's weights, which must not be written, moved or freed afterwards. Raises RefitError: the memory
+    cannot be shared."""
     shared = [weight.detach() for weight in weights if weight.dim() and weight.numel() and weight.is_contiguous()]
     with _naming_the_key():
         addresses = IpcExport(dict(enumerate(shared)), 0, [0], None, memory).addresses()
@@ -391,7 +375,7 @@ def share_weights(weights: Iterable[Tensor], memory: Memory = device_memory) -> 
 
 
 class SharedFrozenParams:
-    """The parameters of a policy rank whose memory is an engine's, from `take` until this process ends."""
+    """Parameters of a policy rank in an engine's memory, from `take` until this process ends."""
 
     def __init__(self, memory: Memory = device_memory):
         self._memory, self._open = memory, ExitStack()
@@ -403,12 +387,8 @@ class SharedFrozenParams:
 
     @torch.no_grad()
     def take(self, weights: SharedWeights, parameters: Iterable[Tensor]) -> SharedBytes:
-        """Make the frozen `parameters` the engine's memory, where it has the same bytes. Their own memory is freed
-        where nothing else refers to it.
-
-        Raises:
-            RefitError: the engine's memory cannot be opened from here.
-        """
+        """Replace the memory of frozen `parameters` with engine weights of the same bytes. Raises RefitError: the
+        engine's memory cannot be opened from here."""
         frozen = [one for one in parameters if not one.requires_grad and one.dim() and one.numel()]
         with _naming_the_key():
             begins = self._open.enter_context(opened(weights.addresses, self._memory))
@@ -424,7 +404,7 @@ class SharedFrozenParams:
         return SharedBytes(shared, sum(one.nbytes for one in frozen) - shared)
 
     def check(self) -> None:
-        """Check that the shared memory is unchanged. Raises RefitError: it is not, e.g. after the engine's end."""
+        """Raise RefitError if the shared memory has changed, as after the engine's end."""
         if self._summed() != self._checksums:
             raise RefitError("weights that an engine shares with the policy have changed: its process may be gone")
 
@@ -444,7 +424,7 @@ def _naming_the_key() -> Iterator[None]:
 
 
 def _equal(parameters: Iterable[Tensor], of_engine: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter with the first rows of an engine's weight that have the same bytes, if there are any."""
+    """Yield parameters for which an engine's weight begins with the same bytes, each with those rows."""
     candidates = defaultdict[_Head, list[Tensor]](list)
     for weight in of_engine:
         candidates[_head(weight)].append(weight)

@@ -1,6 +1,6 @@
-"""The bucket plan of a refit, which says where each tensor lies in which bucket, and copies into and out of buckets.
+"""Bucket plan of a refit: each tensor's bucket and offset; and copies of tensors.
 
-The producer makes the plan once. Every consumer has a copy and compares its hash before the first weight.
+The producer makes the plan once. Consumers have a copy and compare its hash at each refit, before the first weight.
 """
 
 import hashlib
@@ -17,25 +17,13 @@ from nemo_rl_lite.compat.torch import foreach_copy
 
 Named = tuple[str, Tensor]
 ALIGNMENT = 512
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
+_DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
+ITEM_BYTES = {name: getattr(torch, name).itemsize for name in _DTYPES.split()}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one tensor in its bucket; `offset` and `nbytes` are in bytes."""
+    """A tensor's place in its bucket; `offset` and `nbytes` are in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +34,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together in `nbytes` bytes, padding included."""
+    """Tensors that are sent together, in `nbytes` with padding."""
 
     slots: tuple[Slot, ...]
     nbytes: int
@@ -58,31 +46,25 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RefitPlan:
-    """All buckets, in the order in which they are sent."""
+    """All buckets in sending order."""
 
     buckets: tuple[Bucket, ...]
 
     @cached_property
     def digest(self) -> bytes:
-        """Return the SHA-256 of everything that the two sides must agree on: 32 bytes."""
+        """Return the plan's SHA-256, 32 bytes."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
     @property
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
 
-    @property
-    def names(self) -> list[str]:
-        return [slot.name for bucket in self.buckets for slot in bucket.slots]
-
 
 def make_plan(tensors: Iterable[tuple[str, tuple[int, ...], str]], bucket_bytes: int) -> RefitPlan:
-    """Lay `(name, shape, dtype)` tensors into buckets of at most `bucket_bytes` bytes, in the order given.
+    """Place `(name, shape, dtype)` tensors in buckets of at most `bucket_bytes`, in order and aligned to 512 bytes.
 
-    Each tensor starts at a multiple of 512 bytes. A tensor larger than a bucket gets a bucket to itself.
-
-    Raises:
-        ValueError: an empty list, a repeated name, an unknown dtype, a bucket size below 1.
+    A larger tensor gets a separate bucket. Raises ValueError: no tensors, a repeated name, an unknown dtype, or a
+    bucket size below 1.
     """
     if bucket_bytes < 1:
         raise ValueError(f"a bucket needs at least 1 byte, got {bucket_bytes}")
@@ -114,39 +96,37 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-# A copy of this many bytes or more is launched alone: a plain copy is faster than a kernel for many tensors, and large
-# tensors are few.
+# Larger copies are launched separately, because a plain copy is faster than a kernel for many tensors.
 _LARGE = 1 << 23
 
 
 @dataclass(frozen=True)
 class ReceivedBucket:
-    """A bucket whose bytes are in `buffer`, uint8 [bucket.nbytes], until the next bucket is asked for."""
+    """Bucket with its bytes in `buffer`, uint8 [bucket.nbytes], until the next bucket is received."""
 
     index: int
     bucket: Bucket
     buffer: Tensor
 
     def named(self) -> list[Named]:
-        """Return the bucket's tensors by name: views of the buffer, not copies."""
+        """Return the bucket's tensors by name, as views of the buffer."""
         return [(slot.name, view(self.buffer, slot)) for slot in self.bucket.slots]
 
 
 def new_buffers(plan: RefitPlan, count: int, device: torch.device) -> Tensor:
-    """Allocate memory for `count` of the plan's buckets, or for all if it has fewer: uint8 [count, bytes]."""
+    """Allocate memory for at most `count` of the plan's buckets, uint8 [count, bytes]."""
     largest = max(bucket.nbytes for bucket in plan.buckets)
     return torch.zeros(min(count, len(plan.buckets)), largest, dtype=torch.uint8, device=device)
 
 
 def buffer_of(plan: RefitPlan, buffers: Tensor, index: int) -> Tensor:
-    """Return the memory of bucket `index`, uint8 [bucket.nbytes]; buckets use `buffers` (of `new_buffers`)
-    round-robin."""
+    """Return the memory of bucket `index`, uint8 [bucket.nbytes]; buckets use `new_buffers` round-robin."""
     return buffers[index % len(buffers), : plan.buckets[index].nbytes]
 
 
 class CopyList:
-    """Copies between tensors that can be repeated. On a GPU, small contiguous ones go in a few kernels; one strided
-    tensor among them would make torch copy all of them one by one."""
+    """Repeatable copies between tensors. On a GPU, a few kernels make all small contiguous copies; a strided tensor
+    among them would make torch copy them one by one."""
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]):
         self._into, self._out_of = list[Tensor](), list[Tensor]()
@@ -167,7 +147,7 @@ class CopyList:
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape are equal to the bit, NaNs included."""
+    """Return whether two tensors of one dtype and shape are bitwise identical."""
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 

@@ -1,9 +1,8 @@
-"""Strided copies between parameters, exported tensors and buckets, found by exporting numbers.
+"""Strided copies between parameters, exported tensors and buckets, traced by exporting element numbers.
 
-An export that only moves elements is traced by exporting the numbers of the elements in place of their values:
-`IndexTracer` numbers the elements of all ranks' parameters, and `trace_strided_copies` reads from the exported
-numbers which window of which parameter fills which window of the tensor. From these segments follow the routes of
-buckets (`plan_exchange`) and the parts of a tensor that an engine rank wants (`segments_of_window`).
+`IndexTracer` numbers the elements of all ranks' parameters. After exporting these numbers instead of the values,
+`trace_strided_copies` finds the parameter window for each window of a tensor. From these segments follow the exchange
+of buckets (`plan_exchange`) and an engine rank's parts of a tensor (`segments_of_window`).
 """
 
 import math
@@ -17,22 +16,22 @@ from torch import Tensor
 
 from nemo_rl_lite.refit.layout import ITEM_BYTES, Bucket, Slot, aligned
 
-# Elements compared at a time: differences of neighbours take the same memory again.
+# Elements per comparison, which limits its memory.
 _CHUNK = 1 << 24
-# A tensor with more segments, or more runs of neighbours, has no regular layout.
+# Limits of a regular layout.
 _MOST_SEGMENTS, _MOST_RUNS = 4096, 1 << 22
-# An all-gather moves from every rank as much as from the rank with most, a broadcast uses one rank's links alone. The
-# all-gather is preferred up to this share of wasted bytes.
+# An all-gather sends as many bytes from each rank as from the largest, but uses all links; broadcasts use one rank's.
+# The all-gather is preferred up to this share of padding.
 _MOST_WASTE = 0.25
-# With more grains than this, segments and window have too little in common.
+# Limit of numbers in `segments_of_window`.
 _MOST_GRAINS = 1 << 24
 Axes = Sequence[tuple[int, int, int]]
-"""The axes of a segment, outermost first: size, stride in the parameter, stride in the exported tensor."""
+"""Axes of a segment, outermost first: size, stride in the parameter, stride in the exported tensor."""
 
 
 @dataclass(frozen=True)
 class StridedView:
-    """A window of a contiguous tensor, in elements; `begin` counts from the tensor's first element."""
+    """Window of a contiguous tensor, in elements from the tensor's first."""
 
     begin: int
     sizes: tuple[int, ...]
@@ -40,18 +39,18 @@ class StridedView:
 
     @property
     def last(self) -> int:
-        """Return the index of the window's last element in the tensor."""
+        """Return the tensor index of the window's last element."""
         return self.begin + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the window of a contiguous `tensor`, which shares its memory."""
+        """Return the window of a contiguous `tensor` as a view."""
         return tensor.detach().as_strided(self.sizes, self.strides, tensor.storage_offset() + self.begin)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements that an exported tensor takes from one parameter: `source` is a window of parameter `parameter` of
-    policy rank `rank`, `target` the window of the exported tensor that it fills, of the same sizes."""
+    """Copy from `source`, a window of parameter number `parameter` of policy rank `rank`, to `target`, a window of the
+    exported tensor."""
 
     rank: int
     parameter: int
@@ -60,7 +59,7 @@ class Segment:
 
     @classmethod
     def of_axes(cls, rank: int, parameter: int, begin: int, to: int, axes: Axes) -> "Segment":
-        """Make the segment that begins at `begin` in the parameter and at `to` in the tensor."""
+        """Return the segment from `begin` in the parameter to `to` in the tensor."""
         sizes, strides, steps = zip(*axes, strict=True) if axes else ((), (), ())
         return cls(rank, parameter, StridedView(begin, sizes, strides), StridedView(to, sizes, steps))
 
@@ -70,7 +69,7 @@ class Segment:
 
 
 Recipe = Mapping[str, Sequence[Segment]]
-"""For each exported tensor the segments that fill it."""
+"""Segments of each exported tensor."""
 
 
 def source_ranks(recipe: Recipe) -> set[int]:
@@ -80,35 +79,34 @@ def source_ranks(recipe: Recipe) -> set[int]:
 
 @dataclass(frozen=True)
 class IndexTracer:
-    """Numbers for the elements of every rank's parameters, none of which has more than `largest` elements."""
+    """Numbers the elements of all ranks' parameters, which have at most `largest` elements each."""
 
     ranks: int
     largest: int
 
     @property
     def _span(self) -> int:
-        # One more than needed: the last element of one parameter and the first of the next are not neighbours.
+        # + 1, so that the last element of a parameter and the first of the next have a gap.
         return self.largest + 1
 
     def number(self, rank: int, parameter: int, tensor: Tensor) -> Tensor:
-        """Number the elements of `tensor`, the parameter number `parameter` of `rank`: int64 in its shape and on its
-        device."""
+        """Return numbers (int64) for the elements of `tensor`, the parameter number `parameter` of `rank`."""
         begin = self.begin(parameter * self.ranks + rank)
         return torch.arange(begin, begin + tensor.numel(), device=tensor.device).view(tensor.shape)
 
     def numbers(self, segment: Segment) -> Tensor:
-        """Return the numbers of the elements of the segment's source, in its shape."""
+        """Return the numbers of the segment's source elements, in its shape."""
         numbers = torch.tensor(self.begin(segment.parameter * self.ranks + segment.rank) + segment.source.begin)
         for size, stride, _ in segment.axes:
             numbers = numbers.unsqueeze(-1) + torch.arange(size) * stride
         return numbers
 
     def unit[Numbers: (int, np.ndarray)](self, numbers: Numbers) -> Numbers:
-        """Return one number for the rank and the parameter together."""
+        """Return the unit of element numbers: one number per rank and parameter."""
         return numbers // self._span
 
     def owner(self, unit: int) -> tuple[int, int]:
-        """Return the rank and the parameter of a unit."""
+        """Return a unit's rank and parameter."""
         return unit % self.ranks, unit // self.ranks
 
     def begin(self, unit: int) -> int:
@@ -117,8 +115,8 @@ class IndexTracer:
 
 
 def trace_strided_copies(numbers: Tensor, numbering: IndexTracer) -> list[Segment] | None:
-    """Return the segments that fill a tensor whose elements have these `numbers` (any device); None if elements are
-    not numbers of `numbering`, or the layout is too irregular."""
+    """Return the segments that fill a tensor with these `numbers`. None if they are not of `numbering`, or the layout
+    is too irregular."""
     if numbers.dtype != torch.int64:
         return None
     flat = numbers.reshape(-1)
@@ -153,7 +151,7 @@ def trace_strided_copies(numbers: Tensor, numbering: IndexTracer) -> list[Segmen
 
 
 def _begins(flat: Tensor, step: int) -> Tensor:
-    """Return the indices at which runs begin. In a run each element is `step` more than the one before."""
+    """Return the start indices of runs, in which elements increase by `step`."""
     begins = [torch.zeros(1, dtype=torch.int64, device=flat.device)]
     for start in range(0, flat.numel() - 1, _CHUNK):
         chunk = flat[start : start + _CHUNK + 1]
@@ -162,11 +160,11 @@ def _begins(flat: Tensor, step: int) -> Tensor:
 
 
 def _regular(sources: np.ndarray, targets: np.ndarray, axes: Axes) -> Iterator[tuple[int, int, Axes]]:
-    """Merge items with the same `axes`, which begin at `sources` and go to `targets`, into fewer with more axes."""
+    """Merge items with the same `axes`, at `sources` and `targets`, into fewer items with more axes."""
     while len(sources) > 1:
         step, step_to = np.diff(sources), np.diff(targets)
         if step[0] <= 0:
-            # A view cannot go backwards.
+            # Strides of a view are positive.
             yield int(sources[0]), int(targets[0]), axes
             sources, targets = sources[1:], targets[1:]
             continue
@@ -190,7 +188,7 @@ def _equal(lengths: np.ndarray) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Packed:
-    """A window of a rank's parameter that other ranks want, in elements of `dtype`."""
+    """Window of a parameter for other ranks, in elements of `dtype`."""
 
     parameter: int
     source: StridedView
@@ -198,31 +196,31 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Return the padded bytes that the window takes in a section of the arena."""
+        """Return the window's padded bytes in the arena."""
         return aligned(math.prod(self.source.sizes) * ITEM_BYTES[self.dtype])
 
 
 @dataclass
 class ExchangePlan:
-    """One rank's share of the work for one bucket. Begins and sizes are bytes of the arena, the buffer for exchanged
-    windows, which all ranks lay out alike."""
+    """A rank's work for one bucket. Offsets and sizes are in bytes of the arena, the buffer for exchanged windows, with
+    the same layout on all ranks."""
 
     sections: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Rank -> begin and size of what it has packed for others."""
+    """Offset and size of each rank's packed windows."""
     gathered: bool = False
-    """Whether one all-gather exchanges the sections: every rank has one, equally large and in the ranks' order."""
+    """One all-gather exchanges all sections, of equal size and in rank order."""
     whole: int | None = None
-    """The rank that broadcasts the bucket as it is, if there is one."""
+    """The rank that broadcasts the whole bucket, if any."""
     own: list[tuple[Packed, int]] = field(default_factory=list)
-    """What other ranks want of this rank, and where in the arena it is packed."""
+    """This rank's windows for others, and their offsets."""
     here: list[tuple[Slot, Segment]] = field(default_factory=list)
-    """The segments of the bucket whose parameters this rank has."""
+    """Segments from this rank's parameters."""
     arriving: list[tuple[Slot, Segment, int]] = field(default_factory=list)
-    """The segments that other ranks have, and where in the arena they arrive."""
+    """Segments from other ranks, and their offsets."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the arena that the bucket needs."""
+        """Return the bytes of the arena for the bucket."""
         return max((begin + size for begin, size in self.sections.values()), default=0)
 
     @property
@@ -233,8 +231,7 @@ class ExchangePlan:
 def plan_exchange(
     bucket: Bucket, recipes: Mapping[int, Recipe], ranks: Sequence[int], rank: int, gather: bool
 ) -> ExchangePlan:
-    """Plan the share of `rank`, one of `ranks`. `recipes`: of each rank that wants the bucket. `gather`: whether an
-    all-gather is worthwhile."""
+    """Plan the work of `rank`, one of `ranks`. `recipes`: of ranks with consumers. `gather`: allow an all-gather."""
     wanted = {
         receiver: [(slot, segment) for slot in bucket.slots for segment in recipe[slot.name]]
         for receiver, recipe in recipes.items()
@@ -242,7 +239,7 @@ def plan_exchange(
     sources = {segment.rank for segments in wanted.values() for _, segment in segments}
     if len(sources) == 1 and not sources >= wanted.keys():
         (source,) = sources
-        # The source need not want the bucket itself, so its segments may be those of another rank.
+        # If the source has no consumers, use the segments of a rank that has.
         here = wanted.get(source, next(iter(wanted.values()))) if rank == source else []
         return ExchangePlan(whole=source, here=here)
     places = _places(wanted)
@@ -267,7 +264,7 @@ def plan_exchange(
 
 
 def _places(wanted: Mapping[int, Sequence[tuple[Slot, Segment]]]) -> dict[int, dict[Packed, int]]:
-    """Return by rank the windows that others want of it, each once, and their places in its section."""
+    """Return each rank's distinct windows for others, and their offsets in its section."""
     places: dict[int, dict[Packed, int]] = defaultdict(dict)
     used: dict[int, int] = defaultdict(int)
     for receiver, segments in wanted.items():
@@ -284,11 +281,10 @@ def _packed(slot: Slot, segment: Segment) -> Packed:
 
 
 def segments_of_window(segments: Sequence[Segment], elements: int, window: StridedView) -> list[Segment] | None:
-    """Return the segments that fill the `window` of a tensor, as a contiguous tensor of the window's sizes; None where
-    it is not regular.
+    """Return the segments that fill the `window` of a tensor, as a contiguous tensor; None if it is too irregular.
 
-    `segments` fill the whole tensor of `elements` elements. The result is traced from numbers like that of a whole
-    tensor, but a number stands for a grain: neighbours in every parameter, in the tensor and in the window.
+    `segments` fill the whole tensor of `elements` elements. As in `trace_strided_copies`, the result is traced from
+    numbers. Here a number represents a grain: elements that are neighbours in parameters, tensor and window.
     """
     rows = torch.empty(window.sizes, device="meta").stride()
     of_window = list(zip(window.sizes, window.strides, rows, strict=True))
@@ -302,7 +298,7 @@ def segments_of_window(segments: Sequence[Segment], elements: int, window: Strid
         for one in segments
         for axes in [_divided(one.axes, grain)]
     ]
-    # The factor 2 keeps a step within a parameter from leading into the next parameter.
+    # The factor 2 prevents a step within one parameter from reaching the next.
     largest = 2 * (1 + max(one.source.last for one in coarse))
     numbering = IndexTracer(1 + max(one.rank for one in segments), largest)
     numbers = torch.full((elements // grain,), -1)
@@ -315,7 +311,7 @@ def segments_of_window(segments: Sequence[Segment], elements: int, window: Strid
 
 
 def _runs(axes: Axes) -> Iterator[int]:
-    """Yield the length of a run of neighbours, and all strides between such runs."""
+    """Yield the length of a run of neighbours, and all strides between runs."""
     run = 1
     for size, *strides in axes:
         if size > 1 and all(stride == 1 for stride in strides):
@@ -326,7 +322,7 @@ def _runs(axes: Axes) -> Iterator[int]:
 
 
 def _divided(axes: Axes, grain: int) -> Axes:
-    """Convert axes of elements to axes of grains, without those of size 1."""
+    """Convert axes from elements to grains, without those of size 1."""
     return [
         (size // grain, 1, 1) if (stride, step) == (1, 1) else (size, stride // grain, step // grain)
         for size, stride, step in axes

@@ -11,14 +11,17 @@ from nemo_rl_lite.system.machine import local_path
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 the page cannot be written, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite report", description=__doc__)
-    parser.add_argument("runs", metavar="RUN", type=local_path, nargs="+", help="the folder of a run, or of several")
+    parser.add_argument(
+        "runs", metavar="RUN", type=local_path, nargs="+", help="a run's folder or name, last, or a folder of runs"
+    )
     where = "the file to write (default: report.html in that folder, or in this one where several are named)"
     parser.add_argument("--output", metavar="FILE", type=local_path, help=where)
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite report"):
+        from nemo_rl_lite.observability.runs import existing_or_run
         from nemo_rl_lite.report.page import write_report
 
-        page = write_report([run.resolve() for run in given.runs], given.output)
+        page = write_report([existing_or_run(run).resolve() for run in given.runs], given.output)
     sys.stdout.write(f"{page}\n")
 
 

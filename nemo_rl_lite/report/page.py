@@ -1,4 +1,4 @@
-"""Makes one self-contained HTML page of one or several runs, whose curves are drawn over each other."""
+"""Make a self-contained HTML page of one or several runs with overlaid curves."""
 
 import json
 import math
@@ -16,23 +16,23 @@ from nemo_rl_lite.validation.rewards import HELD_OUT_REWARD, held_out_label
 
 PAGE = "report.html"
 ASSETS = Path(__file__).parent / "page"
-# A page has about NUMBERS in all its curves, and between FEWEST and MOST points in one curve.
+# Approximate NUMBERS in all curves of a page, and the FEWEST and MOST points of one curve.
 NUMBERS, FEWEST, MOST = 300_000, 200, 2000
 _DIGITS = 6
-# Every page begins with this.
+# Near the start of every page.
 _TITLE = b"<title>nemo_rl_lite report</title>"
 
 
 def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page and return its path. A folder that is not a run stands for the runs below it, whose number is
-    printed. Raises ReportError: a folder has no run, or `output` is another file."""
+    """Write the page and return its path. A folder that is not a run stands for all runs below it. Raises ReportError:
+    a folder has no run, or `output` is another file."""
     found = {given: runs_of(given) for given in runs}
     records = [read_run(run) for run in dict.fromkeys(run for below in found.values() for run in below)]
     output = output or (runs[0] / PAGE if len(found) == 1 else Path(PAGE))
     if output.is_file() and not is_page(output):
-        raise ReportError(f"nrl-lite report: {output} exists and is no report: name another file, or remove it")
+        raise ReportError(f"nrl-lite report: {output} exists and is not a report: name another file, or remove it")
     if output.suffix not in (".html", ".htm") and not output.is_dir():
-        raise ReportError(f"nrl-lite report: {output}: the report is a page of HTML, so name a file that ends in .html")
+        raise ReportError(f"nrl-lite report: {output}: the report is an HTML page: name a file that ends in .html")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page(records), encoding="utf-8")
     for given, below in found.items():
@@ -42,7 +42,6 @@ def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """Return the page as text."""
     series = sum(len(_names(run)) for run in runs)
     points = min(MOST, max(FEWEST, NUMBERS // (2 * max(series, 1))))
     data = {
@@ -60,18 +59,18 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 
 def is_page(file: Path) -> bool:
-    """Return whether a file is empty or a page, of any version."""
+    """Return whether a file is empty or a report of any version."""
     with file.open("rb") as opened:
         start = opened.read(2048)
     return not start or _TITLE in start
 
 
 def embedded(data: Any) -> str:
-    """JSON for a script element: no text in it can end the element or begin markup."""
+    """Return JSON for a script element, without characters that could end it or begin markup."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for char, escape in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
         text = text.replace(char, escape)
-    # A text that was cut in the middle of a character cannot be encoded without `replace`.
+    # A truncated text may end in half of a surrogate pair.
     return text.encode("utf-8", errors="replace").decode()
 
 
@@ -98,13 +97,12 @@ def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
 
 
 def _curve_labels(run: RunRecord) -> dict[str, str]:
-    """Return the labels of the run's curves by metric."""
     view = view_of(run.algorithm, held_out_label(run.config)) if run.algorithm in ALGORITHMS else ()
     return {curve.metric: curve.label for panel in view for curve in panel.curves}
 
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A label for each run: its name, and its folder where several runs have the same name."""
+    """Return a label for each run: its name, with its folder if several runs have the same name."""
     names = [str(run.config.get("run_name", run.folder.name)) for run in runs]
     labels = [
         name if names.count(name) == 1 else f"{name} · {run.folder.name}" for name, run in zip(names, runs, strict=True)
@@ -120,8 +118,8 @@ def _names(run: RunRecord) -> list[str]:
 
 
 def _series(run: RunRecord, name: str, points: int) -> list[list[float | None]]:
-    """Steps and values: at most about `points` at even distances, and the last. NaN is None."""
-    # A later line of the same step replaces an earlier one, as where a validation was repeated.
+    """Return steps and values: about `points` evenly spaced ones, and the last. NaN becomes None."""
+    # A later line of the same step counts, for example of a repeated validation.
     found = {entry["step"]: entry[name] for entry in run.metrics if name in entry}
     steps = sorted(found, key=lambda step: step or 0)
     stride = math.ceil(len(steps) / points)
@@ -136,7 +134,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return values as texts that are equal for equal numbers: a run's 600.0 is the default 600."""
+    """Return values as texts. Equal numbers have equal texts: 600.0 and 600."""
     return {
         key: value if isinstance(value, str) else json.dumps(_number(value), default=str)
         for key, value in values.items()

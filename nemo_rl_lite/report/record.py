@@ -33,19 +33,19 @@ from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
 from nemo_rl_lite.rollout.store import Times, read_rollout, read_spans, read_times, rollout_files, step_of
 from nemo_rl_lite.validation.compose import default_values
 
-# The report shows this many rollouts, evenly over the run, and this many samples of each.
+# Number of rollouts that the report shows, evenly spaced over the run, and of samples per rollout.
 ROLLOUTS, SAMPLES = 12, 6
 _CHARACTERS, _ERROR_LINES = 4000, 40
-# The most episodes that are drawn, and the parts of a rollout's time in which work is counted.
+# Maximum number of drawn episodes, and number of intervals for counting a rollout's calls.
 EPISODES, ROLLOUT_PARTS = 256, 120
-# The most steps that are drawn, and the parts of their time in which requests are counted.
+# Maximum number of drawn steps, and number of intervals for counting their requests.
 STEPS, PARTS = 12, 300
-# The newest files, of both splits, that `waits` reads. More than those of STEPS.
+# Number of newest rollout files that `waits` reads, validations included.
 _FILES = 6 * STEPS
-# Seconds of the shortest activity that is drawn.
+# Seconds of the shortest drawn activity.
 _SHORTEST_S = 0.001
 _WHOLE = "total_step_time"
-# The policy's activity by the name of its timer. It waits in `generate`.
+# The policy's activity by the name of its timer.
 _ACTIVITIES = {timer: phase for phase, (timers, _) in PHASES.items() for timer in timers} | {
     "generation": "wait",
     "checkpointing": "checkpoint",
@@ -56,24 +56,24 @@ Entry = Mapping[str, float | None]
 
 
 class ReportError(LauncherError):
-    """Raised for a folder without a run."""
+    """A folder has no run, or the page cannot be written."""
 
     exit_status = 2
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of a run's folder. `notes` list what is missing or broken, and weak signals."""
+    """The content of a run's folder. `notes` list missing and damaged files, and weak learning signals."""
 
     folder: Path
     config: dict[str, Any]
-    """By dotted key, without secrets."""
+    """Values by dotted key, without secrets."""
     metrics: list[dict[str, float | None]]
     samples: list[dict[str, Any]]
     timeline: dict[str, Any] | None
-    """Of the newest training rollout."""
+    """`timeline` of the last training rollout."""
     waits: dict[str, Any] | None
-    """Of the newest steps."""
+    """`waits` of the last steps."""
     environment: dict[str, Any]
     status: dict[str, Any]
     error: str
@@ -82,21 +82,21 @@ class RunRecord:
 
     @property
     def algorithm(self) -> str:
-        """The algorithm of the configuration; GRPO without one."""
+        """The configured algorithm; GRPO if unknown."""
         return str(self.config.get("algorithm.name", "grpo"))
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """The runs in a folder, by name, and a sweep's by number; the folder itself if it is a run or has none."""
+    """Return the runs in a folder, in order; the folder itself if it is a run or has none."""
     return runs_below(folder) or [folder]
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run. Raises ReportError: `folder` is no run's folder."""
+    """Read a run. Raises ReportError: the folder is not a run's."""
     if not folder.is_dir():
-        raise ReportError(f"nrl-lite report: {folder} is not a folder: name a run's, such as outputs/NAME/TIME")
+        raise ReportError(f"nrl-lite report: {folder} is not a folder: name that of a run, such as outputs/NAME/TIME")
     if not is_run(folder):
-        rule = f"is no run's folder, and no run is below it: a run has {COMMAND_FILE} or {METRICS_FILE}"
+        rule = f"is not a run, and has no run below it: a run has {COMMAND_FILE} or {METRICS_FILE}"
         raise ReportError(f"nrl-lite report: {folder} {rule}")
     notes: list[str] = []
     metrics, status = read_metrics(folder / METRICS_FILE, notes), read_json(folder / STATUS_FILE, notes)
@@ -119,7 +119,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def defaults_of(algorithm: str) -> dict[str, Any]:
-    """The default configuration of an algorithm by dotted key; empty for an unknown algorithm."""
+    """Return an algorithm's default configuration by dotted key; empty for an unknown algorithm."""
     try:
         return dict(flatten(default_values(algorithm)))
     except ConfigError:
@@ -134,7 +134,7 @@ def _read_text(file: Path) -> str:
 
 
 def read_json(file: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the mapping in a file; empty, with a note, where it is missing or damaged."""
+    """Return the mapping in a file; empty, with a note, if the file is missing or damaged."""
     text = _read_text(file)
     if not text:
         notes.append(f"{file.name} is missing")
@@ -144,13 +144,13 @@ def read_json(file: Path, notes: list[str]) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, Mapping):
-        notes.append(f"{file.name} is incomplete or no JSON")
+        notes.append(f"{file.name} is incomplete or not JSON")
         return {}
     return dict(content)
 
 
 def read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
-    """Return the entries of metrics.jsonl, with a note where lines cannot be read."""
+    """Return the entries of metrics.jsonl, with a note about unreadable lines."""
     lines = _read_text(file).splitlines()
     entries = [entry for line in lines if (entry := _entry(line)) is not None]
     if missing := len(lines) - len(entries):
@@ -184,7 +184,7 @@ def _read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _told(read: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Read rollouts; a file that cannot be read is a note of `_read_samples`."""
+    """Read rollouts; `_read_samples` notes unreadable files."""
     with suppress(OSError, pa.ArrowException, KeyError, TypeError):
         return read()
     return None
@@ -200,9 +200,11 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def timeline(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the rollout's `seconds`; `lanes`, the mean number of calls of each engine, the environment and the reward
-    in each of ROLLOUT_PARTS parts of that time; and each episode's calls, as [what, begin, end, engine]. None where the
-    rows have no times, as in runs of earlier versions."""
+    """Return the calls of a rollout, or None if the rows have no times, as in runs of earlier versions.
+
+    `lanes` has the mean number of concurrent calls of each engine, the environment and the reward, in ROLLOUT_PARTS
+    intervals of `seconds`. `episodes` has each episode's calls as [what, begin, end, engine].
+    """
     episodes = [row.get("spans") or [] for row in rows]
     spans = [span for episode in episodes for span in episode]
     seconds = max((span["end"] for span in spans), default=0.0)
@@ -227,7 +229,7 @@ def timeline(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Recorded:
-    """One file of a rollout."""
+    """One rollout file."""
 
     file: Path
     step: int
@@ -239,24 +241,24 @@ class _Recorded:
 
     @property
     def whole(self) -> Interval:
-        """The whole step."""
+        """Begin and end of the step."""
         (found,) = [(begin, end) for name, begin, end in self.times.phases if name == _WHOLE]
         return found
 
 
 def waits(folder: Path, metrics: Sequence[Entry], is_done: bool) -> dict[str, Any] | None:
-    """Return the work of policy and engines in the newest steps, in seconds since the first of them: the `steps`; the
-    `policy`'s activities; each rollout's `requests` in each of PARTS parts; when the engines were `paused` for new
-    weights or `idle`; and `shares` of the time. None without samples, and in runs of earlier versions.
+    """Return the work of policy and engines in the last steps, in seconds since the first of them: `steps`, the
+    `policy`'s activities, each rollout's `requests` in PARTS intervals, when the engines were `paused` for a refit or
+    `idle`, and `shares` of the time. None without samples, and in runs of earlier versions.
 
-    Rollouts are written when they are complete. So steps that ended after the newest rollout began are left out, unless
+    A rollout is written when it is complete. So steps that ended after the last rollout started are left out, unless
     the run `is_done`. Raises OSError or pyarrow.ArrowException: a file cannot be read.
     """
     files = list(_of_newest_process(folder, metrics))
     steps = _known(files, is_done)[-STEPS:]
     if not steps:
         return None
-    # Validations before the first step and after the last one belong to no step.
+    # Validations before the first and after the last step belong to no step.
     zero, end = steps[0].whole[0], steps[-1].whole[1]
     seconds, drawn = end - zero, [one for one in files if one.step >= steps[0].step]
     asked = {one: list(_generating(one, zero, end)) for one in drawn}
@@ -283,7 +285,7 @@ def waits(folder: Path, metrics: Sequence[Entry], is_done: bool) -> dict[str, An
 
 
 def _of_newest_process(folder: Path, metrics: Sequence[Entry]) -> Iterator[_Recorded]:
-    """The files with times of the process that took the newest steps."""
+    """Yield the files with times since the last restart of the run."""
     starts = [entry["step"] for entry in metrics if "timing/setup/total" in entry]
     since = max((step for step in starts if step is not None), default=0)
     for file in rollout_files(folder)[-_FILES:]:
@@ -292,7 +294,7 @@ def _of_newest_process(folder: Path, metrics: Sequence[Entry]) -> Iterator[_Reco
 
 
 def _known(files: Sequence[_Recorded], is_done: bool) -> list[_Recorded]:
-    """The steps for which the files have all work of the engines."""
+    """Return the steps for which the files have all requests of the engines."""
     steps = [one for one in files if one.split == "train" and one.times.phases]
     if is_done:
         return steps
@@ -301,14 +303,14 @@ def _known(files: Sequence[_Recorded], is_done: bool) -> list[_Recorded]:
 
 
 def _paused(steps: Sequence[_Recorded], metrics: Sequence[Entry], zero: float) -> list[Interval]:
-    """The times in which the engines had stopped for new weights."""
+    """Return the times in which the engines were paused for a refit."""
     stopping = {entry["step"]: entry.get("refit/pause_s") or 0.0 for entry in metrics if "refit/seconds" in entry}
     refits = [(one.step, *interval) for one in steps for interval in one.phases("refit")]
     return [(begin + stopping.get(step, 0.0) - zero, end - zero) for step, begin, end in refits]
 
 
 def _generating(one: _Recorded, zero: float, end: float) -> Iterator[Interval]:
-    """The times of a rollout's requests in the engines, cut to `zero` to `end`."""
+    """Yield the times of a rollout's requests, limited to `zero` to `end`."""
     if one.times.began is None:
         return
     began = one.times.began - zero
@@ -319,7 +321,7 @@ def _generating(one: _Recorded, zero: float, end: float) -> Iterator[Interval]:
 
 
 def _counts(spans: Sequence[Interval], seconds: float) -> tuple[int, list[float]]:
-    """The first part with a request, and the mean number of requests from there on."""
+    """Return the first interval with a request, and the mean number of requests from there on."""
     counts = _mean_count(spans, seconds, PARTS)
     (there,) = np.nonzero(counts > 0.005)
     if not len(there):
@@ -328,21 +330,21 @@ def _counts(spans: Sequence[Interval], seconds: float) -> tuple[int, list[float]
 
 
 def _mean_count(spans: Sequence[Interval], seconds: float, parts: int) -> np.ndarray:
-    """The mean number of spans in each of the parts of a time."""
+    """Return the mean number of concurrent spans in each of `parts` equal intervals."""
     begins, ends = np.array(spans).reshape(-1, 2).T
     edges = np.linspace(0, seconds, parts + 1)
     return np.diff(_elapsed(edges, begins) - _elapsed(edges, ends)) * parts / seconds
 
 
 def _elapsed(edges: np.ndarray, since: np.ndarray) -> np.ndarray:
-    """At each of `edges`, the sum of the seconds since all times before it."""
+    """Return, for each of `edges`, the sum of the seconds since all earlier times."""
     times = np.sort(since)
     passed = np.searchsorted(times, edges)
     return passed * edges - np.concatenate(([0.0], np.cumsum(times)))[passed]
 
 
 def _gaps(intervals: Iterable[Interval], seconds: float) -> list[Interval]:
-    """The times between 0 and `seconds` that lie in none of the intervals."""
+    """Return the times between 0 and `seconds` outside all intervals."""
     found, covered = [], 0.0
     for begin, end in sorted([*intervals, (seconds, seconds)]):
         if begin > covered:

@@ -1,4 +1,4 @@
-"""Find the answer that a response states. docs/rollouts.md has a table of the forms that are read."""
+"""Extract the final answer from a response. docs/math_reward.md has a table of the supported forms."""
 
 import re
 
@@ -8,15 +8,15 @@ _THOUGHT, _THOUGHT_END = re.compile(r"<think(?:ing)?>"), re.compile(r"</think(?:
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:\{|(?=\d))")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _TAG = re.compile(r"</?[A-Za-z]\w*>")
-# Between boxes or marks that are one list of solutions: "\boxed{3} and $x = $ \boxed{5}".
+# Text between boxes or marked expressions of one list: "\boxed{3} and $x = $ \boxed{5}".
 _BETWEEN = re.compile(
     r"X*(?:[,;]X*(?:and|or)?|(?:\\text\s*\{\s*)?(?:and|or)(?:\s*\})?|\\q?quad)X*(?:[A-Za-z]\w?\s*=)?X*".replace(
         "X", r"(?:[\s$]|\\q?quad|\\[()\[\], ])"
     )
 )
 _FARTHEST = 80
-# Single dollars are marks as in pandoc: no blank after the first or before the second, and no digit after the second,
-# so that dollars of money are none.
+# Single dollars delimit math as in pandoc: no space after the first or before the second, no digit after the second.
+# So amounts of money are not math.
 _MARKED = re.compile(
     r"(?<!\\)\$\$(?P<display>.+?)\$\$|(?<![\\$])\$(?=\S)(?P<inline>(?:\\.|[^$\\])+)(?<=\S)\$(?!\d)"
     r"|\\\((?P<round>(?:(?!\\\().)+?)\\\)|\\\[(?P<square>(?:(?!\\\[).)+?)\\\]"
@@ -25,7 +25,7 @@ _MARKED = re.compile(
     re.DOTALL,
 )
 _PHRASE = re.compile(
-    # A heading begins with four signs, too: "#### Step 2".
+    # "#### Step 2" is a heading.
     r"####(?=\s*[-+$€\\(\[{.]*\d|\s*\S+\s*\Z)(?!\s*\d+[.)]\s)|\bans\.|(?:答案|答え)(?:是|为|為|は)?\s*[:：]?"
     r"|(?<!\bto )\b(?:answers?|ans|réponse|respuesta|antwort|risposta|resposta|ответ)\b"
     r"(?:(?:\s(?:to|for|of|in|we|that|should|must|will|would|then|here)\b[^.!?\n$\\\d:=]{0,40}?|\sfinale?)?"
@@ -33,22 +33,22 @@ _PHRASE = re.compile(
     r"(?!\s*(?:not|found|obtained|calculated|computed|determined)\b)",
     re.IGNORECASE,
 )
-# Words of an answer among numbers, and characters of one that an explanation may follow: "yes, because".
+# Maximum words of an answer next to numbers, and characters of an answer before an explanation: "yes, because".
 _LONG, _SHORT = 4, 5
-# The writer takes back what was stated before.
+# The response retracts an earlier statement.
 _RETRACTION = re.compile(r"\b(?:wait|actually|hmm|correction|mistake)\b", re.IGNORECASE)
-# A marked expression after these is a given: "With $n=3$ there are 12".
+# A marked expression after these words is given, not an answer: "With $n=3$ there are 12".
 _GIVEN = re.compile(
     r"\b(?:with|when|if|since|let|where|given|as|because|using|suppose|assuming|setting|for|from|take|put)\s*$",
     re.IGNORECASE,
 )
-# A number after these completes the answer before it: "$12$ ways for 3 people".
+# A number after these words belongs to the answer before it: "$12$ ways for 3 people".
 _COMPLEMENT = re.compile(r"\b(?:for|per|with|in|from|at|on|by|step|case|part)\s*$", re.IGNORECASE)
 _ENDING_NUMBER = re.compile(r"\d[\s%°)\]]*[.*_`]*\s*$")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 # Numbers and operators at the start of a statement: "12 for 3 people", "3, 5 and 7".
 _LEADING = re.compile(r"[A-Za-z]?\s*=?\s*[-+(\[{.$]*\d(?:[\d\s.,:+\-*/^()\[\]{}=%!]|\band\b|\bor\b)*")
-# Words before a number, and what follows it: "exactly 12 (twelve), not 13".
+# Words before a number, and an addition after it: "exactly 12 (twelve), not 13".
 _BEFORE_NUMBER = re.compile(
     r"^(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|option|choice)\b)[a-z]{2,}(?: to| by)?:?\s+(?=[-+$(\[{.\d])"
 )
@@ -61,7 +61,7 @@ _CHOICE = re.compile(r"\(?[A-Z][).:]\s*\S.*")
 _CORRECT = re.compile(r"\b([A-Z])\)?\s+is\s+(?:the\s+)?(?:correct|right)\b")
 _SOLUTIONS = re.compile(r"([A-Za-z])\s*=\s*\S+(?:(?:,|,?\s+or|,?\s+and)\s+\1\s*=\s*\S+)+$")
 _CLOCK = re.compile(r"\d+(?:\s?:\s?\d+)+(?:\s?[ap]\.?m\b\.?)?", re.IGNORECASE)
-# Two letters, or one of a script that names no variables.
+# Two Latin letters, or one letter of a script that is not used for variables.
 _WORD = re.compile(
     r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}|[^\W\d_A-Za-zΑ-Ωα-ω]"
 )
@@ -72,17 +72,19 @@ _BEFORE, _BEHIND = "*_`,;: ", "*_`,;:$\\ .\n"
 
 
 def final_text(response: str) -> str | None:
-    """Return what follows the last thought (`</think>`); None where a thought is unfinished."""
+    """Return the text after the reasoning (`</think>`); None if the reasoning is unfinished."""
     text = _THOUGHT_END.split(response)[-1]
     return None if _THOUGHT.search(text) else text
 
 
 def find_answer(response: str) -> str:
-    """Return the stated answer, without box, tags and marks; "" if there is none.
+    """Return the final answer without box, tags and marks; "" if there is none.
 
-    After the thoughts it is the last box or `<answer>` tag, several boxes in one list being one answer. Without those
-    it is what follows the last "answer is", "Answer:" or "####". Without those it is the last marked expression
-    (`$...$`, `**...**`), or the plain number or expression after it. An unclosed box states nothing.
+    The answer is searched after the reasoning, in this order:
+
+    - the last box or `<answer>` tag; boxes in a list are one answer, and an unclosed box is empty;
+    - the text after the last "answer is", "Answer:" or "####";
+    - the last marked expression (`$...$`, `**...**`), or a plain number or expression after it.
     """
     text = final_text(response) or ""
     boxes, tags = _boxes(text), list(_ANSWER_TAG.finditer(text))
@@ -103,7 +105,7 @@ def find_answer(response: str) -> str:
 
 
 def unwrapped(reference: str) -> str:
-    """Return a reference answer without box or marks around it, and without a solution before it."""
+    """Return a reference answer without box, marks, and the solution before it."""
     reference = reference.rpartition("####")[2]
     boxes = _boxes(reference)
     return _last_list(reference, boxes) if boxes else _unmarked(reference)
@@ -127,7 +129,7 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def _last_list(text: str, boxes: list[tuple[int, int, str]]) -> str:
-    """Return the last box, with those before it in the same list."""
+    """Return the last box, with the boxes before it in the same list."""
     listed = [boxes[-1]]
     for box in reversed(boxes[:-1]):
         if not _is_between(text, box[1], listed[0][0]):
@@ -141,7 +143,7 @@ def _is_between(text: str, start: int, end: int) -> bool:
 
 
 def _first_stated(text: str) -> str:
-    """Return the answer that a statement begins with, or else the last number of its first sentence."""
+    """Return the answer at the start of a statement, or else the last number of its first sentence."""
     marked, end = _MARKED.search(text), _SENTENCE_END.search(text)
     if marked and not re.search(r"\d", text[: marked.start()]) and (not end or marked.start() <= end.start()):
         return _first_list(text, marked)
@@ -160,7 +162,7 @@ def _first_stated(text: str) -> str:
 
 
 def _first_list(text: str, marked: re.Match[str]) -> str:
-    """Return a marked expression, with those after it in the same list."""
+    """Return a marked expression, with the ones after it in the same list."""
     listed = [marked]
     while (found := _MARKED.search(text, listed[-1].end())) and _is_between(text, listed[-1].end(), found.start()):
         listed.append(found)
@@ -168,7 +170,7 @@ def _first_list(text: str, marked: re.Match[str]) -> str:
 
 
 def _last_stated(text: str) -> str:
-    """Return the last marked expression that is no given, or the plain one after it."""
+    """Return the last marked expression that is not given, or the plain expression after it."""
     marked = [one for one in _MARKED.finditer(text) if _is_expression(one)]
     stated = [one for one in marked if not _GIVEN.search(text, max(0, one.start() - 30), one.start())]
     after = text[stated[-1].end() :] if stated else text
@@ -183,7 +185,7 @@ def _last_stated(text: str) -> str:
 
 
 def _is_expression(marked: re.Match[str]) -> bool:
-    """Return True unless it is emphasis within the text, as of a heading."""
+    """Return False for emphasis within the text, as in a heading."""
     text = marked["bold"] or marked["code"]
     if not text or not marked.string[marked.end() :].strip(" .\n"):
         return True
@@ -192,7 +194,7 @@ def _is_expression(marked: re.Match[str]) -> bool:
 
 
 def _last_plain(text: str) -> str:
-    """Return the expression that ends a text without marks, or else its last number, or its last word."""
+    """Return the expression at the end of an unmarked text, or else its last number or word."""
     lines = [line for line in text.split("\n") if line.strip(_BEHIND)]
     if not lines:
         return ""
@@ -208,7 +210,7 @@ def _last_plain(text: str) -> str:
     line = re.sub(r"(?<=[\d%])\s+\([^()]*\)$", "", line)
     if found := _GROUP.search(line) or _SOLUTIONS.search(line):
         return found[0]
-    # A line without numbers may follow the one with the answer.
+    # A line without numbers may follow the answer.
     numbers = list(numbers_in(line)) or list(numbers_in(text))
     if numbers and re.search(r"\d\s?:\s?$", numbers[-1].string[: numbers[-1].start()]):
         return _CLOCK.findall(numbers[-1].string)[-1]

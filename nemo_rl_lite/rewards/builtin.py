@@ -1,4 +1,4 @@
-"""Rewards by the response's text alone, and by the scores of reasoning-gym's tasks, which need that package."""
+"""Rewards from the response's text, and from the scorers of reasoning-gym's tasks."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from nemo_rl_lite.rewards.numbers import last_number_in, read_number
 
 
 def exact_match(response: str, answer: str) -> float:
-    """Return 1 if what follows the thoughts equals the answer without blanks at the ends and in one Unicode form, else
-    0."""
+    """Return 1 if the text after the reasoning equals the answer, else 0. Surrounding whitespace and Unicode forms do
+    not count."""
     final = final_text(response)
     return float(final is not None and _composed(final.strip()) == _composed(answer.strip()))
 
 
 def format_match(response: str, answer: str, pattern: str) -> float:
-    """Return 1 if the whole stripped response matches the pattern, else 0; a dot matches newlines too."""
+    """Return 1 if the stripped response matches the whole pattern, else 0. A dot matches newlines."""
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 
 
@@ -30,11 +30,8 @@ def nothing(response: str, answer: str) -> float:
 
 
 def last_number(response: str, answer: str) -> float:
-    """Return 1 if the last number that follows the thoughts is the answer, else 0.
-
-    Raises:
-        ValueError: the answer is not a number.
-    """
+    """Return 1 if the last number after the reasoning is the answer, else 0. Raises ValueError: the answer is not a
+    number."""
     expected = read_number(answer)
     if expected is None:
         raise ValueError(f"the reference answer {answer!r} is not a number")
@@ -42,12 +39,12 @@ def last_number(response: str, answer: str) -> float:
     return float(number is not None and number.equals(expected))
 
 
-# Languages have a few on a letter.
+# More combining characters in a row occur in no language.
 _MOST_ACCENTS = 30
 
 
 def _composed(text: str) -> str:
-    """Return the text in one Unicode form. One with many accents on a letter, which takes quadratic time, stays."""
+    """Return the text in NFC. Long runs of combining characters take quadratic time, and stay unchanged."""
     run = 0
     for letter in "" if text.isascii() else text:
         run = run + 1 if unicodedata.combining(letter) else 0
@@ -57,8 +54,8 @@ def _composed(text: str) -> str:
 
 
 def task_score(response: str, answer: str, problem: Problem, answer_tag: str | None) -> float:
-    """Return the task's score of what follows the thoughts, between 0 and 1; 0 where the scorer cannot read it. With
-    `answer_tag`, score the text between `<tag>` and `</tag>`; without that tag the score is 0.
+    """Return the task's score of the text after the reasoning, from 0 to 1; 0 if it is malformed. With `answer_tag`,
+    score the text between `<tag>` and `</tag>`; a missing tag scores 0.
 
     Raises:
         KeyError: the problem does not come from data=reasoning_gym.
@@ -72,7 +69,7 @@ def task_score(response: str, answer: str, problem: Problem, answer_tag: str | N
     scorer = _scorer(problem.metadata["task"], json.dumps(problem.metadata["task_kwargs"], sort_keys=True))
     try:
         score = float(scorer.score_answer(found.strip(), entry))
-    except Exception:  # scorers raise anything on malformed answers; one that fails on the task's own answer is broken
+    except Exception:  # scorers raise anything on malformed answers, but not on the task's own answer
         scorer.score_answer(entry["answer"], entry)
         return 0.0
     return 0.0 if math.isnan(score) else score

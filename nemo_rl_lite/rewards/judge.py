@@ -1,4 +1,4 @@
-"""Judge responses by the sum of the configured rewards: in this process, or in others with a time limit a call."""
+"""Score responses by the weighted sum of the configured rewards, in this process or in others with a time limit."""
 
 import asyncio
 import inspect
@@ -10,8 +10,7 @@ from typing import Any
 from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.rewards.faults import is_fault
+from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rewards.registry import (
     INSTANT,
     WRONG_IF_LATE,
@@ -23,17 +22,18 @@ from nemo_rl_lite.rewards.registry import (
     find_batch_reward,
     find_reward,
 )
-from nemo_rl_lite.system.pool import CallError, CallPool, CallTimeout, PoolTarget, StartError, as_call_error, place_of
+from nemo_rl_lite.system.pool import CallPool, CallTimeout, PoolTarget
+from nemo_rl_lite.system.user_errors import CallError, as_call_error
 
-# Seconds that a batch with room waits for more responses.
+# Seconds that an incomplete batch waits for more responses.
 _WAIT_S = 0.05
 Parts = dict[str, float] | RewardError
-"""Rewards by the label of their term, or the error that prevented one."""
+"""Rewards by the label of their term, or an error."""
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of a response; its parts by name, before their weights, if it is a sum; why it is 0 if it was late."""
+    """The reward of a response, the unweighted parts of a sum by label, and the timeout that made it 0."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -41,15 +41,13 @@ class RewardResult:
 
 
 RewardOutcome = RewardResult | RewardError
-"""A reward, or the error that prevented it."""
-
 Judge = Callable[[str, Problem], Awaitable[RewardOutcome]]
-"""Judges a response to a problem. Many may be judged at a time."""
+"""Scores a response to a problem. Calls may overlap."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a reward; `name` and `kwargs` as in `find_reward`, `section` the keys that hold them."""
+    """One term of a reward; `name`, `kwargs` and `section` as in `find_reward`."""
 
     label: str
     name: str
@@ -60,7 +58,7 @@ class Term:
 
 
 def terms_of(config: RewardConfig) -> list[Term]:
-    """Return the configured reward, with weight 1, and then the terms that are added to it."""
+    """Return the configured reward with weight 1, and the terms that are added to it."""
     found = [Term(own_name(config.name), config.name, config.kwargs, 1.0, "reward", config.batch_size)]
     for label, one in config.terms.items():
         found.append(Term(label, one.name, one.kwargs, one.weight, f"reward.terms.{label}", one.batch_size))
@@ -68,7 +66,7 @@ def terms_of(config: RewardConfig) -> list[Term]:
 
 
 class RewardCalls:
-    """Calls the rewards of the terms in this process. An error of a reward becomes a `RewardError`."""
+    """Calls the rewards of the terms in this process. Errors become `RewardError`s."""
 
     def __init__(self, terms: Sequence[Term]):
         """Raises ConfigError: there is no such reward."""
@@ -79,7 +77,7 @@ class RewardCalls:
             kind[term.label] = find(term.name, term.kwargs, term.section)
 
     async def one(self, response: str, problem: Problem) -> Parts:
-        """Judge a response by the terms that take one at a time."""
+        """Score a response by the terms that are not batched."""
         parts = dict[str, float]()
         for label, reward in self._single.items():
             part = await self._called(label, reward, response, problem)
@@ -91,7 +89,7 @@ class RewardCalls:
     async def batch(
         self, label: str, responses: Sequence[str], problems: Sequence[Problem]
     ) -> Sequence[float | RewardError]:
-        """Judge responses by the term `label`. An error of the call is the error of each response."""
+        """Score responses by the batched term `label`. An error of the call counts for each response."""
         found = await self._called(label, self._batched[label], responses, problems)
         return [found] * len(responses) if isinstance(found, RewardError) else found
 
@@ -103,8 +101,8 @@ class RewardCalls:
             failure = error
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             raised = as_call_error(error)
-            kind = FaultyReward if is_fault(error) else RewardError
-            failure = kind(f"{raised}{place_of(error)}", raised.details)
+            kind = FaultyReward if raised.is_fault else RewardError
+            failure = kind(f"{raised}{raised.place}", raised.details)
         failure.section = self._terms[label].section
         return failure
 
@@ -117,8 +115,7 @@ class _WaitingResponse:
 
 
 class Batches:
-    """Gives waiting responses to `judge`, at most `size` in a call and at most `at_once` calls at a time. Responses
-    collect while all calls are busy."""
+    """Passes waiting responses to `judge` in batches of at most `size`, in at most `at_once` concurrent calls."""
 
     def __init__(
         self,
@@ -131,17 +128,17 @@ class Batches:
         self._workers: set[asyncio.Task] = set()
 
     async def __call__(self, response: str, problem: Problem) -> float | RewardError:
-        """Judge a response in a batch. Raises what `judge` raises."""
+        """Score a response in a batch. Raises what `judge` raises."""
         own = _WaitingResponse(response, problem, asyncio.get_running_loop().create_future())
         self._waiting.append(own)
-        # Workers of an event loop that has ended are done.
+        # Workers of an earlier event loop are done.
         self._workers = {worker for worker in self._workers if not worker.done()}
         if len(self._workers) < self._at_once:
             self._workers.add(asyncio.create_task(self._work()))
         try:
             return await own.reward
         finally:
-            # Its episode was cancelled.
+            # The episode was cancelled.
             if own in self._waiting:
                 self._waiting.remove(own)
 
@@ -156,7 +153,7 @@ class Batches:
     async def _resolve(self, batch: Sequence[_WaitingResponse]) -> None:
         try:
             rewards = await self._judge([one.response for one in batch], [one.problem for one in batch])
-        except Exception as error:  # for the callers that wait
+        except Exception as error:  # reaches the waiting callers
             for one in batch:
                 if not one.reward.done():
                     one.reward.set_exception(error)
@@ -167,11 +164,8 @@ class Batches:
 
 
 def make_judge(config: RewardConfig) -> Judge:
-    """Make the judge of the configured reward.
-
-    Raises:
-        ConfigError: there is no such reward, or it does not take its kwargs.
-    """
+    """Make the function that scores by the configured reward. Raises ConfigError: there is no such reward, or it does
+    not take its kwargs."""
     terms = terms_of(config)
     here = RewardCalls(terms)
     if config.timeout_s is None or all(term.name in INSTANT for term in terms):
@@ -180,12 +174,12 @@ def make_judge(config: RewardConfig) -> Judge:
 
 
 def sum_of(terms: Sequence[Term], calls: "RewardCalls | _RemoteCalls", at_once: int) -> Judge:
-    """Make the judge that adds up the terms. Each term with a `batch_size` collects its own batches."""
+    """Make the function that adds up the terms. Each term with a `batch_size` has its own batches."""
     sources = [calls.one] if any(term.batch_size is None for term in terms) else []
     sources += [_batched(term.label, term.batch_size, calls, at_once) for term in terms if term.batch_size is not None]
 
     async def judge(response: str, problem: Problem) -> RewardOutcome:
-        # In the order of the terms.
+        # Keep the order of the terms.
         parts, late = dict.fromkeys((term.label for term in terms), 0.0), None
         for found in await asyncio.gather(*(source(response, problem) for source in sources)):
             if isinstance(found, LateReward):
@@ -215,19 +209,20 @@ def _batched(
 
 
 class _RemoteCalls:
-    """`RewardCalls` in at most `reward.processes` processes, each call within `reward.timeout_s`."""
+    """`RewardCalls` in at most `reward.processes` processes, with the time limit `reward.timeout_s` per call."""
 
     def __init__(self, config: RewardConfig, terms: Sequence[Term]):
         path = f"{RewardCalls.__module__}.{RewardCalls.__qualname__}"
-        self._name = config.name
         self._wrong_if_late = all(term.name in WRONG_IF_LATE for term in terms)
-        target = PoolTarget(path, {"terms": terms}, "the judging process", "reward.timeout_s")
+        target = PoolTarget(
+            path, {"terms": terms}, "the reward's process", "reward.timeout_s", f"reward.name = {config.name}"
+        )
         self._pool = CallPool(target, config.processes, config.concurrency, config.timeout_s)
 
     async def one(self, response: str, problem: Problem) -> Parts:
         """See `RewardCalls.one`. Raises DataError: the processes do not start."""
         try:
-            return await self._call("one", response, problem)
+            return await self._pool.call("one", response, problem)
         except CallError as error:
             is_wrong = isinstance(error, CallTimeout) and self._wrong_if_late
             return (LateReward if is_wrong else RewardError)(str(error), error.details)
@@ -237,20 +232,14 @@ class _RemoteCalls:
     ) -> Sequence[float | RewardError]:
         """See `RewardCalls.batch`. Raises DataError: the processes do not start."""
         try:
-            return await self._call("batch", label, responses, problems)
+            return await self._pool.call("batch", label, responses, problems)
         except CallError as error:
             return [RewardError(str(error), error.details)] * len(responses)
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            return await asyncio.wrap_future(self._pool.submit(method, *arguments))
-        except StartError as error:
-            raise DataError(f"reward.name = {self._name}: {error}") from error
-
 
 def try_reward(judge: Judge, problem: Problem) -> None:
-    """Judge one sample before a run starts anything, with the problem's own answer as the response. Another failure is
-    only a note, because it may be due to this response.
+    """Score the problem's own answer before the run starts. Errors that this response may have caused are printed as a
+    note.
 
     Raises:
         ConfigError: the function's code is wrong, it does not return a reward, or its server, model or file is missing.
@@ -262,7 +251,7 @@ def try_reward(judge: Judge, problem: Problem) -> None:
     verdict = asyncio.run(trial())
     said = verdict.late if isinstance(verdict, RewardResult) else verdict
     if isinstance(said, UnavailableReward):
-        fix = f"start what it asks, or correct {said.section}.kwargs; every sample would be without a reward"
+        fix = f"start the server, or correct {said.section}.kwargs; no sample would get a reward"
         raise ConfigError([Violation(f"{said.section}.name", None, str(said), fix)])
     if isinstance(said, FaultyReward):
         fix = "correct the reward's code: this error does not depend on the response"
@@ -273,4 +262,4 @@ def try_reward(judge: Judge, problem: Problem) -> None:
         raise ConfigError([Violation(f"{said.section}.name", None, f"{said} ({sample})", fix)])
     if isinstance(said, RewardError):
         told = " ".join(str(said).split())
-        sys.stderr.write(f"note: a trial call of the reward failed: {told}; such samples are left out\n")
+        sys.stderr.write(f"note: a trial call of the reward failed: {told}; samples without a reward are left out\n")

@@ -1,4 +1,4 @@
-"""Reward by a language model, which is asked for a score at an endpoint that speaks OpenAI's protocol."""
+"""LLM-as-a-judge reward: ask a model at an OpenAI-compatible endpoint for a score."""
 
 import asyncio
 import hashlib
@@ -19,13 +19,12 @@ from nemo_rl_lite.data.rows import filled, template_columns
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rewards.registry import RewardError, UnavailableReward
 
-# Seconds to wait while another process writes.
+# Seconds to wait for another process' write.
 _LOCK_S = 60.0
 
 
 class Answers:
-    """Answers by their request, so that nothing is asked twice: a table in a file that processes and later runs share,
-    or in a temporary one of this process."""
+    """Cache of answers by request: a table in a file that processes and later runs share, or a temporary one."""
 
     def __init__(self, path: str | None):
         """Raises UnavailableReward: the file cannot be used."""
@@ -35,7 +34,7 @@ class Answers:
                 "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)"
             )
         except sqlite3.Error as error:
-            raise UnavailableReward(f"the answers cannot be kept in {path} (cache_path): {error}") from error
+            raise UnavailableReward(f"the cache of answers {path} (cache_path) cannot be used: {error}") from error
 
     def get(self, request: str) -> str | None:
         row = self._database.execute("SELECT answer FROM answers WHERE request = ?", (request,)).fetchone()
@@ -47,7 +46,7 @@ class Answers:
 
 def _is_address(text: str) -> str:
     if not re.fullmatch(r"https?://[^\s/]\S*", text):
-        raise ValueError("must be an address, such as http://localhost:8000/v1")
+        raise ValueError("must be a URL, such as http://localhost:8000/v1")
     return text
 
 
@@ -58,7 +57,7 @@ def _asks_about_the_response(text: str) -> str:
         rule = "must be a text with fields such as {response}, and plain braces written as {{ and }}"
         raise ValueError(f"{rule}: {error}") from None
     if "response" not in names:
-        raise ValueError("must be a text with the field {response}, which is what is judged")
+        raise ValueError("must be a text with the field {response}")
     return text
 
 
@@ -98,19 +97,19 @@ class JudgeOptions:
 
 
 class LLMJudge:
-    """Judges by a model's score of the response, scaled so that `worst` is 0 and `best` is 1. Equal requests share an
+    """Rewards a response by a model's score, scaled so that `worst` is 0 and `best` is 1. Equal requests share an
     answer."""
 
     def __init__(self, **kwargs: Any):
-        """Raises UnavailableReward: the kwargs do not fit `JudgeOptions`, there is no such variable, or the file of
-        answers cannot be used."""
+        """Raises UnavailableReward: the kwargs do not fit `JudgeOptions`, the key's variable is not set, or the cache
+        cannot be used."""
         # Takes a second.
         from openai import AsyncOpenAI
 
         try:
             self._options = options = JudgeOptions(**kwargs)
         except ValidationError as error:
-            raise UnavailableReward(f"the judge cannot be made: {error}") from None
+            raise UnavailableReward(f"the judge's kwargs are invalid: {error}") from None
         key = os.environ.get(options.api_key_env) if options.api_key_env else "none"
         if not key:
             raise UnavailableReward(f"the environment variable {options.api_key_env} (api_key_env) is not set")
@@ -138,7 +137,7 @@ class LLMJudge:
         request = {
             "model": self._options.model,
             "messages": [{"role": "user", "content": prompt}],
-            # What is null is the endpoint's default.
+            # null means the endpoint's default.
             **{name: value for name, value in self._options.sampling.items() if value is not None},
         }
         key = hashlib.sha256(json.dumps([self._options.base_url, request], sort_keys=True).encode()).hexdigest()
@@ -148,10 +147,10 @@ class LLMJudge:
         if key not in self._asked:
             self._asked[key] = asyncio.create_task(self._ask(request))
             self._asked[key].add_done_callback(lambda _: self._asked.pop(key))
-        # Others may wait for the same answer.
+        # Other samples may wait for the same answer.
         text = await asyncio.shield(self._asked[key])
         reward = self._reward(text)
-        # Only an answer that can be used is kept.
+        # Only valid answers are cached.
         self._answers.put(key, text)
         return reward
 
@@ -161,13 +160,13 @@ class LLMJudge:
         try:
             said: Any = await self._client.chat.completions.create(**request)
         except (OpenAIError, TypeError, ValueError) as error:  # a wrong argument, no JSON
-            # `Connection error.` alone says little.
+            # The message of a connection error lacks its cause.
             why = f"{error} ({error.__cause__})" if str(error.__cause__ or "") else str(error) or type(error).__name__
             raise UnavailableReward(f"the judge {self._shown} gave no answer: {why}") from error
         try:
             text = said.choices[0].message.content
         except (AttributeError, IndexError, TypeError):
-            rule = "gave an answer that is no chat completion"
+            rule = "gave an answer that is not a chat completion"
             raise UnavailableReward(f"the judge {self._shown} {rule}: {said!r:.80}") from None
         if not isinstance(text, str):
             raise RewardError(f"the judge {self._shown} answered without a text")

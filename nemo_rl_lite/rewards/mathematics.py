@@ -1,5 +1,5 @@
-"""Compare the stated answer with the reference: text first, then exact values, then math-verify. docs/rollouts.md has a
-table of what is equal."""
+"""Compare an answer with the reference as text, then by exact value, then with math-verify. docs/math_reward.md has a
+table of equal forms."""
 
 import logging
 import re
@@ -14,11 +14,11 @@ from sympy import Basic, Float, N, Number, floor, log
 from nemo_rl_lite.rewards.answers import final_text, find_answer, unwrapped
 from nemo_rl_lite.rewards.numbers import plain, read_number
 
-# math-verify warns that its time limits are off. They work in a main thread only, and only between two steps of the
-# interpreter; the judging process has a time limit that always works (system/pool.py).
+# math-verify warns that its time limits are off: they need the main thread and do not interrupt C code. The reward's
+# process has its own time limit (system/pool.py).
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# What writes the same in several ways -> one of them.
+# Patterns of equivalent notations and their replacements.
 _REWRITES = [
     (re.compile(pattern), by)
     for pattern, by in [
@@ -62,13 +62,13 @@ _REWRITES = [
         (r"(?<![\w,]) | (?!\w)", ""),
     ]
 ]
-# "12 34", 0xff, 101_2 and words, which math-verify multiplies: no would equal on.
+# "12 34", 0xff, 101_2 and words: math-verify would read products, and "no" would equal "on".
 _NO_PRODUCT = re.compile(
     r"(?<![\d_])\d+ \d|\d'|^\(?\d[\dA-F]*\)?_|\b0[xbo][\da-fA-F]+"
     r"|^[A-Za-z' -]*(?:[A-Za-z]{3}|\b(?:[Nn]o|[Oo]n|[Uu]p|[Uu]s)\b)[A-Za-z' -]*$"
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
-# A letter, with its value; (A) or (B) is no choice.
+# A choice and its value. "(A) or (B)" does not count.
 _CHOICE = re.compile(
     r"(?:(?:option|choice|answer)\s?)?(?:\(([A-Za-z])\)[:.]?|([A-Z])(?:[:.)]|$))"
     r"((?!or\b|and\b|[,;/&]|[A-Z]\b|.*\([A-Z]\)).*)"
@@ -77,7 +77,7 @@ _TIME = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?(?:\s?([ap])\.?\s?
 _ABOUT = re.compile(r"\\(?:approx|simeq|doteq)(?![A-Za-z])|≈")
 _RATIO = re.compile(r"\d{1,40}(?:\.\d{1,40})?(?:\s?:\s?\d{1,40}(?:\.\d{1,40})?)+")
 _INEQUALITY = re.compile(r"[A-Za-z](<|>|\\le ?|\\ge ?)([^<>=]+)")
-# What an equation calls its right side: x, a_1, f(x), \theta, |AB|, Area, (x,y).
+# Left side of an equation that names its right side: x, a_1, f(x), \theta, |AB|, Area, (x,y).
 _NAME = re.compile(
     r"(?:\\?[A-Za-z ]+|\|[A-Z]+\||\([a-z](?:,\s?[a-z])+\)|\\frac\{d\w*\}\{d\w\}|\\(?:vec|hat|overline)\{\w+\})"
     r"'?(?:\^\{-1\})?(?:_\{?\w+\}?)?(?:\([a-z](?:,\s?[a-z])*\))?"
@@ -110,7 +110,7 @@ _UNIT_NAMES = {
     "F": "F fahrenheit",
 }
 _UNITS = {alias: name for name, aliases in _UNIT_NAMES.items() for alias in aliases.split()}
-# Words of mathematics, which are no unit. Single letters are variables, unless they are one of these.
+# Single letters that are units rather than variables, and mathematical words that are not units.
 _LETTERS = "[mgshLCF]"
 _NO_UNIT = r"(?:and|or|sin|cos|tan|cot|sec|csc|ln|log|exp|mod|sqrt|pi|in|max|min|gcd|lcm|if|for|is|frac)\b"
 _SCALE = r"(?:thousand|million|billion|trillion)\b"
@@ -123,11 +123,8 @@ _MONEY = re.compile(r"(?P<minus>-?)(?P<sign>\\?\$|[€£¥₹]|USD |EUR |Rs\.? ?
 
 
 def same_value(response: str, answer: str) -> float:
-    """Return 1 if the stated answer of the response, or all that follows its thoughts, equals the reference, else 0.
-
-    Raises:
-        ValueError: the reference answer is empty.
-    """
+    """Return 1 if the response's final answer, or the whole text after the reasoning, equals the reference, else 0.
+    Raises ValueError: the reference answer is empty."""
     if not _normal(answer):
         raise ValueError(f"the reference answer {answer!r} is empty")
     whole, stated = final_text(response), find_answer(response)
@@ -137,13 +134,13 @@ def same_value(response: str, answer: str) -> float:
 
 
 def same_answer(stated: str, reference: str) -> bool:
-    """Compare an answer with the reference, as texts, as exact values, and as mathematics by math-verify."""
+    """Compare an answer with the reference as text, by exact value, and with math-verify."""
     first, second = _normal(stated), _normal(unwrapped(reference))
     choice, expected = _CHOICE.fullmatch(first), _CHOICE.fullmatch(second)
     if choice and expected:
         return _letter(choice) == _letter(expected)
     firsts, seconds = _readings(first, choice), _readings(second, expected)
-    # Both sides of an approximation count.
+    # Either side of an approximation may match.
     if len(sides := _ABOUT.split(stated)) > 1:
         firsts.append(_normal(sides[0]))
     return any(_same(one, other) for one in firsts for other in seconds)
@@ -166,7 +163,7 @@ def _normal(text: str) -> str:
 
 
 def _same(stated: str, reference: str, is_item: bool = False) -> bool:
-    """Compare normalised answers by the first rule that fits. Of items of a list the nouns count: 3 boys, 4 girls."""
+    """Compare normalised answers by the first rule that applies. In list items nouns count: 3 boys, 4 girls."""
     if stated == reference or (_WORD.search(reference) and _words(stated) == _words(reference)):
         return True
     time, other_time = _TIME.fullmatch(stated), _TIME.fullmatch(reference)
@@ -174,7 +171,7 @@ def _same(stated: str, reference: str, is_item: bool = False) -> bool:
         return bool(time and other_time and _same_time(time, other_time))
     stated, reference = _union(stated), _union(reference)
     (first, unit), (second, other) = _without_unit(stated), _without_unit(reference)
-    # Nouns may be others: 12 apples, 12 pieces.
+    # Unknown nouns do not count: 12 apples equal 12 pieces.
     units_fit = not unit or not other or unit == other or not (is_item or (_is_known(unit) and _is_known(other)))
     if _RATIO.fullmatch(first) or _RATIO.fullmatch(second):
         return units_fit and _ratio(first) == _ratio(second)
@@ -184,7 +181,7 @@ def _same(stated: str, reference: str, is_item: bool = False) -> bool:
     items, others = _listed(stated), _listed(reference)
     if items and others:
         return _same_lists(items, others)
-    # An interval may equal an inequality. Other lists equal lists only.
+    # An interval may equal an inequality. Other lists equal only lists.
     if any(one and one[0] in ("", "{}") and not number for one, number in ((items, value), (others, expected))):
         return False
     equations = _equation(stated), _equation(reference)
@@ -195,7 +192,7 @@ def _same(stated: str, reference: str, is_item: bool = False) -> bool:
 
 
 def _union(text: str) -> str:
-    """Return "x<1 or x>2" as a union of intervals, and another text as it is."""
+    """Convert "x<1 or x>2" to a union of intervals; other texts stay unchanged."""
     parts = [_INEQUALITY.fullmatch(part) for part in text.split(" or ")]
     if len(parts) < 2 or not all(parts):
         return text
@@ -213,7 +210,7 @@ def _words(text: str) -> str:
 
 
 def _same_time(stated: re.Match[str], reference: re.Match[str]) -> bool:
-    """Compare times of day. 3:05 equals 3:05 p.m., because the question may say which it is."""
+    """Compare times of day. 3:05 equals 3:05 p.m., because the question may imply the half."""
     (hour, minute, half), (other_hour, other_minute, other_half) = _clock(stated), _clock(reference)
     if bool(half) == bool(other_half):
         return (hour, minute) == (other_hour, other_minute)
@@ -222,14 +219,13 @@ def _same_time(stated: re.Match[str], reference: re.Match[str]) -> bool:
 
 
 def _clock(time: re.Match[str]) -> tuple[int, tuple[int, int], str]:
-    """Return the hour of 24, minute and second, and a or p."""
+    """Return the hour (0 to 23), minute and second, and "a" or "p"."""
     half = (time[4] or "").lower()
     hour = int(time[1]) % 12 + 12 * (half == "p") if half else int(time[1])
     return hour, (int(time[2]), int(time[3] or 0)), half
 
 
 def _without_unit(text: str) -> tuple[str, str | None]:
-    """Split a value and the name of its unit."""
     if money := _MONEY.fullmatch(text):
         return money["minus"] + _without_unit(money["value"])[0], _unit_name(money["sign"])
     found = _UNIT.fullmatch(text)
@@ -237,7 +233,7 @@ def _without_unit(text: str) -> tuple[str, str | None]:
 
 
 def _unit_name(text: str) -> str | None:
-    """Return cm^2 for "square centimeters", $ for dollars, and the last of other words; None for "units"."""
+    """Return cm^2 for "square centimeters", $ for dollars, the last word otherwise; None for "units"."""
     parts = re.findall(r"[^\W\d_]+|\^\{?-?\d|/|[€£¥₹¢$]", text.replace(" per ", "/"))
     singular = [(part, part.casefold(), part.casefold().removesuffix("s")) for part in parts]
     names = [next((_UNITS[form] for form in forms if form in _UNITS), forms[-1].replace("{", "")) for forms in singular]
@@ -250,7 +246,7 @@ def _is_known(unit: str) -> bool:
 
 
 def _ratio(text: str) -> list[Fraction] | None:
-    """Return the parts of 3:2 or of 3/2, divided by the last; None for other texts."""
+    """Return the parts of 3:2 or 3/2, divided by the last; None for other texts."""
     number = read_number(text)
     parts = [Fraction(part.strip()) for part in text.split(":")] if _RATIO.fullmatch(text) else []
     parts = parts or ([number.value, Fraction(1)] if number else [])
@@ -258,7 +254,7 @@ def _ratio(text: str) -> list[Fraction] | None:
 
 
 def _listed(text: str) -> tuple[str, list[str]] | None:
-    """Return the brackets and the items of a list; None if it is a single expression."""
+    """Return the brackets and items of a list; None for a single expression."""
     text = _MEMBER.sub("", text).replace(r"\{", "{").replace(r"\}", "}")
     brackets = text[:1] + text[-1:] if text[:1] in set("([{") and text[-1:] in set(")]}") else ""
     if not _is_closed(text[1:-1]):
@@ -280,7 +276,7 @@ def _is_closed(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the semicolons outside brackets, or else at the commas."""
+    """Split at semicolons outside brackets, or else at commas."""
     depth, places = 0, {";": list[int](), ",": list[int]()}
     for place, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
@@ -293,8 +289,8 @@ def _split(text: str) -> list[str]:
 
 
 def _same_lists(stated: tuple[str, list[str]], reference: tuple[str, list[str]]) -> bool:
-    """Compare item by item: in any order without brackets and in braces, else in order. Two items in brackets may be an
-    interval, so that the brackets count."""
+    """Compare item by item, in any order without brackets and in braces. Two items in brackets may be an interval, so
+    the brackets must be equal."""
     (first, items), (second, expected) = stated, reference
     if len(items) != len(expected):
         return False
@@ -315,8 +311,8 @@ def _same_lists(stated: tuple[str, list[str]], reference: tuple[str, list[str]])
 def _sides(
     stated: tuple[str, str] | None, reference: tuple[str, str] | None, first: str, second: str
 ) -> tuple[str, str] | None:
-    """Return what to compare where at least one is an equation: right sides, if the left ones are names of the same, or
-    if the reference is no equation. None if the equations themselves count."""
+    """Return the texts to compare if at least one is an equation, or None to compare the equations themselves. Right
+    sides are compared if the left sides name the same thing, or if only one text is an equation."""
     if stated and reference:
         same = stated[0] == reference[0] or _are_functions(stated[0], reference[0])
         return (stated[1], reference[1]) if same else None
@@ -327,12 +323,12 @@ def _sides(
 
 
 def _are_functions(first: str, second: str) -> bool:
-    """Return True if both are names, and one is longer than a letter: f(x) and y, Area and A."""
+    """Return True if both are names and one is longer than a letter: f(x) and y, Area and A."""
     return bool(_NAME.fullmatch(first) and _NAME.fullmatch(second)) and max(len(first), len(second)) > 1
 
 
 def _equation(text: str) -> tuple[str, str] | None:
-    """Return the first and last side of a chain of equations, with a name on the left if one side is."""
+    """Return the first and last side of a chain of equations, with a name on the left if there is one."""
     text = _MEMBER.sub("x=", text)
     sides = [side.strip() for side in re.split(r"(?<![<>!=])=(?!=)", text.replace("&=", "="))]
     if len(sides) < 2 or not all(sides) or len(_split(text)) > 1 or re.search(r"\b(?:and|or)\b", text):
@@ -343,7 +339,7 @@ def _equation(text: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> list[Any]:
-    """Parse a normalised expression with math-verify; [] if it is none."""
+    """Parse a normalised expression with math-verify; [] if that fails."""
     if _NO_PRODUCT.search(text):
         return []
     latex = re.sub(r"\band\b|\bor\b", ",", text.replace("%", r"\%"))
@@ -355,7 +351,7 @@ def _parsed(text: str) -> list[Any]:
 def _same_mathematics(stated: str, reference: str) -> bool:
     try:
         return any(_same_values(one, other) for one in _parsed(stated) for other in _parsed(reference))
-    except Exception:  # math-verify cannot compare, as 1/0
+    except Exception:  # math-verify fails on some, such as 1/0
         return False
 
 
@@ -370,7 +366,7 @@ def _same_values(stated: Any, reference: Any) -> bool:
         first, second = N(first, 40), N(second, 40)
         most = (1e-6 if has_floats else 1e-30) * abs(second)
         return bool(first.is_finite and second.is_finite and abs(first - second) <= most)
-    # The smallest value in the reference has 6 significant digits.
+    # Round so that the smallest value in the reference has 6 significant digits.
     small = [abs(one) for one in reference.atoms(Number) if one]
     rounding = 6 + (_zeros(min(small)) if small and has_floats else 0)
     precision = 15 if has_floats else 50
@@ -378,5 +374,5 @@ def _same_values(stated: Any, reference: Any) -> bool:
 
 
 def _zeros(value: Any) -> int:
-    """Return the zeros between point and first digit of a positive number: 0 for 0.5, 1 for 0.05."""
+    """Count the zeros after the decimal point of a positive number: 0 for 0.5, 1 for 0.05."""
     return max(0, -int(floor(N(log(value, 10), 15))) - 1) if value else 0

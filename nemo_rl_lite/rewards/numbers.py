@@ -1,4 +1,4 @@
-"""Numbers as people and models write them: signs, groups of thousands, fractions, powers of ten, percentages."""
+"""Read written numbers: signs, thousands separators, fractions, powers of ten, percentages."""
 
 import re
 import unicodedata
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-# Minus signs and dashes of typography, blanks, and what Chinese and Japanese keyboards write for ASCII.
+# Typographic minus signs, dashes and spaces, and full-width characters, as ASCII.
 _SIGNS = (
     dict.fromkeys(map(ord, "\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{NON-BREAKING HYPHEN}"), "-")
     | dict.fromkeys(map(ord, "\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}\N{IDEOGRAPHIC SPACE}"), " ")
@@ -14,14 +14,14 @@ _SIGNS = (
     | {ord("\N{IDEOGRAPHIC FULL STOP}"): ".", ord("\N{IDEOGRAPHIC COMMA}"): ","}
 )
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
-# Of Python, as in x**2; other pairs of stars are bold text.
+# Python's power, as in x**2; other double stars are bold text.
 _POWER_STARS = re.compile(r"(?<=[A-Za-z\d)])\*\*(?=[\d(]|-\d)")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 
 _REPEATING = re.compile(r"(-?)(\d{1,20}\.\d{0,20})\\(?:overline|bar|dot)\s*\{?\s*(\d{1,20})\s*\}?")
 
-# Digits of exponents, indices, units (m2) and what follows a decimal point are no numbers.
+# Digits in exponents, indices, units (m2) and after a decimal point do not start a number.
 _START = r"(?<![\d^_/m])(?<!\d\.)(?<![\^_]\{)(?<![\^_]-)(?<![\^_]\{-)"
 _GROUPED = r"\d{1,3}(?:(?:,\d{3})+|(?:'\d{3})+|(?:_\d{3})+|(?: \d{3})+(?!\s?/))(?!\d)"
 _DIGITS = rf"{_START}(?:{_GROUPED}|\d+)(?:\.\d+)?|(?<![\w.])\.\d+"
@@ -36,22 +36,22 @@ NUMBER = re.compile(
     r"(?P<scale>\s(?:thousand|million|billion|trillion)\b)?"
 )
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-# Larger powers take minutes, Python reads no longer digits, and no answer has them.
+# Larger powers take minutes, and Python refuses longer digit strings.
 _LARGEST_POWER, _LONGEST_BASE, _LONGEST = 4000, 20, 4000
-# Digits that a rounded number needs.
+# Digits that a rounded number must have.
 _ROUNDED = 6
 
 
 @dataclass(frozen=True)
 class WrittenNumber:
-    """A number. `decimals` are those written, None for integers and fractions; a percentage is not yet divided."""
+    """A number. `decimals` counts the written ones, None for integers and fractions; a percentage is not divided."""
 
     value: Fraction
     decimals: int | None = None
     is_percentage: bool = False
 
     def equals(self, other: "WrittenNumber") -> bool:
-        """Compare the values. 50 % equals both 0.5 and 50, since answers leave the sign to the question."""
+        """Compare the values. 50 % equals both 0.5 and 50, because answers often omit the sign."""
         if self.is_percentage == other.is_percentage:
             return self._same(other)
         part, whole = (self, other) if self.is_percentage else (other, self)
@@ -63,14 +63,14 @@ class WrittenNumber:
             return True
         if self.decimals is None and other.decimals is None:
             return False
-        # The rounding error of float64.
+        # Rounding error of float64.
         if abs(self.value - other.value) <= abs(other.value) / 10**14:
             return True
         first, second = sorted((self, other), key=lambda one: float("inf") if one.decimals is None else one.decimals)
         return first._rounds(second.value)
 
     def _rounds(self, exact: Fraction) -> bool:
-        """Return True if this is `exact`, rounded or cut off to 6 decimals or more, with 6 digits that are not 0."""
+        """Return True if this is `exact`, rounded or truncated to 6 or more decimals and 6 significant digits."""
         digits = self.decimals or 0
         unit = Fraction(1, 10**digits) if digits >= _ROUNDED else Fraction(0)
         enough = abs(self.value) >= min(Fraction(1), unit * 10 ** (_ROUNDED - 1))
@@ -79,7 +79,7 @@ class WrittenNumber:
 
 
 def plain(text: str) -> str:
-    """Replace the signs, blanks and small digits of typography by those of ASCII: ½ is 1/2, 10⁵ is 10^{5}, x**2 x^2."""
+    """Replace typographic characters by ASCII: ½ becomes 1/2, 10⁵ becomes 10^{5}, x**2 becomes x^2."""
     text = _POWER_STARS.sub("^", text)
     text = _VULGAR.sub(lambda one: " " + unicodedata.normalize("NFKC", one[0]).replace("\N{FRACTION SLASH}", "/"), text)
     text = _SUPERSCRIPTS.sub(lambda one: f"^{{{unicodedata.normalize('NFKC', one[0])}}}", text)
@@ -87,7 +87,7 @@ def plain(text: str) -> str:
 
 
 def read_number(text: str) -> WrittenNumber | None:
-    """Read a text that is one number; None for any other text."""
+    """Read a text that is a single number; None for other texts."""
     text = re.sub(r"^([-+]) ", r"\1", _with_fractions(text).strip())
     if repeating := _REPEATING.fullmatch(text):
         sign, first, last = repeating.groups()
@@ -98,13 +98,13 @@ def read_number(text: str) -> WrittenNumber | None:
 
 
 def last_number_in(text: str) -> WrittenNumber | None:
-    """Read the last number in a text; None if it has none, or one that no computer holds."""
+    """Read the last number in a text; None if there is none, or if it is too large."""
     found = list(numbers_in(text))
     return _value(found[-1]) if found else None
 
 
 def numbers_in(text: str) -> Iterator[re.Match[str]]:
-    """Find the numbers in a text, in order, as it is after `plain` and with fractions as 3/4."""
+    """Find the numbers in a text, in order, after `plain` and with fractions written as 3/4."""
     return NUMBER.finditer(_with_fractions(text))
 
 

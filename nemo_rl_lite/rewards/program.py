@@ -1,4 +1,4 @@
-"""Reward for a response that is a Python program, by tests of the row."""
+"""Reward for a Python program: run the row's tests on it in a sandbox."""
 
 import ast
 import builtins
@@ -16,23 +16,23 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.rewards.answers import final_text
 from nemo_rl_lite.system.sandbox import Limits, passes, run_python
 
-# Statements that run the ones inside them. Functions and classes do not: something must call them.
+# Statements that run their bodies.
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.match_case, ast.ExceptHandler)
 _INPUTS, _OUTPUTS = ("input", "inputs"), ("output", "outputs")
-# Bytes of output that are compared in addition to twice the expected ones: blanks at the ends of lines do not count.
+# Extra bytes of output to compare: whitespace at line ends does not count.
 _BLANKS = 10_000
 
 
 @dataclass(frozen=True)
 class Assertions:
-    """Python code that follows the program, and raises if it is wrong."""
+    """Python code that runs after the program, and raises if the program is wrong."""
 
     code: str
 
 
 @dataclass(frozen=True)
 class Printed:
-    """Standard input of the program, and the output that it has to print."""
+    """Standard input of the program, and its expected output."""
 
     given: str
     expected: str
@@ -42,12 +42,13 @@ Test = Assertions | Printed
 
 
 def read_tests(row: Mapping[str, Any], column: str) -> list[Test]:
-    """Return the tests in a column of a row: a text of assertions, an `input` with its `output`, or a list of these; as
-    JSON text, too, and with the lists `inputs` and `outputs` (APPS). Where the text defines `check` and the row names
-    the function to check as `entry_point` (HumanEval), that call is added.
+    """Return the tests in a row's column: assertions as text, an `input` with its `output`, or a list of these.
+
+    The column may be JSON text, or have the lists `inputs` and `outputs` (APPS). If the text only defines `check`, a
+    call with the row's `entry_point` is added (HumanEval).
 
     Raises:
-        ValueError: there are none, or one cannot be read, or would pass any program.
+        ValueError: there are no tests, or one cannot be read, or would pass any program.
     """
     found = row.get(column)
     if isinstance(found, str) and found.lstrip().startswith(("[", "{")):
@@ -62,15 +63,15 @@ def read_tests(row: Mapping[str, Any], column: str) -> list[Test]:
 
 
 def _pairs(found: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
-    """Split a structure with lists of inputs and outputs into tests; any other one is a test."""
+    """Split a structure with lists of inputs and outputs into tests; any other structure is one test."""
     if found.get("fn_name"):
-        rule = f"calls the function {found['fn_name']} (fn_name), and tests are assertions or texts of standard input"
+        rule = f"calls the function {found['fn_name']} (fn_name); write assertions, or standard input and output"
         raise ValueError(f"a test of the column {column} {rule}")
     inputs, outputs = (next((found[name] for name in names if name in found), None) for names in (_INPUTS, _OUTPUTS))
     if "outputs" not in found and not (isinstance(inputs, list) and isinstance(outputs, list)):
         return [dict(found)]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError(f"the column {column} does not have an output for each of its inputs")
+        raise ValueError(f"the column {column} does not have one output per input")
     return [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
 
 
@@ -92,14 +93,14 @@ def _text(value: Any, test: Any, column: str) -> str:
 
 
 def _calling(code: str, column: str, entry_point: Any) -> str:
-    """Return the code, with a call of its function `check` if nothing calls anything."""
+    """Return the code, with a call of its function `check` if it calls nothing itself."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"a test of the column {column} is no Python ({error}): {code!r:.80}") from None
+        raise ValueError(f"a test of the column {column} is not valid Python ({error}): {code!r:.80}") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if any(ast.unparse(call.func) == "unittest.main" for call in calls):
-        rule = "calls unittest.main, which exits before the last line, so that no program would pass; write assertions"
+        rule = "calls unittest.main, which exits before the last line, so no program would pass; write assertions"
         raise ValueError(f"a test of the column {column} {rule}")
     if _checks_something(tree.body):
         return code
@@ -107,11 +108,11 @@ def _calling(code: str, column: str, entry_point: Any) -> str:
     if "check" in defined and isinstance(entry_point, str) and entry_point.isidentifier():
         return f"{code}\n\ncheck({entry_point})\n"
     rule = f"defines {' and '.join(defined)}, and nothing calls it" if defined else "asserts nothing"
-    raise ValueError(f"a test of the column {column} {rule}, so that any program would pass: {code!r:.80}")
+    raise ValueError(f"a test of the column {column} {rule}, so any program would pass: {code!r:.80}")
 
 
 def _checks_something(statements: list[ast.stmt]) -> bool:
-    """Return True if the statements, as they run, assert, raise or call something."""
+    """Return True if the statements assert, raise or call something when they run."""
     for statement in statements:
         if isinstance(statement, ast.Assert | ast.Raise):
             return True
@@ -134,14 +135,14 @@ def passes_tests(
     memory_mib: int = 1024,
     share: bool = False,
 ) -> float:
-    """Return 1 if the program passes all tests, else 0; with `share`, the share of the tests that it passes.
+    """Return 1 if the program passes all tests, else 0; with `share`, the share of passed tests.
 
-    The program is the last fenced code block after the thoughts that is in Python. Without one it is the last that
-    names no language, or without fences all that follows the thoughts. Tests are in the row's column `tests_column`,
-    see `read_tests`; standard output is compared, without blanks at the ends of lines.
+    The program is the last Python code block after the reasoning, or else the last block without a language, or else
+    the whole text. `read_tests` reads the tests from the row's column `tests_column`. Comparing output ignores
+    whitespace at line ends.
 
     Raises:
-        ValueError: the row has no tests, or they cannot be read or would pass any program.
+        ValueError: the row has no tests, or they cannot be read, or would pass any program.
     """
     tests, final = read_tests(problem.metadata, tests_column), final_text(response)
     if final is None:
@@ -157,7 +158,7 @@ def passes_tests(
 
 
 def _program(response: str) -> str:
-    # No tag, such as </think>, and no indentation hides a fence.
+    # HTML tags and indentation must not hide a fence.
     blocks = MarkdownIt().disable(["html_block", "code"]).parse(response)
     fences = [(one.info.strip().lower(), one.content) for one in blocks if one.type == "fence"]
     in_python = [code for language, code in fences if language.startswith("py")]
@@ -167,16 +168,16 @@ def _program(response: str) -> str:
 
 def _passes(program: str, test: Test, limits: Limits) -> bool:
     if isinstance(test, Assertions):
-        # A program that exits before the tests passes none.
+        # A program that exits early passes no test.
         return passes(program, test.code, limits, is_apart(test.code))
     most = 2 * len(test.expected.encode()) + _BLANKS
     ran = run_python(program, stdin=test.given, limits=replace(limits, output=most), errors=False)
     return ran.status == 0 and _lines(ran.output) == _lines(test.expected)
 
 
-# What tests may import and still run in a process of their own. Other packages have objects that are not copied.
+# Modules that tests may import and still run in a separate process. Objects of other packages are not copied.
 _COPIED = frozenset({*sys.stdlib_module_names, "numpy", "pytest"})
-# Modules and names with which tests look at, or change, the process that they are in.
+# Modules and names with which tests inspect or change their process.
 _OWN_PROCESS = (
     "builtins inspect asyncio importlib gc mock patch monkeypatch __main__ globals locals vars exec eval input stdin "
     "argv modules _getframe seed"
@@ -184,10 +185,10 @@ _OWN_PROCESS = (
 
 
 def is_apart(code: str) -> bool:
-    """Return whether tests can run in another process than the program, with copies of values and calls."""
+    """Return whether tests can run in a separate process from the program, which exchanges values and calls."""
     tree, own_process = ast.parse(code), set(_OWN_PROCESS.split())
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | vars(builtins).keys()
-    # `input` is a usual name for a variable.
+    # Variables may have such names, for example `input`.
     variables = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     variables |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):

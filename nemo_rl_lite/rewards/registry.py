@@ -1,9 +1,9 @@
-"""Find a reward: a function `(response, answer, **kwargs) -> float`, by a name from here, a dotted path, or by file.
+"""Find a reward function `(response, answer, **kwargs) -> float` by a built-in name, a dotted path or a file.
 
-A function that cannot judge a sample raises an error, or returns None or NaN. A function with a parameter called
-`problem` also receives the `Problem`, with its messages and metadata. A function that judges many responses at a time
-gets lists (`responses`, `answers`, and `problems` where it has that parameter), and returns a list. A class is made
-once in each process, with the kwargs, and the object is called like a function.
+A function that cannot score a sample raises an error, or returns None or NaN. If it has a parameter `problem`, it also
+gets the `Problem`, with messages and metadata. A batched function gets lists (`responses`, `answers`, and `problems` if
+it has that parameter) and returns a list. A class is instantiated once per process, with the kwargs, and the object is
+called like a function.
 """
 
 import inspect
@@ -14,17 +14,17 @@ from functools import cache
 from numbers import Real
 from typing import Any
 
-from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.config.user_code import imported_for
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.system.pool import as_call_error
+from nemo_rl_lite.system.user_errors import as_call_error
 
 # The largest float32, which rewards become.
 _LARGEST = 3.4028234663852886e38
 
 
 class RewardError(Exception):
-    """A reward that could not be computed. `section` holds its keys, `details` the traceback of a user's code."""
+    """A reward could not be computed. `section` holds its keys, `details` the traceback of user code."""
 
     section = "reward"
 
@@ -34,28 +34,28 @@ class RewardError(Exception):
 
 
 class LateReward(RewardError):
-    """A response that takes too long to judge, by its own fault: its reward is 0."""
+    """Scoring exceeded the time limit because of the response: its reward is 0."""
 
 
 class WrongReward(RewardError):
-    """A function that does not return a reward: it is written for something else."""
+    """The function does not return a reward."""
 
 
 class FaultyReward(WrongReward):
-    """A function whose code is wrong, whatever the response is."""
+    """The function's code is wrong for every response."""
 
 
 class UnavailableReward(RewardError):
-    """A server that does not answer, or a class that cannot be made. No run starts so; one that has started may
-    continue (`reward.max_failure_fraction`)."""
+    """A server does not answer, or a class cannot be instantiated. A run does not start; a running one may continue
+    (`reward.max_failure_fraction`)."""
 
 
 def checked_reward(source: str, value: Any) -> float:
-    """Convert the reward of a sample that `source`, a function or an environment, returned.
+    """Convert a reward that `source`, a function or an environment, returned.
 
     Raises:
-        RewardError: it is None, NaN or an infinity: this sample cannot be judged.
-        WrongReward: it is not a number, or too large for float32.
+        RewardError: it is None, NaN or infinite.
+        WrongReward: it is not a number, or is too large for float32.
     """
     if value is None:
         raise RewardError(f"{source} returned None")
@@ -77,10 +77,10 @@ def checked_reward(source: str, value: Any) -> float:
 
 
 Reward = Callable[[str, Problem], float | Awaitable[float]]
-"""Returns the reward of a response to a problem, or a coroutine that does. A user's function may raise anything."""
+"""Returns the reward of a response, or a coroutine of it. A user's function may raise anything."""
 
 BatchReward = Callable[[Sequence[str], Sequence[Problem]], Awaitable[list[float | RewardError]]]
-"""Returns for each response its reward, or why there is none. A user's function may raise anything."""
+"""Returns a reward or an error for each response. A user's function may raise anything."""
 
 # Name of the reward that is always 0.
 NONE = "none"
@@ -99,19 +99,16 @@ REWARDS = {
 # Rewards that are 0 or 1. `program` is one without its `share`.
 BINARY = frozenset({"exact_match", "last_number", "math"})
 
-# Rewards that need no process of their own to end in time.
+# Rewards fast enough for the launcher's process.
 INSTANT = frozenset({"exact_match", "last_number", NONE})
 
-# Their time depends on the response, so that one that cannot be judged in time is wrong.
+# Rewards whose time depends on the response: a timeout means a wrong response.
 WRONG_IF_LATE = frozenset({"format", "math", "program", "reasoning_gym"})
 
 
 def find_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -> Reward:
-    """Find the reward `name`: one of `REWARDS`, or a user's (see `imported`). `section` holds its keys.
-
-    Raises:
-        ConfigError: no such function, or it does not take the kwargs.
-    """
+    """Find the reward `name`: one of `REWARDS`, or a user's (see `imported`). `section` holds its keys. Raises
+    ConfigError: there is no such function, or it does not take the kwargs."""
     function = _found(name, kwargs, section, ("response", "answer"), "problem")
 
     def reward(response: str, problem: Problem) -> float | Awaitable[float]:
@@ -122,7 +119,7 @@ def find_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -
 
 
 def find_batch_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -> BatchReward:
-    """Find the reward `name`, which judges many responses at a time. Raises what `find_reward` does."""
+    """Find the batched reward `name`. Raises what `find_reward` raises."""
     function = _found(name, kwargs, section, ("responses", "answers"), "problems")
 
     async def rewards(responses: Sequence[str], problems: Sequence[Problem]) -> list[float | RewardError]:
@@ -137,11 +134,11 @@ async def _awaited(name: str, value: Awaitable[Any]) -> float:
 
 
 def _checked_rewards(name: str, values: Any, count: int) -> list[float | RewardError]:
-    """Raises WrongReward: `values` are not a list of `count` rewards."""
+    """Convert a batch of rewards. Raises WrongReward: `values` is not a list of `count` rewards."""
     # Arrays of numpy and torch.
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
-        raise WrongReward(f"{name} returned a {type(values).__name__} for a list of responses; it returns a list")
+        raise WrongReward(f"{name} returned a {type(values).__name__} for a list of responses; return a list")
     if len(values) != count:
         raise WrongReward(f"{name} returned {len(values)} rewards for {count} responses")
     found = list[float | RewardError]()
@@ -158,8 +155,9 @@ def _checked_rewards(name: str, values: Any, count: int) -> list[float | RewardE
 def _found(
     name: str, kwargs: Mapping[str, Any], section: str, arguments: tuple[str, str], of_problem: str
 ) -> Callable[[Any, Any, Any], Any]:
-    """Return a function that calls the user's, or an object of the user's class, with the arguments that it takes."""
-    target = function = _import(REWARDS.get(name, name), section)
+    """Return a function that calls the user's function, or an object of the user's class, with its arguments."""
+    fix = f"choose one of {', '.join(REWARDS)}, or give package.module.function or path/to/file.py:function"
+    target = function = imported_for(f"{section}.name", REWARDS.get(name, name), fix)
     is_class = inspect.isclass(target)
     if is_class:
         # The method of its objects.
@@ -191,19 +189,10 @@ def _found(
 
 
 def _made(name: str, target: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Make the object, only in the processes that judge: it may hold a model. Raises UnavailableReward."""
+    """Instantiate the class, only in the scoring processes: it may load a model. Raises UnavailableReward."""
     try:
         return target(**kwargs)
     except RewardError:
         raise
     except (Exception, SystemExit) as error:  # a user's class may raise anything
-        raise UnavailableReward(f"{name} cannot be made: {as_call_error(error)}") from error
-
-
-def _import(path: str, section: str) -> Any:
-    try:
-        return imported(path)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        rule = f"cannot be imported: {as_call_error(error)}"
-        fix = f"choose one of {', '.join(REWARDS)}, or give package.module.function or path/to/file.py:function"
-        raise ConfigError([Violation(f"{section}.name", path, rule, fix)]) from error
+        raise UnavailableReward(f"{name} cannot be instantiated: {as_call_error(error)}") from error

@@ -1,4 +1,4 @@
-"""Turn problems into sampled and judged episodes, with any engine. Each episode is a coroutine."""
+"""Sample and score episodes for problems, with any engine. Each episode is a coroutine."""
 
 import asyncio
 import logging
@@ -19,21 +19,21 @@ from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, SingleTurn
-from nemo_rl_lite.system.pool import CallError
+from nemo_rl_lite.system.user_errors import CallError
 
 log = logging.getLogger(__name__)
 
-# At most eight times the missing prompts run, even if almost none is useful.
+# Lower bound of the expected share: at most eight times the missing prompts run at a time.
 _LEAST_SHARE = 1 / 8
-# Seconds between two looks at what engines, environments, agents and rewards have finished.
+# Seconds between two progress checks.
 _LOOK_S = 0.5
 Show = Callable[[str], None]
-"""Shows people how far a rollout is."""
+"""Shows the progress of a rollout."""
 
 
 @dataclass(frozen=True)
 class ErrorShares:
-    """Limits on the shares of a rollout's episodes whose reward, and whose environment or agent, fail."""
+    """Maximum shares of a rollout's episodes whose reward, or whose environment or agent, may fail."""
 
     reward: float
     environment: float
@@ -41,7 +41,7 @@ class ErrorShares:
 
 @dataclass
 class _Failures:
-    """Errors of one kind in a rollout: the first is logged, all are counted."""
+    """Errors of one kind in a rollout. The first is logged, all are counted."""
 
     what: str
     key: str
@@ -62,12 +62,12 @@ class _Failures:
         return id(episode) in self._failed
 
     def check(self, failed: int, episodes: int) -> None:
-        """Raise DataError if too many of the episodes failed."""
+        """Raise DataError if too many episodes failed."""
         if failed > self.limit * episodes:
             first = f"; first with {printable(self.errors[0])}" if self.errors else ""
             raise DataError(
-                f"{self.what} failed on {failed} of {episodes} samples, and at most the share "
-                f"{self.key} = {self.limit:g} may fail{first}"
+                f"{self.what} failed on {failed} of {episodes} samples, more than the share "
+                f"{self.key} = {self.limit:g}{first}"
             )
 
 
@@ -83,7 +83,7 @@ def count_errors(episodes: Sequence[Episode]) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Group:
-    """Samples of one prompt."""
+    """The samples of one prompt."""
 
     episodes: list[Episode]
     played: asyncio.Future
@@ -91,12 +91,12 @@ class Group:
 
     @property
     def is_done(self) -> bool:
-        # An aborted one ends with CancelledError.
+        # An aborted group ends with CancelledError.
         return self.played.done() and not self.played.cancelled() and self.played.exception() is None
 
     @property
     def is_useful(self) -> bool:
-        """True if it is done and its rewards differ."""
+        """True if the group is done and its rewards differ."""
         if self._useful is None and self.is_done:
             self._useful = differ([math.nan if one.reward is None else one.reward for one in self.episodes])
         return bool(self._useful)
@@ -104,35 +104,35 @@ class Group:
 
 @dataclass(eq=False)
 class RolloutTask:
-    """A rollout while it is sampled: `count` prompts with `samples` episodes each.
+    """A rollout in progress: `count` prompts with `samples` episodes each.
 
-    With `useful`, prompts whose rewards are all the same are replaced by the next ones of `problem`. The first `count`
-    useful ones in the order of `problem` are kept: neither the lengths of responses nor time choose. At most `most` are
-    sampled; then prompts that are not useful fill the rollout.
+    With `useful`, the next prompts replace those whose rewards are all equal. The first `count` useful prompts in data
+    order are kept, so neither response lengths nor timing bias the choice. After `most` sampled prompts, the others
+    fill the rollout.
     """
 
     problem: Callable[[int], Problem]
-    """Prompt of this number."""
+    """Returns the prompt of a number."""
     count: int
     samples: int
     sampling: Sampling
     seed: int
-    """Gives a response its seed, with the numbers of its prompt, its sample and its turn."""
+    """Seed of the responses, together with the numbers of prompt, sample and turn."""
     useful: bool = False
     oversample: float | None = None
-    """Prompts that run at a time: this times `count`, less the useful so far. None: as many as it probably takes."""
+    """Prompts in flight: this times `count`, minus the useful ones so far. None: an estimate of the number needed."""
     share: float = 1.0
-    """Expected share of useful prompts before any has ended."""
+    """Expected share of useful prompts before any is done."""
     most: int = sys.maxsize
     done: Mapping[int, list[Episode]] = field(default_factory=dict)
-    """Episodes that an earlier run has judged, by the number of their prompt."""
+    """Episodes that an earlier run has scored, by the number of their prompt."""
     begun: int = 0
-    """Number of prompts that an earlier run had begun."""
+    """Number of prompts that an earlier run had started."""
     groups: list[Group] = field(default_factory=list, init=False)
     began: float = field(default_factory=time.perf_counter, init=False)
 
     def missing(self) -> int:
-        """Count the prompts to begin now."""
+        """Count the prompts to start now."""
         groups = self.groups
         if not self.useful:
             return self.count - len(groups)
@@ -142,13 +142,13 @@ class RolloutTask:
         if self.oversample is not None:
             at_a_time = math.ceil(self.count * self.oversample) - useful
         else:
-            # The expectation counts like `count` prompts of this rollout.
+            # Weight the expected share like `count` prompts of this rollout.
             share = (self.share * self.count + useful) / (self.count + ended)
             at_a_time = math.ceil((self.count - useful) / max(share, _LEAST_SHARE))
         return max(min(at_a_time - (len(groups) - ended), self.most - len(groups)), 0)
 
     def rollout(self) -> Rollout:
-        """Join the groups that are kept."""
+        """Join the kept groups."""
         groups, kept = self.groups, self.kept() or []
         last = max(groups.index(group) for group in kept)
         dropped = [group for group in groups if group not in kept]
@@ -165,7 +165,7 @@ class RolloutTask:
         )
 
     def kept(self) -> list[Group] | None:
-        """Return the groups to keep, in the order of the data; None while the groups that are done do not decide."""
+        """Return the groups to keep, in data order; None as long as unfinished groups can change them."""
         groups, kept, others = self.groups, list[Group](), list[Group]()
         for group in groups:
             if not group.is_done:
@@ -179,8 +179,8 @@ class RolloutTask:
         return [group for group in groups if group in filled]
 
     def progress(self, unfinished_tokens: int = 0) -> str:
-        """Say how many prompts are done, how fast tokens come, and what episodes wait for. `unfinished_tokens`: of
-        responses under way."""
+        """Describe prompts done, tokens per second, and what episodes wait for. `unfinished_tokens`: tokens of
+        responses in flight."""
         groups, seconds = list(self.groups), time.perf_counter() - self.began
         episodes = [episode for group in groups for episode in group.episodes]
         done = sum(group.is_done for group in groups)
@@ -190,20 +190,20 @@ class RolloutTask:
             said.append(f"{tokens / seconds:,.0f} tokens/s")
         waiting = [episode for episode in episodes if episode.waits_for]
         if generating := [episode.spans[-1].seconds for episode in waiting if episode.waits_for == "generate"]:
-            said.append(f"{len(generating)} responses under way, the longest for {max(generating):.0f} s")
+            said.append(f"{len(generating)} responses in flight, the oldest for {max(generating):.0f} s")
         counts = Counter(episode.waits_for for episode in waiting)
         said += [f"{counts[what]} wait for the {what}" for what in ("environment", "reward") if counts[what]]
         return ", ".join(said)
 
     @property
     def answers(self) -> int:
-        """Count what engines, environments, agents and rewards have answered: a sign of life."""
+        """Count the answers of engines, environments, agents and rewards: a sign of life."""
         episodes = (episode for group in list(self.groups) for episode in group.episodes)
         return sum(len(episode.spans) - (episode.waits_for is not None) for episode in episodes)
 
 
 class RolloutCollector:
-    """Samples episodes from engines and judges each as it ends. No episode waits for another."""
+    """Samples episodes and scores each as it ends. No episode waits for another."""
 
     def __init__(
         self,
@@ -218,11 +218,11 @@ class RolloutCollector:
         self._max_length, self._shares, self._play = max_length, shares, play or SingleTurn()
 
     def collect(self, task: RolloutTask, show: Show = lambda _: None) -> Rollout:
-        """Sample and judge the wanted episodes; `show` is told twice a second how far they are.
+        """Sample and score a rollout; `show` gets its progress twice a second.
 
         Raises:
-            DataError: a prompt leaves no room for the response, a reward function does not return a reward, or rewards,
-                environments or agents fail on too many samples.
+            DataError: a prompt leaves no room for the response, a reward function does not return a reward, user code
+                is faulty, or rewards, environments or agents fail on too many samples.
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
         found: list[Rollout] = []
@@ -230,7 +230,7 @@ class RolloutCollector:
         async def show_life(requests: Requests) -> None:
             answers = -1
             while True:
-                # Only an answer is progress; a call of an engine has a limit of its own.
+                # Calls of engines have their own time limit.
                 if requests.are_in_work or answers != task.answers:
                     progressed()
                 answers = task.answers
@@ -238,7 +238,7 @@ class RolloutCollector:
                 show(progress := task.progress(requests.unfinished_tokens))
                 note_state(progress)
 
-        # It returns nothing, because asyncio formats its result where it gives SIGINT back: a part of a second.
+        # Return nothing: asyncio formats the result when it restores the SIGINT handler, which takes time.
         async def run() -> None:
             async with self.generation.serving() as requests:
                 alive = asyncio.create_task(show_life(requests))
@@ -253,14 +253,14 @@ class RolloutCollector:
         return found[0]
 
     async def gather(self, task: RolloutTask, requests: Requests) -> Rollout:
-        """Sample and judge the wanted episodes, while the engines serve. Raises what `collect` raises."""
+        """Sample and score a rollout while the engines serve. Raises what `collect` raises."""
         rewards = _Failures("the reward", "reward.max_failure_fraction", self._shares.reward)
         section, groups = self._play.section, task.groups
         ended: asyncio.Queue[asyncio.Future] = asyncio.Queue()
         environments = _Failures(f"the {section}", f"{section}.max_failure_fraction", self._shares.environment)
         try:
             while missing := max(task.missing(), task.begun - len(groups)):
-                # The engines form the same batches every time.
+                # Deterministic batches in the engines.
                 with requests.submit_as_batch():
                     for number in range(len(groups), len(groups) + missing):
                         group = self._begin(number, task, requests, environments, rewards)
@@ -278,14 +278,14 @@ class RolloutCollector:
         sampled = [episode for group in groups if group.is_done for episode in group.episodes]
         played = [episode for episode in sampled if episode.ending != "error"]
         environments.check(len(sampled) - len(played), len(sampled))
-        # Timeouts that scored 0 count as failures too.
+        # Timeouts with reward 0 count as failures.
         rewards.check(sum(one.reward is None or rewards.has(one) for one in played), len(played))
         return task.rollout()
 
     def _begin(
         self, number: int, task: RolloutTask, requests: Requests, environments: _Failures, rewards: _Failures
     ) -> Group:
-        """Begin the samples of prompt `number`, or take an earlier run's."""
+        """Start the samples of prompt `number`, or take those of an earlier run."""
         problem, sampling = task.problem(number), task.sampling
         if number in task.done:
             played = asyncio.get_running_loop().create_future()
@@ -301,6 +301,9 @@ class RolloutCollector:
             try:
                 await self._play.play(episode, assistant)
             except CallError as error:
+                if error.is_fault:
+                    rule = "correct the code: this error does not depend on the response"
+                    raise DataError(f"{self._play.section}.name: {error}{error.place}; {rule}") from error
                 episode.ending, episode.reward = "error", None
                 environments.add(error, episode)
             if episode.reward is None and episode.ending != "error":

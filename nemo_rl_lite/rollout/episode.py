@@ -1,4 +1,4 @@
-"""Sampled sequences: an episode, a rollout of episodes, and pass@k over problems. Shapes: P problems, B episodes."""
+"""Episodes, rollouts of episodes, and pass@k over problems. Shapes: P problems, B episodes."""
 
 import math
 import time
@@ -19,15 +19,15 @@ from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, TokenRow, TokenRows
 from nemo_rl_lite.observability.sinks import Sample, spread, text_of
 
 Ending = Literal["stop", "length", "turns", "error"]
-"""Ended by policy, environment or agent; cut for lack of room; no turn left; environment or agent failed."""
+"""Ended by policy, environment or agent; truncated; no turn left; environment or agent failed."""
 
 Activity = Literal["generate", "environment", "reward"]
 
 
 @dataclass
 class Span:
-    """A wait of an episode: for a response from the engine `place`, its environment (or agent), or its reward. Times
-    are seconds of `time.perf_counter()`; there is no end while it lasts."""
+    """A wait of an episode: for a response of the engine `place`, for its environment or agent, or for its reward.
+    Times are seconds of `time.perf_counter()`; `end` is None while the wait lasts."""
 
     what: Activity
     begin: float
@@ -41,42 +41,42 @@ class Span:
 
 @dataclass
 class Episode:
-    """A sequence that grows turn by turn; `tokens` are always exactly as they were sampled."""
+    """A sequence that grows turn by turn. Sampled tokens are never tokenized again."""
 
     problem: Problem
     tokens: list[int]
-    """The prompt, and everything after it."""
+    """Prompt and all later tokens."""
     prompt_length: int
     turns: list[tuple[int, Completion]] = field(default_factory=list)
-    """The assistant's turns, each with its place in `tokens`."""
+    """The assistant turns, each with its position in `tokens`."""
     said: list[Message] = field(default_factory=list)
-    """All messages after the prompt, by the assistant, and by the environment or the agent."""
+    """All messages after the prompt."""
     reward: float | None = None
-    """The sum of the environment's rewards so far; once the episode is judged, its reward. None: there is none."""
+    """The sum of the environment's rewards so far, later the final reward. None if there is none."""
     ending: Ending = "stop"
     spans: list[Span] = field(default_factory=list)
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """The terms of a reward that is a weighted sum, by name, before their weights."""
+    """The unweighted terms of a reward that is a sum, by name."""
     is_left_out: bool = False
-    """True if it is kept out of the loss although it has a reward."""
+    """True if the episode is excluded from the loss although it has a reward."""
     own_prompt: tuple[Message, ...] | None = None
-    """The prompt's messages, if they are not the problem's."""
+    """The prompt's messages if they differ from the problem's."""
     length_penalty: float = 0.0
-    """Added to the reward in training, at most 0."""
+    """Added to the reward in training; at most 0."""
 
     def begin(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
         """Replace the prompt, before the first turn."""
         self.tokens, self.prompt_length, self.own_prompt = list(tokens), len(tokens), tuple(messages)
 
     def add_turn(self, completion: Completion, text: str) -> None:
-        """Add the assistant's turn; one that was cut is the last."""
+        """Add an assistant turn. A truncated one is the last."""
         self.turns.append((len(self.tokens), completion))
         self.tokens += completion.tokens
         self.said.append({"role": "assistant", "content": text})
         self.ending = completion.finish_reason
 
     def add_messages(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
-        """Add the environment's messages, and the tokens from the assistant's last turn to its next."""
+        """Add messages of the environment, with the tokens up to the next assistant turn."""
         self.tokens += tokens
         self.said += messages
 
@@ -87,12 +87,12 @@ class Episode:
 
     @property
     def response(self) -> str:
-        """Text of the assistant's last turn; empty without one."""
+        """Text of the last assistant turn; empty without one."""
         return next((said["content"] for said in reversed(self.said) if said["role"] == "assistant"), "")
 
     @property
     def generated(self) -> int:
-        """Number of tokens that the policy sampled."""
+        """Number of sampled tokens."""
         return sum(len(completion.tokens) for _, completion in self.turns)
 
     @contextmanager
@@ -110,12 +110,12 @@ class Episode:
         return self.spans[-1].what if self.spans and self.spans[-1].end is None else None
 
     def seconds(self, what: Activity) -> float:
-        """Seconds that the episode waited for `what`, in all its turns together."""
+        """Seconds that the episode waited for `what`, over all turns."""
         return sum(span.seconds for span in self.spans if span.what == what)
 
     @property
     def shaped_reward(self) -> float | None:
-        """The reward that training sees."""
+        """The reward with the length penalty, for training."""
         return None if self.reward is None else self.reward + self.length_penalty
 
     @property
@@ -123,8 +123,8 @@ class Episode:
         return self.reward is not None and not self.is_left_out
 
     def row(self, advantage: float, version: int, experts: tuple[int, ...] | None = None) -> TokenRow:
-        """Return the row to train on with a policy of this version. The loss is on the sampled tokens, if the episode
-        is trained on. `experts`: (layers, k) of the experts that the engines report."""
+        """Return the training row for a policy of this version. The mask selects the sampled tokens of a trained
+        episode. `experts`: shape (layers, k) of routed experts that the engines report."""
         length = len(self.tokens)
         mask, logprobs, ages = (np.zeros(length, OF_TOKENS[name]) for name in ("mask", "generation_logprobs", "ages"))
         for start, completion in self.turns:
@@ -137,8 +137,8 @@ class Episode:
         return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=self._experts(experts))
 
     def _experts(self, shape: tuple[int, ...] | None) -> np.ndarray | None:
-        """Experts of each token, [tokens, *shape], from the turn that read it first, whose logprobs are trained on.
-        `NO_EXPERT` for the last token, which no engine has read."""
+        """Return the routed experts of each token, [tokens, *shape], from the first turn that read it. `NO_EXPERT`
+        marks the last token, which no engine has read."""
         if shape is None:
             return None
         found, known = np.full((len(self.tokens), *shape), NO_EXPERT, OF_TOKENS["routed_experts"]), 0
@@ -151,46 +151,46 @@ class Episode:
 
 @dataclass
 class Rollout:
-    """Judged episodes, a prompt's samples next to each other."""
+    """Scored episodes. The samples of a prompt are adjacent."""
 
     episodes: list[Episode]
     samples_per_prompt: int
     reward_errors: int
-    """Number of these episodes without a reward, and of those whose environment or agent failed."""
+    """Number of episodes whose reward failed."""
     environment_errors: int = 0
+    """Number of episodes whose environment or agent failed."""
     taught: tuple[bool, ...] = ()
-    """True for each prompt whose rewards differ, in data order, up to the last kept. The next rollout follows it."""
+    """True for each sampled prompt with mixed rewards, in data order, up to the last kept prompt."""
     rested: int = 0
-    """Number of prompts that were skipped by their cooldown."""
+    """Number of prompts skipped by their cooldown."""
     took_s: float = 0.0
-    """Seconds from its first request to its last reward."""
+    """Seconds from the first request to the last reward."""
     engines_idle_s: float | None = None
-    """Seconds without a request in the engines since the last rollout was taken; None if they share the policy's
+    """Seconds in which the engines had no request since the previous rollout; None if they share the policy's
     devices."""
     dropped: tuple[Episode, ...] = ()
-    """Episodes of prompts that were replaced because all their rewards are the same, and then of those no longer
-    needed."""
+    """Episodes of replaced prompts, whose rewards are all equal, and then of surplus prompts."""
 
     @property
     def rewards_B(self) -> Tensor:
-        """The episodes' rewards in training, float64; NaN where the reward failed."""
+        """The episodes' rewards in training, float64. NaN marks a failed reward."""
         return _rewards(episode.shaped_reward for episode in self.episodes)
 
     @property
     def sampled(self) -> list[Episode]:
-        """Episodes of the prompts that are kept, and of those that were replaced. Prompts no longer needed are left
-        out: they come again, and time decides which of them are complete."""
+        """Episodes of kept and replaced prompts. Surplus prompts are excluded: they will be sampled again, and timing
+        decides which of them are complete."""
         replaced = len(self.taught) * self.samples_per_prompt - len(self.episodes)
         return [*self.episodes, *self.dropped[: max(replaced, 0)]]
 
     def parts_NB(self, weights: Mapping[str, float]) -> Tensor:
-        """Return the rewards by part, float64, [parts + 1, B]: the parts that `weights` names, unweighted, and the
-        rest, such as a length penalty. NaN marks a missing part and, in the last row, a failed reward."""
+        """Return the unweighted reward parts named in `weights`, and the rest, such as a length penalty: float64,
+        [parts + 1, B]. NaN marks a missing part and, in the last row, a failed reward."""
         rows = [[episode.reward_parts.get(name, math.nan) for episode in self.episodes] for name in weights]
         rest = [
             math.nan
             if episode.reward is None
-            # Added up as the reward was, so that nothing is left over without another term.
+            # Add in the same order as the reward, so that rounding leaves no rest.
             else episode.reward
             - sum(weights[name] * part for name, part in episode.reward_parts.items())
             + episode.length_penalty
@@ -199,25 +199,25 @@ class Rollout:
         return torch.tensor([*rows, rest], dtype=torch.float64)
 
     def leave_out_truncated(self) -> None:
-        """Keep truncated responses out of the loss; they stay in the baseline."""
+        """Exclude truncated responses from the loss; they stay in the baseline."""
         for episode in self.episodes:
             episode.is_left_out = episode.ending == "length"
 
     @property
     def generated(self) -> int:
-        """Number of tokens that the policy sampled."""
+        """Number of sampled tokens."""
         return sum(episode.generated for episode in self.episodes)
 
     def rows(self, advantages: Sequence[float], version: int) -> TokenRows:
-        """Return the episodes to train on by a policy of this version, with an advantage each."""
+        """Return the training rows for a policy of this version, with an advantage per episode."""
         each = zip(self.episodes, advantages, strict=True)
         turns = (turn for one in self.episodes for _, turn in one.turns)
         experts = next((turn.routed_experts.shape[1:] for turn in turns if turn.routed_experts is not None), None)
         return TokenRows.of([episode.row(advantage, version, experts) for episode, advantage in each])
 
     def metrics(self) -> dict[str, float]:
-        """Rollout metrics under NeMo-RL's names: rewards of all sampled prompts before shaping, and the rest of the
-        episodes that are kept."""
+        """Return rollout metrics under NeMo-RL's names: unshaped rewards of all sampled prompts, all else of kept
+        episodes."""
         samples, generated = len(self.episodes), self.generated
         turns = [len(episode.turns) for episode in self.episodes]
         endings = [episode.ending for episode in self.episodes]
@@ -265,50 +265,45 @@ class Rollout:
         }
 
     def ages(self, version: int) -> dict[str, float]:
-        """Staleness in steps, from the weights that sampled a token to those of `version`, with which the step that
-        trains on it begins: the mean over tokens, and the most."""
+        """Return mean and maximum staleness over tokens: the steps between the weights that sampled a token and those
+        of `version`, with which its training step begins."""
         ages = [version - own for one in self.episodes for _, turn in one.turns for own in turn.versions]
         mean = sum(ages) / max(len(ages), 1)
         return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(ages, default=0))}
 
     def seconds(self) -> dict[str, float]:
-        """Seconds that an episode waited for its responses, its environment (or agent) and its reward: mean and most.
-        Seconds that engines waited for requests."""
+        """Return mean and maximum seconds that episodes waited for responses, environments (or agents) and rewards, and
+        the seconds that engines were idle."""
         found = {what: [one.seconds(what) for one in self.episodes] for what in get_args(Activity)}
         means = {f"{what}_mean": sum(seconds) / len(seconds) for what, seconds in found.items()}
         idle = {} if self.engines_idle_s is None else {"engines_idle": self.engines_idle_s}
         return means | {f"{what}_max": max(seconds) for what, seconds in found.items()} | idle
 
     def samples(self, count: int) -> list[Sample]:
-        """Choose `count` samples to show to people, from the worst reward to the best."""
+        """Choose `count` samples to show, from the lowest reward to the highest."""
         judged = [(one, one.reward) for one in self.episodes if one.reward is not None]
         shown = [judged[place] for place in spread([reward for _, reward in judged], count)]
         return [Sample(text_of(one.prompt), text_of(one.said), reward) for one, reward in shown]
 
 
 def _rewards(rewards: Iterable[float | None]) -> Tensor:
-    """Return rewards as float64, with NaN for None."""
     return torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
 
 
 RESAMPLES = 2000
 _SEED, _TAILS = 0, (2.5, 97.5)
-# The sums of a reward's terms are not exact.
+# Tolerance for rounding in sums of reward terms.
 _ROUNDING = 1e-6
 
 
 def passes(rewards: np.ndarray, least: float = 1.0) -> np.ndarray:
-    """Return True if each reward is at least `least`; NaN, of a reward that failed, is not."""
+    """Return True for each reward of at least `least`. NaN, a failed reward, does not pass."""
     return rewards >= least - _ROUNDING
 
 
 def pass_at_k(passed_P: np.ndarray, samples: int, k: int) -> np.ndarray:
-    """Estimate for each problem, without bias, the probability that at least one of `k` responses passes:
-    1 - C(n - c, k) / C(n, k), where c of n `samples` passed (Chen et al. 2021). float64 [P].
-
-    Raises:
-        ValueError: `k` is not between 1 and `samples`.
-    """
+    """Return the unbiased estimate of pass@k for each problem: 1 - C(n - c, k) / C(n, k), where c of n `samples` passed
+    (Chen et al. 2021). float64 [P]. Raises ValueError: `k` is not between 1 and `samples`."""
     if not 1 <= k <= samples:
         raise ValueError(f"k = {k} is not between 1 and {samples}")
     failed_P, taken_k = samples - np.asarray(passed_P), np.arange(k)
@@ -321,8 +316,8 @@ def ks(samples: int) -> list[int]:
 
 
 def interval(sums_P: Sequence[float] | np.ndarray, counts_P: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of sum(sums) / sum(counts): percentiles of a bootstrap over problems, with a fixed seed.
-    Resamples without any count are left out."""
+    """Return the 95 % bootstrap interval of sum(sums) / sum(counts) over problems, with a fixed seed. Resamples with a
+    count of 0 are skipped."""
     table_P2 = np.stack([np.asarray(sums_P, np.float64), np.asarray(counts_P, np.float64)], axis=1)
     source, found = np.random.default_rng(_SEED), []
     for _ in range(RESAMPLES):

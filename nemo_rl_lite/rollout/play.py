@@ -1,4 +1,4 @@
-"""Play an episode in one turn, or in several with an environment; see `agents.py` for agents."""
+"""Play episodes of one turn, or of several with an environment; see `agents.py` for agents."""
 
 import hashlib
 import itertools
@@ -13,15 +13,15 @@ from nemo_rl_lite.environments.registry import Environments
 from nemo_rl_lite.generation.interface import Request, Requests, Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.system.pool import as_call_error
+from nemo_rl_lite.system.user_errors import as_call_error
 
 Section = Literal["environment", "agent"]
-"""The section of the configuration about the user's code that takes part in episodes."""
+"""Section of the configuration with the user code of episodes."""
 
 
 @dataclass
 class Assistant:
-    """The policy in one episode. `seeds` and the number of the turn give each response its seed."""
+    """The policy in one episode. `seeds` and the number of the turn determine the seed of a response."""
 
     episode: Episode
     requests: Requests
@@ -33,17 +33,14 @@ class Assistant:
 
     @property
     def room(self) -> int:
-        """Most tokens before a response that may have its full length."""
+        """Maximum number of tokens before a response of full length."""
         return self.max_length - self.sampling.max_new_tokens
 
     async def respond(
         self, tokens: Sequence[int] = (), messages: Sequence[Message] = (), sampling: Sampling | None = None
     ) -> None:
-        """Add messages to the episode, which are `tokens` after its last turn, and the policy's response to them.
-
-        Raises:
-            EngineError, WorkerError: there is no response (see `RequestQueue.sample`), and the episode is as it was.
-        """
+        """Add `messages`, tokenized as `tokens`, and the policy's response to the episode. Raises EngineError,
+        WorkerError: there is no response (see `RequestQueue.sample`); the episode is unchanged."""
         episode = self.episode
         digest = hashlib.blake2b(repr((*self.seeds, len(episode.turns))).encode(), digest_size=4).digest()
         seed = int.from_bytes(digest) >> 1
@@ -61,11 +58,11 @@ class EpisodeRunner(Protocol):
     section: ClassVar[Section]
 
     async def play(self, episode: Episode, assistant: Assistant) -> None:
-        """Bring the episode to its end, with a reward, or without one if the configured reward is to judge it.
+        """Play the episode to its end. Without a reward, the configured reward function scores it.
 
         Raises:
-            CallError: the user's code fails, and with it this episode.
-            DataError: the run's data or code cannot be used at all.
+            CallError: user code failed; only this episode is lost.
+            DataError: the run's data or code cannot be used.
         """
         ...
 
@@ -80,13 +77,13 @@ class SingleTurn:
         await assistant.respond()
 
 
-# Roles of an environment; the assistant's turns are sampled.
+# Roles of an environment's messages.
 _ROLES = ("user", "tool", "system")
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Plays episodes of up to `max_turns` turns, between which an environment answers."""
+    """Plays up to `max_turns` turns per episode, with an environment's answers between them."""
 
     environments: Environments
     max_turns: int
@@ -94,7 +91,7 @@ class Turns:
     section: ClassVar[Section] = "environment"
 
     async def play(self, episode: Episode, assistant: Assistant) -> None:
-        """See `EpisodeRunner.play`. Raises DataError if the chat template cannot write the environment's answer."""
+        """See `EpisodeRunner.play`. Raises DataError if the chat template cannot render the environment's answer."""
         session = next(self._sessions)
         try:
             continues = True
@@ -106,12 +103,12 @@ class Turns:
             await self.environments.close(session)
 
     async def continues(self, episode: Episode, session: int, tokenizer: ChatTokenizer, room: int) -> bool:
-        """Add the last turn's tool calls to its message, and the environment's answer to the episode. Returns whether
-        another turn follows, which has to begin within `room` tokens.
+        """Add the last turn's tool calls to its message, and the environment's answer to the episode. Return whether
+        another turn follows, which must begin within `room` tokens.
 
         Raises:
-            CallError: the environment raises, is late, or answers with something unusable.
-            DataError: the chat template cannot write its answer.
+            CallError: the environment raises, exceeds its time limit, or gives an invalid answer.
+            DataError: the chat template cannot render the answer.
         """
         if tools := episode.problem.tools:
             calls = tokenizer.tool_calls(episode.turns[-1][1].tokens, tools, len(episode.turns))
@@ -157,8 +154,8 @@ def _check(observation: Observation) -> None:
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise ValueError(f"step() returned {message!r:.80}; a message is a dict with a role of {', '.join(_ROLES)}")
         if not isinstance(message.get("content"), str):
-            raise TypeError(f"step() returned a message whose content is no text: {message!r:.80}")
-        # Raises ValueError for half of a surrogate pair, which a model may write.
+            raise TypeError(f"step() returned a message whose content is not text: {message!r:.80}")
+        # Raises ValueError for half of a surrogate pair, which a model may generate.
         message["content"].encode()
     if observation.reward is not None:
         checked_reward("step()", observation.reward)

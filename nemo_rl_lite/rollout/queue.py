@@ -1,4 +1,4 @@
-"""Asynchronous rollouts: engines on their own devices generate for coming steps while the policy trains."""
+"""Asynchronous rollouts: engines on their own devices generate for later steps while the policy trains."""
 
 import asyncio
 import logging
@@ -24,14 +24,14 @@ from nemo_rl_lite.rollout.store import SavedRollout, save_rollouts
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks of the main thread while it waits.
+# Seconds between two checks of the waiting main thread.
 _LOOK_S = 0.25
-# Seconds that the thread has to end.
+# Seconds for the thread to end.
 _END_S = 10.0
 
 
 class BackgroundLoop[Served]:
-    """An event loop in a thread, which enters `serving()` once and runs coroutines of the main thread inside it."""
+    """An event loop in a thread. It enters `serving()` once, and runs coroutines for the main thread."""
 
     def __init__(self, name: str, serving: Callable[[], AbstractAsyncContextManager[Served]]):
         self._serving = serving
@@ -41,12 +41,12 @@ class BackgroundLoop[Served]:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> Served:
-        """Start the thread; returns what `serving()` yields, and raises what it raises."""
+        """Start the thread; return what `serving()` yields. Raises what `serving()` raises."""
         self._thread.start()
         return self._started.result()
 
     def wait[Result](self, coroutine: Coroutine[Any, Any, Result], look: Callable[[], None]) -> Result:
-        """Run a coroutine in the thread; `look` is called several times a second, and an error of it ends the wait."""
+        """Run a coroutine in the thread. `look` is called several times per second, and its errors end the wait."""
         if self._loop is None:
             raise RuntimeError("the thread has not started")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -71,7 +71,7 @@ class BackgroundLoop[Served]:
             asyncio.run(self._serve())
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # for the thread that waits for the start
+        except BaseException as error:  # reaches the thread that waits for the start
             if not self._started.done():
                 self._started.set_exception(error)
 
@@ -84,19 +84,19 @@ class BackgroundLoop[Served]:
 
 @dataclass(frozen=True)
 class Staleness:
-    """Limits on the age of a rollout."""
+    """Limits on the staleness of a rollout."""
 
     max_age: int
-    """Most steps between the weights that sample a token and those with which the step that trains on it begins
+    """Maximum number of steps between the weights that sample a token and those with which its training step begins
     (NeMo-RL's `max_trajectory_age_steps`)."""
     in_flight: bool
-    """True if responses continue with new weights. Otherwise rollouts are sampled one at a time, each by the weights of
-    one version."""
+    """True if responses in flight continue with new weights. Otherwise one rollout at a time is sampled, with one
+    version of the weights."""
 
 
 @dataclass(eq=False)
 class _Begun:
-    """The rollout of a coming step, sampled by `task` or complete in the checkpoint."""
+    """The rollout of a later step, sampled by `task` or complete in the checkpoint."""
 
     draft: PendingRollout
     task: RolloutTask | None
@@ -104,7 +104,7 @@ class _Begun:
 
 
 class _RolloutPrefetcher:
-    """The part of an `AsyncRolloutSource` in the thread of the engines; the main thread looks only at `tasks`."""
+    """The part of an `AsyncRolloutSource` in the engines' thread. The main thread uses only `tasks`."""
 
     def __init__(
         self,
@@ -121,42 +121,42 @@ class _RolloutPrefetcher:
         self.requests: Requests | None = None
         """None until the engines have weights."""
         self._begun: dict[int, _Begun] = {}
-        # Whether no other rollout may begin.
+        # True if no other rollout may start.
         self._is_held = False
 
     async def take(self, step: int) -> Rollout:
         """Wait for the rollout of a step."""
         if step not in self._begun:
-            raise RuntimeError(f"no rollout of step {step} was begun; there are those of {sorted(self._begun)}")
+            raise RuntimeError(f"no rollout of step {step} was started, only those of {sorted(self._begun)}")
         await asyncio.wait([self._begun[step].rollout])
         return self._begun.pop(step).rollout.result()
 
     async def wait_until_idle(self) -> None:
-        """Begin no rollout until `release`, and wait for the unfinished ones."""
+        """Start no rollout until `release`, and wait for the unfinished ones."""
         self._is_held = True
         while (running := self._unfinished()) and self._queue.has_engines:
             await asyncio.wait([one.rollout for one in running], timeout=_LOOK_S)
         self._raise_failed()
 
     async def pause(self) -> None:
-        """Stop the engines for new weights."""
+        """Pause the engines for a refit."""
         try:
             await self._queue.pause()
         except (EngineError, WorkerError):
-            # The same error, with the step: it reaches all unfinished rollouts.
+            # The error reaches all unfinished rollouts; raise it with the step.
             await asyncio.gather(*(one.rollout for one in self._unfinished()), return_exceptions=True)
             self._raise_failed()
             raise
         self._raise_failed()
 
     async def resume(self, version: int) -> None:
-        """Continue with this step's weights."""
+        """Resume the engines with this step's weights."""
         self.version = version
         self._queue.resume()
         await self.release()
 
     async def release(self) -> None:
-        """Begin rollouts again."""
+        """Start rollouts again."""
         self._is_held = False
         self._begin()
 
@@ -167,7 +167,7 @@ class _RolloutPrefetcher:
         return await self._sampler.gather(task, step, self.requests)
 
     async def snapshot(self) -> tuple[dict[str, Any], list[SavedRollout]]:
-        """Return the place in the data, and the rollouts that come next."""
+        """Return the sampler's state, and the rollouts of later steps."""
         self._raise_failed()
         found = []
         for step, one in sorted(self._begun.items()):
@@ -178,11 +178,10 @@ class _RolloutPrefetcher:
         return self._sampler.state(), [*found, *self._saved.values()]
 
     def tasks(self) -> list[RolloutTask]:
-        """Tasks of the unfinished rollouts."""
         return [one.task for one in self._unfinished() if one.task is not None]
 
     def _begin(self) -> None:
-        """Begin the rollouts whose weights are new enough."""
+        """Start the rollouts for which the weights are fresh enough."""
         while self._next <= self._steps and self._next - 1 - self.version <= self._staleness.max_age:
             if self._is_held or (self._unfinished() and not self._staleness.in_flight):
                 return
@@ -203,19 +202,19 @@ class _RolloutPrefetcher:
         return self._sampler.finish(draft, await self.gather(task, draft.step))
 
     def _ended(self, future: asyncio.Task[Rollout]) -> None:
-        # An error is raised when the main thread looks.
+        # An error is raised in the main thread.
         if not future.cancelled() and future.exception() is None:
             self._begin()
 
     def _young_enough(self, saved: Sequence[SavedRollout]) -> dict[int, SavedRollout]:
-        """Return the rollouts, by step, that are not too old for this run, and give back the prompts of the others."""
+        """Return the rollouts by step that are not too stale, and give back the prompts of the others."""
         kept = {}
         for one in saved:
             age = one.step - 1 - one.oldest
             if age <= self._staleness.max_age:
                 kept[one.step] = one
                 continue
-            log.warning("the rollout of step %d in the checkpoint is %d steps old: it is sampled again", one.step, age)
+            log.warning("the saved rollout of step %d is %d steps stale: it is sampled again", one.step, age)
             self._sampler.order.give_back(chain.from_iterable(one.draws))
         return kept
 
@@ -229,18 +228,18 @@ class _RolloutPrefetcher:
 
 
 class QueuedEngines(Engines, Protocol):
-    """Engines on devices of their own."""
+    """Engines on their own devices."""
 
     @property
     def queue(self) -> RequestQueue: ...
 
 
 class AsyncRolloutSource:
-    """Begins the rollout of a step as soon as its weights are new enough, and trains on the rollouts in the order of
-    their steps, so that short responses are not preferred. At most `max_age + 1` rollouts exist, whatever happens.
+    """Starts the rollout of a step as soon as the weights are fresh enough. Rollouts are trained on in order, so short
+    responses are not preferred. At most `max_age + 1` rollouts exist.
 
-    With an age of 1, and not in flight, it is one-step-off training: the rollout of step k + 1 is generated while step
-    k trains, and is a function of run, step and the weights one step back.
+    With an age of 1, and not in flight, this is one-step-off training: the rollout of step k + 1 is generated while
+    step k trains. Seed, step and the previous weights determine it.
     """
 
     def __init__(
@@ -254,9 +253,8 @@ class AsyncRolloutSource:
         stall_s: float,
         saves_begun: bool = True,
     ):
-        """The run has taken `done` of its `steps`. `saved`: rollouts of the checkpoint. `stall_s`: the run ends after
-        that time without a sign of life of the engines. `saves_begun`: whether `save` writes rollouts or only their
-        prompts."""
+        """`done` of `steps` are taken. `saved`: rollouts of the checkpoint. `stall_s`: time limit without progress.
+        `saves_begun`: whether `save` writes rollouts or only their prompts."""
         self._sampler, self._engines, self._staleness = sampler, engines, staleness
         self._stall_s, self._saves_begun = stall_s, saves_begun
         self._prefetcher = _RolloutPrefetcher(sampler, engines.queue, staleness, done, steps, saved)
@@ -312,8 +310,8 @@ class AsyncRolloutSource:
         return self._thread_loop.wait(coroutine, lambda: None)
 
     def _wait[Result](self, coroutine: Coroutine[Any, Any, Result], show: Show, restores: bool = True) -> Result:
-        """Wait for the thread, as long as engines, environments or rewards finish something. Restart engines when none
-        is left."""
+        """Wait for the thread as long as engines, environments or rewards make progress. Restart the engines if none is
+        left."""
         queue, seen, since = self._engines.queue, (-1, -1), time.monotonic()
 
         def look() -> None:
@@ -326,7 +324,7 @@ class AsyncRolloutSource:
             if now != seen:
                 seen, since = now, time.monotonic()
                 progressed()
-            # With several rollouts, no one knows to which of them an engine's tokens belong.
+            # With several rollouts, the engine's tokens cannot be attributed to one.
             tokens = queue.unfinished_tokens if len(sampled) == 1 else 0
             waits = "; ".join([queue.describe(), *(one.progress(tokens) for one in sampled[:1])])
             note_state(waits)
@@ -334,7 +332,7 @@ class AsyncRolloutSource:
                 limit = f"{self._stall_s:g} s (cluster.phase_timeout_s)"
                 raise WorkerError("rollouts", "generate", f"no engine worked for {limit}, and nothing else: {waits}")
             if sampled:
-                others = f"; {len(sampled) - 1} more rollouts under way" if len(sampled) > 1 else ""
+                others = f"; {len(sampled) - 1} more rollouts in flight" if len(sampled) > 1 else ""
                 show(sampled[0].progress(tokens) + others)
 
         return self._thread_loop.wait(coroutine, look)

@@ -1,4 +1,4 @@
-"""Choose the prompts of a step, and sample its rollout from the engines' present weights."""
+"""Choose the prompts of a step, and sample its rollout with the engines' current weights."""
 
 import hashlib
 import json
@@ -26,11 +26,8 @@ log = logging.getLogger(__name__)
 def fitting_prompts(
     training: TrainingSet, validation: Sequence[Problem], tokenizer: ChatTokenizer, config: Config
 ) -> tuple[TrainingSet, list[Problem]]:
-    """Keep the training and validation problems whose prompts leave room for the response.
-
-    Raises:
-        DataError: a prompt leaves no room and `data.too_long` is `error`, or no prompt leaves room.
-    """
+    """Keep the training and validation problems whose prompts leave room for the response. Raises DataError: a prompt
+    leaves no room and `data.too_long` is `error`, or no prompt leaves room."""
     max_new_tokens, max_length = config.generation.max_new_tokens, config.policy.max_total_sequence_length
 
     def length(problem: Problem) -> int:
@@ -62,17 +59,17 @@ def fitting_prompts(
 
 
 class PromptCooldown:
-    """Remembers which prompts taught nothing when they were last sampled.
+    """Skips prompts whose rewards were all equal when they were last sampled.
 
-    Such a prompt rests for two epochs, the next time for four, then eight, ... up to `most`; one that teaches something
-    is forgotten. A prompt is known by its text, so the rows of a file may be moved.
+    Such a prompt is skipped for two epochs, the next time for four, then eight, ... up to `most`. Mixed rewards end its
+    cooldown. Prompts are identified by their text, so the rows of a file may move.
     """
 
     def __init__(self, most: int, epoch_length: int, state: Mapping[str, Any] | None = None, position: int = 0):
-        """`most`: 0 if no prompt rests. `epoch_length`: prompts of an epoch, 0 for endless data. `state`: of
-        `state()` in an earlier run, at this position of its data, which may have had other rows."""
+        """`most`: 0 for no cooldown. `epoch_length`: prompts per epoch, 0 for endless data. `state`: from `state()` of
+        an earlier run at this position of its data, which may have had other rows."""
         self._most, self._epoch_length = most, epoch_length
-        # The first epoch in which a prompt is sampled again, and for how many it rests.
+        # By prompt: the first epoch in which it is sampled again, and the length of its cooldown.
         self._rests: dict[str, tuple[int, int]] = {}
         if state and most and epoch_length:
             shift = position // epoch_length - position // state["epoch_length"]
@@ -81,7 +78,7 @@ class PromptCooldown:
                 self._rests[name] = (min(until + shift, latest), min(rest, most))
 
     def rests(self, problem: Problem, position: int) -> bool:
-        """Return True if the prompt at this position of the data rests."""
+        """Return True if the prompt at this position is skipped."""
         until, _ = self._rests.get(_name(problem), (0, 0)) if self._rests else (0, 0)
         return bool(until) and position // self._epoch_length < until
 
@@ -96,7 +93,7 @@ class PromptCooldown:
             self._rests[name] = (position // self._epoch_length + 1 + rest, rest)
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint; empty if no prompt rests."""
+        """Return the state for a checkpoint; empty without cooldowns."""
         if not self._rests:
             return {}
         return {"epoch_length": self._epoch_length, "rests": {name: list(own) for name, own in self._rests.items()}}
@@ -108,17 +105,17 @@ def _name(problem: Problem) -> str:
 
 
 class PromptOrder:
-    """Hands out each position of the training set once, in the order of the data. Resting prompts are passed over.
-    Positions that rollouts give back come next."""
+    """Draws each position of the training set once, in data order. Prompts in cooldown are skipped. Returned positions
+    come next."""
 
     def __init__(self, training: TrainingSet[Problem], cooldown: PromptCooldown, state: Mapping[str, Any]):
-        """`state`: from an earlier run's `state()`; its resting prompts are in `cooldown` already."""
+        """`state`: from `state()` of an earlier run; `cooldown` already has its cooldowns."""
         self._training, self._cooldown = training, cooldown
         self._next: int = state["position"]
         self._returned = sorted(state.get("returned", ()))
 
     def draw(self) -> list[int]:
-        """Return the positions that are passed over, and then the next one whose prompt does not rest."""
+        """Return the skipped positions, and then the next one that is sampled."""
         drawn = []
         while True:
             position = self._returned.pop(0) if self._returned else self._next
@@ -131,25 +128,25 @@ class PromptOrder:
         return self._training.problem(position)
 
     def note(self, position: int, taught: bool) -> None:
-        """Note that training consumes the prompt at this position; `taught`: whether its rewards differed."""
+        """Note that training uses the prompt at this position; `taught`: whether its rewards differed."""
         self._cooldown.note(self.problem(position), position, taught)
 
     def give_back(self, positions: Iterable[int]) -> None:
-        """Take back positions whose samples are not used, and those passed over on the way to them."""
+        """Take back positions that were drawn or skipped, but are not used."""
         for position in positions:
             insort(self._returned, position)
         while self._returned and self._returned[-1] == self._next - 1:
             self._next = self._returned.pop()
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         returned = {"returned": list(self._returned)} if self._returned else {}
         return {"position": self._next, **returned, "resting": self._cooldown.state()}
 
 
 @dataclass(eq=False)
 class PendingRollout:
-    """The rollout of a step, from its first prompt on; `draws`: of `PromptOrder.draw`, by the number of the prompt."""
+    """The rollout of a step; `draws`: results of `PromptOrder.draw` by prompt number."""
 
     step: int
     draws: list[list[int]] = field(default_factory=list)
@@ -157,7 +154,7 @@ class PendingRollout:
 
 @dataclass(frozen=True)
 class _PrioritizedRequests:
-    """`Requests` with their step; earlier steps run first."""
+    """`Requests` of a step. Earlier steps have priority."""
 
     requests: Requests
     step: int
@@ -181,8 +178,8 @@ class _PrioritizedRequests:
 
 @dataclass
 class Sampler:
-    """Samples prompts with the engines' present weights. A rollout depends only on these, the run, the step and
-    `order`, so a repeated step is the same step."""
+    """Samples prompts with the engines' current weights. The weights, the seed, the step and `order` determine a
+    rollout, so a repeated step is identical."""
 
     config: GRPOConfig
     collector: RolloutCollector
@@ -190,7 +187,7 @@ class Sampler:
     validation: Sequence[Problem]
     order: PromptOrder
     useful_share: float = 1.0
-    """Share of useful prompts in the newest rollout: it decides how many of the next one begin together."""
+    """Share of useful prompts in the last rollout. It determines how many prompts the next one starts with."""
 
     def rollout(self, step: int, show: Show = lambda _: None) -> Rollout:
         """Sample the rollout of a step; see `RolloutCollector.collect` for `show`."""
@@ -204,12 +201,12 @@ class Sampler:
             return self.collector.collect(self.held_out_task(step), show)
 
     async def gather(self, task: RolloutTask, step: int, requests: Requests) -> Rollout:
-        """Sample a task of a step while the engines serve, perhaps several steps at a time."""
+        """Sample a task of a step while the engines serve. Several steps may overlap."""
         with _naming(step):
             return await self.collector.gather(task, _PrioritizedRequests(requests, step))
 
     def task(self, draft: PendingRollout, done: Mapping[int, list[Episode]] | None = None) -> RolloutTask:
-        """Return the rollout to sample. `done`: see `RolloutTask`."""
+        """Return the task of a rollout. `done`: see `RolloutTask`."""
         options = self.config
 
         def problem(number: int) -> Problem:
@@ -232,14 +229,14 @@ class Sampler:
         )
 
     def held_out_task(self, step: int) -> RolloutTask:
-        """Return the validation to sample after a step."""
+        """Return the task of a validation after a step."""
         temperature = self.config.val_temperature
         sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
         count, samples = len(self.validation), self.config.val_samples_per_problem
         return RolloutTask(self.validation.__getitem__, count, samples, sampling, self._seed(step))
 
     def finish(self, draft: PendingRollout, rollout: Rollout) -> Rollout:
-        """Note which prompts of a complete rollout taught, and shape its rewards."""
+        """Note which prompts of a complete rollout had mixed rewards, and shape its rewards."""
         sampled = len(rollout.taught)
         self.useful_share = sum(rollout.taught) / sampled
         self.order.give_back(chain.from_iterable(draft.draws[sampled:]))
@@ -259,7 +256,7 @@ class Sampler:
         return rollout
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {**self.order.state(), "useful_share": self.useful_share}
 
     def _seed(self, step: int) -> int:
@@ -268,7 +265,7 @@ class Sampler:
 
 @contextmanager
 def _naming(step: int) -> Iterator[None]:
-    """Name the step in an engine's error."""
+    """Add the step to an engine's error."""
     try:
         yield
     except EngineError as error:

@@ -1,4 +1,4 @@
-"""Give the loop its rollouts, and the engines new weights; see `queue.py` for asynchronous rollouts."""
+"""Source of the loop's rollouts, which also refits the engines; see `queue.py` for asynchronous rollouts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,43 +10,43 @@ from nemo_rl_lite.rollout.sampler import Sampler
 
 
 class RolloutSource(Protocol):
-    """In each step the loop takes a rollout, trains on it, waits until the engines may have new weights, and publishes
-    them."""
+    """In each step the loop takes a rollout, trains on it, waits until the engines may be refitted, and publishes the
+    new weights."""
 
     def take(self, step: int, show: Show) -> Rollout:
-        """Return the rollout of a step; `show` is told how far it is."""
+        """Return the rollout of a step; `show` gets its progress."""
         ...
 
     def finish_generation(self) -> dict[str, float]:
-        """Leave the devices that engines share with the policy; returns metrics of the engines' memory."""
+        """Free the devices that engines share with the policy; return metrics of the engines' memory."""
         ...
 
     def wait_until_idle(self, show: Show) -> None:
-        """Wait until the engines may have new weights."""
+        """Wait until the engines may be refitted."""
         ...
 
     def publish(self, step: int) -> dict[str, float]:
-        """Refit the engines with this step's weights; returns metrics."""
+        """Refit the engines with this step's weights; return metrics."""
         ...
 
     def held_out(self, step: int, show: Show) -> Rollout:
-        """Sample the held-out problems with the engines' present weights."""
+        """Sample the held-out problems with the engines' current weights."""
         ...
 
     def save(self, folder: Path) -> Mapping[str, Any]:
-        """Return the state for a checkpoint; large parts are written to the folder."""
+        """Return the state for a checkpoint, and write its large parts to the folder."""
         ...
 
     def close(self) -> None:
-        """End all work, however the run ends."""
+        """End all work. Called however the run ends."""
         ...
 
 
 class Engines(Protocol):
-    """Engines, as a source steers them."""
+    """Engines as a source controls them."""
 
     def refit(self, version: int) -> dict[str, float]:
-        """Restart engines that have died, and refit all with a step's weights; returns metrics."""
+        """Restart dead engines, and refit all with a step's weights; return metrics."""
         ...
 
     def finish_generation(self) -> dict[str, float]:
@@ -55,7 +55,7 @@ class Engines(Protocol):
 
 
 class OnPolicy:
-    """Samples each rollout by the weights that it trains."""
+    """Samples each rollout with the weights that train on it."""
 
     def __init__(self, sampler: Sampler, engines: Engines):
         self._sampler, self._engines = sampler, engines

@@ -1,4 +1,4 @@
-"""Store rollouts: all samples of a run for people and scripts, and rollouts of coming steps in a checkpoint."""
+"""Store rollouts: all samples of a run as Parquet files, and unfinished rollouts in a checkpoint."""
 
 import io
 import json
@@ -22,34 +22,34 @@ log = logging.getLogger(__name__)
 ROLLOUTS = "rollouts"
 Split = Literal["train", "validation"]
 
-# `other`: tool calls and the like, as JSON.
+# `other`: further fields such as tool calls, as JSON.
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("other", pa.string())])
 _SPAN = pa.struct([("what", pa.string()), ("begin", pa.float32()), ("end", pa.float32()), ("place", pa.int32())])
 _SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
         ("split", pa.string()),
-        # The problem's index in the step, and the sample's among those of the problem.
+        # Index of the problem in the step, and of the sample among those of the problem.
         ("problem", pa.int32()),
         ("sample", pa.int32()),
         ("prompt", pa.list_(_MESSAGE)),
-        # As JSON.
+        # JSON.
         ("tools", pa.string()),
         ("answer", pa.string()),
-        # The assistant's last turn, and all that was said since the prompt.
+        # The last assistant turn, and all messages after the prompt.
         ("response", pa.string()),
         ("turns", pa.list_(_MESSAGE)),
-        # Before shaping, which adds the penalty.
+        # Without the length penalty.
         ("reward", pa.float32()),
         ("length_penalty", pa.float32()),
         ("prompt_tokens", pa.int32()),
         ("tokens", pa.int32()),
         ("ending", pa.string()),
-        # Waits (generate, environment, reward) in seconds of the rollout; `place` is the engine.
+        # Waits (generate, environment, reward) in seconds since the rollout's start; `place` is the engine.
         ("spans", pa.list_(_SPAN)),
     ]
 )
-# The key of `Times` in a file's metadata.
+# Key of `Times` in a file's metadata.
 _TIMES = b"times"
 
 
@@ -58,27 +58,27 @@ class Times:
     """Times of a rollout and its step, in Unix seconds."""
 
     began: float | None
-    """The zero of the spans; None without spans, as in a rollout of a checkpoint."""
+    """Zero of the spans; None without spans, as in a rollout from a checkpoint."""
     phases: list[tuple[str, float, float]]
-    """The step's phases: name of the timer, begin, end."""
+    """Phases of the step: name, begin, end."""
 
 
 class RolloutFiles:
-    """Writes `rollouts/step-<step>-<split>.parquet` atomically. Files of steps after `done`, which are repeated, are
-    moved to `rollouts-undone/`."""
+    """Writes `rollouts/step-<step>-<split>.parquet` atomically. Files of steps after `done`, which will be repeated,
+    move to `rollouts-undone/`."""
 
     def __init__(self, run_folder: Path, limit: int | None, done: int):
-        """`limit`: samples of each rollout, the first ones (None: all of them)."""
+        """`limit`: maximum number of samples per rollout, the first ones (None: all)."""
         self._folder, self._limit = run_folder / ROLLOUTS, limit
         for cut_short in self._folder.glob(".*"):
             cut_short.unlink()
         set_aside([file for file in rollout_files(run_folder) if step_of(file) > done], run_folder / "rollouts-undone")
 
     def write(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase] = ()) -> None:
-        """Write one file, with the phases of the step in its metadata. A full disk is only a warning."""
+        """Write one file, with the step's phases in its metadata. A full disk is only a warning."""
         if self._limit == 0:
             return
-        # The whole folder can be read as one table at any time, because readers skip names that begin with a dot.
+        # Readers of the folder skip names that begin with a dot, so they see only complete files.
         file = self._folder / f"step-{step:08d}-{split}.parquet"
         partial = file.with_name(f".{file.name}")
         try:
@@ -97,7 +97,6 @@ class RolloutFiles:
 
 
 def rollout_files(run_folder: Path) -> list[Path]:
-    """Files of a run, in the order of their steps."""
     return sorted((run_folder / ROLLOUTS).glob("step-*.parquet"))
 
 
@@ -127,7 +126,7 @@ def _began(rollout: Rollout) -> float | None:
 
 
 def rollout_rows(step: int, split: Split, rollout: Rollout) -> list[dict[str, Any]]:
-    """Return a row for each sample, with the columns of the files."""
+    """Return one row per sample, with the columns of the files."""
     return [{"step": step, "split": split, **row} for row in _rows(rollout)]
 
 
@@ -176,7 +175,7 @@ _TURN = pa.struct(
         ("logprobs", pa.list_(pa.float64())),
         ("finish_reason", pa.string()),
         ("versions", pa.list_(pa.int64())),
-        # A file of numpy's.
+        # A .npy file.
         ("routed_experts", pa.binary()),
     ]
 )
@@ -185,7 +184,7 @@ _SAVED_SCHEMA = pa.schema(
         # The number of the prompt in an incomplete rollout.
         ("prompt", pa.int64()),
         ("is_dropped", pa.bool_()),
-        # Messages, answer, metadata and tools, and the agent's own messages or null, as JSON.
+        # JSON: messages, answer, metadata, tools, and the agent's own prompt or null.
         ("problem", pa.string()),
         ("tokens", pa.list_(pa.int64())),
         ("prompt_length", pa.int64()),
@@ -203,8 +202,8 @@ _NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught
 
 @dataclass(frozen=True)
 class SavedRollout:
-    """A rollout that was begun before a checkpoint, and is trained on after it; `draws` as in `PendingRollout`. An
-    incomplete one has no `rollout`, but `done`: the episodes of its finished prompts, by number."""
+    """A rollout that started before a checkpoint and is trained on after it; `draws` as in `PendingRollout`. An
+    incomplete rollout has `done` instead: the episodes of its finished prompts, by number."""
 
     step: int
     draws: list[list[int]]
@@ -213,14 +212,14 @@ class SavedRollout:
 
     @property
     def oldest(self) -> int:
-        """The oldest version of weights that sampled a token; the rollout's step if there is none."""
+        """The oldest version of the weights that sampled a token; the rollout's step without tokens."""
         episodes = self.rollout.episodes if self.rollout else [one for own in self.done.values() for one in own]
         versions = (version for one in episodes for _, turn in one.turns for version in turn.versions)
         return min(versions, default=self.step)
 
 
 def save_rollouts(rollouts: Sequence[SavedRollout], folder: Path) -> None:
-    """Write a file for each rollout. Raises OSError: one cannot be written."""
+    """Write one file per rollout. Raises OSError."""
     for one in rollouts:
         try:
             parts = [(own, number, False) for number, own in one.done.items()]
@@ -228,7 +227,7 @@ def save_rollouts(rollouts: Sequence[SavedRollout], folder: Path) -> None:
                 parts = [(one.rollout.episodes, None, False), (one.rollout.dropped, None, True)]
             rows = [_saved_row(episode, number, dropped) for own, number, dropped in parts for episode in own]
         except (TypeError, ValueError) as error:
-            cause = f"its messages or rows are not JSON: {error}"
+            cause = f"its messages or rows cannot be written as JSON: {error}"
             raise OSError(f"the rollout of step {one.step} cannot be saved: {cause}") from error
         numbers = one.rollout and {name: getattr(one.rollout, name) for name in _NUMBERS}
         known = {"step": one.step, "draws": one.draws, "complete": numbers}

@@ -1,6 +1,6 @@
 """Turns a training command line into runs: flags, jobs of a sweep, composed configurations, exit statuses.
 
-Imports nothing heavy: Ray reads its variables when it is imported, and a run sets them first (`close_to_others`).
+It imports neither torch nor Ray: Ray reads its environment on import, after `close_to_others` has set it.
 """
 
 import difflib
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# This launcher's own flag: do everything up to the first process.
+# Check and plan everything; start no process.
 DRY_RUN = "--dry-run"
 LOG_FILE = "train.log"
 SWEEP = ("--multirun", "-m")
 _CFG, _INFO = ("--cfg", "-c"), ("--info", "-i")
-# The values that may follow a flag (None: any). That of --info may be left out.
+# Values that may follow a flag (None: any); optional for --info.
 _VALUES = {
     _CFG: ("job", "hydra", "all"),
     _INFO: ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
     ("--package", "-p"): None,
 }
-# Hydra's flags that print something instead of running, and those that belong to --cfg.
+# Hydra's flags that print instead of run, and the options of --cfg.
 _INFORMATION = ("--help", "-h", "--hydra-help", "--version", *_CFG, *_INFO)
 _OF_CFG = ("--resolve", "--package", "-p")
 _FILES = ("--like", "--config", "--config-dir", "--config-name")
@@ -67,13 +67,13 @@ FLAGS = (*_INFORMATION, *_OF_CFG, *SWEEP, DRY_RUN, *_FILES)
 
 _FLAGS_HELP = """Flags of nrl-lite train:
 
---dry-run                   check everything, plan the memory, start nothing
---multirun, -m              one run for each value: -m algorithm.seed=1,2,3
---like RUN                  the configuration of a run's folder; overrides are laid over it
---config FILE               an experiment file, as FILE.yaml alone
---config-dir, -cd FOLDER    a folder with files of groups, GROUP/NAME.yaml, as hydra.searchpath=[file://FOLDER]
+--dry-run                   check the configuration and data, and plan the memory; start nothing
+--multirun, -m              one run per value: -m algorithm.seed=1,2,3
+--like RUN                  start from the configuration of a run's folder
+--config FILE               an experiment file, the same as FILE.yaml
+--config-dir, -cd FOLDER    a folder with GROUP/NAME.yaml files, the same as hydra.searchpath=[file://FOLDER]
 --config-name, -cn NAME     an experiment file of that folder
---cfg, -c job|hydra|all     print the configuration; with --resolve resolved, with --package, -p KEY a part of it
+--cfg, -c job|hydra|all     print the configuration; --resolve resolves it, --package, -p KEY prints a part
 --info, -i [WHAT]           all, config, defaults, defaults-tree, plugins or searchpath
 --help, -h                  groups and examples
 --version                   this package's version
@@ -81,7 +81,7 @@ _FLAGS_HELP = """Flags of nrl-lite train:
 
 
 def launch(arguments: Sequence[str]) -> "list[Summary]":
-    """Run the command line, and return the summary of each run (several with -m, none with --help and the like)."""
+    """Run the command line; return the summary of each run (several with -m, none with flags such as --help)."""
     if "--version" in arguments:
         sys.stdout.write(f"nemo_rl_lite {__version__}\n")
         return []
@@ -97,11 +97,10 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
 
             named = named_run_folder(overrides)
             for job, config in configs:
-                # Each job of a sweep has its own folder.
                 dry_run(config, job, Path(named) if named and len(configs) == 1 else None)
             return []
     except ConfigError as error:
-        # An error names our key; the command may have had NeMo-RL's.
+        # Errors name our keys; the command may use NeMo-RL's.
         keys = [f"is {one.key}=" for one in error.violations]
         fail(error, *(f"note: {told}" for told in in_our_names(overrides)[1] if any(key in told for key in keys)))
     except LauncherError as error:
@@ -116,23 +115,22 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
 
 
 def fail(error: LauncherError, *more: str) -> NoReturn:
-    """Print the error and exit with its status."""
     sys.stderr.write("\n".join([str(error), *more]) + "\n")
     sys.exit(error.exit_status)
 
 
 def checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], Config]]":
-    """Return the overrides and the configuration of each job, and print notes.
+    """Return the overrides and configuration of each job, and print notes.
 
     Raises:
-        ConfigError: all problems of the flags, the overrides, each job, the run's folder and this machine.
+        ConfigError: all problems of flags, overrides, jobs, the run's folder and this machine.
     """
     accepted, violations = check_overrides(overrides, flags.sweeps)
     wrong = [*flags.problems(), *sweep_problems(flags, overrides), *violations]
     if flags.only_informs and not wrong:
         return []
     found: list[tuple[list[str], Config]] = []
-    # Without a good override the configuration is the default, which is valid.
+    # If all overrides are wrong, only the valid defaults are left to compose.
     composes = accepted or not violations
     for job in () if not composes else jobs(overrides) if flags.sweeps else [list(overrides)]:
         try:
@@ -147,7 +145,7 @@ def checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], 
     if not flags.only_informs:
         wrong += [problem for _, config in found for problem in too_little_space(config, _place(overrides, key))]
     if wrong:
-        # Each job repeats what is wrong with the whole command.
+        # Each job repeats the problems of the whole command.
         raise ConfigError(list({str(one): one for one in wrong}.values()))
     told = [note for job, config in found for note in (*notes(config, given_keys(expanded(job))), *notes_here(config))]
     told += [note for _, config in found for note in little_space(config, _place(overrides, key))]
@@ -156,7 +154,7 @@ def checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], 
 
 
 def _place_problems(overrides: Sequence[str], key: str) -> Iterator[Violation]:
-    """Yield why the folder of the run or the sweep cannot be used, or why no run can start on this machine."""
+    """Yield problems of the folder of the run or sweep, and of a second launcher or Ray on this machine."""
     from nemo_rl_lite.run.folder import check_place
 
     folder = _place(overrides, key)
@@ -171,19 +169,19 @@ def _place_problems(overrides: Sequence[str], key: str) -> Iterator[Violation]:
 
 
 def _place(overrides: Sequence[str], key: str) -> Path:
-    """The folder of the run or the sweep, as far as the command says it. Only Hydra can resolve a reference."""
+    """Return the folder of the run or sweep, or the current one if Hydra must resolve it."""
     named = named_run_folder(overrides, key)
     return Path("outputs" if named is None else "." if "${" in named else named)
 
 
 def _missing_gpus(config: "Config") -> Iterator[Violation]:
-    """Yield the GPUs that the run would wait for in a Ray of this machine alone."""
+    """Yield a violation if the run would wait for GPUs that this machine lacks."""
     wanted = all_gpus(config)
     if ray_address() in OWN_RAY and lacks_gpus(wanted):
         nodes, count = config.cluster.num_nodes, gpu_count()
         where = f" on {nodes} nodes" if nodes > 1 else ""
         rule = f"the run needs {wanted} GPU{'s' * (wanted > 1)}{where}, and this machine has {count or 'none'}"
-        fix = f"--dry-run checks and plans it here; it runs where the GPUs are ({RAY_ADDRESS}, or nrl-lite slurm)"
+        fix = f"check and plan it here with --dry-run; run it on a cluster with {RAY_ADDRESS} or nrl-lite slurm"
         yield Violation("cluster.gpus_per_node", config.cluster.gpus_per_node, rule, fix)
 
 
@@ -193,7 +191,7 @@ def _missing_gpus(config: "Config") -> Iterator[Violation]:
 def _run_all(
     flags: "Flags", overrides: Sequence[str], configs: "Sequence[tuple[list[str], Config]]", command: str
 ) -> "list[Summary]":
-    """Run the jobs one after the other. One that fails does not end a sweep; one that is ended does."""
+    """Run the jobs sequentially. A failed job does not end a sweep; a stopped one does."""
     from nemo_rl_lite.observability.callbacks import Callbacks
 
     sweep = Sweep(overrides)
@@ -207,7 +205,7 @@ def _run_all(
             with logged_to(folder), _guarded(config, folder):
                 end = run_in(folder, config, command, Callbacks())
         except SystemExit as status:
-            # What the user or the scheduler ends also ends the sweep.
+            # A stop by the user or the scheduler ends the sweep.
             was_ended = status.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
             if not flags.sweeps or was_ended:
                 raise
@@ -240,8 +238,7 @@ def folder_of(overrides: Sequence[str], sweep: str | None = None, number: int = 
 
 @contextmanager
 def logged_to(folder: Path) -> Iterator[None]:
-    """Log to train.log of a run's folder, and warnings to standard error, during the block. The root logger's own
-    handlers are back after it."""
+    """Log to the run's train.log, and warnings to standard error, during the block."""
     root, file, terminal = logging.getLogger(), logging.FileHandler(folder / LOG_FILE), logging.StreamHandler()
     file.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] %(message)s"))
     terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
@@ -258,11 +255,7 @@ def logged_to(folder: Path) -> Iterator[None]:
 
 
 def run_in(folder: Path, config: "Config", command: str, callbacks: "Callbacks") -> "Summary":
-    """Train in `folder`.
-
-    Raises:
-        LauncherError: any error that a user can act on. A worker's has its traceback in the folder.
-    """
+    """Train in `folder`. Raises LauncherError: a worker's traceback is written to the folder."""
     close_to_others()
     from nemo_rl_lite.run.folder import write_error
     from nemo_rl_lite.run.run import run
@@ -279,7 +272,7 @@ def run_in(folder: Path, config: "Config", command: str, callbacks: "Callbacks")
 
 @contextmanager
 def _guarded(config: "Config", folder: Path) -> Iterator[None]:
-    """End the process with the message and the status of an error that a user can act on."""
+    """Exit with the message and status of an error."""
     from nemo_rl_lite.observability.environment import ERROR_FILE
     from nemo_rl_lite.run.folder import how_to_resume
 
@@ -291,7 +284,7 @@ def _guarded(config: "Config", folder: Path) -> Iterator[None]:
         fail(error)
     except KeyboardInterrupt:
         saves = config.checkpoint.save_period > 0
-        sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}; {how_to_resume(folder)}\n")
+        sys.stderr.write(f"\ninterrupted; results so far are in {folder}; {how_to_resume(folder)}\n")
         sys.exit(interrupted_status(saves))
 
 
@@ -300,19 +293,17 @@ def _guarded(config: "Config", folder: Path) -> Iterator[None]:
 
 @dataclass
 class Sweep:
-    """The jobs that have ended, in order: overrides and folder of each, and its summary or exit status."""
+    """The finished jobs, in order: overrides, folder, and summary or exit status."""
 
     overrides: Sequence[str]
-    """Of the whole sweep."""
     ended: "list[tuple[Sequence[str], Path, Summary | int]]" = field(default_factory=list)
 
     @property
     def failed(self) -> list[tuple[int, int]]:
-        """Number and exit status of each job that failed."""
+        """Number and exit status of each failed job."""
         return [(number, end) for number, (_, _, end) in enumerate(self.ended) if isinstance(end, int)]
 
     def show(self) -> None:
-        """Print a table of the jobs."""
         from nemo_rl_lite.observability.console import RunConsole
 
         swept = tuple(f"{one.partition('=')[0]}=" for one in self.overrides if values_of(one) != [one])
@@ -343,13 +334,13 @@ def _result(end: "Summary | int") -> str:
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the overrides of each job of a sweep, without the sweep's folder; the last key changes first."""
+    """Yield the overrides of each job of a sweep, without the sweep's folder."""
     own = [override for override in overrides if not override.startswith(f"{SWEEP_FOLDER}=")]
     return map(list, itertools.product(*(values for override in own if (values := values_of(override)))))
 
 
 def values_of(argument: str) -> list[str]:
-    """Return an override for each value of a sweep; none if they are not a list."""
+    """Return an override per value of a sweep; none for a range that cannot be listed."""
     override = parse_override(argument)
     if override is None or not override.is_sweep_override():
         return [argument]
@@ -359,7 +350,7 @@ def values_of(argument: str) -> list[str]:
 
 
 def sweep_problems(flags: "Flags", overrides: Sequence[str]) -> list[Violation]:
-    """Find a sweep that has fewer than two jobs, a job twice, or values that are not a list."""
+    """Return why a sweep is invalid: fewer than two jobs, a repeated job, or values that cannot be listed."""
     if not flags.sweeps:
         return []
     listed = [values_of(override) for override in overrides]
@@ -378,8 +369,6 @@ def sweep_problems(flags: "Flags", overrides: Sequence[str]) -> list[Violation]:
 
 @dataclass(frozen=True)
 class Flags:
-    """`given`: the flags with their values, in order."""
-
     given: tuple[str, ...]
 
     @property
@@ -392,11 +381,11 @@ class Flags:
 
     @property
     def only_informs(self) -> bool:
-        """Whether Hydra will print something (--help, --cfg job, ...) and run nothing."""
+        """True if Hydra only prints (--help, --cfg job, ...)."""
         return any(_name(flag) in _INFORMATION for flag in self.given)
 
     def problems(self) -> Iterator[Violation]:
-        """Yield problems of single flags and of their combination."""
+        """Yield problems of flags and their combinations."""
         for flag in self.given:
             if flag.startswith("-") and _name(flag) not in FLAGS:
                 yield _unknown(flag)
@@ -405,7 +394,7 @@ class Flags:
                     flag, None, "needs a value", f"{flag} outputs/my-run" if flag == "--like" else f"{flag} PATH"
                 )
             elif "=" in flag and not any(_name(flag) in names for names in _VALUES):
-                yield Violation(flag, None, "is a flag, which takes no value", f"write {_name(flag)}, or leave it out")
+                yield Violation(flag, None, "takes no value", f"write {_name(flag)}, or leave it out")
         names = {_name(flag) for flag in self.given}
         if names & set(_OF_CFG) and not names & set(_CFG):
             lonely = next(flag for flag in self.given if _name(flag) in _OF_CFG)
@@ -417,7 +406,6 @@ class Flags:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Flags, list[str]]:
-    """Return the flags (with their values) and the overrides."""
     flags: list[str] = []
     overrides: list[str] = []
     for argument, previous in zip(arguments, ["", *arguments], strict=False):
@@ -426,7 +414,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Flags, list[str]]:
 
 
 def _follows(flag: str, argument: str) -> bool:
-    """Return whether `argument` is the value of the flag before it; an unknown flag takes anything but an override."""
+    """Return whether `argument` is the value of `flag`. An unknown flag takes anything except an override."""
     if not flag.startswith("-") or "=" in flag:
         return False
     if flag not in FLAGS:
@@ -443,7 +431,7 @@ def _unknown(flag: str) -> Violation:
     if _name(flag) == "--experimental-rerun":
         return Violation(flag, None, "reads Hydra's own files, which runs do not write", "--like RUN")
     if close := difflib.get_close_matches(_name(flag), FLAGS, n=1, cutoff=0.8):
-        return Violation(flag, None, "is no flag of this command", f"did you mean {close[0]}?")
+        return Violation(flag, None, "is an unknown flag", f"did you mean {close[0]}?")
     name, _, value = flag.lstrip("-").partition("=")
     fix = unknown_key(name.replace("-", "_"), value or "...").fix
-    return Violation(flag, None, "is no flag of this command", f"options are written as key=value: {fix}")
+    return Violation(flag, None, "is an unknown flag", f"options are written as key=value: {fix}")

@@ -1,5 +1,7 @@
-"""A run's folder: whether a run may start in it, the lock against a second one, and its configuration, command,
-environment and status. docs/dashboards.md describes all files."""
+"""A run's folder: its lock, and its configuration, command, environment and status.
+
+docs/dashboards.md describes all files.
+"""
 
 import fcntl
 import json
@@ -33,7 +35,7 @@ from nemo_rl_lite.system.machine import why_full
 from nemo_rl_lite.system.stopping import interrupted_status, why_interrupted
 
 log = logging.getLogger(__name__)
-# A run that is done is resumed where only these keys changed.
+# A finished run is resumed if only these keys changed.
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
 _SHOWN_CHANGES = 3
 # Files that a start replaces.
@@ -42,11 +44,10 @@ _OF_A_START = (SUMMARY_FILE, ERROR_FILE, COMMAND_FILE, CONFIG_FILE, ENVIRONMENT_
 
 @contextmanager
 def locked(folder: Path, key: str = RUN_FOLDER) -> Iterator[None]:
-    """Lock the folder, which `key` names, against other processes during the block. The lock ends with this process:
-    programs that it starts do not inherit the file.
+    """Lock the folder against other processes during the block. Child processes do not inherit the lock.
 
     Raises:
-        ConfigError: another process is running there.
+        ConfigError: another process is running there; `key` names the folder.
     """
     with ExitStack() as stack:
         try:
@@ -62,7 +63,7 @@ def locked(folder: Path, key: str = RUN_FOLDER) -> Iterator[None]:
 
 
 def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the folder holds another run, or one that is done."""
+    """Raise ConfigError if the folder holds another run or a finished one."""
     if not (folder / METRICS_FILE).exists():
         return
     changes = changed(read_json(folder / CONFIG_FILE), json.loads(json.dumps(whole_config))).keys()
@@ -79,19 +80,19 @@ def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
 
 
 def how_to_resume(folder: Path) -> str:
-    """Say how to resume an interrupted run, or that there is nothing to resume from."""
+    """Return a sentence on how to resume an interrupted run."""
     if has_any(folder / CHECKPOINTS):
         newest = CheckpointStore(folder / CHECKPOINTS, Retention(1, 0, None, True)).latest()
-        where = f" after step {newest.step}, of which the newest checkpoint is" if newest else ""
+        where = f" from the checkpoint of step {newest.step}" if newest else ""
         return f"to resume{where}, give the same command with {RUN_FOLDER}={folder}"
-    return "no checkpoint was saved yet (checkpoint.save_period), so that there is nothing to resume from"
+    return "no checkpoint was saved (checkpoint.save_period), so the run cannot be resumed"
 
 
 def check_place(folder: Path, key: str) -> None:
-    """Raise ConfigError where the folder, which `key` names, is inside another run's, or among its checkpoints."""
+    """Raise ConfigError if the folder, which `key` names, is inside another run's folder."""
     folder = folder.resolve()
     within = checkpoints_around(folder)
-    # A run may resume in its own folder; a sweep would put its jobs into that.
+    # A run may resume in its own folder; a sweep must not use one.
     places = folder.parents if key == RUN_FOLDER else (folder, *folder.parents)
     run = next((place for place in places if is_run(place)), within and within.parent)
     if run is not None:
@@ -117,7 +118,7 @@ def write_start(folder: Path, whole_config: Mapping[str, Any], command: str) -> 
 
 @contextmanager
 def kept_unless_begun(folder: Path, has_begun: Callable[[], bool]) -> Iterator[None]:
-    """Put the files of an earlier start in the folder back where the block fails before the run has begun."""
+    """Restore the files of an earlier start if the block fails before the run has begun."""
     earlier = {
         file: (file.read_bytes(), file.stat().st_mode) for name in _OF_A_START if (file := folder / name).is_file()
     }
@@ -148,8 +149,7 @@ def _append(file: Path, text: str) -> None:
 
 @contextmanager
 def status_kept(folder: Path, saves: bool) -> Iterator[None]:
-    """Write status.json: `running`, and after the block how it ended. A killed run stays `running`. `saves`: the run
-    has checkpoints, so that it can be resumed after an interrupt."""
+    """Write status.json: `running`, then the end. A killed run stays `running`. `saves`: the run has checkpoints."""
     _write(folder, "running", None, "", _now(), None)
     try:
         yield
@@ -163,7 +163,7 @@ def status_kept(folder: Path, saves: bool) -> Iterator[None]:
         write_ending(folder, "interrupted", interrupted_status(saves), why_interrupted())
         raise
     except BaseException:
-        message = "an error without a message: its traceback was printed"
+        message = "an internal error; its traceback was printed"
         write_ending(folder, "failed", LauncherError.exit_status, message)
         raise
     write_ending(folder, "done", 0, "")
@@ -176,7 +176,7 @@ def write_ending(folder: Path, state: str, exit_status: int, message: str) -> No
 
 
 def _running_process(folder: Path) -> str:
-    """The process and host that status.json names, if it does."""
+    """Return the process and host in status.json, if known."""
     status = read_json(folder / STATUS_FILE)
     known = status.get("state") == "running" and {"pid", "host"} <= status.keys()
     return f" (process {status['pid']} on {status['host']})" if known else ""

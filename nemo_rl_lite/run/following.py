@@ -1,4 +1,4 @@
-"""Follows runs from outside: a table of them, the state and the console of one, and its end on request."""
+"""Follows and stops runs from outside: a table of runs, the state and the console output of one."""
 
 import logging
 import os
@@ -30,9 +30,9 @@ from nemo_rl_lite.system.stopping import request_end
 Say = Callable[[str], None]
 LOG_FILE = "train.log"
 _POLL_S = 1.0
-# A running process that shows nothing for this long may hang.
+# A process without a sign of life for this long may hang.
 _SILENT_S = 60.0
-# The warnings of a run's log that its status shows.
+# Number of warnings that `status` shows.
 _WARNINGS = 3
 _COLOURS = {"running": "green", "failed": "red", "lost": "red", "stopped": "yellow", "interrupted": "yellow"}
 _PHASE_OF = {timer: phase for phase, (timers, _) in PHASES.items() for timer in timers}
@@ -42,7 +42,7 @@ _GPU_MEMORY = re.compile(r"ray/node\.\d+\.gpu\.\d+\.mem_gb")
 
 
 def say_now(line: str) -> None:
-    """Print a line, a model's or a user's text too."""
+    """Print a line, with control characters escaped."""
     sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()
 
@@ -51,7 +51,6 @@ def say_now(line: str) -> None:
 
 
 def runs_table(states: Sequence[RunState]) -> Table:
-    """Return a row for each run."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for header in ("run", "state", "step", "reward or loss", "s/step", "started"):
         table.add_column(header, no_wrap=True, justify="right" if header in ("step", "s/step") else "left")
@@ -71,7 +70,7 @@ def runs_table(states: Sequence[RunState]) -> Table:
 
 
 def shown_path(folder: Path) -> str:
-    """Return a path below the working folder without that."""
+    """Return a path relative to the working folder, if it is below."""
     folder = folder.absolute()
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
@@ -84,7 +83,7 @@ def _steps(state: RunState) -> str:
 
 
 def status_rows(state: RunState) -> Iterator[tuple[str, str]]:
-    """Yield what a reader wants to know of a run, as rows of a name and a text."""
+    """Yield the rows of `nrl-lite status`: name and text."""
     process = f"process {state.status.get('pid')} on {state.status.get('host')}"
     since = f", since {duration(time.time() - state.started)}" if state.is_running and state.started else ""
     yield state.name, state.state + (f" ({process}){since}" if state.is_running else _ended(state))
@@ -136,11 +135,11 @@ def _held_out_label(folder: Path) -> str:
 
 
 def _memory(state: RunState) -> str:
-    """Return the use of the fullest GPU and of the first machine, as of the newest step."""
+    """Return the highest GPU memory use and the first machine's memory use in the newest step."""
     newest = state.metrics[-1] if state.metrics else {}
     newest = next((one for one in reversed(state.metrics) if "ray/node.0.mem_gb" in one), newest)
     gpus = [value for name, value in newest.items() if _GPU_MEMORY.fullmatch(name)]
-    shown = [f"{max(gpus):.1f} GiB on the fullest of {len(gpus)} GPUs"] if gpus else []
+    shown = [f"up to {max(gpus):.1f} GiB on each of {len(gpus)} GPUs"] if gpus else []
     if "ray/node.0.mem_gb" in newest:
         shown.append(f"{newest['ray/node.0.mem_gb']:.1f} of {newest['ray/node.0.mem_total_gb']:.1f} GiB on the host")
     return ", ".join(shown)
@@ -161,7 +160,7 @@ def _checkpoint(state: RunState) -> str:
 def _problems(state: RunState) -> Iterator[str]:
     if state.state == "lost":
         process = f"process {state.status.get('pid')} on {state.status.get('host')}"
-        yield f"{process} is gone without a word (killed, or out of memory?); {how_to_resume(state.folder)}"
+        yield f"{process} ended without a message (killed, or out of memory?); {how_to_resume(state.folder)}"
     elif state.is_running and (silent := silent_s(state.folder)) > _SILENT_S:
         yield f"no sign of life for {duration(silent)}"
     elif message := state.status.get("message"):
@@ -184,7 +183,7 @@ def _warnings(folder: Path) -> list[str]:
 
 
 def tail(folder: Path, lines: int, say: Say = say_now) -> RunState:
-    """Say the last `lines` that the run's console has shown, and the others as they come, until the run ends.
+    """Say the last `lines` of the run's console output, and then follow it until the run ends.
 
     Raises:
         LauncherError: the run has no log.
@@ -193,10 +192,10 @@ def tail(folder: Path, lines: int, say: Say = say_now) -> RunState:
     if not log.exists() and not read_state(folder).is_running:
         raise LauncherError(f"{folder} has no {LOG_FILE}")
     while True:
-        # What the run writes before its end is read after this.
+        # Read the state first, so that no line before the end is missed.
         state = read_state(folder)
         with suppress(FileNotFoundError), log.open(errors="replace") as file:
-            # Opened each time: a network file system checks then whether there is more.
+            # Opening the file makes a network file system look for new content.
             file.seek(offset)
             text, offset = pending + file.read(), file.tell()
             whole, end, pending = text.rpartition("\n")
@@ -210,14 +209,13 @@ def tail(folder: Path, lines: int, say: Say = say_now) -> RunState:
 
 
 def ending(state: RunState) -> str:
-    """Say how a run has ended."""
+    """Return a sentence on how a run has ended."""
     message = next(_problems(state), "") if state.state == "lost" else state.status.get("message")
     return f"{shown_path(state.folder)}: " + (f"{state.state}: {message}" if message else state.state)
 
 
 def _messages(text: str) -> Iterator[tuple[bool, str]]:
-    """Yield the lines of a log that the terminal showed: the console's, and warnings (True) with what belongs to
-    them."""
+    """Yield the lines of a log that the terminal showed, each with whether it belongs to a warning."""
     shows = warns = False
     for line in text.splitlines():
         if found := _LINE.match(line):
@@ -232,12 +230,10 @@ def _messages(text: str) -> Iterator[tuple[bool, str]]:
 
 
 def stop(folder: Path, now: bool = False, say: Say = say_now, limit_s: float | None = None) -> RunState:
-    """Ask a run to end after its current step, with a checkpoint, or `now`. Wait at most `limit_s`; return its state.
-
-    A run that has ended is unchanged.
+    """Stop a run after its current step, with a checkpoint, or `now`. Wait at most `limit_s`; return its state.
 
     Raises:
-        LauncherError: the run cannot be asked.
+        LauncherError: the request cannot be written.
     """
     state = read_state(folder)
     if not state.is_running:
@@ -246,7 +242,7 @@ def stop(folder: Path, now: bool = False, say: Say = say_now, limit_s: float | N
         request_end(folder, now)
     except OSError as error:
         _signal(state, now, error)
-    say(f"asked {shown_path(folder)} to end {'at once' if now else 'after its current step, with a checkpoint'}")
+    say(f"asked {shown_path(folder)} to stop {'at once' if now else 'after its current step, with a checkpoint'}")
     asked, said = time.monotonic(), ""
     while state.is_running and (limit_s is None or time.monotonic() - asked < limit_s):
         time.sleep(_POLL_S)
@@ -259,7 +255,7 @@ def stop(folder: Path, now: bool = False, say: Say = say_now, limit_s: float | N
 
 
 def _signal(state: RunState, now: bool, error: OSError) -> None:
-    """Signal the process where its folder cannot be written: the disk may be full."""
+    """Signal the process, because its folder cannot be written: the disk may be full."""
     if state.status.get("host") != socket.gethostname():
         raise LauncherError(f"{state.folder} cannot be written, and its run is on another host: {error}") from error
     os.kill(int(state.status["pid"]), signal.SIGINT if now else signal.SIGTERM)

@@ -1,7 +1,4 @@
-"""Functions and rows in memory, as files of a run's folder: what a configuration names, other processes can read.
-
-So a run from Python reads what a command reads, and the command in its folder resumes and repeats it.
-"""
+"""Writes in-memory functions and rows to a run's folder, so that other processes and a resumed run can read them."""
 
 import json
 import re
@@ -16,23 +13,22 @@ from typing import Any
 
 from nemo_rl_lite.config.user_code import PICKLED
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.system.pool import as_call_error
+from nemo_rl_lite.system.user_errors import as_call_error
 
 INPUTS = "inputs"
 _RANDOM_ID = re.compile(rb"[0-9a-f]{32}")
 
 
 class Inputs:
-    """Files of values in memory. A name has a digest of the content: a resumed run finds the same names, and no file
-    replaces another."""
+    """Files of in-memory values. Names contain a digest of the content, so a resumed run finds the same files."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._named: dict[int, tuple[str, Any]] = {}
-        """File name and value by the value's id. The value stays alive, so that no other gets its id."""
+        """File name and value by the value's id. The reference keeps the id unique."""
 
     def path_of(self, key: str, value: Any) -> str:
-        """Return the path of a function, class or callable object: dotted where it can be imported, else of its file.
+        """Return the path of a function, class or callable: dotted if it can be imported, otherwise of its file.
 
         Raises:
             ConfigError: it cannot be pickled. `key` names it.
@@ -49,7 +45,7 @@ class Inputs:
         """Return the file of rows: dictionaries, a `datasets.Dataset` or a `pandas.DataFrame`.
 
         Raises:
-            DataError: a row is no dictionary, or has a value that JSON cannot hold. `key` names the rows.
+            DataError: a row is not a dictionary or cannot be written as JSON. `key` names the rows.
         """
         if id(rows) not in self._named:
             self._write(rows, key, ".jsonl", _lines(key, rows).encode(errors="surrogatepass"))
@@ -57,7 +53,7 @@ class Inputs:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Raise the block's errors with the names of values in place of their files."""
+        """Replace file names by the names of values in the block's errors."""
         try:
             yield
         except ConfigError as error:
@@ -76,7 +72,7 @@ class Inputs:
         return text
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files to a run's folder, which may have some of them, and name them there from now on."""
+        """Copy the files to a run's folder, and use these copies from now on."""
         place = folder.absolute() / INPUTS
         for name, _ in self._named.values():
             place.mkdir(parents=True, exist_ok=True)
@@ -84,7 +80,7 @@ class Inputs:
         self._folder = place
 
     def _write(self, value: Any, label: str, suffix: str, content: bytes) -> None:
-        # cloudpickle gives each class a random id.
+        # Remove the random ids that cloudpickle gives classes.
         digest = sha256(_RANDOM_ID.sub(b"", content) if suffix == PICKLED else content).hexdigest()
         name = f"{label}-{digest[:8]}{suffix}"
         (self._folder / name).write_bytes(content)
@@ -101,14 +97,14 @@ def _pickled(key: str, value: Any) -> bytes:
         return cloudpickle.dumps(value)
     except Exception as error:  # a user's object may raise anything
         rule = f"cannot be sent to other processes: {as_call_error(error)}"
-        fix = "open it inside the function, or give a class, which each process makes once"
+        fix = "open it inside the function, or give a class, which each process creates once"
         raise ConfigError([Violation(key, f"{value!r:.80}", rule, fix)]) from error
 
 
 def _lines(key: str, rows: Iterable[Any]) -> str:
     """Return JSON lines."""
     if type(rows).__module__.partition(".")[0] == "pandas":
-        # Its gaps are NaN, and null here.
+        # Writes missing values as null.
         return rows.to_json(orient="records", lines=True, force_ascii=False, date_format="iso")  # pyrefly: ignore
     return "".join(_line(f"{key}, row {number}", row) for number, row in enumerate(_each(key, rows), start=1))
 
@@ -116,7 +112,7 @@ def _lines(key: str, rows: Iterable[Any]) -> str:
 def _each(key: str, rows: Iterable[Any]) -> Iterator[Any]:
     if isinstance(rows, Mapping):
         splits = ", ".join(map(str, rows))
-        raise DataError(f"{key}: is a mapping ({splits}); give the rows of one split, such as {key}=data['train']")
+        raise DataError(f"{key}: is a mapping ({splits}); give one split, such as {key}=data['train']")
     return iter(rows)
 
 
@@ -130,7 +126,7 @@ def _line(where: str, row: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return an array or a number of numpy or torch as JSON has it."""
+    """Convert an array or number of numpy or torch for JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__}")

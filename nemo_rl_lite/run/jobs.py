@@ -1,23 +1,21 @@
-"""The jobs of all algorithms: data, workers and loop of GRPO, and of SFT, DPO, ORPO or KTO.
-
-`Playing` is the user's code in episodes: an environment, tools or an agent.
-"""
+"""The jobs of all algorithms: data, workers and loop of GRPO and distillation, and of SFT, DPO, ORPO and KTO."""
 
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_rl_lite.algorithms.grpo import GRPO
-from nemo_rl_lite.algorithms.loop import Report, Steps
-from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
+from nemo_rl_lite.algorithms.loop import Report, Steps, shown_limits, total_steps
+from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
-from nemo_rl_lite.checkpoint.store import Checkpoints, SaveRollouts, save_none
+from nemo_rl_lite.checkpoint.store import Checkpoints, SaveRollouts
 from nemo_rl_lite.cluster.heartbeat import SystemUsage
 from nemo_rl_lite.cluster.workers import StepProfiler, WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, has_teacher
@@ -28,10 +26,11 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import all_gpus, has_endpoint, policy_ranks, previous_passes, repeats_first_pass
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
+from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
 from nemo_rl_lite.environments.agents import Agents, check_agent
-from nemo_rl_lite.environments.registry import check_environment, make_environments
+from nemo_rl_lite.environments.registry import check_environment, make_environments, try_environment
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.interface import make_loss
@@ -62,9 +61,9 @@ from nemo_rl_lite.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.workers.reserve import StartingWorkers
 
 ENDPOINT_FILE = "endpoint.json"
-# Samples that the terminal shows, the worst and the best, and that trackers get.
+# Numbers of samples for the terminal (worst and best) and for trackers.
 SHOWN, TRACKED = 2, 16
-# Keys that decide what a rollout is.
+# Keys that change the content of rollouts.
 _OF_ROLLOUTS = (
     *("algorithm.seed.", "algorithm.num_", "algorithm.use_dynamic_sampling.", "algorithm.overlong_filtering."),
     *("algorithm.reward_shaping.", "data.", "reward.", "environment.", "agent.", "generation."),
@@ -73,20 +72,25 @@ _OF_ROLLOUTS = (
 
 
 class Playing:
-    """The user's code that takes part in episodes. Its processes start now, while the run still reads its data."""
+    """User code in episodes: an environment, tools or an agent. Its processes start while the run reads its data."""
 
     def __init__(self, config: Config):
-        """Raises ConfigError: the code cannot be used."""
+        """Raises ConfigError: the code is invalid."""
         self.tools = check_environment(config.environment)
-        """The tools that the environment offers in every episode."""
+        """Tools that the environment offers in every episode."""
         check_agent(config.agent)
         self._config = config
-        environments = make_environments(config.environment)
-        # One for all attempts of a run, so that no session of an earlier attempt has the same number.
+        self._environments = make_environments(config.environment)
+        # Shared by all attempts of a run, so that session numbers stay unique.
         self._play: EpisodeRunner = (
-            SingleTurn() if environments is None else Turns(environments, config.environment.max_turns)
+            SingleTurn() if self._environments is None else Turns(self._environments, config.environment.max_turns)
         )
         self._agents = None if config.agent.name is None else Agents(config.agent, config.generation.serve.host)
+
+    def try_environment(self, problem: Problem) -> None:
+        """Take one step in the environment, if there is one. Raises ConfigError: its code is wrong."""
+        if self._environments is not None:
+            try_environment(self._environments, self._config.environment.name or "", problem)
 
     @contextmanager
     def collecting(
@@ -97,7 +101,7 @@ class Playing:
         folder: Path,
         say: Callable[[str], None],
     ) -> Iterator[RolloutCollector]:
-        """Yield the collector of rollouts from the engines. Their endpoint, if the run has one, ends with the block.
+        """Yield the collector of rollouts. The endpoint, if the run has one, ends with the block.
 
         Raises:
             ConfigError: the endpoint's address cannot be used.
@@ -105,7 +109,7 @@ class Playing:
         config, play, longest = self._config, self._play, self._config.policy.max_total_sequence_length
         with ExitStack() as stack:
             if has_endpoint(config):
-                # FastAPI takes a second to import, and few runs need it.
+                # FastAPI takes a second to import.
                 from nemo_rl_lite.rollout.agents import AgentPlay
                 from nemo_rl_lite.serving.public import ResponderConfig
                 from nemo_rl_lite.serving.server import Endpoint, ServedGeneration, bound_socket
@@ -115,10 +119,10 @@ class Playing:
                 endpoint = Endpoint(bound, tokenizer, [config.run_name], longest)
                 stack.enter_context(endpoint.running())
                 if config.generation.serve.enabled:
-                    responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config).temperatures)
+                    responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config))
                     address = {"base_url": endpoint.url, "api_key": endpoint.token, "model": endpoint.model}
                     file = folder / ENDPOINT_FILE
-                    say(f"the engines answer at {endpoint.url} during rollouts; the token is in {file}")
+                    say(f"serving at {endpoint.url} during rollouts; the token is in {file}")
                     stack.enter_context(_written(file, address))
                 generation = ServedGeneration(generation, endpoint, responder)
                 if self._agents is not None:
@@ -130,7 +134,7 @@ class Playing:
 
 @contextmanager
 def _written(file: Path, content: Mapping[str, str]) -> Iterator[None]:
-    """Keep a file that only this user may read during the block."""
+    """Keep a file, readable by this user only, during the block."""
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
         opened.write(json.dumps(content, indent=2) + "\n")
@@ -140,11 +144,73 @@ def _written(file: Path, content: Mapping[str, str]) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-class GRPOJob:
-    """The `Job` of GRPO and of distillation."""
+class _AlgorithmJob:
+    """Common parts of the jobs."""
+
+    _data: Mapping[str, Any]
 
     def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
         self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
+
+    def _limit_steps(self, per_epoch: Fraction | int | None) -> None:
+        """Set the number of steps, and say which limit it follows from."""
+        algorithm = self._config.algorithm
+        self._total = total_steps(algorithm, per_epoch)
+        note_total_steps(self._config, self._total)
+        if limits := shown_limits(algorithm, per_epoch):
+            self._console.say(limits)
+
+    def resume_lines(self, start: Start) -> Iterator[str]:
+        """See `Job.resume_lines`."""
+        key, epochs = "algorithm.max_num_epochs", self._config.algorithm.max_num_epochs
+        asks_for_more = any(change.startswith("algorithm.max_num_") for change in start.changes)
+        # A run that ended before its final export resumes from its own last checkpoint.
+        if start.steps > self._total or (start.steps == self._total and asks_for_more):
+            rule = f"gives {self._total} steps, but {start.folder} is at step {start.steps}"
+            raise ConfigError([Violation(key, epochs, rule, f"{key}={(epochs or 0) + 1}, or {key}=null")])
+        return start.data_lines(self._data)
+
+    def _steps(
+        self,
+        metrics: MetricsLog,
+        start: Start,
+        policy: Policy,
+        groups: Sequence[WorkerGroup],
+        callbacks: Callbacks,
+        rollouts: SaveRollouts = lambda folder: {},
+    ) -> Steps:
+        """Make the steps after `start`. `groups`: all workers, for the profiler; `rollouts` saves the state of the
+        rollout source in checkpoints."""
+        config, options = self._config, self._config.checkpoint
+        checkpoints = Checkpoints(
+            checkpoint_store(config, self._folder),
+            policy,
+            options.save_period,
+            options.async_save,
+            {"config": described(config), "data": dict(self._data)},
+            self._console.say,
+            saved=start.steps or None,
+            rollouts=rollouts,
+        )
+        stopping = Stopping(seconds(options.must_save_by) if options.save_period else None, seconds_since_start)
+        around = StepProfiler(config.profile, self._folder, groups).around
+        return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around, callbacks)
+
+    def _finish(self, policy: RemotePolicy, steps: Steps, groups: Sequence[WorkerGroup]) -> dict[str, int]:
+        """Export the model; return each worker's peak memory."""
+        policy.release_host_memory()
+        if self._config.checkpoint.exports:
+            policy.export_hf(str(self._folder / "hf"))
+        # Raise for a failed checkpoint only after the export.
+        steps.checkpoints.require()
+        return peak_memory(groups)
+
+
+class GRPOJob(_AlgorithmJob):
+    """The `Job` of GRPO and distillation."""
+
+    def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
+        super().__init__(config, folder, console, model_path)
         self._judge = make_judge(config.reward)
         self._playing = Playing(config)
         kind = problems(self._playing.tools)
@@ -161,13 +227,11 @@ class GRPOJob:
         self._data = data_identity(self._training.finite(), self._validation)
         self._epoch_length = len(self._training.finite())
         check_epochs(config, self._epoch_length)
+        self._limit_steps(Fraction(self._epoch_length, config.options(GRPOConfig).num_prompts_per_step))
         check_texts(self._tokenizer, self._training)
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
         try_reward(self._judge, self._training.problem(0))
-
-    def resume_lines(self, start: Start) -> Iterator[str]:
-        """See `Job.resume_lines`."""
-        return start.data_lines(self._data)
+        self._playing.try_environment(self._training.problem(0))
 
     def run(
         self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
@@ -188,8 +252,7 @@ class GRPOJob:
                 loop.run()
             finally:
                 loop.rollouts.close()
-        _finish(config, self._folder, workers.policy, loop.steps)
-        return peak_memory(workers.groups)
+        return self._finish(workers.policy, loop.steps, workers.groups)
 
     def _loop(
         self,
@@ -208,13 +271,12 @@ class GRPOJob:
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
         sampler = Sampler(options, collector, sampling, self._validation, order, saved.get("useful_share", 1.0))
         rollouts = self._source(sampler, workers.generation, start)
-        steps = make_steps(
-            config, self._folder, start, workers.policy, metrics, console, groups, callbacks, self._data, rollouts.save
-        )
+        steps = self._steps(metrics, start, workers.policy, groups, callbacks, rollouts.save)
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
         return GRPO(
             config=options,
+            total=self._total,
             loss=make_loss(options),
             policy=workers.policy,
             teacher=workers.teacher,
@@ -236,17 +298,17 @@ class GRPOJob:
     def _source(self, sampler: Sampler, generation: RecoveringGeneration, start: Start) -> RolloutSource:
         options = self._config.options(GRPOConfig)
         staleness = _staleness(options)
-        # Keys that changed since the checkpoint may decide what a rollout is.
+        # Keys may have changed since the checkpoint.
         changed = any(f"{line.partition(':')[0]}.".startswith(_OF_ROLLOUTS) for line in start.changes)
         ahead = load_rollouts(start.folder) if staleness and start.folder and not changed else []
         if not ahead:
-            # Those in the checkpoint, if there are any, are not what this run would sample: it samples their prompts.
+            # This run would sample the checkpoint's rollouts differently, so it samples their prompts again.
             sampler.order.give_back(start.rollouts.get("ahead", ()))
         if staleness is None:
             return OnPolicy(sampler, generation)
         stall_s = self._config.cluster.phase_timeout_s or math.inf
-        done, steps, saves = start.steps, options.max_num_steps, options.rollouts.checkpoint_inflight
-        return AsyncRolloutSource(sampler, generation, staleness, done, steps, ahead, stall_s, saves)
+        saves = options.rollouts.checkpoint_inflight
+        return AsyncRolloutSource(sampler, generation, staleness, start.steps, self._total, ahead, stall_s, saves)
 
     def _rollout_log(
         self, metrics: MetricsLog, start: Start, callbacks: Callbacks
@@ -265,13 +327,13 @@ class GRPOJob:
 
 
 def _scored(config: Config) -> list[Scored]:
-    """The models whose logprobs a rollout gets before training."""
+    """Return the models that compute logprobs of a rollout before training."""
     own: list[Scored] = ["previous" if repeats_first_pass(config) else "later"] if previous_passes(config) else []
     return [*own, "reference"] if compares(config) else own
 
 
 def _staleness(options: GRPOConfig) -> Staleness | None:
-    """The largest staleness of rollouts; None where a step trains the weights that sampled."""
+    """Return the allowed staleness of rollouts; None for synchronous training."""
     rollouts = options.rollouts
     if rollouts.source == "on_policy":
         return None
@@ -280,35 +342,20 @@ def _staleness(options: GRPOConfig) -> Staleness | None:
     return Staleness(rollouts.max_trajectory_age_steps, rollouts.in_flight_weight_updates)
 
 
-class SupervisedJob:
+class SupervisedJob(_AlgorithmJob):
     """The `Job` of SFT, DPO, ORPO and KTO."""
 
     def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
-        self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
+        super().__init__(config, folder, console, model_path)
         tokenizer = ChatTokenizer(model_path, config.policy.tokenizer.chat_template_kwargs)
         encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
         with console.busy("checking that every chat fits"):
             self._training = training_examples(config, encoder)
             check_texts(tokenizer, self._training.examples)
-            options, per_epoch = config.options(SupervisedConfig), self._training.steps_per_epoch
-            note_total_steps(config, total_steps(options, per_epoch))
             self._validation = validation_examples(config, encoder, self._training.examples.finite())
             held_out = [(np.asarray(row.tokens).tobytes(), np.asarray(row.mask).tobytes()) for row in self._validation]
             self._data = data_identity(self._training.examples.finite(), held_out)
-        if limits := shown_limits(options, per_epoch):
-            console.say(limits)
-
-    def resume_lines(self, start: Start) -> Iterator[str]:
-        """See `Job.resume_lines`."""
-        options = self._config.options(SupervisedConfig)
-        total, key = total_steps(options, self._training.steps_per_epoch), "algorithm.max_num_epochs"
-        asks_for_more = any(change.startswith("algorithm.max_num_") for change in start.changes)
-        # The run's own checkpoint of the last step is where a run resumes that ended before its final export.
-        if start.steps > total or (start.steps == total and asks_for_more):
-            epochs = options.max_num_epochs
-            rule = f"{start.folder} has taken {start.steps} steps already, and that many epochs are {total} steps"
-            raise ConfigError([Violation(key, epochs, rule, f"{key}={(epochs or 0) + 1}, or {key}=null")])
-        return start.data_lines(self._data)
+        self._limit_steps(self._training.steps_per_epoch)
 
     def run(
         self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
@@ -320,7 +367,7 @@ class SupervisedJob:
             policy = launch_policy(begun, start.policy, setup)
         report_start(setup, start.steps, metrics, console)
         options = config.options(SupervisedConfig)
-        steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group], callbacks, self._data)
+        steps = self._steps(metrics, start, policy, [policy.group], callbacks)
         system = SystemUsage(policy.group.processes)
         Supervised(
             config=options,
@@ -333,43 +380,4 @@ class SupervisedJob:
             steps=steps,
             report=Report(metrics, console, policy, policy_ranks(config), policy_speed(config), system.take),
         ).run()
-        _finish(config, self._folder, policy, steps)
-        return peak_memory([policy.group])
-
-
-def make_steps(
-    config: Config,
-    folder: Path,
-    start: Start,
-    policy: Policy,
-    metrics: MetricsLog,
-    console: RunConsole,
-    groups: Sequence[WorkerGroup],
-    callbacks: Callbacks,
-    data: Mapping[str, Any],
-    rollouts: SaveRollouts = save_none,
-) -> Steps:
-    """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler; `data`: see
-    `data_identity`. `rollouts` saves what the source of rollouts has in a checkpoint."""
-    options = config.checkpoint
-    checkpoints = Checkpoints(
-        checkpoint_store(config, folder),
-        policy,
-        options.save_period,
-        options.async_save,
-        {"config": described(config), "data": dict(data)},
-        console.say,
-        saved=start.steps or None,
-        rollouts=rollouts,
-    )
-    stopping = Stopping(seconds(options.must_save_by) if options.save_period else None, seconds_since_start)
-    around = StepProfiler(config.profile, folder, groups).around
-    return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around, callbacks)
-
-
-def _finish(config: Config, folder: Path, policy: RemotePolicy, steps: Steps) -> None:
-    policy.release_host_memory()
-    if config.checkpoint.exports:
-        policy.export_hf(str(folder / "hf"))
-    # A failed checkpoint is an error only now that the trained weights are exported.
-    steps.checkpoints.require()
+        return self._finish(policy, steps, [policy.group])

@@ -1,4 +1,4 @@
-"""The models of a run: the folder that it starts from, the teacher, the chat template, predicted memory and speed."""
+"""The models of a run: starting model, teacher, chat template, predicted memory and speed."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -32,30 +32,28 @@ from nemo_rl_lite.validation.compose import check_rules, is_of, resolve
 from nemo_rl_lite.validation.notes import show_notes
 
 if TYPE_CHECKING:
-    # It imports torch, before which a run starts its workers.
+    # Imports torch, after a run has started its workers.
     from nemo_rl_lite.generation.interface import Decoded
 
 CHAT_KEYS = ("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs")
-"""The keys of a run that `chat`, `serve` and `evaluate` also take, for a run's model and for a folder."""
+"""Keys that `chat`, `serve` and `evaluate` also accept."""
 
 
 def starting_model(config: Config, console: RunConsole, untrained: Path | None = None) -> Path:
-    """Find the model's folder; make or download it where it does not exist. With `untrained`, `locate_model` trains
-    nothing.
+    """Return the model's folder, which is created or downloaded if it is missing. `untrained`: see `locate_model`.
 
     Raises:
-        ConfigError: the hub cannot be reached or has no such model; the model is broken, or does not fit the
-            configuration.
+        ConfigError: the Hub is unreachable or lacks the model; the model is broken or conflicts with the configuration.
     """
     was_unknown = is_hub_name(config.policy.model_name)
     folder = locate_model(config, console, untrained)
     try:
         check_model_folder(folder)
     except NoModelError as error:
-        fix = "correct the file, or copy the model's folder again"
+        fix = "correct the file, or copy the folder again"
         raise ConfigError([Violation("policy.model_name", config.policy.model_name, str(error), fix)]) from None
     if was_unknown:
-        # The rules could not see the shape of a model on the hub before it was downloaded.
+        # Check rules about the architecture, which was unknown before the download.
         local = replace(config, policy=replace(config.policy, model_name=str(folder)))
         if violations := check_rules(local):
             raise ConfigError(violations)
@@ -63,18 +61,17 @@ def starting_model(config: Config, console: RunConsole, untrained: Path | None =
 
 
 def with_chosen_template(config: Config, model: Path, run_folder: Path, say: Callable[[str], None]) -> Path:
-    """Return the model's folder, or one in the run's folder with the chat template of `policy.tokenizer.chat_template`.
-    Everything that reads or exports the model takes the template from there.
+    """Return the model's folder, or a copy in the run's folder with `policy.tokenizer.chat_template`, if that is set.
 
     Raises:
-        ConfigError: the run's folder has another folder of that name.
+        ConfigError: the run's folder has a conflicting folder of that name.
     """
     key, template = "policy.tokenizer.chat_template", config.policy.tokenizer.chat_template
     if template is None:
         return model
     own, given = run_folder / TEMPLATED, Path(template).expanduser()
     if (own / TEMPLATE_FILE).exists() and (own / TEMPLATE_FILE).read_text() != given.read_text():
-        say(f"{given} is another chat template than the one that this run had so far ({key})")
+        say(f"{given} differs from the run's previous chat template ({key})")
     try:
         return with_template(model, given, own)
     except NoModelError as error:
@@ -82,10 +79,10 @@ def with_chosen_template(config: Config, model: Path, run_folder: Path, say: Cal
 
 
 def with_teacher(config: Config, console: RunConsole, untrained: Path | None = None) -> Config:
-    """Return the configuration with the teacher's folder, made or downloaded, in `teacher.model_name`.
+    """Return the configuration with the teacher's folder in `teacher.model_name`; see `starting_model`.
 
     Raises:
-        ConfigError: as `starting_model`, under the teacher's keys.
+        ConfigError: as `starting_model`, with the teacher's keys.
     """
     if not has_teacher(config):
         return config
@@ -100,7 +97,7 @@ def check_same_tokens(policy: ChatTokenizer, config: Config) -> None:
     """Check that the teacher has the policy's token ids.
 
     Raises:
-        ConfigError: its tokenizer cannot be read, or gives one of the policy's tokens another id.
+        ConfigError: its tokenizer is unreadable, or a token of the policy has another id.
     """
     name = config.teacher.model_name
     try:
@@ -111,27 +108,27 @@ def check_same_tokens(policy: ChatTokenizer, config: Config) -> None:
     unlike = sorted(((token, text) for text, token in own.items() if others.get(text) != token), key=lambda one: one[0])
     if unlike:
         token, text = unlike[0]
-        there = f"{others[text]} there" if text in others else "not there"
+        there = f"{others[text]} in the teacher" if text in others else "missing in the teacher"
         rule = f"{len(unlike)} of the policy's {len(own)} tokens have other ids in the teacher: {text!r} is {token} in "
         rule += f"policy.model_name and {there}"
         raise ConfigError([Violation(TEACHER, name, rule, "a teacher of the policy's family, with the same tokenizer")])
 
 
 def chat_tokenizer(folder: Path, config: Config) -> ChatTokenizer:
-    """The tokenizer of a model's folder, with the chat template that the configuration names, if any.
+    """Return the tokenizer of a model's folder, with the configured chat template, if any.
 
     Raises:
-        ConfigError: the folder's tokenizer or the chat template cannot be used.
+        ConfigError: the tokenizer or the chat template is invalid.
     """
     given = config.policy.tokenizer
     return ChatTokenizer(folder, given.chat_template_kwargs, given.chat_template)
 
 
 def with_chat_keys(config: Config, arguments: Sequence[str]) -> Config:
-    """Lay a command's overrides of `CHAT_KEYS` over a configuration.
+    """Apply a command's overrides of `CHAT_KEYS` to a configuration.
 
     Raises:
-        ConfigError: listing every override that cannot be, or names a template that cannot be used.
+        ConfigError: all invalid overrides.
     """
     overrides, violations = check_overrides(arguments)
     if violations:
@@ -145,7 +142,7 @@ def with_chat_keys(config: Config, arguments: Sequence[str]) -> Config:
 
 
 def with_effect(overrides: Sequence[str], read: Sequence[str]) -> list[str]:
-    """Return the overrides of the keys that a command reads; note the others, which change nothing."""
+    """Return the overrides of the keys in `read`; print a note about the others."""
     kept = [one for one in overrides if any(is_of(key, read) for key in given_keys([one]))]
     if unread := given_keys([one for one in overrides if one not in kept]):
         show_notes([f"without effect here: {', '.join(unread)} (read are {', '.join(read)})"])
@@ -153,13 +150,12 @@ def with_effect(overrides: Sequence[str], read: Sequence[str]) -> list[str]:
 
 
 def as_composed(config: Config) -> dict[str, Any]:
-    """Return a configuration as mappings that overrides can be laid over. Texts with `${` are escaped, so that nothing
-    is interpolated in them."""
+    """Return a configuration as mappings, for overrides. `${` is escaped, so that nothing is interpolated."""
     return json.loads(json.dumps(asdict(config)).replace("${", "\\\\${"))
 
 
 def settled(config: Config, model_path: Path, console: RunConsole) -> Config:
-    """Replace `auto` by numbers, and print the reasons."""
+    """Replace `auto` by values, and print the reasons."""
     shape = _shape(model_path, console)
     found = resolve_auto(config, shape, gpu_bytes() if on_gpus(config) else None)
     for reason in found.reasons:
@@ -168,24 +164,24 @@ def settled(config: Config, model_path: Path, console: RunConsole) -> Config:
 
 
 def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metrics: MetricsLog, step: int) -> None:
-    """Print the residency table with predicted bytes, log them as `memory/predicted/...` at `step`, and warn about
-    phases that may not fit."""
+    """Print the residency table with predicted bytes, log them as `memory/predicted/...`, and warn about phases that
+    may not fit."""
     shape = _shape(model_path, console)
     if shape is None:
         return
     residency = Residency.of(config)
     device_bytes = gpu_bytes() if on_gpus(config) else None
     unknown = on_gpus(config) and device_bytes is None
-    # The KV cache is a share of the GPU. Without the GPU's size it is shown as 0 bytes.
+    # The KV cache is a share of the GPU; without the GPU's size it is shown as 0 bytes.
     planned = budget(config, shape, 0 if unknown else device_bytes)
     console.table(title(config, shape, device_bytes), headers(residency), render(residency, planned.prediction))
-    console.say(str(DiskUse.of(config, shape)) or "no checkpoint is saved, and no model exported")
+    console.say(str(DiskUse.of(config, shape)) or "no checkpoints and no exported model")
     if unknown and residency.engines_share_device:
         console.say("nvidia-smi reports no GPU memory on this machine, so the KV cache is not predicted")
     metrics.log(step, predicted_metrics(planned.prediction))
     for warning in () if unknown else _device_warnings(planned):
         console.say(warning)
-    # Each rank alone checks only its own part of the host's memory.
+    # Each rank checks only its part of the host memory.
     if planned.host > (free := free_host_bytes()):
         console.say(
             f"the {planned.ranks_per_host} policy rank(s) of a machine need {size(planned.host)} of host memory for "
@@ -227,8 +223,8 @@ def policy_speed(config: Config) -> PolicySpeed:
 def decoding_speed(
     config: Config, shape: ModelShape | None, take_decoded: Callable[[], tuple["Decoded", float]]
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that gives the engines' rates since its last call, and those of speculation. A model of unknown
-    shape has no rates."""
+    """Return a function that returns the engines' rates since its last call, with those of speculation. An unknown
+    architecture has no rates."""
     speed, gpu = None, _gpu(config)
     if shape is not None:
         nbytes = DecodingBytes.of(config, shape)
@@ -243,5 +239,5 @@ def decoding_speed(
 
 
 def _gpu(config: Config) -> Gpu | None:
-    """This machine's kind of GPU, which all machines of a run have."""
+    """Return this machine's GPU model, which all machines of a run have."""
     return known_by_name(gpu_name()) if on_gpus(config) else None

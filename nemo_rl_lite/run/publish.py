@@ -157,7 +157,7 @@ def _results(view: View, measured: Sequence[Entry]) -> Iterator[tuple[str, str, 
 def _settings(config: Config) -> dict[str, Any]:
     """Return nested settings, those of `_SHOWN` first. A path becomes its last part: cards are published."""
     keys = dict(flatten(described(config)))
-    unusual = [key for key in changed(default_values(config.algorithm.name), keys, but_for=()) if key in keys]
+    unusual = [key for key in changed(default_values(config.algorithm.name), keys, ignored=()) if key in keys]
     hidden = (*_HIDDEN, *(() if generates(config) else _OF_ROLLOUTS), *(() if has_teacher(config) else ("teacher.",)))
     nested: dict[str, Any] = {}
     for key in dict.fromkeys([*(key for key in _SHOWN if key in keys), *unusual]):

@@ -1,4 +1,4 @@
-"""Runs one command, from its folder to its summary, and restarts it where workers are lost; and its dry run."""
+"""One run, from its folder to its summary, with restarts after lost workers; and the dry run."""
 
 import logging
 import sys
@@ -55,45 +55,45 @@ log = logging.getLogger(__name__)
 
 
 class Job(Protocol):
-    """One algorithm's part of a run. Its constructor reads and checks the data; `run` waits for the workers."""
+    """One algorithm's part of a run. The constructor reads and checks the data; `run` waits for the workers."""
 
     def resume_lines(self, start: Start) -> Iterator[str]:
-        """Yield lines for the terminal on what the data means for a start from a checkpoint.
+        """Yield lines for the terminal about data that has changed since the checkpoint.
 
         Raises:
-            ConfigError: no step is left to take, although the command asks for more.
+            ConfigError: the command asks for more steps, but none is left.
         """
         ...
 
     def run(
         self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
     ) -> dict[str, int]:
-        """Train in the processes that have begun, from `start` on; returns each worker's peak memory in bytes. `setup`
-        has timed the start so far, and `run` times the rest of it."""
+        """Train from `start` in the starting processes; return each worker's peak memory in bytes. `setup` times the
+        start-up."""
         ...
 
 
 def make_job(config: Config, folder: Path, console: RunConsole, model_path: Path) -> Job:
-    """Make the job of the configured algorithm for a run in `folder`. `model_path` is the `starting_model`.
+    """Make the configured algorithm's job for a run in `folder`. `model_path`: see `starting_model`.
 
     Raises:
-        ConfigError: the model's tokenizer, or a user's code, cannot be used.
-        DataError: the data is unusable; the message names file, row and cause.
+        ConfigError: the tokenizer or user code is invalid.
+        DataError: the data is invalid; the message names file, row and cause.
     """
     return imported(algorithm_of(config).job)(config, folder, console, model_path)
 
 
 def run(config: Config, folder: Path, command: str, callbacks: Callbacks) -> Summary:
-    """Train in `folder`, from the starting weights or the folder's newest checkpoint. Where a worker's process dies,
+    """Train in `folder`, from the starting weights or the folder's newest checkpoint. When a worker's process dies,
     restart from the newest checkpoint, at most `cluster.max_restarts` times.
 
     Raises:
-        ConfigError: the folder holds another run, or one that is done, or another process is running there.
-        RunStopped: the run was asked to end, and is saved.
+        ConfigError: the folder holds another run or a finished one, or another process runs there.
+        RunStopped: the run was asked to stop, and is saved.
         LauncherError: any other error that a user can act on.
     """
     whole_config, console = described(config), RunConsole()
-    # Lock before changing the folder: an unfinished checkpoint there may belong to another process.
+    # Lock first: an unfinished checkpoint in the folder may belong to another process.
     with locked(folder):
         check_folder(folder, whole_config)
         start = _find_start(config, whole_config, folder, console)
@@ -110,13 +110,13 @@ def run(config: Config, folder: Path, command: str, callbacks: Callbacks) -> Sum
 
 
 def _publish(config: Config, folder: Path, console: RunConsole) -> None:
-    """Write the cards of the exported model, and push it if asked. An error is a message: the run is done."""
+    """Write the exported model's cards, and push it if configured. Errors are only reported, as the run is done."""
     from nemo_rl_lite.run.publish import push, write_cards
 
     model, options = folder / "hf", config.checkpoint
     try:
         write_cards(model, config, folder)
-    except Exception as error:  # cards of base models are anybody's
+    except Exception as error:  # a base model's card may be malformed in any way
         log.debug("the card's traceback", exc_info=True)
         console.say(f"no model card was written ({type(error).__name__}: {error})")
     if options.push_to_hub is not None:
@@ -129,7 +129,7 @@ def _publish(config: Config, folder: Path, console: RunConsole) -> None:
 
 
 def write_last_report(folder: Path, console: RunConsole) -> None:
-    """Write the page of a run that is done. An error is a message: it must not fail the run."""
+    """Write the report of a finished run. Errors are only reported, as the run is done."""
     from nemo_rl_lite.report.page import write_report
 
     try:
@@ -145,7 +145,7 @@ def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path, c
 
 
 class _Attempts:
-    """Runs attempts, each with its own Ray and workers; reads and checks the data once."""
+    """Attempts of a run, each with its own Ray and workers. Data is read and checked once."""
 
     def __init__(
         self,
@@ -158,25 +158,25 @@ class _Attempts:
         self._config, self._folder, self._whole_config, self._console = config, folder, whole_config, console
         self._callbacks = callbacks
         self.has_begun = False
-        """The data fits the checkpoint, so that the run changes what its folder has."""
+        """True once the run has changed its folder."""
         self._job: Job | None = None
         self._model: Path | None = None
 
     def until_done(self, start: Start) -> Summary:
-        """Run from `start`, and again from the newest checkpoint where a worker is lost."""
+        """Run from `start`, and again from the newest checkpoint when a worker is lost."""
         config, restarts = self._config, 0
         while True:
             try:
                 return self._run(start)
             except WorkerError as error:
                 if was_asked_to_end():
-                    # What asked this process to end may have ended the worker.
+                    # The same request may have ended the worker.
                     raise KeyboardInterrupt from error
                 if not error.lost or restarts == config.cluster.max_restarts:
                     raise
                 restarts += 1
                 limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
-                self._console.say(f"{error}; starting again from the last checkpoint ({limit})")
+                self._console.say(f"{error}; restarting from the last checkpoint ({limit})")
             start = _find_start(config, self._whole_config, self._folder, self._console)
 
     def _run(self, start: Start) -> Summary:
@@ -191,7 +191,7 @@ class _Attempts:
                     runtime.enter_context(ray_runtime())
                 with setup("processes"):
                     reserved = reserve(config, folder)
-                # The workers import their packages and build while this process imports its own and reads the data.
+                # Workers import and build while this process imports and reads the data.
                 with setup("packages"), quick_imports():
                     imported(algorithm_of(config).job)
                     from transformers import AutoTokenizer  # noqa: F401
@@ -223,7 +223,7 @@ class _Attempts:
         return summary
 
     def _last_words(self, error: WorkerError) -> None:
-        """Leave the error on the terminal and in the folder, where the main thread does not react any more."""
+        """Report an error on the terminal and in the folder if the main thread hangs."""
         write_error(self._folder, error)
         write_ending(self._folder, "failed", error.exit_status, str(error))
         sys.stderr.write(f"{error}\n")
@@ -231,14 +231,14 @@ class _Attempts:
 
 
 def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -> None:
-    """Print the differences from the defaults, read and check the data, print the plan. Starts no worker, and writes
-    only to the caches of models and data. `run_folder`: the folder that the command names, if any.
+    """Print the differences from the defaults, check the data and print the plan. It starts no worker, and writes only
+    to the caches of models and data. `run_folder`: the folder that the command names, if any.
 
     Raises:
         LauncherError: an error that would end the run before its first process.
     """
     console = RunConsole()
-    changes = changed(default_values(config.algorithm.name), asdict(config), but_for=())
+    changes = changed(default_values(config.algorithm.name), asdict(config), ignored=())
     # Values such as [aeiou] look like markup.
     rows = [[escape(cell) for cell in (key, repr(before), repr(now))] for key, (before, now) in changes.items()]
     console.table("differences from the defaults", ["", "default", "here"], rows)
@@ -247,7 +247,6 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
         folder = run_folder or Path(empty)
         check_folder(folder, whole_config)
         if (folder / LOCK_FILE).exists():
-            # Another process may be running there.
             with locked(folder):
                 pass
         start = find_start(config, whole_config, folder, console.busy)

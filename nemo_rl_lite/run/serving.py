@@ -1,14 +1,17 @@
-"""Serves a trained model without training: finds a run's or a folder's model, and starts an engine in this process."""
+"""Finds a model in a run, a folder or on the Hub, and starts an engine for it in this process."""
 
+import argparse
 import importlib.util
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -16,6 +19,7 @@ from nemo_rl_lite.checkpoint.resume import locate
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.composition import compose_files
 from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.names import in_our_names
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
@@ -26,46 +30,54 @@ from nemo_rl_lite.generation.transformers import LocalReplica
 from nemo_rl_lite.models.folder import check_model_folder, from_hub
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.observability.environment import CONFIG_FILE
+from nemo_rl_lite.observability.runs import NoRunError, find_run
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.run.folder import is_run
-from nemo_rl_lite.run.model import chat_tokenizer, with_chat_keys
-from nemo_rl_lite.serving.public import ResponderConfig
+from nemo_rl_lite.run.model import CHAT_KEYS, chat_tokenizer, with_chat_keys
+from nemo_rl_lite.serving.public import ResponderConfig, all_or, out_of_range
 from nemo_rl_lite.system.machine import ON_CPUS, gpu_bytes
 from nemo_rl_lite.validation.compose import restore
 
-# For a folder that does not say: the most tokens of a chat, for which memory is taken, and of a response.
+# Maximum tokens of a chat on CPUs and of a folder without a limit; of a response of a folder.
 _CHAT_TOKENS, _NEW_TOKENS = 8192, 512
 _ON_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"]
 Say = Callable[[str], None]
+_MODELS = "a run (its folder, its name or last), a Hugging Face folder or a Hub model ID"
 
 
 @dataclass(frozen=True)
 class SampledBy:
-    """Flags of a command that set how responses are sampled. None: not given."""
+    """Sampling flags of a command; None if not given."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
 
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> "SampledBy":
+        return cls(**{one.name: getattr(given, one.name) for one in fields(cls)})
+
     def applied(self, usual: Sampling) -> Sampling:
-        """Return the sampling with these flags."""
-        return replace(usual, **{name: value for name, value in asdict(self).items() if value is not None})
+        given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.top_k is not None:
+            given["top_k"] = all_or(self.top_k)
+        return replace(usual, **given)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model that answers: its name, its Hugging Face folder, and the configuration of its engine."""
+    """A model to serve: its name, its Hugging Face folder and the configuration of its engine."""
 
     name: str
     folder: Path
     config: Config
     of_run: bool = True
-    """False: no run has said what the model is for."""
+    """True for a run's model, whose configuration is known."""
     step: int = 0
-    """The step that made the weights; 0 for a model that no run has trained."""
+    """The step that made the weights; 0 if no run has trained the model."""
     other_names: tuple[str, ...] = ()
-    """Names besides the folder's that requests may use."""
+    """Further names that requests may use."""
     flags: SampledBy = SampledBy()
 
     def __str__(self) -> str:
@@ -73,23 +85,43 @@ class Served:
         return f"{self.name} ({self.folder}) with {self.config.generation.backend} on {where}"
 
 
-def find_served(
-    path: Path, overrides: Sequence[str], flags: SampledBy, say: Say, usual_tokens: int | None = None
-) -> Served:
-    """Find a model by `find_model`, and give it the limits of its context. `usual_tokens`: most tokens of a response
-    where `flags` have none (None: all that fit); `overrides` set `CHAT_KEYS`.
+def model_parser(command: str, description: str | None, tokens: str) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that `find_served` reads. `tokens`: default of --max-new-tokens."""
+    parser = argparse.ArgumentParser(
+        prog=command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help=_MODELS)
+    parser.add_argument("overrides", nargs="*", help=f"{' and '.join(CHAT_KEYS)}, as for train")
+    most = f"maximum tokens per response (default: {tokens})"
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, help=most)
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
+    parser.add_argument("--top-p", metavar="P", type=float, help="as generation.top_p (default: the run's)")
+    parser.add_argument("--top-k", metavar="K", type=int, help="as generation.top_k (default: the run's)")
+    return parser
+
+
+def find_served(given: argparse.Namespace, say: Say, usual_tokens: int | None = None) -> Served:
+    """Find the model of a command line (see `model_parser`, `find_model`) and apply the limits of its context.
+
+    `usual_tokens`: maximum tokens per response without a flag; None for all that fit.
 
     Raises:
-        ConfigError: an override cannot be, or sets another key.
-        LauncherError: the model's engine cannot run here, or a flag is out of range.
+        ConfigError: an override is invalid.
+        LauncherError: the engine cannot run here, or a flag is out of range.
         CheckpointError: see `find_model`.
     """
-    served = find_model(path, say)
-    config = alone(with_chat_keys(served.config, overrides))
+    for told in in_our_names(given.overrides)[1]:
+        say(f"note: {told}")
+    served, flags = find_model(given.run, say), SampledBy.of(given)
+    config = alone(with_chat_keys(served.config, given.overrides))
     longest = _context(served.folder)
-    _check(flags, longest, engine_of(config).temperatures)
+    if flags.max_new_tokens is not None and not 0 < flags.max_new_tokens < longest:
+        rule = f"must be above 0 and below the context of {longest} tokens"
+        raise UsageError(f"--max-new-tokens {flags.max_new_tokens}: {rule}")
+    if found := out_of_range(engine_of(config), flags.temperature, flags.top_p, flags.top_k):
+        raise UsageError(f"--{found[0].replace('_', '-')} {found[1]}")
     policy = replace(config.policy, max_total_sequence_length=longest)
-    # vLLM takes less than the model's context where the GPU's memory holds no more.
+    # vLLM shortens the context to what the GPU's memory holds.
     fits = {"max_model_len": -1} if on_gpus(config) and engine_of(config).takes_share else {}
     generation = replace(
         config.generation,
@@ -97,54 +129,43 @@ def find_served(
         serve=replace(config.generation.serve, enabled=True),
         vllm_kwargs={**fits, **config.generation.vllm_kwargs},
     )
-    names = dict.fromkeys((*served.other_names, str(path)))
+    names = dict.fromkeys((*served.other_names, str(given.run)))
     config = replace(config, policy=policy, generation=generation)
     return replace(served, config=config, other_names=tuple(names), flags=flags)
 
 
-def _check(flags: SampledBy, longest: int, temperatures: tuple[float, float]) -> None:
-    """Raise UsageError where a flag is out of range."""
-    lowest, highest = temperatures
-    tokens, heat, top_p, top_k = flags.max_new_tokens, flags.temperature, flags.top_p, flags.top_k
-    if tokens is not None and not 0 < tokens < longest:
-        raise UsageError(f"--max-new-tokens {tokens}: a chat and its response have {longest} tokens together")
-    if heat and not lowest <= heat <= highest:
-        raise UsageError(f"--temperature {heat:g}: this engine takes 0 and {lowest:g} to {highest:g}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"--top-p {top_p:g} is not above 0 and at most 1")
-    if top_k is not None and top_k < 1:
-        raise UsageError(f"--top-k {top_k} is not at least 1")
-
-
 def _context(folder: Path) -> int:
-    """Return the most tokens of a chat: the model's positions. On CPUs no more than `_CHAT_TOKENS`, because there an
-    engine takes memory for the longest prompt."""
+    """Return the model's context length; on CPUs at most `_CHAT_TOKENS`, as an engine reserves memory for it."""
     described = json.loads((folder / "config.json").read_text())
     positions = described.get("max_position_embeddings") or _CHAT_TOKENS
     return positions if gpu_bytes() else min(positions, _CHAT_TOKENS)
 
 
 def find_model(path: Path, say: Say) -> Served:
-    """Find a model and its configuration, from a run, a Hugging Face folder or the hub. A run's model is its exported
-    `hf/`, or else its newest checkpoint, which is exported now.
+    """Find a model and its configuration: of a run (see `find_run`), a Hugging Face folder or the Hub. A run's model is
+    its `hf/`, or otherwise its newest checkpoint, which is exported now.
 
     Raises:
-        CheckpointError: there is no such model, or its run is of another version of this package.
+        CheckpointError: no such model, or its run is of another version of this package.
         LauncherError: the model's engine cannot run here.
     """
-    # A missing folder next to others is a folder that was misspelt.
-    if is_hub_name(name := str(path)) and not path.parent.is_dir():
-        say(f"fetching {name} from the hub, where this machine does not have it")
+    folder = path.expanduser()
+    if not (folder / CONFIG_FILE).is_file():
+        with suppress(NoRunError):
+            folder = find_run(str(path))
+    # A missing folder next to others is a misspelt folder.
+    if not folder.is_dir() and is_hub_name(name := str(path)) and not path.parent.is_dir():
+        say(f"fetching {name} from the Hub, unless this machine has it")
         try:
             return replace(_of_folder(from_hub(name)), name=path.name)
         except NoModelError as error:
             raise CheckpointError(f"{name} {error}; {error.fix}") from None
-    path = path.expanduser().resolve()
-    return _of_run(path, say) if is_run(path) else _of_folder(path)
+    folder = folder.resolve()
+    return _of_run(folder, say) if is_run(folder) else _of_folder(folder)
 
 
 def alone(config: Config) -> Config:
-    """The configuration of an engine that is alone on its device. It loads all weights, as no refit follows."""
+    """Return the configuration of an engine that has a device to itself, and loads its weights without a refit."""
     generation = replace(
         config.generation,
         colocated=replace(config.generation.colocated, enabled=False),
@@ -155,7 +176,7 @@ def alone(config: Config) -> Config:
 
 
 def start_engine(served: Served) -> tuple[RequestQueue, ResponderConfig]:
-    """Start the engine in this process; return its queue and what answers need.
+    """Start the engine in this process; return its queue and the responder's configuration.
 
     Raises:
         ConfigError: the folder's tokenizer or chat template cannot be used.
@@ -163,7 +184,7 @@ def start_engine(served: Served) -> tuple[RequestQueue, ResponderConfig]:
     config, on_gpu = served.config, on_gpus(served.config)
     engine = engine_of(config)
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
-    # It warns of a machine without CUDA.
+    # Hide its warning about missing CUDA.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.update(engine.environment(config.generation, on_gpu) | quiet | ({} if on_gpu else ON_CPUS))
     with quick_imports():
@@ -178,11 +199,10 @@ def start_engine(served: Served) -> tuple[RequestQueue, ResponderConfig]:
     replica = LocalReplica(make)
     queue = RequestQueue([replica], config.generation.vllm_cfg.max_num_seqs, _lost, lambda: None)
     sampling = served.flags.applied(Sampling.of(config.generation, tokenizer.end_tokens))
-    return queue, ResponderConfig(tokenizer, sampling, replica.engine.max_length, engine.temperatures)
+    return queue, ResponderConfig(tokenizer, sampling, replica.engine.max_length, engine)
 
 
 def _lost(replica: int, error: WorkerError) -> None:
-    """Raise the error: nothing can replace an engine of this process."""
     raise error
 
 
@@ -190,12 +210,12 @@ def _of_run(run: Path, say: Say) -> Served:
     try:
         config = restore((run / CONFIG_FILE).read_text())
     except ConfigError:
-        fix = f"nrl-lite export {run} of that version writes a folder that can be named in its place"
+        fix = f"export it with that version (nrl-lite export {run}), and name the exported folder"
         raise CheckpointError(f"{run} is a run of another version of the launcher; {fix}") from None
     if on_gpus(config) and gpu_bytes() is None:
-        fix = "name its exported folder to run it on CPUs (nrl-lite export writes one)"
+        fix = "to run it on CPUs, name its exported folder (nrl-lite export)"
         raise LauncherError(f"{run} generated on GPUs, and this machine has none: {fix}")
-    # What is exported has the template that the run chose.
+    # The exported model has the run's template.
     own = replace(config.policy.tokenizer, chat_template=None)
     config = replace(config, policy=replace(config.policy, tokenizer=own))
     folder, step = _exported(run, say)
@@ -203,12 +223,12 @@ def _of_run(run: Path, say: Say) -> Served:
 
 
 def _exported(run: Path, say: Say) -> tuple[Path, int]:
-    """Return the run's exported model, and the step that made it."""
+    """Return the run's exported model and its step."""
     if (run / "hf").is_dir():
         return run / "hf", _last_step(run / METRICS_FILE)
     found = locate(run)
     if found is None:
-        fix = "checkpoint.export_hf_at_end=true or checkpoint.save_period=10 in its command would write them"
+        fix = "set checkpoint.export_hf_at_end=true or checkpoint.save_period=10 in its command"
         raise CheckpointError(f"{run} has neither hf/ nor a complete checkpoint: {fix}")
     folder = run / f"hf-{found.path.name}"
     if not folder.is_dir():
@@ -222,23 +242,23 @@ def _exported(run: Path, say: Say) -> tuple[Path, int]:
 
 
 def _last_step(metrics: Path) -> int:
-    """Return the last step that a run has logged; 0 where it has logged none."""
+    """Return the last logged step of a run, or 0."""
     lines = metrics.read_text().splitlines() if metrics.is_file() else []
     return max((json.loads(line)["step"] for line in lines[-1:]), default=0)
 
 
 def _of_folder(folder: Path) -> Served:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; name a run's folder, a Hugging Face folder or a Hub model ID")
+        raise CheckpointError(f"{folder}: no such folder; name {_MODELS} (nrl-lite runs lists runs)")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is neither a run's folder nor a Hugging Face model's: it has no config.json")
     try:
         check_model_folder(folder)
     except NoModelError as error:
-        raise CheckpointError(f"{folder} is no whole Hugging Face model: {error}") from None
+        raise CheckpointError(f"{folder} is not a complete Hugging Face model: {error}") from None
     described = json.loads((folder / "config.json").read_text())
     longest = min(described.get("max_position_embeddings") or _CHAT_TOKENS, _CHAT_TOKENS)
-    # Nothing trains, so the rules about training do not matter.
+    # Skip the rules about training.
     defaults = OmegaConf.to_container(compose_files(_ON_GPU if gpu_bytes() else []), resolve=True)
     config = restore(json.dumps(defaults))
     installed = importlib.util.find_spec(engine_of(config).package) is not None

@@ -1,6 +1,6 @@
 """The Python API: `GRPO("Qwen/Qwen3-0.6B", reward=score, data=rows).train()`, in a script or a notebook.
 
-A trainer makes the overrides of a command line and calls what the command calls, so both train the same run.
+A trainer builds the overrides of a command line and runs the same code as the command.
 """
 
 import json
@@ -33,14 +33,13 @@ from nemo_rl_lite.validation.compose import compose_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from nemo_rl_lite.config.schema import Config
     from nemo_rl_lite.observability.summary import Summary
     from nemo_rl_lite.planning.page import Plan
 
 Rows = Iterable[Mapping[str, Any]]
 """Dictionaries, a `datasets.Dataset` or a `pandas.DataFrame`."""
 Data = str | Path | Rows
-"""Rows, a file, a dataset of the hub (`"openai/gsm8k"`) or a file of configs/data (`"gsm8k"`)."""
+"""Rows, a file, a Hub dataset (`"openai/gsm8k"`) or a preset of configs/data (`"gsm8k"`)."""
 Code = str | Callable[..., Any]
 """A function or class, its path (`"my.py:score"`, `"package.module.score"`), or a name of this package (`"math"`)."""
 _FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv")
@@ -50,17 +49,17 @@ _TRAINING = threading.Lock()
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A training that is done."""
+    """The result of a training."""
 
     folder: Path
     """The run's folder, which `nrl-lite report`, `evaluate`, `chat` and `serve` take."""
     summary: "Summary"
     stopped: bool
-    """True if a callback or `stop()` ended the run before its last step."""
+    """True if a callback or `stop()` ended the run early."""
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """All entries of the metrics log, in order, each with its `step` and `time`; NaN for what was not finite."""
+        """All entries of the metrics log, with `step` and `time`; NaN for values that were not finite."""
         entries = map(json.loads, (self.folder / METRICS_FILE).read_text().splitlines())
         return [{name: math.nan if value is None else value for name, value in one.items()} for one in entries]
 
@@ -74,7 +73,7 @@ class TrainingResult:
         """The trained model as a Hugging Face folder, for `from_pretrained`.
 
         Raises:
-            LauncherError: the run has not exported it.
+            LauncherError: the run has not exported a model.
         """
         if not (folder := self.folder / "hf").is_dir():
             export = f"nrl-lite export {self.folder} FOLDER writes it from a checkpoint"
@@ -82,10 +81,10 @@ class TrainingResult:
         return folder
 
     def load(self, **options: Any) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """Load model and tokenizer with transformers. `options` are those of `AutoModelForCausalLM.from_pretrained`.
+        """Load model and tokenizer. `options` are passed to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
-            LauncherError: the run has not exported the model.
+            LauncherError: the run has not exported a model.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -96,7 +95,7 @@ class TrainingResult:
 
 
 class Trainer:
-    """A training run of one algorithm; see its classes, such as `GRPO`."""
+    """A training run. The subclasses are algorithms, such as `GRPO`."""
 
     algorithm: ClassVar[str]
 
@@ -112,18 +111,18 @@ class Trainer:
         overrides: Sequence[str] | Mapping[str, Any] = (),
         **keys: Any,
     ):
-        """Describe a run; nothing is checked or started yet.
+        """Describe a run. Nothing is checked or started yet.
 
         Args:
-            model: a name of the hub, or a folder; None for the recipe's, or the embedded example.
-            data: rows to train on.
-            eval_data: held-out rows, a file of them, or the split of a dataset of the hub.
-            recipe: a name of `recipes/`, or a YAML file.
-            output_dir: the run's folder; a folder with a checkpoint is resumed. None: `outputs/NAME/TIME`.
-            on_step: gets the metrics of each step; True or "stop" ends the run after it.
-            overrides: overrides of the command line, or a mapping of keys to values, laid over everything else.
+            model: a Hub model ID or a folder; None for the recipe's model or the embedded example.
+            data: training rows.
+            eval_data: held-out rows, a file, or a split of the Hub dataset.
+            recipe: a name in `recipes/`, or a YAML file.
+            output_dir: the run's folder, by default `outputs/NAME/TIME`. A folder with a checkpoint is resumed.
+            on_step: receives the metrics of each step. Returning True or "stop" ends the run.
+            overrides: command-line overrides, or a mapping of keys to values. They override all other arguments.
             keys: any key by its last part (`max_num_steps=20`), a section (`policy={"precision": "bfloat16"}`) or a
-                file of a group (`generation="transformers"`).
+                preset of a group (`generation="transformers"`).
         """
         self._model, self._data, self._eval_data, self._recipe = model, data, eval_data, recipe
         self._output_dir = None if output_dir is None else Path(output_dir).expanduser()
@@ -133,13 +132,13 @@ class Trainer:
         self._callbacks = Callbacks()
 
     def train(self) -> TrainingResult:
-        """Train to the end, or resume in `output_dir`, and return when all processes have ended.
+        """Train to the end, or resume in `output_dir`. Return when all processes have ended.
 
         Raises:
             ConfigError: all problems of the arguments; nothing was started.
-            DataError: rows that cannot be used.
+            DataError: invalid rows.
             CallbackError: a callback raised.
-            RunStopped: SIGTERM or SIGUSR1 ended the run, with a checkpoint.
+            RunStopped: SIGTERM or SIGUSR1 stopped the run, with a checkpoint.
             LauncherError: any other error that a user can act on, such as `WorkerError`.
         """
         self._callbacks = callbacks = Callbacks(self._on_step, self._on_rollout)
@@ -149,15 +148,15 @@ class Trainer:
             config = compose_config(overrides)
             folder.mkdir(parents=True, exist_ok=True)
             with logged_to(folder):
-                summary = run_in(folder, config, _command(overrides), callbacks)
+                summary = run_in(folder, config, shlex.join(["nrl-lite", "train", *overrides]), callbacks)
         return TrainingResult(folder, summary, callbacks.stopped)
 
     def check(self) -> None:
-        """Check everything, read the data and print the plan, as `nrl-lite train --dry-run` does; start nothing.
+        """Check arguments and data and print the plan, as `nrl-lite train --dry-run`. Start nothing.
 
         Raises:
             ConfigError: all problems of the arguments.
-            DataError: rows that cannot be used.
+            DataError: invalid rows.
         """
         with _training(), self._checked() as (overrides, _, _):
             from nemo_rl_lite.run.run import dry_run
@@ -165,10 +164,10 @@ class Trainer:
             dry_run(compose_config(overrides), overrides, self._output_dir)
 
     def plan(self, gpu: str | None = None) -> "Plan":
-        """Return the run's memory and time, and whether it fits, as `nrl-lite plan` prints them; start nothing.
+        """Predict the run's memory and step time, and whether it fits, as `nrl-lite plan`. Start nothing.
 
         Args:
-            gpu: the name of a GPU, such as "H200", or its memory, such as "80GiB"; None for this machine's.
+            gpu: a GPU such as "H200", or its memory such as "80GiB"; None for this machine's.
 
         Raises:
             ConfigError: all problems of the arguments.
@@ -182,13 +181,13 @@ class Trainer:
             return make_plan(config, overrides, find_shape(config.policy.model_name), size_of(gpu), None)
 
     def stop(self) -> None:
-        """End the training after its current step, with a checkpoint and the exported model. `train` then returns. A
-        callback or another thread may call this."""
+        """Stop after the current step, with a checkpoint and the exported model. `train` then returns. A callback or
+        another thread may call this."""
         self._callbacks.stop()
 
     @contextmanager
     def _checked(self) -> Iterator[tuple[list[str], Inputs, Path]]:
-        """Yield valid overrides, the last of which names the run's folder, with what is in memory in other files."""
+        """Yield valid overrides (the last one is the run's folder), the files of in-memory inputs, and the folder."""
         with tempfile.TemporaryDirectory(prefix="nrl-lite-") as staged:
             inputs = Inputs(Path(staged))
             overrides = self._overrides(inputs)
@@ -196,16 +195,12 @@ class Trainer:
             overrides.append(f"{RUN_FOLDER}={literal(RUN_FOLDER, folder, inputs.path_of)}")
             with inputs.named():
                 [(_, config)] = checked(Flags(()), overrides)
-                self._check_algorithm(config)
+                if (name := config.algorithm.name) != self.algorithm:
+                    rule = f"has algorithm={name}, and {type(self).__name__} trains with {self.algorithm}"
+                    raise ConfigError([Violation("recipe", self._recipe, rule, "the class of that algorithm")])
                 yield overrides, inputs, folder.absolute()
 
-    def _check_algorithm(self, config: "Config") -> None:
-        if config.algorithm.name != self.algorithm:
-            rule = f"has algorithm={config.algorithm.name}, and {type(self).__name__} trains with {self.algorithm}"
-            raise ConfigError([Violation("recipe", self._recipe, rule, "the class of the recipe's algorithm")])
-
     def _overrides(self, inputs: Inputs) -> list[str]:
-        """Return the run's overrides, later ones over earlier ones."""
         found = [] if self._recipe is None else [f"recipes={self._recipe}"]
         if self._recipe is None and "algorithm" not in self._keys:
             found.append(f"algorithm={self.algorithm}")
@@ -216,12 +211,11 @@ class Trainer:
         return [*found, *self._given]
 
     def _arguments(self, inputs: Inputs) -> dict[str, Any]:
-        """Return the named arguments, by key."""
         if self._model is None:
             return {}
         if not isinstance(self._model, str | Path):
-            rule = f"is a {type(self._model).__name__}, and the workers load the model themselves"
-            raise ConfigError([Violation("model", None, rule, "its name, or the folder of its `save_pretrained`")])
+            rule = f"is a {type(self._model).__name__}; the workers load the model from a folder or the Hub"
+            raise ConfigError([Violation("model", None, rule, "its Hub model ID, or a folder of `save_pretrained`")])
         return {"policy.model_name": self._model}
 
     def _of_data(self, inputs: Inputs) -> list[str]:
@@ -239,7 +233,7 @@ class Trainer:
 
 
 class RolloutTrainer(Trainer):
-    """A training run whose model generates what it trains on."""
+    """A training run on the model's own samples."""
 
     def __init__(
         self,
@@ -258,20 +252,16 @@ class RolloutTrainer(Trainer):
         overrides: Sequence[str] | Mapping[str, Any] = (),
         **keys: Any,
     ):
-        """Describe a run; nothing is checked or started yet.
+        """Describe a run. Nothing is checked or started yet. For the other arguments, see `Trainer`.
 
         Args:
-            model: a name of the hub, or a folder; None for the recipe's, or the embedded example.
-            reward: a function `(response, answer) -> float`, or a class of such objects. Several are added up: a list,
-                or a mapping to their weights. None: the recipe's, or equality with the answer.
-            data: rows to train on, with a `prompt` and an `answer`.
-            eval_data: held-out rows, a file of them, or the split of a dataset of the hub.
-            environment: a class that answers in episodes of several turns, or its section
-                (`{"name": MyEnvironment, "max_turns": 4}`).
-            agent: a function that plays an episode by itself, or its section.
+            reward: a function `(response, answer) -> float`, or a class of such objects. A list, or a mapping to
+                weights, is summed. None: the recipe's reward, or equality with the answer.
+            data: training rows with a `prompt` and an `answer`.
+            environment: a class for multi-turn episodes, or its section (`{"name": MyEnvironment, "max_turns": 4}`).
+            agent: a function that plays an episode, or its section.
             tools: functions that the model may call.
-            recipe: see `Trainer`, as for `output_dir`, `on_step`, `overrides` and `keys`.
-            on_rollout: gets the step and the samples of each rollout, as rows of `rollouts/`, once it was trained on.
+            on_rollout: receives the step and the samples of each rollout after training on it, as rows of `rollouts/`.
         """
         described = {"data": data, "eval_data": eval_data, "recipe": recipe, "output_dir": output_dir}
         super().__init__(model, **described, on_step=on_step, overrides=overrides, **keys)
@@ -289,7 +279,7 @@ class RolloutTrainer(Trainer):
 class GRPO(RolloutTrainer):
     """Group relative policy optimisation: `GRPO("Qwen/Qwen3-0.6B", reward=score, data=rows).train()`.
 
-    Its variants are files of configs/algorithm: `GRPO(..., algorithm="dapo")`.
+    Its variants are presets: `GRPO(..., algorithm="dapo")`.
     """
 
     algorithm = "grpo"
@@ -314,7 +304,7 @@ class DPO(Trainer):
 
 
 class ORPO(Trainer):
-    """Odds ratio preference optimisation, which needs no reference: `ORPO(model, data=rows).train()`."""
+    """Odds ratio preference optimisation, without a reference model: `ORPO(model, data=rows).train()`."""
 
     algorithm = "orpo"
 
@@ -331,18 +321,18 @@ def _file(key: str, name: str, data: Data, inputs: Inputs) -> str:
 
 
 def _rewards(reward: Any, inputs: Inputs) -> dict[str, Any]:
-    """Return the arguments of a reward, or of the sum of several."""
+    """Return the keys of one reward or of a sum."""
     if reward is None:
         return {}
     if isinstance(reward, list | tuple):
         reward = dict.fromkeys(reward, 1.0)
     if not isinstance(reward, Mapping):
-        # The arguments of a recipe's reward do not fit another.
+        # Drop the arguments of the recipe's reward.
         return {"reward": reward} if isinstance(reward, str) else {"reward": "exact_match", "reward.name": reward}
     if not all(isinstance(weight, int | float) for weight in reward.values()):
         return {"reward": reward}
     paths = {one if isinstance(one, str) else inputs.path_of("reward", one): weight for one, weight in reward.items()}
-    # The first is the main one, which has no weight.
+    # The main reward has weight 1.
     main = next(iter(paths)) if next(iter(paths.values()), 0) == 1 else "none"
     terms = {path: weight for path, weight in paths.items() if path != main}
     own = {f"reward.terms.{own_name(path)}": {"name": path, "weight": weight} for path, weight in terms.items()}
@@ -351,15 +341,13 @@ def _rewards(reward: Any, inputs: Inputs) -> dict[str, Any]:
 
 @contextmanager
 def _training() -> Iterator[None]:
-    """Prepare this process, which may have done anything before, for a run."""
+    """Prepare this process for a run, and restore its environment afterwards."""
     if threading.current_thread() is not threading.main_thread():
-        raise LauncherError("training needs the main thread of its process, which alone gets signals such as Ctrl-C")
+        raise LauncherError("training needs the main thread of its process, which receives signals such as Ctrl-C")
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        raise LauncherError(
-            "Ray runs in this process already, and a training starts its own: call ray.shutdown() first"
-        )
+        raise LauncherError("Ray already runs in this process, and training starts its own: call ray.shutdown() first")
     if not _TRAINING.acquire(blocking=False):
-        raise LauncherError("a training of this process is not done; one runs at a time")
+        raise LauncherError("another training is running in this process; run one at a time")
     environ = dict(os.environ)
     try:
         forget_signals()
@@ -367,12 +355,8 @@ def _training() -> Iterator[None]:
         with hidden_event_loop(), ending_pools():
             yield
     finally:
-        # Ray has read its secret once, for all runs of this process; it also sets PYTHONBREAKPOINT and others.
+        # Ray reads its token once per process. It also sets variables such as PYTHONBREAKPOINT.
         kept = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
         os.environ.clear()
         os.environ.update(environ | kept)
         _TRAINING.release()
-
-
-def _command(overrides: Sequence[str]) -> str:
-    return shlex.join(["python", "-m", "nemo_rl_lite.train", *overrides])

@@ -1,24 +1,25 @@
-"""Bound what clients without a key can hold: connections, and the time and size of a request's head."""
+"""Limits for clients without a key: number of connections, and time and size of request headers."""
 
 import asyncio
 import resource
+import time
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# Seconds for the head of a request, and its most bytes.
+# Limits on the headers of a request: seconds and bytes.
 HEAD_S = 10.0
 HEAD_BYTES = 256 << 10
 
 
 def most_connections() -> int:
-    """Return the number of connections that leaves this process half of its file descriptors."""
+    """Return half of this process's file descriptors."""
     return max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, which closes connections whose request has no whole head in time, the oldest of them
-    earlier where there are too many connections."""
+    """uvicorn's HTTP protocol, which closes a connection whose headers are late. With too many connections it closes
+    the longest waiting one."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -28,7 +29,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         waiting = [one for one in self.connections if isinstance(one, BoundedProtocol) and one.awaits_head]
         if len(self.connections) >= most_connections() and waiting:
-            min(waiting, key=BoundedProtocol.due).transport.abort()
+            oldest = min(waiting, key=lambda one: one.waits_since)
+            # The connection is lost later; the next one must not choose it again.
+            oldest._stop_waiting()
+            oldest.transport.abort()
         super().connection_made(transport)
         self._await_head()
 
@@ -60,12 +64,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def awaits_head(self) -> bool:
         return self._deadline is not None
 
-    def due(self) -> float:
-        """Return the loop's time at which the head has to be there."""
-        return self._deadline.when() if self._deadline is not None else float("inf")
-
     def _await_head(self) -> None:
         self._stop_waiting()
+        # The loop's time is the same for connections that arrive together.
+        self.waits_since = time.monotonic()
         self._deadline = self.loop.call_later(HEAD_S, self.transport.abort)
 
     def _stop_waiting(self) -> None:

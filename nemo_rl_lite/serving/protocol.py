@@ -1,4 +1,4 @@
-"""Requests and answers of OpenAI's completions and chat completions, without HTTP and without engines."""
+"""Requests and answers of the OpenAI API, independent of HTTP and engines."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from nemo_rl_lite.data.messages import Message, read_messages
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.data.tools import Tool, callable_tools, checked_calls
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.generation.interface import Completion, ServedOptions
 
 # Parameters that do not change sampling.
 _HARMLESS = frozenset(
@@ -25,61 +25,55 @@ _HARMLESS = frozenset(
 )
 # Alternatives to refused parameters.
 _INSTEAD = {
-    "tools": "the chat template writes them, so ask /chat/completions",
-    "functions": "name them in tools, as OpenAI's newer API does",
-    "stop_token_ids": "those of generation.stop_token_ids hold for all responses",
-    "response_format": "describe the format in a message",
-    "top_logprobs": "the engines keep the logprob of the sampled token alone",
-    "echo": "the engines keep no logprobs of a prompt; write the prompt before the text yourself",
+    "tools": "use /chat/completions, whose chat template writes them",
+    "functions": "use tools",
+    "stop_token_ids": "set generation.stop_token_ids, for all responses",
+    "echo": "prepend the prompt to the text yourself; the engines return no logprobs of a prompt",
 }
-# Values that leave sampling as it is.
+# Values that do not change sampling.
 _NEUTRAL: dict[str, Any] = {
-    "top_logprobs": 0,
     "tool_choice": "none",
-    "response_format": {"type": "text"},
     "best_of": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
     "min_p": 0,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
 }
-# OpenAI's word for a chat that leaves no room for a response.
+# OpenAI's code for a chat without room for a response.
 FULL = "context_length_exceeded"
-# Characters of a text that the event loop tokenizes in a few milliseconds.
+# Longer texts, in characters, are tokenized in a thread: they would block the event loop for milliseconds.
 _LONG = 20_000
-# The length of a call's id; Mistral's templates take no other.
+# OpenAI's and vLLM's limit on the most likely tokens of a position.
+_MOST_LOGPROBS = 20
+# Length of a tool call's id, which Mistral's templates require.
 _ID_LETTERS = 9
 
 
 class RefusedError(Exception):
-    """A request that is not answered: HTTP status, message, parameter, and a word for programs."""
+    """A rejected request: HTTP status, message, parameter and OpenAI's error code."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI's clients expect it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Prompts, and their responses in turn: equally many for each, and at least one."""
+    """Prompts and their responses, the same number for each prompt, in order."""
 
     prompts: tuple[tuple[int, ...], ...]
     completions: tuple[Completion, ...]
 
 
 class ApiRequest(BaseModel):
-    """Parameters of all requests. None: not given."""
+    """Parameters of all requests; None if not given."""
 
     model_config = ConfigDict(extra="allow")
     source: ClassVar[str]
-    """The parameter of the prompt."""
+    """Name of the prompt's parameter."""
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
 
@@ -91,6 +85,10 @@ class ApiRequest(BaseModel):
     n: int | None = Field(default=None, gt=0, le=128)
     max_tokens: int | None = Field(default=None, gt=0)
     stop: list[Annotated[str, StringConstraints(min_length=1)]] | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -103,58 +101,73 @@ class ApiRequest(BaseModel):
     def most_tokens(self) -> int | None:
         return self.max_tokens
 
+    @property
+    @abstractmethod
+    def most_likely(self) -> int:
+        """The number of most likely tokens that each position reports."""
+
+    def options(self) -> ServedOptions:
+        """Return penalties, top logprobs and the schema. Raises RefusedError: the response format is invalid."""
+        return ServedOptions(
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            top_logprobs=self.most_likely,
+            json_schema=_json_schema(self.response_format),
+        )
+
     @abstractmethod
     def characters(self) -> int:
         """Count the characters of the longest prompt."""
 
     @abstractmethod
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        """Tokens of each prompt. Raises RefusedError: there are none, or no engine takes them."""
+        """Return the tokens of each prompt. Raises RefusedError: a prompt is empty or invalid."""
 
     def text(self, completion: Completion, tokenizer: ChatTokenizer) -> str:
-        """Text of a response, up to the request's own stop string; ids and logprobs are of all tokens."""
+        """Return the text of a response up to the request's stop string. Ids and logprobs keep all tokens."""
         text = tokenizer.text(completion.tokens)
         return text[: min((text.index(stop) for stop in self.stop or () if stop in text), default=None)]
 
     @abstractmethod
     def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-        """Convert the answer to OpenAI's format, with vLLM's fields for token ids."""
+        """Convert the answer to OpenAI's format, plus vLLM's token ids."""
 
     @abstractmethod
     def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
-        """Return the logprobs of a choice; None where the request asks for none."""
+        """Return the logprobs of a choice; None if not requested."""
 
     def shown(self, text: str, so_far: Completion, tokenizer: ChatTokenizer) -> int:
-        """Return how many characters of an unfinished response a stream may show."""
+        """Return the number of characters of an unfinished response that a stream may show."""
         return held_back(text, self.stop or ())
 
     def opening_delta(self) -> Mapping[str, Any]:
-        """Return what the first chunk of a choice says before its text."""
+        """Return the content of a choice's first chunk, before its text."""
         return {}
 
     @abstractmethod
     def delta(self, text: str) -> dict[str, Any]:
-        """Return a choice's part of a chunk with more text."""
+        """Return the content of a chunk with more text."""
 
     @abstractmethod
     def last_delta(self, choice: Mapping[str, Any], sent: int) -> Mapping[str, Any]:
-        """Return a whole choice's part of the last chunk, behind so many characters of its text."""
+        """Return the content of the last chunk of a choice, after `sent` characters of its text."""
 
 
 ChoiceProgress = Callable[[int, Completion], None]
-"""Told of a choice's tokens so far."""
+"""Receives the index of a choice and its tokens so far."""
 
 
 class CompletionHandler(Protocol):
     """Answers the requests of one key."""
 
     async def respond(self, asked: ApiRequest, progress: ChoiceProgress | None = None) -> Answer:
-        """Answer a request, and tell of the tokens so far where it streams. Raises RefusedError."""
+        """Answer one request; report the tokens so far if it streams. Raises RefusedError."""
         ...
 
 
 def read_request[T: ApiRequest](kind: type[T], content: Any) -> T:
-    """Read the body of a request. Raises RefusedError: it is invalid, or has an unsupported parameter."""
+    """Parse the body of a request. Raises RefusedError: it is invalid or has an unsupported parameter."""
     try:
         asked = kind.model_validate(content)
     except ValidationError as error:
@@ -170,8 +183,8 @@ def read_request[T: ApiRequest](kind: type[T], content: Any) -> T:
 
 
 def _answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
-    """Fields of all answers; `choices` has the others, one entry for each response. `system_fingerprint` names the
-    newest step whose weights sampled the responses."""
+    """Return an answer; `choices` has the request-specific fields. `system_fingerprint` is the newest step whose
+    weights sampled the responses."""
     responses = answer.completions
     sizes = sum(map(len, answer.prompts)), sum(len(one.tokens) for one in responses)
     return {
@@ -194,6 +207,7 @@ class ChatRequest(ApiRequest):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(default=None, gt=0)
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=_MOST_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -202,20 +216,24 @@ class ChatRequest(ApiRequest):
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def most_likely(self) -> int:
+        return self.top_logprobs or 0
+
     def chat(self) -> tuple[Message, ...]:
-        """Read the messages. Raises RefusedError: they are not a chat that the policy can answer."""
+        """Read the messages. Raises RefusedError: they are not a chat that ends before the assistant's turn."""
         try:
             messages = read_messages(self.messages, "messages")
         except DataError as error:
             raise RefusedError(400, str(error), "messages") from None
         if messages[-1]["role"] == "assistant":
-            raise RefusedError(400, "messages: the last one is the assistant's, which has to answer it", "messages")
+            raise RefusedError(400, "messages: the last message is the assistant's; end with another role", "messages")
         return messages
 
     def offered(self) -> tuple[Tool, ...]:
-        """Tools that the model may call. Raises RefusedError: they are not functions, or a call is demanded."""
+        """Return the tools that the model may call. Raises RefusedError: a tool is invalid, or a call is forced."""
         if self.tool_choice not in (None, "auto", "none"):
-            fix = 'nothing makes the engines write a call; leave it out, or choose "auto" or "none"'
+            fix = 'use "auto" or "none"; the engines cannot force a call'
             rule = f"tool_choice = {self.tool_choice!r:.60} is not supported here: {fix}"
             raise RefusedError(400, rule, "tool_choice")
         try:
@@ -228,14 +246,12 @@ class ChatRequest(ApiRequest):
         return sum(_characters(message.get("content")) for message in self.messages)
 
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        """See `ApiRequest.prompts`: there is one. Raises RefusedError also if the tokenizer does not take the tools."""
         tools = self.offered()
         if tools and not tokenizer.takes_tools:
             rule = (
-                "the model's chat template does not write them, or writes calls in a way that is not known "
-                "(docs/rollouts.md lists the known ones)"
+                "the model's chat template does not write tools, or has an unknown call format (docs/environments.md)"
             )
-            fix = "describe the tools in a message, or name another template with policy.tokenizer.chat_template"
+            fix = "describe the tools in a message, or set policy.tokenizer.chat_template"
             raise RefusedError(400, f"tools: {rule}: {fix}", "tools")
         try:
             return (tuple(tokenizer.prompt(self.chat(), tools)),)
@@ -253,7 +269,7 @@ class ChatRequest(ApiRequest):
         return _answer_body(answer, choices, model) | own
 
     def shown(self, text: str, so_far: Completion, tokenizer: ChatTokenizer) -> int:
-        """See `ApiRequest.shown`. From where a call of a tool may begin, the text waits for the response's end."""
+        """Hold back text that may start a tool call until the response ends."""
         if not self.offered():
             return super().shown(text, so_far, tokenizer)
         marker = tokenizer.call_marker
@@ -276,8 +292,8 @@ class ChatRequest(ApiRequest):
         return {"delta": delta}
 
     def _said(self, completion: Completion, tokenizer: ChatTokenizer, tools: Sequence[Tool]) -> dict[str, Any]:
-        """Message of a response, with its calls of `tools`, and the finish reason if there are any. As in vLLM, an
-        unreadable call makes the response a text, and the client checks whether calls fit the tools."""
+        """Return the message of a response with its tool calls. As in vLLM, an unreadable call makes the response a
+        text, and the client checks calls against the tools."""
         before, written = tokenizer.written_calls(completion.tokens) if tools else ("", [])
         if not written or any(call.trouble for call in written):
             return {"message": {"role": "assistant", "content": self.text(completion, tokenizer)}}
@@ -291,12 +307,18 @@ class ChatRequest(ApiRequest):
         return {"message": message, "finish_reason": "tool_calls"}
 
     def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
-        if not self.logprobs:
+        if not self.logprobs and not self.top_logprobs:
             return None
-        pieces = [tokenizer.piece(token) for token in completion.tokens]
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            piece = tokenizer.piece(token)
+            return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
+
+        sampled = zip(completion.tokens, completion.logprobs, strict=True)
+        tops = _top_logprobs(completion, self.most_likely)
         content = [
-            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-            for piece, logprob in zip(pieces, completion.logprobs, strict=True)
+            {**entry(*one), "top_logprobs": [entry(*pair) for pair in top]}
+            for one, top in zip(sampled, tops, strict=True)
         ]
         return {"content": content}
 
@@ -307,18 +329,17 @@ class CompletionRequest(ApiRequest):
     source, id_prefix, chunk_object = "prompt", "cmpl", "text_completion"
 
     prompt: Any
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=_MOST_LOGPROBS)
+
+    @property
+    def most_likely(self) -> int:
+        return self.logprobs or 0
 
     def characters(self) -> int:
         prompts = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         return max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
 
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        """See `ApiRequest.prompts`. Raises RefusedError also for more `logprobs` than the engines keep."""
-        if self.logprobs and (self.logprobs > 1 or self.temperature != 0):
-            rule = "the engines keep the logprob of the sampled token alone, which is the likeliest at temperature 0"
-            fix = "ask for logprobs = 0, or for 1 with temperature = 0"
-            raise RefusedError(400, f"logprobs = {self.logprobs}: {rule}; {fix}", "logprobs")
         several = isinstance(self.prompt, list) and self.prompt and not _is_token(self.prompt[0])
         return tuple(_tokens(prompt, tokenizer) for prompt in (self.prompt if several else [self.prompt]))
 
@@ -344,20 +365,26 @@ class CompletionRequest(ApiRequest):
         if self.logprobs is None:
             return None
         pieces = [tokenizer.piece(token) for token in completion.tokens]
-        pairs = zip(pieces, completion.logprobs, strict=True)
+        # As in OpenAI's API, the sampled token is there too, also if it is less likely.
+        tops = [
+            {tokenizer.piece(token): logprob for token, logprob in top} | {piece: logprob}
+            for top, piece, logprob in zip(
+                _top_logprobs(completion, self.most_likely), pieces, completion.logprobs, strict=True
+            )
+        ]
         return {
             "tokens": pieces,
             "token_logprobs": list(completion.logprobs),
-            "top_logprobs": [{piece: logprob} for piece, logprob in pairs] if self.logprobs else None,
+            "top_logprobs": tops if self.logprobs else None,
             "text_offset": list(accumulate(map(len, pieces[:-1]), initial=0)),
         }
 
 
 async def tokenized[T](asked: ApiRequest, work: Callable[[], T], tokenizer: ChatTokenizer, max_length: int) -> T:
-    """Return `work()`, which tokenizes a request; beside the event loop where its text is long.
+    """Return `work()`, which tokenizes a request; in a thread if its text is long.
 
     Raises:
-        RefusedError: the text exceeds `max_length` tokens, however it is tokenized.
+        RefusedError: the text has too many characters for `max_length` tokens.
     """
     characters = asked.characters()
     if characters > max_length * tokenizer.longest_token:
@@ -369,8 +396,7 @@ async def tokenized[T](asked: ApiRequest, work: Callable[[], T], tokenizer: Chat
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters of a text can be shown: none of a mark in it, nor of what may become one at its
-    end."""
+    """Return the number of characters before the first mark, or before an end that may become a mark."""
     shown = min((text.index(mark) for mark in marks if mark in text), default=len(text))
     longest = max(map(len, marks), default=0)
     for length in range(min(longest - 1, shown), 0, -1):
@@ -379,8 +405,29 @@ def held_back(text: str, marks: Sequence[str]) -> int:
     return shown
 
 
+def _json_schema(response_format: Mapping[str, Any] | None) -> str | None:
+    """Return the schema of a `response_format` as JSON text; None for free text. Raises RefusedError: it is invalid."""
+    given = response_format or {}
+    match given.get("type", "text"), given.get("json_schema"):
+        case "text", _:
+            return None
+        case "json_object", _:
+            return '{"type": "object"}'
+        case "json_schema", {"schema": dict(schema)}:
+            return json.dumps(schema)
+    known = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise RefusedError(400, f"response_format = {given!r:.60}: it must be {known}", "response_format")
+
+
+def _top_logprobs(completion: Completion, count: int) -> Sequence[Sequence[tuple[int, float]]]:
+    """Return the `count` most likely tokens of each position. An engine that reports none was greedy, so that the
+    sampled token is the most likely one."""
+    if completion.top_logprobs or not count:
+        return completion.top_logprobs or [()] * len(completion.tokens)
+    return [[pair] for pair in zip(completion.tokens, completion.logprobs, strict=True)]
+
+
 def _characters(content: Any) -> int:
-    """Count the characters of a message's content: a text, or a list of parts with texts."""
     if isinstance(content, list):
         return sum(_characters(part.get("text")) for part in content if isinstance(part, dict))
     return len(content) if isinstance(content, str) else 0
@@ -391,16 +438,16 @@ def _is_token(given: Any) -> bool:
 
 
 def _tokens(prompt: Any, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """Tokens of one prompt. Raises RefusedError: it is invalid or empty."""
+    """Return the tokens of one prompt. Raises RefusedError: it is invalid or empty."""
     if isinstance(prompt, str):
         tokens = tokenizer.opening(prompt)
     elif isinstance(prompt, list) and all(map(_is_token, prompt)):
         tokens = prompt
     else:
-        raise RefusedError(400, "prompt: it is a text, a list of token ids, or a list of either", "prompt")
+        raise RefusedError(400, "prompt: must be a text, a list of token ids, or a list of these", "prompt")
     if not tokens:
-        raise RefusedError(400, "prompt: it has no tokens, and a response has to continue some", "prompt")
+        raise RefusedError(400, "prompt: has no tokens", "prompt")
     highest = tokenizer.highest_token
     if unknown := [token for token in tokens if not 0 <= token <= highest]:
-        raise RefusedError(400, f"prompt: {unknown[0]} is no token id, which are 0 to {highest}", "prompt")
+        raise RefusedError(400, f"prompt: {unknown[0]} is not a token id (0 to {highest})", "prompt")
     return tuple(tokens)

@@ -1,12 +1,13 @@
-"""Answer requests that belong to no episode, each with its own sampling."""
+"""Answers requests outside of episodes, each with its own sampling."""
 
 import asyncio
 import random
 from dataclasses import dataclass, replace
 from functools import partial
 
+from nemo_rl_lite.config.engines import Engine
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.generation.interface import Request, Requests, Sampling
+from nemo_rl_lite.generation.interface import Request, RequestError, Requests, Sampling
 from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, ChoiceProgress, RefusedError, tokenized
 
 _SEED_BITS = 31
@@ -14,18 +15,18 @@ _SEED_BITS = 31
 
 @dataclass(frozen=True)
 class ResponderConfig:
-    """Tokenizer, usual sampling, most tokens of prompt and response together, and the lowest and highest temperature
-    besides 0 that the engine takes."""
+    """Default sampling of requests, and the limits of the engine. `max_length`: maximum number of tokens of a prompt
+    and its response."""
 
     tokenizer: ChatTokenizer
     sampling: Sampling
     max_length: int
-    temperatures: tuple[float, float]
+    engine: Engine
 
 
 @dataclass(frozen=True)
 class PublicHandler:
-    """`CompletionHandler` that keeps nothing of a conversation."""
+    """A stateless `CompletionHandler`."""
 
     config: ResponderConfig
     requests: Requests
@@ -34,7 +35,7 @@ class PublicHandler:
         usual, tokenizer, max_length = self._sampling(asked), self.config.tokenizer, self.config.max_length
         prompts = await tokenized(asked, lambda: asked.prompts(tokenizer), tokenizer, max_length)
         samplings = [self._limited(usual, asked, len(prompt)) for prompt in prompts]
-        # vLLM's first model runner ignores all seeds of a batch on a CPU where one request has none.
+        # On CPUs, vLLM ignores all seeds of a batch if one request has none.
         seed = random.getrandbits(_SEED_BITS) if asked.seed is None else asked.seed
         seeds = [(seed + index) % 2**_SEED_BITS for index in range(asked.n or 1)]
         streams, each = progress is not None, zip(prompts, samplings, strict=True)
@@ -43,51 +44,72 @@ class PublicHandler:
             self.requests.sample(one, progress=None if progress is None else partial(progress, index))
             for index, one in enumerate(requests)
         )
-        sampled = await asyncio.gather(*samples)
+        try:
+            sampled = await asyncio.gather(*samples)
+        except RequestError as error:
+            raise RefusedError(400, str(error)) from None
         return Answer(prompts, tuple(completion for completion, _ in sampled))
 
     def _limited(self, usual: Sampling, asked: ApiRequest, prompt_tokens: int) -> Sampling:
-        """Set the limit on new tokens: the request's, or else what the context has room for. See `limited`."""
+        """Set the limit on new tokens: the request's, or the room in the context. See `limited`."""
         room = self.config.max_length - prompt_tokens
         if asked.most_tokens is None and room > 0:
             usual = replace(usual, max_new_tokens=min(usual.max_new_tokens, room))
         return limited(usual, asked, prompt_tokens, self.config.max_length)
 
     def _sampling(self, asked: ApiRequest) -> Sampling:
-        usual, (lowest, highest) = self.config.sampling, self.config.temperatures
+        usual, engine = self.config.sampling, self.config.engine
         sampling = replace(usual, stop_strings=(*usual.stop_strings, *(asked.stop or ())))
         temperature = sampling.temperature if asked.temperature is None else asked.temperature
-        if temperature and not lowest <= temperature <= highest:
-            message = f"temperature = {temperature:g}: this engine takes 0 and {lowest:g} to {highest:g}"
-            raise RefusedError(400, message, "temperature")
-        if asked.top_p is not None and not 0 < asked.top_p <= 1:
-            raise RefusedError(400, f"top_p = {asked.top_p:g} is not above 0 and at most 1", "top_p")
-        if asked.top_k is not None and asked.top_k < -1:
-            raise RefusedError(400, f"top_k = {asked.top_k} is no number of tokens", "top_k")
+        if found := out_of_range(engine, temperature, asked.top_p, asked.top_k):
+            name, rule = found
+            raise RefusedError(400, f"{name} = {rule}", name)
+        options = asked.options()
+        if not temperature and options.top_logprobs == 1:
+            # The sampled token is the most likely one.
+            options = replace(options, top_logprobs=0)
+        if (unsupported := options.changed()) and not engine.takes_options:
+            name = "response_format" if unsupported[0] == "json_schema" else unsupported[0]
+            raise RefusedError(400, f"{name} is not supported by this engine: serve with vLLM, or leave it out", name)
+        sampling = replace(sampling, options=options)
         if not temperature:
             return sampling.greedy()
-        # -1 and 0 are vLLM's words for all tokens.
-        top_k = sampling.top_k if asked.top_k is None else max(asked.top_k, 0) or None
+        top_k = sampling.top_k if asked.top_k is None else all_or(asked.top_k)
         return replace(sampling, temperature=temperature, top_p=asked.top_p or sampling.top_p, top_k=top_k)
 
 
-def limited(sampling: Sampling, asked: ApiRequest, prompt_tokens: int, max_length: int) -> Sampling:
-    """Set the request's own limit on new tokens.
+def out_of_range(
+    engine: Engine, temperature: float | None, top_p: float | None, top_k: int | None
+) -> tuple[str, str] | None:
+    """Return the name of a sampling parameter that the engine cannot take, and its value with the rule."""
+    lowest, highest = engine.temperatures
+    if temperature and not lowest <= temperature <= highest:
+        return "temperature", f"{temperature:g}: must be 0, or {lowest:g} to {highest:g}, for this engine"
+    if top_p is not None and not 0 < top_p <= 1:
+        return "top_p", f"{top_p:g}: must be above 0 and at most 1"
+    if top_k is not None and top_k < -1:
+        return "top_k", f"{top_k}: must be -1 or more"
+    return None
 
-    Raises:
-        RefusedError: it is above the run's limit, or prompt and response do not fit.
-    """
+
+def all_or(top_k: int) -> int | None:
+    """Return None for all tokens, which vLLM calls -1 and 0."""
+    return top_k if top_k > 0 else None
+
+
+def limited(sampling: Sampling, asked: ApiRequest, prompt_tokens: int, max_length: int) -> Sampling:
+    """Set the request's limit on new tokens. Raises RefusedError: it exceeds the run's limit or the context."""
     most = sampling.max_new_tokens if asked.most_tokens is None else asked.most_tokens
     if most > sampling.max_new_tokens:
         limit = f"a response has at most generation.max_new_tokens = {sampling.max_new_tokens} tokens"
-        fix = "ask for no more, or raise that key (nrl-lite serve --max-new-tokens)"
+        fix = "ask for fewer, or raise that key (nrl-lite serve --max-new-tokens)"
         raise RefusedError(400, f"max_tokens = {most}: {limit}; {fix}", "max_tokens")
     if prompt_tokens + most > max_length:
-        fix = "send less" if asked.most_tokens is None else "ask for less with max_tokens, or send less"
+        fix = "shorten the prompt" if asked.most_tokens is None else "lower max_tokens, or shorten the prompt"
         raise RefusedError(
             400,
-            f"{prompt_tokens} tokens of {asked.source} and {most} of the response exceed the {max_length} of the "
-            f"context (policy.max_total_sequence_length): {fix}",
+            f"{prompt_tokens} tokens of {asked.source} and {most} of the response exceed the context of {max_length} "
+            f"(policy.max_total_sequence_length): {fix}",
             asked.source,
             FULL,
         )

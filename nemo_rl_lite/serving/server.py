@@ -1,4 +1,4 @@
-"""Serve OpenAI's API: an HTTP server in a thread, and the gate from it to the event loop of the engines."""
+"""Serves the OpenAI API: an HTTP server in a thread, and the bridge to the engines' event loop."""
 
 import asyncio
 import json
@@ -34,13 +34,10 @@ from nemo_rl_lite.serving.protocol import (
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 from nemo_rl_lite.serving.stream import Chunk, Send, StreamWriter
 
-_ASLEEP = (
-    "the engines do not generate now, because the policy trains or gets its new weights to them: ask again during the "
-    "next rollout"
-)
-# nginx's status for a client that has gone; no one reads it.
+_ASLEEP = "the engines are paused while the policy trains or refits them: try again during the next rollout"
+# nginx's status for a disconnected client, which no one reads.
 _CLIENT_GONE = 499
-# Seconds that the server has to end.
+# Seconds for the server to end.
 _LIMIT_S = 30.0
 _ANSWERED = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 _EVERYWHERE = ("0.0.0.0", "::", "")
@@ -55,10 +52,10 @@ class _Session:
 
 
 class LoopBridge:
-    """Passes each request from the server's thread to the handler of its key, in the engines' event loop."""
+    """Passes requests from the server's thread to the handler of their key, in the engines' event loop."""
 
     def __init__(self, token: str, tokenizer: ChatTokenizer, model: str):
-        """`token` is a key that is known also while the gate is closed."""
+        """`token`: a key that is valid even while the gate is closed."""
         self._token, self._tokenizer, self._model = token, tokenizer, model
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,12 +75,12 @@ class LoopBridge:
         finally:
             with self._lock:
                 self._loop = None
-            # A request that the server's thread has just handed over begins now, and is refused.
+            # A request that was just handed over starts now, and is refused.
             await asyncio.sleep(0)
 
     @asynccontextmanager
     async def session(self, handler: CompletionHandler, key: str | None = None) -> AsyncIterator[str]:
-        """Give the handler the requests with the key that this yields; cancel the unfinished ones at the end."""
+        """Yield a key whose requests go to the handler; cancel unfinished requests at the end."""
         key, session = key or secrets.token_urlsafe(24), _Session(handler)
         self._sessions[key] = session
         try:
@@ -98,8 +95,8 @@ class LoopBridge:
         return key in self._sessions or secrets.compare_digest(key.encode(), self._token.encode())
 
     def ask(self, key: str, asked: ApiRequest, send: Send | None = None) -> Future[dict[str, Any]]:
-        """Hand over a request from the server's thread; cancelling the future aborts it. `send` gets the chunks of a
-        stream, in the engines' thread. Raises RefusedError: the gate is closed."""
+        """Hand over a request from the server's thread. Cancelling the future aborts it. `send` receives the chunks of
+        a stream, in the engines' thread. Raises RefusedError: the gate is closed."""
         with self._lock:
             if self._loop is None:
                 raise RefusedError(503, _ASLEEP)
@@ -127,7 +124,7 @@ class LoopBridge:
 
 
 class Endpoint:
-    """OpenAI's API of the engines of a run."""
+    """The OpenAI API of a run's engines."""
 
     def __init__(
         self,
@@ -137,22 +134,28 @@ class Endpoint:
         max_length: int,
         token: str | None = None,
     ):
-        """`bound`: see `bound_socket`; `models`: the model's names, the first of which answers have; `max_length`: most
-        tokens of prompt and response; `token`: key of requests that belong to no episode, by default a new one."""
+        """Make an endpoint; `running` starts it.
+
+        Args:
+            bound: a socket of `bound_socket`.
+            models: accepted names of the model; answers have the first.
+            max_length: maximum number of tokens of a prompt and its response.
+            token: key of requests outside of episodes; None generates one.
+        """
         self.model, self.token = models[0], token or secrets.token_urlsafe(24)
         self._bound, self._models, self._max_length = bound, models, max_length
         self.gate = LoopBridge(self.token, tokenizer, self.model)
 
     @property
     def url(self) -> str:
-        """Base URL for clients on this machine."""
+        """Return the base URL for clients on this machine."""
         host, port = self._bound.getsockname()[:2]
         shown = "127.0.0.1" if host in _EVERYWHERE else host
         return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1"
 
     @contextmanager
     def running(self) -> Iterator["Endpoint"]:
-        """Run the server."""
+        """Run the server during the block."""
         options = uvicorn.Config(
             _application(self.gate, self._models, self._max_length),
             http=BoundedProtocol,
@@ -173,14 +176,14 @@ class Endpoint:
 
     @asynccontextmanager
     async def answering(self, anybody: CompletionHandler | None) -> AsyncIterator[None]:
-        """Answer the requests of sessions and, by `anybody`, those with the token."""
+        """Answer the requests of sessions, and those with the token by `anybody`."""
         async with self.gate.open(), self.gate.session(anybody, self.token) if anybody else nullcontext():
             yield
 
 
 @contextmanager
 def bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
-    """Yield a socket at the address, which listens from now on.
+    """Yield a listening socket at the address.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -192,14 +195,14 @@ def bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
             bound.bind((host, port))
             bound.listen(2048)
         except OSError as error:
-            rule = f"cannot listen there: {error.strerror or error}"
+            rule = f"cannot listen on this address: {error.strerror or error}"
             fix = "generation.serve.port=null finds a free port"
             raise ConfigError([Violation("generation.serve.host", f"{host}:{port}", rule, fix)]) from error
         yield bound
 
 
 def _application(gate: LoopBridge, names: Sequence[str], max_length: int) -> FastAPI:
-    """Routes of the server. All but `/health` need a key."""
+    """Return the routes of the server. All except `/health` need a key."""
     app = FastAPI(openapi_url=None)
     started = int(time.time())
 
@@ -211,7 +214,7 @@ def _application(gate: LoopBridge, names: Sequence[str], max_length: int) -> Fas
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def elsewhere(request: Request, error: HTTPException) -> JSONResponse:
-        rule = f"there is no {request.method} {request.url.path} here, only {_ANSWERED}"
+        rule = f"unknown route {request.method} {request.url.path}; known are {_ANSWERED}"
         return JSONResponse(RefusedError(error.status_code, rule).body(), error.status_code, error.headers)
 
     @app.get("/health")
@@ -240,7 +243,7 @@ def _application(gate: LoopBridge, names: Sequence[str], max_length: int) -> Fas
             return Response(status_code=_CLIENT_GONE)
         asked = read_request(kind, _parsed(body))
         if asked.model not in (None, *names):
-            rule = f"there is no model {asked.model!r:.100} here, only {names[0]!r}"
+            rule = f"unknown model {asked.model!r:.100}; this endpoint serves {names[0]!r}"
             raise RefusedError(404, rule, "model", "model_not_found")
         if asked.stream:
             return await _streamed(request, gate, key, asked)
@@ -258,7 +261,7 @@ def _application(gate: LoopBridge, names: Sequence[str], max_length: int) -> Fas
 
 
 async def _streamed(request: Request, gate: LoopBridge, key: str, asked: ApiRequest) -> Response:
-    """Answer with the chunks of a stream. Raises RefusedError: the request fails before its first chunk."""
+    """Answer with a stream of chunks. Raises RefusedError: the request fails before its first chunk."""
     loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Chunk | None]()
 
     def send(chunk: Chunk) -> None:
@@ -290,7 +293,7 @@ async def _streamed(request: Request, gate: LoopBridge, key: str, asked: ApiRequ
 
 
 def _parsed(body: bytes) -> Any:
-    """Parse a body. Raises RefusedError: it is no JSON in UTF-8, nested too deeply, or has half of a surrogate pair."""
+    """Parse a body. Raises RefusedError: not JSON in UTF-8, nested too deeply, or with an unpaired surrogate."""
     try:
         content = json.loads(body.decode("utf-8-sig"))
         if b"\\u" in body:
@@ -301,20 +304,20 @@ def _parsed(body: bytes) -> Any:
 
 
 def _key(request: Request, gate: LoopBridge) -> str:
-    """Key of a request. Raises RefusedError: it is unknown."""
+    """Return the key of a request. Raises RefusedError: it is unknown."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not gate.knows(key):
         raise RefusedError(
             401,
-            "a key is needed, as `Authorization: Bearer KEY`: an agent's endpoint.api_key, which ends with its "
-            "episode, or the token that was printed, or is in the run's endpoint.json",
+            "send a valid key as `Authorization: Bearer KEY`: an agent's endpoint.api_key, valid during its episode, "
+            "or the printed token, which is also in the run's endpoint.json",
             code="invalid_api_key",
         )
     return key
 
 
 def _refusal(answer: asyncio.Future[dict[str, Any]]) -> RefusedError | None:
-    """Return why there is no answer: the handler refuses, the engines fail, or they stop before; None if there is."""
+    """Return why a request has no answer; None if it has one."""
     if answer.cancelled():
         return RefusedError(503, _ASLEEP)
     error = answer.exception()
@@ -324,7 +327,7 @@ def _refusal(answer: asyncio.Future[dict[str, Any]]) -> RefusedError | None:
 
 
 async def _is_gone(request: Request, awaited: asyncio.Future[Any]) -> bool:
-    """Wait for a future; return whether the client has gone before."""
+    """Wait for a future; return whether the client disconnects first."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -340,8 +343,7 @@ async def _is_gone(request: Request, awaited: asyncio.Future[Any]) -> bool:
 
 @dataclass(frozen=True)
 class ServedGeneration:
-    """`Generation` that also answers over HTTP: requests with the token by `responder`, if there is one, and those of
-    episodes by their sessions."""
+    """`Generation` that also answers over HTTP: requests of episodes, and with `responder` those with the token."""
 
     generation: Generation
     endpoint: Endpoint

@@ -1,9 +1,9 @@
-"""Write responses as OpenAI's stream of chunks, while the engine still samples them."""
+"""Writes responses as OpenAI's stream of chunks while the engine samples them."""
 
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -12,24 +12,24 @@ from nemo_rl_lite.serving.protocol import Answer, ApiRequest
 
 Chunk = Mapping[str, Any]
 Send = Callable[[Chunk], None]
-# The end of a text whose last character needs more tokens.
+# End of a text whose last character needs more tokens.
 _HALF = "\ufffd"
 
 
 @dataclass
 class _Sent:
-    """The part of a response that is decoded, and the part that has been sent."""
+    """The decoded and the sent part of a response."""
 
     text: str = ""
     characters: int = 0
     tokens: int = 0
-    # The window of tokens that is decoded again: its start, and the end of those in `text`.
+    # Window of tokens to decode again: its start, and the end of the tokens in `text`.
     _start: int = 0
     _end: int = 0
 
     def decode(self, tokens: Sequence[int], tokenizer: ChatTokenizer) -> None:
-        """Add the text of new tokens, unless it ends inside of a character. Tokens are decoded behind the last ones,
-        because some decoders drop the blank at the start of a text."""
+        """Add the text of new tokens, unless it ends within a character. Earlier tokens are decoded with them, because
+        some decoders drop a leading space."""
         old, new = tokenizer.text(tokens[self._start : self._end]), tokenizer.text(tokens[self._start :])
         if len(new) > len(old) and not new.endswith(_HALF):
             self.text += new[len(old) :]
@@ -45,7 +45,7 @@ class StreamWriter:
         self._sent: dict[int, _Sent] = {}
 
     def begun(self, index: int, so_far: Completion) -> Iterator[Chunk]:
-        """Yield the chunks of a choice whose tokens so far are these."""
+        """Yield the chunks for the tokens so far of a choice."""
         sent = self._sent.setdefault(index, _Sent())
         sent.decode(so_far.tokens, self._tokenizer)
         shown = self._asked.shown(sent.text, so_far, self._tokenizer)
@@ -55,7 +55,7 @@ class StreamWriter:
             yield self._chunk(index, self._asked.delta(text), so_far.versions[-1], self._tokens(sent, so_far))
 
     def ended(self, answer: Answer) -> Iterator[Chunk]:
-        """Yield what has not been sent of the choices, with their finish reasons; then the usage, if asked for."""
+        """Yield the unsent rest of the choices with their finish reasons, then the usage if requested."""
         body = self._asked.body(answer, self._tokenizer, self._model)
         for choice, completion in zip(body["choices"], answer.completions, strict=True):
             index, sent = choice["index"], self._sent.setdefault(choice["index"], _Sent())
@@ -67,14 +67,19 @@ class StreamWriter:
             yield {**self._head(), "choices": [], "usage": body["usage"]}
 
     def _opening(self, index: int, sent: _Sent, so_far: Completion) -> Iterator[Chunk]:
-        """Yield the chunk with the role of a chat's choice, where nothing has been sent of it."""
+        """Yield a choice's first chunk, which has the role, if nothing was sent yet."""
         if not sent.tokens and (opening := self._asked.opening_delta()):
             yield self._chunk(index, opening, so_far.versions[-1], {})
 
     def _tokens(self, sent: _Sent, so_far: Completion) -> dict[str, Any]:
-        """Return the ids and logprobs of the tokens that have not been sent."""
+        """Return the ids and logprobs of the unsent tokens."""
         first, sent.tokens = sent.tokens, len(so_far.tokens)
-        new = Completion(so_far.tokens[first:], so_far.logprobs[first:], so_far.finish_reason, so_far.versions[first:])
+        new = replace(
+            so_far,
+            tokens=so_far.tokens[first:],
+            logprobs=so_far.logprobs[first:],
+            top_logprobs=so_far.top_logprobs[first:],
+        )
         return {"token_ids": list(new.tokens), "logprobs": self._asked.logprobs_of(new, self._tokenizer)}
 
     def _chunk(self, index: int, delta: Mapping[str, Any], version: int, rest: Mapping[str, Any]) -> Chunk:

@@ -1,8 +1,8 @@
-"""`nrl-lite slurm [options] [group=file ...] [key.path=value ...]`: a training run as a Slurm job.
+"""`nrl-lite slurm [options] [group=file ...] [key.path=value ...]`: print or submit a training run as a Slurm job.
 
-Prints a script for sbatch, or submits it. The configuration (cluster.num_nodes, cluster.gpus_per_node) is checked
-first; sbatch checks its own options. A job that is stopped by its time limit or for another job is requeued, and
-resumes from its newest checkpoint. Options may be in a file, one on a line: @FILE.
+The configuration (cluster.num_nodes, cluster.gpus_per_node) is checked first; sbatch checks its own options. A job that
+reaches its time limit or is preempted is requeued and resumes from its newest checkpoint. @FILE reads options from a
+file, one per line.
 """
 
 import argparse
@@ -29,33 +29,33 @@ from nemo_rl_lite.validation.notes import notes, notes_elsewhere, show_notes
 
 # Options of sbatch: `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
 _SBATCH = {
-    "partition": ("-p", "where to run"),
-    "account": ("-A", "on whose account"),
+    "partition": ("-p", "partition"),
+    "account": ("-A", "account"),
     "qos": ("-q", "quality of service"),
-    "time": ("-t", "limit, as minutes or [days-]hours:minutes:seconds; a longer run is requeued"),
-    "cpus-per-task": ("-c", "CPUs of each node, where the job shares its nodes (default: whole nodes)"),
-    "mem": ("", "memory of each node, where the job shares its nodes"),
-    "gres": ("", "in place of --gpus-per-node=N, for instance gpu:h100:8"),
+    "time": ("-t", "time limit, as minutes or [days-]hours:minutes:seconds; a longer run is requeued"),
+    "cpus-per-task": ("-c", "CPUs per node, for a job that shares its nodes (default: whole nodes)"),
+    "mem": ("", "memory per node, for a job that shares its nodes"),
+    "gres": ("", "instead of --gpus-per-node=N, such as gpu:h100:8"),
 }
 _NAMES_GPUS = re.compile(r"--gpus|-G|--gres\b.*\bgpu")
-# The number of GPUs of a node, as in `--gres=gpu:h100:8` or `--gpus-per-node=h100:8`; of the job, as in `-G8`.
+# GPUs per node, as in `--gres=gpu:h100:8` or `--gpus-per-node=h100:8`; of the job, as in `-G8`.
 _GPUS_OF_NODE = re.compile(r"(?:--gres\b.*?\bgpu|--gpus-per-node)(?:[:=\s]\w*[a-z]\w*)?[:=\s]\s*(\d+)\b")
 _GPUS_OF_JOB = re.compile(r"(?:--gpus|-G)[=\s]?\s*(?:[\w-]+:)?(\d+)$")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parses a line of @FILE as a shell does, with comments."""
+    """Parses lines of @FILE like a shell, with comments."""
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         return shlex.split(arg_line, comments=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 1 sbatch failed, 2 bad arguments or configuration."""
+    """Run the command. Exit status: 0 done, 1 sbatch failed, 2 bad arguments or configuration."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     given = _parser().parse_intermixed_args(as_words(words))
     with shown_as_message("nrl-lite slurm"):
-        # The job has the keys of a file as they are now, however the file changes while the job waits.
+        # Expand files now: they may change while the job is queued.
         given.overrides = expanded(given.overrides)
         config, run_folder = compose_config(given.overrides), named_run_folder(given.overrides)
         if given.log.endswith("/") or Path(given.log).is_dir():
@@ -73,14 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         script = _script(given, config, run_folder, words)
         if hidden := [one.partition("=")[0] for one in given.overrides if _holds_secret(one)]:
-            fix = f"keep it in the environment: '{hidden[0]}=${{oc.env:NAME}}'"
-            show_notes([f"{', '.join(hidden)}: the script has the value in clear; {fix}"])
-        # Slurm does not make this folder, and a job that cannot write there ends without a message.
+            fix = f"read it from the environment: '{hidden[0]}=${{oc.env:NAME}}'"
+            show_notes([f"{', '.join(hidden)}: the script has the value in clear text; {fix}"])
+        # Slurm does not create this folder, and a job that cannot write its log fails silently.
         logs = Path(given.log).absolute().parent
         if given.submit or given.output:
             logs.mkdir(parents=True, exist_ok=True)
         elif not logs.is_dir():
-            sys.stderr.write(f"note: make the folder of --log before sbatch, which does not: {logs}\n")
+            sys.stderr.write(f"note: create the folder of --log before sbatch: {logs}\n")
         if given.submit:
             sys.stdout.write(f"{_submit(script)}\n")
         elif given.output:
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _holds_secret(override: str) -> bool:
-    """Return whether an override gives a secret itself, rather than the name of a variable that has it."""
+    """Return whether an override contains a secret, not only the name of its variable."""
     word = shlex.quote(override)
     return "${oc.env:" not in override and redact_command(word) != word
 
@@ -114,8 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument("-J", "--job-name", metavar="NAME", help="(default: run_name)")
     for name, (short, help_text) in _SBATCH.items():
         slurm.add_argument(*filter(None, [short]), f"--{name}", metavar=name.upper()[:4], help=help_text)
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="=--OPTION", help="any other #SBATCH line")
-    slurm.add_argument("--srun", action="append", default=[], metavar="=--OPTION", help="any other option of srun")
+    slurm.add_argument("--sbatch", action="append", default=[], metavar="=--OPTION", help="another #SBATCH option")
+    slurm.add_argument("--srun", action="append", default=[], metavar="=--OPTION", help="another option of srun")
     slurm.add_argument(
         "--log",
         type=os.path.expanduser,
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument("--stop-before", type=int, default=120, metavar="S", help=stop)
     slurm.add_argument("--no-requeue", dest="requeue", action="store_false", help="do not requeue a stopped job")
     nodes = parser.add_argument_group("on the nodes")
-    nodes.add_argument("--setup", action="append", default=[], metavar="LINE", help="a shell line to begin with")
+    nodes.add_argument("--setup", action="append", default=[], metavar="LINE", help="a shell line to run first")
     nodes.add_argument("--interface", metavar="NAME", help="network interface of Ray, gloo and NCCL's sockets")
     nodes.add_argument("--join-timeout", type=float, default=600.0, metavar="S", help="for all nodes (%(default)g s)")
     nodes.add_argument("--python", help="(default: this one; in a container: python)")
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _problems(log: str, run_folder: str | None) -> Iterator[Violation]:
-    """Yield what sbatch would accept, but would lose the job's output or its checkpoints."""
+    """Yield violations that sbatch accepts, but that lose the job's output or checkpoints."""
     if "%" in str(Path(log).parent) or "://" in log:
         rule = "must be a file in a folder that exists before the job"
         yield Violation("--log", log, rule, "--log=logs/%x-%j.out")
@@ -147,7 +147,7 @@ def _problems(log: str, run_folder: str | None) -> Iterator[Violation]:
 
 
 def _other_gpus(given: argparse.Namespace, config: Config) -> Iterator[Violation]:
-    """Yield options that ask for other GPUs than the configuration: the job would fail after its time in the queue."""
+    """Yield options whose number of GPUs differs from the configuration's: the job would fail after queueing."""
     nodes, gpus = config.cluster.num_nodes, config.cluster.gpus_per_node
     for option in [*([f"--gres={given.gres}"] if given.gres else []), *given.sbatch]:
         for pattern, wanted in ((_GPUS_OF_NODE, gpus), (_GPUS_OF_JOB, nodes * gpus)):
@@ -160,27 +160,27 @@ def _notes(config: Config, run_folder: str | None, requeue: bool) -> Iterator[st
     from nemo_rl_lite.observability.summary import SUMMARY_FILE
 
     if not config.cluster.gpus_per_node:
-        yield "cluster.gpus_per_node = 0: the job asks for no GPU, and the run is on CPUs"
+        yield "cluster.gpus_per_node = 0: the job requests no GPU, and the run uses CPUs"
     if requeue and not config.checkpoint.save_period:
-        yield "checkpoint.save_period = 0: a job that is stopped is not requeued, because nothing is saved"
+        yield "checkpoint.save_period = 0: a stopped job is not requeued, because nothing is saved"
     if run_folder and (Path(run_folder) / SUMMARY_FILE).exists():
-        rule = "holds a run that is done; the job only resumes it where algorithm.max_num_steps is larger"
+        rule = "holds a finished run; the job resumes it only if algorithm.max_num_steps is larger"
         yield f"{RUN_FOLDER} = {run_folder} {rule}"
 
 
 def _script(given: argparse.Namespace, config: Config, run_folder: str | None, words: Sequence[str]) -> str:
-    """The script for sbatch. `words`: the command line, for its second line."""
+    """Return the script for sbatch. `words`: the command line, for a comment."""
     name, nodes, gpus = given.job_name or config.run_name, config.cluster.num_nodes, config.cluster.gpus_per_node
     values = {name: getattr(given, name.replace("-", "_")) for name in _SBATCH}
     options = [f"--{name}={shlex.quote(value)}" for name, value in values.items() if value is not None]
     if not values["cpus-per-task"] and not values["mem"]:
-        # --mem=0 is all memory of a node, and excludes the memory of each GPU or CPU.
+        # --mem=0 requests all memory of a node, and conflicts with memory per GPU or CPU.
         options += ["--exclusive", *([] if any("--mem-per-" in line for line in given.sbatch) else ["--mem=0"])]
     options += given.sbatch
     overrides = [shlex.quote(override) for override in given.overrides]
     folder = shlex.quote(run_folder or "")
     if run_folder is None:
-        # It stays the same when the job is requeued.
+        # The same folder when the job is requeued.
         folder = f'outputs/{_plain(name)}/slurm-"$SLURM_JOB_ID"'
         overrides.append('hydra.run.dir="$run_folder"')
     srun_options, in_container = _container(given, Path.cwd(), gpus > 0)
@@ -204,13 +204,13 @@ def _script(given: argparse.Namespace, config: Config, run_folder: str | None, w
         "#!/usr/bin/env bash",
         f"# Made by: {redact_command(shlex.join(['nrl-lite', 'slurm', *words]))}".replace("\n", " "),
         *(f"#SBATCH {option}" for option in [*own, *options]),
-        # `module load` reads unset variables, which `set -u` forbids.
+        # `module load` may read unset variables.
         *(["set -eo pipefail", *given.setup, "set -u"] if given.setup else ["set -euo pipefail"]),
         "",
-        # What the script's second part, the same for all jobs, reads.
+        # Variables of slurm_job.sh, which follows.
         *exports,
         f"work_folder={shlex.quote(str(Path.cwd()))}",
-        "# The same whenever the job is requeued, so that it resumes from its newest checkpoint.",
+        "# The same when the job is requeued, so that it resumes from its newest checkpoint.",
         f"run_folder={folder}",
         f"nodes={nodes}",
         f"requeue={str(given.requeue).lower()}",
@@ -228,7 +228,7 @@ def _script(given: argparse.Namespace, config: Config, run_folder: str | None, w
 
 
 def _container(given: argparse.Namespace, work_folder: Path, on_gpus: bool) -> tuple[list[str], list[str]]:
-    """Options of srun, and the words before a task's command, that run it in the container."""
+    """Return srun's options and the command prefix that run a task in the container."""
     if not given.container_image:
         return [], []
     mounts = given.container_mounts.split(",") if given.container_mounts else []
@@ -242,19 +242,19 @@ def _container(given: argparse.Namespace, work_folder: Path, on_gpus: bool) -> t
 
 
 def _plain(name: str) -> str:
-    """`name` without characters that Hydra, Slurm or a shell would interpret."""
+    """Replace characters that Hydra, Slurm or a shell would interpret."""
     return re.sub(r"[^\w.+-]", "-", name)
 
 
 def _submit(script: str) -> str:
-    """Submit the script and return the job's id. Raises LauncherError: sbatch is missing, or refuses."""
+    """Submit the script; return the job's id. Raises LauncherError: sbatch is missing or fails."""
     if shutil.which("sbatch") is None:
         raise LauncherError(
-            "sbatch is not on PATH: submit from a machine of the cluster, or print the script (no --submit)"
+            "sbatch is not on PATH: submit from a machine of the cluster, or omit --submit to print the script"
         )
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise LauncherError(f"sbatch refuses the job: {done.stderr.strip()}")
+        raise LauncherError(f"sbatch rejected the job: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
 
 

@@ -1,11 +1,11 @@
-"""Runs one node's part of Ray in a Slurm job: `srun --ntasks-per-node=1 python -m nemo_rl_lite.slurm.node`.
+"""Runs Ray on one node of a Slurm job: `srun --ntasks-per-node=1 python -m nemo_rl_lite.slurm.node`.
 
-Task 0 starts Ray's head, writes `attach.sh`, waits until every node has joined, and runs a command, or idles. The other
-tasks join, and leave after the head. Ray gets only this job's CPUs, GPUs and memory, uses free ports, and serves only
-processes with the secret in `attach.sh`. A task leaves no process on its node.
+Task 0 starts Ray's head, writes `attach.sh`, waits until every node has joined, and runs a command or idles. The other
+tasks join, and leave after the head. Ray gets only the job's CPUs, GPUs and memory, uses free ports, and requires the
+token in `attach.sh`. A task leaves no process on its node.
 
-`ray symmetric-run` does the same for one job a node: its head's port is fixed, it refuses a node with another Ray and
-stops all of them at its end, SIGTERM ends it immediately, and it has neither the secret nor the restarts.
+`ray symmetric-run` is not used. It supports one job per node, with a fixed port. It stops all Rays of the node, ends on
+SIGTERM at once, and has neither a token nor restarts.
 """
 
 import argparse
@@ -35,21 +35,21 @@ log = logging.getLogger(__name__)
 ATTACH, STATUS = "attach.sh", "status"
 # The signals that Slurm sends before it ends a task, and that the batch script forwards.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# The number of times that a node's Ray is restarted while the head runs.
+# Restarts of a node's Ray while the head runs.
 _RESTARTS = 3
-# Ray's object store gets this share of the job's memory on a node, as Ray's default is of a machine.
+# Share of the job's memory on a node for Ray's object store, Ray's default for a machine.
 _OBJECT_STORE = 0.3
-# Ray writes this file when all its processes run.
+# Ray writes this file when all its processes are up.
 _ADDRESS_FILE = "ray_current_cluster"
 _POLL_S, _TRIES, _CONNECT_S, _STOP_S = 0.5, 3, 5.0, 20.0
-# The number of lines of Ray's output that an error shows.
+# Lines of Ray's output in an error.
 _SHOWN = 15
 
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """Task `rank` of `count`, one on each node, with the job's CPUs, GPUs and bytes of memory there (None: Ray detects
-    them). `address`: where other nodes reach this node."""
+    """Task `rank` of `count`, one per node, with the job's CPUs, GPUs and bytes of memory there (None: Ray detects
+    them). `address`: this node's address for other nodes."""
 
     rank: int
     count: int
@@ -60,19 +60,17 @@ class SlurmTask:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], interface: str | None = None) -> "SlurmTask":
-        """Read the variables that srun sets. `interface`: the network interface whose address is used.
+        """Read srun's variables. `interface`: network interface of the address.
 
         Raises:
-            LauncherError: srun did not start this process; a node has several tasks; the interface does not exist.
+            LauncherError: not started by srun, several tasks per node, or an unknown interface.
         """
         missing = [name for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES") if name not in environ]
         if missing:
             raise LauncherError(f"{missing[0]} is not set: start this with srun --ntasks-per-node=1")
         tasks, nodes = int(environ["SLURM_NTASKS"]), int(environ["SLURM_NNODES"])
         if tasks != nodes:
-            raise LauncherError(
-                f"{tasks} tasks on {nodes} nodes, where one on each is needed: srun --ntasks-per-node=1"
-            )
+            raise LauncherError(f"{tasks} tasks on {nodes} nodes; start one per node: srun --ntasks-per-node=1")
         cpus = len(os.sched_getaffinity(0))
         on_node = int(environ["SLURM_CPUS_ON_NODE"]) if "SLURM_CPUS_ON_NODE" in environ else cpus
         return cls(
@@ -85,7 +83,7 @@ class SlurmTask:
         )
 
     def ray_options(self) -> list[str]:
-        """Options of `ray start` that limit Ray to this job's share of the node."""
+        """Return the options of `ray start` that limit Ray to this job's share of the node."""
         options = [f"--num-cpus={self.cpus}"]
         if self.gpus is not None:
             options.append(f"--num-gpus={self.gpus}")
@@ -98,7 +96,7 @@ class SlurmTask:
         return options
 
     def environment(self) -> dict[str, str]:
-        """Variables for Ray and its processes. Without them gloo may take a loopback interface, by the host's name."""
+        """Return variables for Ray and its processes. Otherwise gloo may choose a loopback interface."""
         names = [name for name, address in _addresses() if address == self.address]
         return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
@@ -112,7 +110,7 @@ def _memory(environ: Mapping[str, str], cpus: int) -> int | None:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """IPv4 addresses by interface."""
+    """Return the interfaces and their IPv4 addresses."""
     found = psutil.net_if_addrs().items()
     return [(name, one.address) for name, all_of_it in found for one in all_of_it if one.family == socket.AF_INET]
 
@@ -128,7 +126,7 @@ def _address_of(interface: str) -> str:
 
 
 def _address_towards(environ: Mapping[str, str]) -> str | None:
-    """The address from which this node reaches srun's node; None if that is unknown, or this node."""
+    """Return the address from which this node reaches srun's node; None if unknown or the same node."""
     target = environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if not target:
         return None
@@ -140,7 +138,7 @@ def _address_towards(environ: Mapping[str, str]) -> str | None:
 
 
 class RayProcess:
-    """Ray's processes of one node. Their output is in `log_file`; no other job uses their folder."""
+    """Ray's processes of one node, in their own folder. Their output is in `log_file`."""
 
     def __init__(self, task: SlurmTask, options: list[str], logs: Path):
         """`options`: those of `ray start` in addition to the node's resources."""
@@ -148,13 +146,13 @@ class RayProcess:
         self._task, self._options = task, options
 
     def __enter__(self) -> "RayProcess":
-        # TMPDIR may be too long: the path of a socket has at most 107 bytes.
+        # TMPDIR may be too long for a socket's path, of at most 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="nrl-ray-", dir="/tmp"))
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [*self._options, *self._task.ray_options(), f"--temp-dir={self._folder}"]
         command.append(f"--dashboard-agent-listen-port={free_port()}")
         with self.log_file.open("a") as output:
-            # A new session, so that signals to this process' group do not reach Ray.
+            # A new session, so that signals to this process group do not reach Ray.
             self._process = subprocess.Popen(
                 command,
                 env=os.environ | self._task.environment(),
@@ -186,7 +184,7 @@ class RayProcess:
         return self._process.poll() is None
 
     def address(self, limit_s: float) -> str:
-        """host:port of the cluster, once Ray is up here.
+        """Wait for Ray, and return the cluster's host:port.
 
         Raises:
             LauncherError: Ray did not start within `limit_s` seconds; the message has the end of its output.
@@ -202,7 +200,7 @@ class RayProcess:
 
 
 def answers(address: str) -> bool:
-    """Whether a process listens at host:port."""
+    """Return whether a process listens at host:port."""
     host, _, port = address.rpartition(":")
     for _ in range(_TRIES):
         try:
@@ -214,11 +212,11 @@ def answers(address: str) -> bool:
 
 
 class _AskedToEnd(BaseException):
-    """A signal came while the nodes were joining."""
+    """Raised by a signal while the nodes are joining."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: the command's; 1 where Ray did not start or a node did not join."""
+    """Run the node's part. Exit status: the command's; 1 if Ray did not start or a node did not join."""
     given = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s")
     try:
@@ -284,7 +282,7 @@ def wait_for_nodes(address: str, count: int, limit_s: float, logs: Path) -> None
     """Wait until `count` nodes have joined the Ray at `address`.
 
     Raises:
-        LauncherError: they did not within `limit_s` seconds; the message names those that did.
+        LauncherError: some did not join within `limit_s` seconds; the message names those that did.
     """
     import ray
 
@@ -295,7 +293,7 @@ def wait_for_nodes(address: str, count: int, limit_s: float, logs: Path) -> None
         while len(there := [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]) < count:
             if time.monotonic() > deadline:
                 joined = f"{len(there)} of {count} nodes joined Ray within {limit_s:.0f} s: {', '.join(sorted(there))}"
-                raise LauncherError(f"{joined}. What kept the others is in {logs}/ray-node-*.log")
+                raise LauncherError(f"{joined}. For the others, see {logs}/ray-node-*.log")
             time.sleep(_POLL_S)
     finally:
         ray.shutdown()
@@ -307,12 +305,12 @@ def _member(task: SlurmTask, given: argparse.Namespace) -> int:
         log.info("%s: this node stays until the first node is done", signal.Signals(number).name)
 
     for number in _SIGNALS:
-        # The first node decides when all end; until then the run needs this node to save.
+        # The run needs this node to save its checkpoint; the first node decides when all end.
         signal.signal(number, stay)
     attach, deadline = given.meeting / ATTACH, time.monotonic() + given.join_timeout_s
     while not (access := _read(attach)):
         if time.monotonic() > deadline:
-            late = f"the first node did not say within {given.join_timeout_s:g} s where its Ray is"
+            late = f"the first node did not write its Ray's address within {given.join_timeout_s:g} s"
             raise LauncherError(f"node {task.rank}: {late}. Do all nodes see {given.meeting}?")
         time.sleep(_POLL_S)
     os.environ.update(access)
@@ -328,7 +326,7 @@ def _member(task: SlurmTask, given: argparse.Namespace) -> int:
 
 
 class _Command:
-    """The command on the first node. It gets the signals that this process receives."""
+    """The command on the first node, which receives this process's signals."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -347,7 +345,7 @@ class _Command:
         """Run the command and return its exit status as a shell does."""
         # ray.init has installed its own handler.
         self._listen()
-        # A new session, so that a signal to this process' group reaches the command once.
+        # A new session, so that a signal to this process group reaches the command once.
         self._process = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
         status = self._process.wait()
         return status if status >= 0 else 128 - status
@@ -363,7 +361,7 @@ class _Command:
 
 
 def _read(attach: Path) -> dict[str, str]:
-    """The variables that attach.sh exports; empty while the file does not exist."""
+    """Return the variables of attach.sh; empty until the file exists."""
     try:
         words = shlex.split(attach.read_text())
     except FileNotFoundError:

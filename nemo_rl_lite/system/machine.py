@@ -1,5 +1,6 @@
-"""Finds facts of this machine (memory, GPUs, ports, disks, paths, environment variables), and restricts access to a
-run's Ray, whose ports would otherwise let anybody run code. Imports nothing heavy.
+"""Facts of this machine: memory, GPUs, ports, disks, paths, environment variables. Imports nothing heavy.
+
+`close_to_others` protects the Ray of a run, whose ports would otherwise let any user run code.
 """
 
 import errno
@@ -23,43 +24,40 @@ from urllib.parse import urlsplit
 from nemo_rl_lite.errors import ConfigError, Violation
 
 MIB = 2**20
-# The environment of a process that computes on CPUs. Ray does not hide GPUs from an actor that asked for none. OpenMP
-# threads sleep while they wait, because threads that spin take cores that other processes need (docs/benchmarks/).
+# Environment of a process that computes on CPUs. Ray does not hide GPUs from an actor without any. OpenMP threads
+# sleep while they wait, because spinning threads take cores from other processes (docs/benchmarks/).
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
-# Above Ray's default ports, and below those that kernels use for outgoing connections.
+# Ports above Ray's defaults, and below those of outgoing connections.
 LASTING_PORTS = range(20_000, 32_000)
-# Bytes that a starting run writes, and bytes of a file's name in all usual file systems.
+# Bytes that a starting run writes, and maximum bytes of a file name.
 _ROOM, _LONGEST_NAME = 2**16, 255
-# A disk with fewer free bytes counts as full where writing has failed.
+# After a failed write, a disk with fewer free bytes counts as full.
 _FULL = 2**26
-# The Ray cluster that a run joins. With a value in OWN_RAY, a run starts its own.
+# Variable with the Ray cluster that a run joins. With a value in OWN_RAY, a run starts its own.
 RAY_ADDRESS = "RAY_ADDRESS"
 RAY_ADDRESS_FIX = "unset RAY_ADDRESS for a run on this machine alone, or start that cluster (ray start --head)"
 OWN_RAY = ("", "local")
 _ANSWER_LIMIT_S = 4.0
-# The driver's device, which a container without nvidia-smi may have.
+# Device of the driver, present even in containers without nvidia-smi.
 _NVIDIA_DEVICE = Path("/dev/nvidiactl")
-# torchrun and accelerate set all of these in each process that they start.
+# Variables that torchrun and accelerate set in each process.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-# The number of tasks of one srun (SLURM_NTASKS is the job's, and a batch script has that as well), and of one mpirun.
+# Number of tasks of an srun, and of an mpirun. A batch script also has SLURM_NTASKS, the job's.
 _COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
-_COPIES_RULE = "starts this command once for each worker, and one launcher starts all of its workers itself"
+_COPIES_RULE = "starts this command once per worker, but one launcher starts all workers itself"
 WANDB = "https://api.wandb.ai"
 
 
 def log_to_stderr() -> None:
-    """Log messages from level INFO to stderr. A second call does nothing."""
+    """Log messages of level INFO and above to stderr. A second call does nothing."""
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s][%(name)s][%(levelname)s] %(message)s")
 
 
 def local_path(text: str) -> Path:
-    """The path that an argument names, for argparse's `type`. Expands `~`, which a shell leaves in `--output=~/x`.
-
-    Raises:
-        ArgumentTypeError: it is an address, or an unknown user's home.
-    """
+    """Convert an argument to a path, as argparse's `type`. Expands `~`, which a shell leaves in `--output=~/x`. Raises
+    ArgumentTypeError: it is a URL, or an unknown user's home."""
     if "://" in text:
-        raise ArgumentTypeError(f"{text} is an address, and a path of this machine is needed")
+        raise ArgumentTypeError(f"{text} is a URL, not a local path")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -67,8 +65,8 @@ def local_path(text: str) -> Path:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Return why a folder cannot be made or written (a file in its place, permissions, a full disk), or "". Makes and
-    removes a folder in the nearest one that exists."""
+    """Return why a folder cannot be created or written, or "". Creates and removes a folder in the nearest existing
+    one."""
     place = folder.absolute()
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in place.parts):
         return f"has a name of more than {_LONGEST_NAME} bytes"
@@ -84,7 +82,7 @@ def why_not_writable(folder: Path) -> str:
 
 
 def why_full(folder: Path, error: BaseException) -> str:
-    """Say that the disk of a folder is full, if an error or the free space shows that; or return ""."""
+    """Return that the disk of a folder is full, according to an error or the free space, or ""."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -95,7 +93,7 @@ def why_full(folder: Path, error: BaseException) -> str:
 
 
 def cache_folder() -> Path:
-    """The folder for what a user's runs share; the working folder's `outputs` where it cannot be written."""
+    """Return the folder that a user's runs share; `outputs` in the working folder if it cannot be written."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         folder = (given if given.is_absolute() else Path("~/.cache").expanduser()) / "nemo_rl_lite"
@@ -105,11 +103,8 @@ def cache_folder() -> Path:
 
 
 def free_port() -> int:
-    """A free port of this machine. It is opened later, so the kernel must not use it for outgoing connections.
-
-    Raises:
-        OSError: there is no free port.
-    """
+    """Return a free port outside the range of outgoing connections, because it is opened later. Raises OSError: there
+    is no free port."""
     for port in [*random.sample(LASTING_PORTS, 20), 0]:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
@@ -118,7 +113,7 @@ def free_port() -> int:
 
 
 def gpu_bytes(command: str = "nvidia-smi") -> int | None:
-    """Memory of this machine's smallest GPU in bytes; None without a GPU, or if the driver does not say."""
+    """Return the memory of the smallest GPU in bytes; None without a GPU, or if the driver does not report it."""
     try:
         return min(int(line) for line in _of_gpus("memory.total", command)) * MIB
     except ValueError:
@@ -126,14 +121,14 @@ def gpu_bytes(command: str = "nvidia-smi") -> int | None:
 
 
 def gpu_count(command: str = "nvidia-smi") -> int:
-    """The number of this machine's GPUs, within CUDA_VISIBLE_DEVICES."""
+    """Return the number of visible GPUs."""
     there = len(_of_gpus("name", command))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return there if visible is None else min(there, len([one for one in visible.split(",") if one.strip()]))
 
 
 def lacks_gpus(wanted: int, command: str = "nvidia-smi") -> bool:
-    """Return whether this machine certainly has fewer GPUs: not where they are split by MIG, or nothing lists them."""
+    """Return whether this machine certainly has fewer GPUs. Unknown with MIG, and with a driver but no nvidia-smi."""
     if not wanted or gpu_count(command) >= wanted:
         return False
     unlisted = shutil.which(command) is None and _NVIDIA_DEVICE.exists()
@@ -141,13 +136,12 @@ def lacks_gpus(wanted: int, command: str = "nvidia-smi") -> bool:
 
 
 def gpu_name(command: str = "nvidia-smi") -> str | None:
-    """The driver's name of this machine's GPUs; None without a GPU, or if they are of several kinds."""
+    """Return the name of this machine's GPUs; None without a GPU, or if they differ."""
     names = set(_of_gpus("name", command))
     return names.pop() if len(names) == 1 else None
 
 
 def _of_gpus(fact: str, command: str) -> list[str]:
-    """A fact of each of this machine's GPUs."""
     query = [command, f"--query-gpu={fact}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -157,17 +151,17 @@ def _of_gpus(fact: str, command: str) -> list[str]:
 
 
 def free_host_bytes(system: Path = Path("/")) -> int:
-    """Bytes that this process could still allocate on the machine and within its control groups. `system` is where
-    /proc and /sys are."""
-    # The doctor imports this module also where psutil is missing.
+    """Return the bytes that this process can still allocate, on the machine and within its control groups. `system`:
+    parent of /proc and /sys."""
+    # The doctor imports this module without psutil, too.
     import psutil
 
     return int(min([psutil.virtual_memory().available, *map(_allowed_bytes, control_groups("memory", system))]))
 
 
 def control_groups(controller: str, system: Path = Path("/")) -> Iterator[Path]:
-    """Yield the folders of this process' control groups, of either version, that may limit `controller` (memory, cpu,
-    ...), from its own to the top."""
+    """Yield the folders of this process' control groups (v1 or v2) that may limit `controller` (memory, cpu, ...), from
+    the innermost to the root."""
     try:
         groups = (system / "proc/self/cgroup").read_text().split()
     except OSError:
@@ -175,7 +169,7 @@ def control_groups(controller: str, system: Path = Path("/")) -> Iterator[Path]:
     mounted = system / "sys/fs/cgroup"
     for group in groups:
         _, controllers, path = group.split(":", 2)
-        # Version 1 mounts each set of controllers under its own name, `cpu,cpuacct` for instance.
+        # Version 1 mounts each set of controllers under its name, such as `cpu,cpuacct`.
         if controllers and controller not in controllers.split(","):
             continue
         root = mounted / controllers
@@ -184,7 +178,7 @@ def control_groups(controller: str, system: Path = Path("/")) -> Iterator[Path]:
 
 
 def _allowed_bytes(group: Path) -> float:
-    """Bytes that a control group still allows; infinite where it sets no limit or cannot be read."""
+    """Return the bytes that a control group still allows; infinity without a readable limit."""
     for limit, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -193,7 +187,7 @@ def _allowed_bytes(group: Path) -> float:
             most, now = int((group / limit).read_text()), int((group / used).read_text())
             kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
-            # The file is missing, or has "max".
+            # A file is missing, or has "max".
             continue
         return most - now + int(kept.get(cached, 0))
     return math.inf
@@ -205,12 +199,12 @@ def ray_address() -> str:
 
 
 def names_another(address: str) -> bool:
-    """Return whether an address names a host and a port: `auto` is whatever runs on this machine."""
+    """Return whether an address names a host and a port; `auto` is the cluster of this machine."""
     return address not in (*OWN_RAY, "auto")
 
 
 def why_unanswered(address: str) -> str:
-    """Return why nothing answers at an address, or ""; also where it names no host."""
+    """Return why nothing answers at an address, or ""."""
     if not names_another(address):
         return ""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -230,8 +224,8 @@ def check_ray_address() -> None:
 
 
 def check_single_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError: this process is one of several copies of the command. One that joins a running Ray may be in a
-    task that started it."""
+    """Raise ConfigError if torchrun, srun or mpirun started several copies of this command. With RAY_ADDRESS, the task
+    may have started that cluster."""
     if environ.get(RAY_ADDRESS, "") not in OWN_RAY:
         return
     counts = dict(_COUNTS)
@@ -247,11 +241,8 @@ def check_single_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def wandb_login(environment: Mapping[str, str], address: str) -> str:
-    """The variable or file with W&B's key for the server at `address`; empty without one.
-
-    Raises:
-        OSError, netrc.NetrcParseError: the netrc file cannot be read.
-    """
+    """Return the variable or file with W&B's key for the server at `address`; empty without one. Raises OSError,
+    netrc.NetrcParseError: the netrc file cannot be read."""
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         if environment.get(name):
             return name
@@ -270,7 +261,7 @@ def netrc_file(environment: Mapping[str, str]) -> Path:
 
 
 def close_to_others() -> None:
-    """Make the Ray that this run starts serve only processes with a secret, which its workers inherit. Does nothing if
-    RAY_ADDRESS names a cluster, or RAY_AUTH_MODE is set, or ray is imported already: it reads the variables then."""
+    """Protect the Ray that this run starts with a secret that its workers inherit. Does nothing if RAY_ADDRESS names a
+    cluster, RAY_AUTH_MODE is set, or ray is already imported, which reads the variables."""
     if ray_address() in OWN_RAY and "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

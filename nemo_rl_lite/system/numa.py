@@ -1,7 +1,7 @@
-"""Binds a process to the CPUs, and its new memory to the NUMA node, of its GPU.
+"""Bind a process and its new memory to the NUMA node of its GPU.
 
-Copies from another node's memory cross the link between sockets, and the CPU optimizer would read its states across it.
-Where the machine does not name the node, or forbids the binding, nothing changes.
+Otherwise copies and the CPU optimizer would use the link between sockets. If the machine does not report the node, or
+forbids the binding, nothing changes.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 SYSFS = Path("/sys")
-# The numbers of set_mempolicy's system call, for which libc has no function. MPOL_PREFERRED: allocate on this node, and
-# on others when it is full.
+# System call numbers of set_mempolicy, which libc lacks. MPOL_PREFERRED: allocate on this node, and on others if it is
+# full.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _PREFERRED = 1
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -26,16 +26,16 @@ class Binding:
     """The result of `bind`."""
 
     node: int | None
-    """The NUMA node that the process is bound to; None: it is not bound."""
+    """NUMA node of the process; None if it is not bound."""
     cpus: frozenset[int]
-    """The CPUs that the process may use."""
+    """CPUs that the process may use."""
     memory: bool
-    """Whether the policy allocates new memory on the node; otherwise on the node of the thread that writes it first."""
+    """True if new memory is allocated on the node; otherwise on the node of the thread that writes it first."""
     note: str
-    """What failed, and why; empty where nothing failed."""
+    """Reason of a failure, or ""."""
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         if self.node is None:
             return f"not bound to a NUMA node: {self.note}"
         done = f"bound to NUMA node {self.node}: {len(self.cpus)} CPUs" + (" and its memory" if self.memory else "")
@@ -47,11 +47,8 @@ class NoNodeError(Exception):
 
 
 def node_of(gpu: str, root: Path = SYSFS) -> tuple[int, frozenset[int]]:
-    """The NUMA node of the GPU at PCI address `gpu`, and the node's CPUs that this process may use. `root`: sysfs.
-
-    Raises:
-        NoNodeError: the machine does not name the node, or this process may use none of its CPUs.
-    """
+    """Return the NUMA node of the GPU at PCI address `gpu`, and its CPUs that this process may use. `root`: sysfs.
+    Raises NoNodeError: the machine does not report the node, or this process may use none of its CPUs."""
     try:
         node = int((root / "bus/pci/devices" / gpu / "numa_node").read_text())
         if node < 0:
@@ -66,8 +63,8 @@ def node_of(gpu: str, root: Path = SYSFS) -> tuple[int, frozenset[int]]:
 
 
 def bind(gpu: str, root: Path = SYSFS) -> Binding:
-    """Bind all threads of this process, and those they start, to the NUMA node of the GPU at PCI address `gpu`. The
-    result says where the machine forbids it. `root`: sysfs."""
+    """Bind all threads of this process, and their new threads, to the NUMA node of the GPU at PCI address `gpu`. The
+    result reports failures. `root`: sysfs."""
     try:
         node, cpus = node_of(gpu, root)
         _run_on(cpus)
@@ -80,7 +77,7 @@ def bind(gpu: str, root: Path = SYSFS) -> Binding:
 
 
 def gpu_address(device: int = 0) -> str:
-    """The PCI address, as sysfs writes it, of a GPU that this process sees."""
+    """Return the PCI address of a visible GPU in sysfs notation."""
     import torch
 
     properties: Any = torch.cuda.get_device_properties(device)
@@ -88,11 +85,7 @@ def gpu_address(device: int = 0) -> str:
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
-    """The numbers in a list such as `0-3,8,10-11`.
-
-    Raises:
-        ValueError: `text` is no such list.
-    """
+    """Parse a list such as `0-3,8,10-11`. Raises ValueError: `text` is not such a list."""
     cpus: set[int] = set()
     for part in text.strip().split(",") if text.strip() else []:
         first, _, last = part.partition("-")
@@ -101,7 +94,7 @@ def parse_cpulist(text: str) -> frozenset[int]:
 
 
 def _run_on(cpus: Set[int]) -> None:
-    """Bind all threads. A new thread inherits its creator's CPUs, so repeat until there is no unbound thread."""
+    """Bind all threads. A new thread inherits its creator's CPUs, so repeat until all threads are bound."""
     moved: set[int] = set()
     while waiting := {int(entry.name) for entry in Path("/proc/self/task").iterdir()} - moved:
         for thread in waiting:
@@ -114,14 +107,14 @@ def _run_on(cpus: Set[int]) -> None:
 
 
 def _prefer_memory_of(node: int) -> str:
-    """Set the memory policy of this thread and those that it starts. Return why that failed, or ""."""
+    """Set the memory policy of this thread and its new threads. Return the reason of a failure, or ""."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         return f"memory is left where it is first written ({platform.machine()} is not known)"
     mask = (ctypes.c_ulong * (node // _BITS + 1))()
     mask[node // _BITS] = 1 << node % _BITS
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads one bit less than this number.
+    # The kernel reads one bit fewer.
     bits = ctypes.c_ulong(len(mask) * _BITS + 1)
     if libc.syscall(ctypes.c_long(number), ctypes.c_int(_PREFERRED), mask, bits) == 0:
         return ""

@@ -1,10 +1,11 @@
-"""Calls a user's code in processes of its own, with a time limit that holds whatever the code does.
+"""Call user code in separate processes, with a time limit that always holds.
 
-Code may hang inside C code (a huge power, a regular expression) or leave processes behind. So each process leads a
-session of its own, adopts what its children leave, and is ended from here with all of them. Nothing here waits for a
-process: one that does not read or write costs its own calls.
+User code may hang inside C code (a huge power, a regular expression) or leave processes behind. So each process has its
+own session, adopts orphans of its children, and is killed with all of them. Nothing here blocks on a process: one that
+does not read or write loses only its own calls.
 """
 
+import asyncio
 import itertools
 import math
 import os
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,38 +24,26 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from nemo_rl_lite.errors import printable
+from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.system.user_errors import CallError, as_call_error
 
-# A process may take this long, in seconds, to start and to import the user's code.
+# Seconds for a process to start and to import the user's code.
 START_S = 60.0
 # Seconds to wait for the processes to end.
 _STOP_S = 30.0
-# Seconds to wait for a killed process. One whose file system does not answer ends later.
+# Seconds to wait for a killed process, which may hang in a file system.
 _KILL_S = 1.0
 _LONGEST_WAIT_S = 3600.0
-# A process that forks all the time is killed this often.
+# Number of kills of a process that keeps forking.
 _KILLS = 50
-# Bytes that are read at a time, and how often in a row.
+# Bytes per read, and consecutive reads.
 _CHUNK, _CHUNKS = 2**18, 64
-# The number of starts in a row that may fail, as in a moment without memory.
+# Consecutive failed starts before the pool gives up.
 _MOST_STARTS = 3
-_LONGEST_ERROR = 300
-# Folders of this package and of Python itself, which are not a user's code.
-_PACKAGE, _PYTHON = f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{Path(threading.__file__).parent}{os.sep}"
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
-
-
-class CallError(Exception):
-    """A call has no result: the code raised (`details`: its traceback), was late, or its process ended."""
-
-    def __init__(self, message: str, details: str = ""):
-        super().__init__(message)
-        self.details = details
 
 
 class CallTimeout(CallError):
@@ -66,47 +54,16 @@ class StartError(CallError):
     """The processes do not start."""
 
 
-def as_call_error(error: BaseException) -> CallError:
-    """Describe a user's error in one short line: some quote a whole response."""
-    text = f"{type(error).__name__}: {error}"
-    short = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
-    return CallError(short, "".join(traceback.format_exception(error)))
-
-
-def place_of(error: BaseException) -> str:
-    """Return the last line of the user's file in an error's traceback, as " (FILE, line N)"; "" if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-
-
-def is_users(file: str) -> bool:
-    """Return True for a file of neither this package nor Python itself."""
-    return not file.startswith((_PACKAGE, "<frozen ")) and (not file.startswith(_PYTHON) or _INSTALLED in file)
-
-
-# Places in a user's code whose errors have been printed, and the most of them.
-_reported: set[tuple[str, str, str]] = set()
-_MOST_REPORTED = 100
-
-
-def report_once(what: str, error: BaseException) -> None:
-    """Print a user's error, once for each place in the code. Its text may quote what a model wrote."""
-    place = (what, type(error).__name__, place_of(error))
-    if place not in _reported and len(_reported) < _MOST_REPORTED:
-        _reported.add(place)
-        sys.stderr.write(f"{what}: {printable(as_call_error(error))}{place[-1]}\n")
-
-
 @dataclass(frozen=True)
 class PoolTarget:
-    """The object in each process: an instance of the class at the dotted `path`, made with `arguments`. `title` names a
-    process and `limit` the time limit in messages."""
+    """The object in each process: an instance of the class at the dotted `path` with `arguments`. Messages call a
+    process `title`, the time limit `limit` and the configured code `source`."""
 
     path: str
     arguments: Mapping[str, Any]
     title: str
     limit: str
+    source: str = "user code"
 
 
 @dataclass(eq=False)
@@ -119,7 +76,7 @@ class PoolCall:
     future: Future = field(default_factory=Future)
 
     def resolve(self, value: Any) -> None:
-        """Give the future its result, or the `CallError` that it has instead."""
+        """Set the future's result, or its `CallError`."""
         if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
         if isinstance(value, CallError):
@@ -133,7 +90,7 @@ _pools: "weakref.WeakSet[CallPool]" = weakref.WeakSet()
 
 @contextmanager
 def ending_pools() -> Iterator[None]:
-    """End, after the block, the pools that it has made: the traceback of an error keeps them alive."""
+    """End the block's pools after it. An error's traceback would keep them alive."""
     before = set(_pools)
     try:
         yield
@@ -143,25 +100,37 @@ def ending_pools() -> Iterator[None]:
 
 
 class CallPool:
-    """At most `processes` processes with at most `at_once` calls each. The first starts now, the others when there is
-    work; they live as long as the pool.
+    """At most `processes` processes with at most `at_once` concurrent calls each. The first starts immediately, the
+    others on demand; they live as long as the pool.
 
-    Calls of one session reach the same process. With `at_once` = 1 plain code runs in its process' main thread;
-    otherwise plain code runs in threads, and coroutines share the main thread.
+    Calls of a session reach the same process. With `at_once` = 1, plain code runs in the process' main thread.
+    Otherwise it runs in threads, and coroutines share the main thread.
     """
 
     def __init__(self, target: PoolTarget, processes: int, at_once: int, timeout_s: float | None):
-        self._manager = _Manager(target, processes, at_once, timeout_s)
+        self._source, self._manager = target.source, _Manager(target, processes, at_once, timeout_s)
         self.end = weakref.finalize(self, self._manager.stop)
         """Ends all processes, once."""
         _pools.add(self)
         threading.Thread(target=self._manager.run, name=f"calls of {target.title}", daemon=True).start()
 
     def submit(self, method: str, *arguments: Any, session: int | None = None) -> Future:
-        """Call a method of the target. The future's exception is a `CallError` where there is no result."""
+        """Call a method of the target. Without a result, the future's exception is a `CallError`."""
         call = PoolCall(method, arguments, session)
         self._manager.post(call)
         return call.future
+
+    async def call(self, method: str, *arguments: Any, session: int | None = None) -> Any:
+        """Call a method of the target, and return its result.
+
+        Raises:
+            CallError: it raises or exceeds the time limit, or its process ends.
+            DataError: the processes do not start.
+        """
+        try:
+            return await asyncio.wrap_future(self.submit(method, *arguments, session=session))
+        except StartError as error:
+            raise DataError(f"{self._source}: {error}") from error
 
     def close(self, session: int) -> None:
         """End a session: its process calls the target's `close(session)`."""
@@ -169,7 +138,7 @@ class CallPool:
 
 
 class _Channel:
-    """Messages to and from a `multiprocessing.connection.Connection` in another process. No method waits for it."""
+    """Messages to and from a `multiprocessing.connection.Connection` in another process. No method blocks."""
 
     def __init__(self, own: socket.socket):
         own.setblocking(False)
@@ -184,7 +153,7 @@ class _Channel:
         return bool(self._out)
 
     def send(self, message: Any) -> None:
-        """Write a message, as far as there is room. A user's object may raise anything while it is pickled."""
+        """Write a message as far as possible. Pickling a user's object may raise anything."""
         content = memoryview(ForkingPickler.dumps(message))
         length = len(content)
         self._out += [memoryview(struct.pack("!i", length) if length < 2**31 else struct.pack("!iQ", -1, length))]
@@ -192,7 +161,7 @@ class _Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Write what there is room for. The end of the process, which prevents that, is seen elsewhere."""
+        """Write as much as possible. The manager detects the end of the process."""
         with suppress(OSError):
             while self._out:
                 written = self._socket.send(self._out[0])
@@ -201,9 +170,9 @@ class _Channel:
                     self._out.popleft()
 
     def receive(self) -> Iterator[Any]:
-        """Return the messages that have arrived as a whole."""
+        """Yield the complete messages that have arrived."""
         with suppress(OSError):
-            # Not without end, for a process that writes faster than this one reads.
+            # Bounded, because a process may write faster than this one reads.
             for _ in range(_CHUNKS):
                 if not (read := self._socket.recv(_CHUNK)):
                     break
@@ -211,7 +180,7 @@ class _Channel:
         while len(self._in) >= 4:
             (length,), start = struct.unpack_from("!i", self._in), 4
             if length < 0:
-                # Bytes that are missing are not read as a short length.
+                # Missing bytes count as ones, so that the length is not too short.
                 (length,), start = struct.unpack("!Q", self._in[4:12].ljust(8, b"\xff")), 12
             if len(self._in) < start + length:
                 return
@@ -225,7 +194,7 @@ class _Channel:
 
 @dataclass(eq=False)
 class _Placed:
-    """A call in its process: when it is late, whether the process has taken it, and whether it began its session."""
+    """A call in its process: its deadline, whether the process has taken it, and whether it starts a session."""
 
     call: PoolCall
     begins: bool
@@ -235,28 +204,28 @@ class _Placed:
 
 @dataclass(eq=False)
 class _Process:
-    """A process, its channel, a descriptor that is readable after its end, and its calls. The process ends when this
-    end of the channel is closed, even by a crash."""
+    """A process, its channel, a descriptor that is readable after its end, and its calls. The process ends if this end
+    of the channel is closed, even by a crash."""
 
     process: subprocess.Popen
     channel: _Channel
     ended: int
     hangs_at: float
-    """Time at which it counts as hanging, unless it takes a message before."""
+    """Time at which it counts as hanging unless it takes a message."""
     untaken: deque[int | None] = field(default_factory=lambda: deque([None]))
-    """Messages that it has not taken: the numbers of calls, or None. The first message is the target."""
+    """Messages that it has not taken: numbers of calls, or None. The first message is the target."""
     is_ready: bool = False
     is_retired: bool = False
-    """A late call may still run there. It takes no new sessions, and ends after the others."""
+    """True if a late call may still run in it. It takes no new sessions, and ends after the others."""
     calls: dict[int, _Placed] = field(default_factory=dict)
     """By number."""
     waiting: deque[PoolCall] = field(default_factory=deque)
-    """Calls that it takes when it has room."""
+    """Calls that wait for a slot."""
     sessions: set[int] = field(default_factory=set)
 
     @classmethod
     def start(cls, target: PoolTarget, at_once: int) -> "_Process":
-        """Start a process that holds the target and takes `at_once` calls at a time. Raises OSError."""
+        """Start a process with the target and `at_once` concurrent calls. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "nemo_rl_lite.system.pool_process", str(theirs.fileno())]
@@ -264,17 +233,17 @@ class _Process:
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
         channel = _Channel(ours)
-        # The user's code may be in a folder that only this process has on its path.
+        # The user's code may be in a folder on this process' path.
         channel.send((sys.path, target.path, dict(target.arguments), at_once))
         return cls(process, channel, os.pidfd_open(process.pid), time.monotonic() + START_S)
 
     @property
     def late_at(self) -> float:
-        """The time at which it, or one of its calls, is late."""
+        """The earliest deadline of the process and its calls."""
         return min([self.hangs_at, *(placed.late for placed in self.calls.values())])
 
     def send(self, number: int | None, method: str, arguments: tuple[Any, ...], limit_s: float) -> None:
-        """Send a call, which it takes within `limit_s` seconds. What cannot be pickled is the call's error."""
+        """Send a call, which it must take within `limit_s` seconds. A pickling error is the call's error."""
         try:
             self.channel.send((number, method, arguments))
         except Exception as error:  # a user's object may raise anything while it is pickled
@@ -285,7 +254,7 @@ class _Process:
         self.untaken.append(number)
 
     def take(self, limit_s: float) -> None:
-        """Note that it has taken its next message, a call of at most `limit_s` seconds."""
+        """Note that it has taken its next message, a call with a time limit of `limit_s` seconds."""
         self.is_ready, late = True, time.monotonic() + limit_s
         number = self.untaken.popleft()
         if number in self.calls:
@@ -293,19 +262,19 @@ class _Process:
         self.hangs_at = late if self.untaken else math.inf
 
     def resolve(self, number: int | None, value: Any) -> None:
-        """Give a call its result, unless it was given up or no one waits (None)."""
+        """Set the result of a call, unless it was given up or is None."""
         placed = self.calls.pop(number, None) if number is not None else None
         if placed is not None:
             placed.call.resolve(value)
 
     def end(self) -> None:
-        """Kill the process and everything that it has started."""
+        """Kill the process and its descendants."""
         with suppress(psutil.Error):
             own = psutil.Process(self.process.pid)
             own.suspend()
             kill_descendants(own)
             own.kill()
-        # What a process that ended by itself has left is still in its group.
+        # Orphans of a process that ended by itself are still in its group.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -315,7 +284,7 @@ class _Process:
 
 
 def kill_descendants(process: psutil.Process) -> None:
-    """Kill what a process, which adopts orphans, has started."""
+    """Kill the descendants of a process that adopts orphans."""
     killed = set[psutil.Process]()
     for _ in range(_KILLS):
         with suppress(psutil.Error):
@@ -329,7 +298,7 @@ def kill_descendants(process: psutil.Process) -> None:
 
 
 class _Manager:
-    """The thread behind a pool. It has no reference to the pool, so that the pool can be collected."""
+    """The thread of a pool. It has no reference to the pool, so the pool can be garbage-collected."""
 
     def __init__(self, target: PoolTarget, processes: int, at_once: int, timeout_s: float | None):
         self._target, self._most, self._at_once = target, processes, at_once
@@ -341,26 +310,26 @@ class _Manager:
         self._stopping, self._stopped = False, threading.Event()
         self._numbers = itertools.count()
         self._queue = deque[PoolCall]()
-        """Calls that no process has."""
+        """Calls without a process."""
         self._failed_starts = 0
         self._lost_sessions: set[int] = set()
         """Sessions whose process has ended."""
         self._processes = [_Process.start(self._target, self._at_once)]
 
     def post(self, item: PoolCall | int) -> None:
-        """Add a call, or the number of a session that ends."""
+        """Add a call, or the number of an ended session."""
         with self._lock:
             self._posted.append(item)
         self._wake_up()
 
     def stop(self) -> None:
-        """End all processes; returns when they have ended."""
+        """End all processes, and wait for that."""
         self._stopping = True
         self._wake_up()
         self._stopped.wait(_STOP_S)
 
     def _wake_up(self) -> None:
-        # Where there is no room for a byte, there are others.
+        # A full buffer wakes the thread, too.
         with suppress(BlockingIOError):
             self._wake.send(b".")
 
@@ -377,7 +346,7 @@ class _Manager:
         self._stopped.set()
 
     def _wait(self) -> None:
-        """Wait for news of a process, a post, or the next limit."""
+        """Wait for a process, a post, or the next deadline."""
         news = select.poll()
         news.register(self._awake, select.POLLIN)
         for one in self._processes:
@@ -402,11 +371,10 @@ class _Manager:
                 process.send(None, "close", (item,), self._timeout_s)
 
     def _home(self, session: int | None) -> _Process | None:
-        """Return the process of a session that has begun."""
         return next((one for one in self._processes if session in one.sessions), None)
 
     def _give_out(self) -> None:
-        """Give calls to the processes, in their order: to the session's, or else to the least busy one with room."""
+        """Assign calls in order: to the session's process, or else to the least busy one with a free slot."""
         for process in self._processes:
             self._fill(process)
         while self._queue:
@@ -428,7 +396,7 @@ class _Manager:
         return not process.untaken and not process.waiting and len(process.calls) < self._at_once
 
     def _fill(self, process: _Process) -> None:
-        """Send a process a call that waits for it. The next one follows when it has taken this one."""
+        """Send a process its next waiting call, after it has taken the previous one."""
         while process.waiting and not process.untaken and len(process.calls) < self._at_once:
             call = process.waiting.popleft()
             if call.future.cancelled():
@@ -440,7 +408,7 @@ class _Manager:
             process.send(number, call.method, call.arguments, self._timeout_s)
 
     def _start_missing(self) -> None:
-        """Start processes for the calls that those of now have no room for."""
+        """Start processes for calls beyond the current capacity."""
         able = [one for one in self._processes if not one.is_retired]
         room = sum(self._at_once - len(one.calls) - len(one.waiting) for one in able)
         missing = min(self._most - len(self._processes), len(self._queue) - room)
@@ -451,7 +419,7 @@ class _Manager:
             self._give_up(f"{self._target.title} cannot be started: {error}")
 
     def _look_at(self, process: _Process) -> None:
-        """Take a process' results. End it if it has ended, hangs, or is retired and idle."""
+        """Take a process' results. Remove it if it has ended, hangs, or is retired and idle."""
         status, is_readable = process.process.poll(), self._listen(process)
         now = time.monotonic()
         for number, placed in list(process.calls.items()):
@@ -462,7 +430,7 @@ class _Manager:
         if status is not None:
             self._end(process, f"{title} ended with status {status}")
         elif not is_readable:
-            self._end(process, f"{title} wrote something else than answers to its pipe")
+            self._end(process, f"{title} wrote invalid data to its pipe")
         elif process.hangs_at <= now:
             limit = f"took no call within {self._limit}" if process.is_ready else f"took longer than {START_S:g} s"
             self._end(process, f"{title} {limit}")
@@ -470,7 +438,7 @@ class _Manager:
             self._end(process, "")
 
     def _listen(self, process: _Process) -> bool:
-        """Take what a process says. Returns False if a user's code has written to its pipe."""
+        """Take a process' messages. Return False if user code has written to its pipe."""
         process.channel.flush()
         try:
             for said in process.channel.receive():
@@ -480,7 +448,7 @@ class _Manager:
                 else:
                     number, content = said
                     process.resolve(number, _loaded(content))
-        except Exception:  # no pickle, or of something else
+        except Exception:  # not a pickle, or not a message
             return False
         return True
 
@@ -489,7 +457,7 @@ class _Manager:
         return f"{self._target.limit} = {self._timeout_s:g}"
 
     def _end(self, process: _Process, why: str) -> None:
-        """End a process and its calls. A call that it has not taken, because of another, is not lost with it."""
+        """End a process and its calls. Calls that it has not taken because of another call go to other processes."""
         is_others_fault = process.is_retired or any(placed.is_taken for placed in process.calls.values())
         for placed in process.calls.values():
             if is_others_fault and placed.begins and not placed.is_taken:
@@ -508,7 +476,6 @@ class _Manager:
                 self._give_up(why)
 
     def _give_up(self, why: str) -> None:
-        """End all calls that wait for a process."""
         for call in self._queue:
             call.resolve(StartError(why))
         self._queue.clear()

@@ -1,4 +1,4 @@
-"""A process of a `CallPool`: `pool.py` starts `python -m nemo_rl_lite.system.pool_process PIPE`."""
+"""Process of a `CallPool`, started by `pool.py` as `python -m nemo_rl_lite.system.pool_process PIPE`."""
 
 import asyncio
 import ctypes
@@ -20,29 +20,30 @@ from typing import Any, NoReturn
 
 import psutil
 
-from nemo_rl_lite.system.pool import as_call_error, kill_descendants
+from nemo_rl_lite.system.pool import kill_descendants
+from nemo_rl_lite.system.user_errors import as_call_error
 
-# Says that the next message has been taken; the first is the target.
+# Message that acknowledges the next message; the first one is the target.
 _TAKEN = None
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
-# Seconds that an idle process has to end by itself.
+# Seconds for an idle process to end by itself.
 _END_S = 1.0
 
 
 def main() -> None:
-    """Answer calls in a child until the pipe is closed, as by the launcher's end. The guard, its parent, then ends all
-    that the code has started, however busy it is."""
+    """Answer calls in a child until the pipe is closed, for example because the launcher ends. The guard, its parent,
+    then kills everything that the code has started."""
     pipe, libc, guard = Connection(int(sys.argv[1])), ctypes.CDLL(None), os.getpid()
     launcher = os.pidfd_open(os.getppid())
     os.set_inheritable(pipe.fileno(), False)
-    # No other process of this user reads its keys or its memory. Programs that it starts are others.
+    # Prevent other processes of this user from reading its keys and memory.
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if worker := os.fork():
         pipe.close()
         _guard(worker, launcher)
     libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    # What the code's children leave behind becomes a child of this process.
+    # Adopt orphans of the code's children.
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.close(launcher)
     with suppress(EOFError, OSError):
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def _guard(worker: int, launcher: int) -> NoReturn:
-    """Wait for the end of the worker or the launcher; end the worker and all that is left; end as it did."""
+    """Wait for the end of the worker or the launcher, kill what is left, and exit like the worker."""
     news, ended = select.poll(), select.poll()
     watched = os.pidfd_open(worker)
     ended.register(watched, select.POLLIN)
@@ -84,7 +85,7 @@ def _answer(pipe: Connection) -> None:
 
 
 def _one_by_one(pipe: Connection, target: Any) -> None:
-    """Answer each call before the next, in the main thread, which some code needs (signals)."""
+    """Answer calls sequentially in the main thread, which signal handlers need."""
     with asyncio.Runner() as runner:
         while True:
             number, method, arguments = pipe.recv()
@@ -93,7 +94,7 @@ def _one_by_one(pipe: Connection, target: Any) -> None:
 
 
 def _finished(runner: asyncio.Runner, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Plain code may return a coroutine, such as a decorated `async def`."""
+    """Call plain code, which may return a coroutine."""
     value = call(*arguments)
     return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
 
@@ -103,7 +104,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _send(pipe: Connection, number: int | None, value: Any) -> None:
-    """Send a call's result, or the error if it cannot be pickled; nothing if no one waits (None)."""
+    """Send a call's result, or the error of pickling it; nothing if the number is None."""
     if number is None:
         return
     try:
@@ -114,7 +115,7 @@ def _send(pipe: Connection, number: int | None, value: Any) -> None:
 
 
 async def _many(pipe: Connection, target: Any, at_once: int) -> None:
-    """Answer calls as they come: coroutines in this thread, plain code in others."""
+    """Answer calls concurrently: coroutines in this thread, plain code in others."""
     loop, threads, sending = asyncio.get_running_loop(), ThreadPoolExecutor(at_once), threading.Lock()
     ended = loop.create_future()
 

@@ -1,8 +1,8 @@
-"""Runs untrusted Python code in a process of its own.
+"""Run untrusted Python code in a separate process.
 
-Where the kernel allows it, the process has namespaces of its own: it sees no other process, no network, and no file
-that it could change. Everywhere there are limits on time, memory, processes, files and output. The code can read what
-this user can read. Against an attacker, use a container, or a virtual machine.
+If the kernel allows it, the process has its own namespaces: no other processes, no network, no writable files. Time,
+memory, processes, files and output are always limited. The code can read the files of this user. Against attackers, use
+a container or a virtual machine.
 """
 
 import itertools
@@ -26,23 +26,23 @@ from typing import Any
 from nemo_rl_lite.system.machine import MIB
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-# Seconds for the child to start and to report, beyond the program's own.
+# Extra seconds for the child to start and to report.
 _GRACE_S = 2.0
 _REMOVE_S = 1.0
 _LONGEST_REPORT = 4096
-# Numeric libraries would start a thread for each core.
+# Numeric libraries would start one thread per core.
 _ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _MARK = "NRL_SANDBOX"
 OPEN = "programs reach the network, read this user's processes and may leave files and processes"
-"""Consequence of a kernel that refuses namespaces."""
+"""Consequence of missing namespaces."""
 ALLOW = "allow user namespaces (sysctl user.max_user_namespaces; in Docker --security-opt seccomp=unconfined)"
 _KILLS = 100
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`seconds` of wall-clock and of processor time, `memory_mib` of address space of a process and of memory of all
-    together, threads of all `processes` together, bytes of `output` that are kept."""
+    """Limits: `seconds` of wall-clock and of processor time, `memory_mib` of each process' address space and of total
+    memory, number of `processes` and threads, bytes of kept `output`."""
 
     seconds: float = 10.0
     memory_mib: int = 1024
@@ -52,8 +52,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ran:
-    """The end of the code: its exit status (None: it exceeded the `limit` time, memory or processes), its output, and
-    what the kernel `refused` to isolate."""
+    """Result of a program: exit status (None: it exceeded the `limit` time, memory or processes), output, and isolation
+    that the kernel `refused`."""
 
     status: int | None
     output: str
@@ -61,7 +61,7 @@ class Ran:
     refused: str = ""
 
     def excess(self, limits: Limits) -> str:
-        """Describe how the code exceeded its limit."""
+        """Describe the exceeded limit."""
         return {
             "time": f"took longer than {limits.seconds:g} s",
             "memory": f"used more than {limits.memory_mib} MiB of memory in all its processes",
@@ -70,27 +70,23 @@ class Ran:
 
 
 def run_python(code: str, stdin: str = "", limits: Limits | None = None, errors: bool = True) -> Ran:
-    """Run the code as a script in an empty folder, which is deleted afterwards. `errors`: the output includes standard
-    error.
-
-    Raises:
-        OSError: the machine does not run the sandbox. What the code does raises no error.
-    """
+    """Run the code as a script in a temporary folder. `errors`: include standard error in the output. Raises OSError:
+    the sandbox cannot run on this machine. Errors of the code are in the result."""
     return _run(code, stdin, limits or Limits(), errors)[0]
 
 
 def passes(code: str, tests: str, limits: Limits, apart: bool = True) -> bool:
-    """Run the code, and then tests that use its names. Return whether they reach their last line.
+    """Run the code, and then tests that use its names. Return whether the tests reach their last line.
 
-    `apart`: the tests are another process, and only values and calls pass between the two (`sandbox_values.py`).
-    Otherwise they run in the code's process, for tests that need its objects themselves. Raises what `run_python` does.
+    `apart`: the tests run in another process and exchange only values and calls with the code (`sandbox_values.py`).
+    Otherwise they run in the code's process, for tests that need its objects. Raises what `run_python` raises.
     """
     word = secrets.token_hex(16)
     return _run(code, "", limits, True, f"{word}\n{tests}", "apart" if apart else "together")[1] == word
 
 
 def _run(code: str, stdin: str, limits: Limits, errors: bool, tests: str = "", way: str = "") -> tuple[Ran, str]:
-    """Run the code, with tests if there is a `way` to run them; also return the word that they said."""
+    """Run the code, with tests if `way` is given. Return also the word that proves that the tests passed."""
     with _folder() as folder, ExitStack() as files:
         given, tested, written = (files.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(3))
         for file, text in ((given, stdin), (tested, tests)):
@@ -118,26 +114,26 @@ def _run(code: str, stdin: str, limits: Limits, errors: bool, tests: str = "", w
         process.wait()
         if not report:
             _kill_marked(folder.name)
-        # By its descriptor: the code may have removed or replaced every name.
+        # Read by descriptor, because the code may have replaced the file's name.
         output = os.pread(written.fileno(), limits.output, 0).decode(errors="replace")
     if process.returncode > 0:
-        # The code cannot end its supervisor so, only kill it.
+        # Only the supervisor itself exits with a positive status.
         raise OSError(f"the sandbox did not start: {output.strip().rpartition(chr(10))[2]}")
     status, limit = report.get("status"), report.get("limit", "time")
     if status == -signal.SIGXCPU:
-        # Its processor time was over first.
+        # The limit on processor time was exceeded first.
         status, limit = None, "time"
     return Ran(status, output, limit, report.get("refused", "")), report.get("word", "")
 
 
 @cache
 def refused() -> str:
-    """Return what this machine's kernel refuses to isolate; "" if programs are isolated."""
+    """Return the isolation that this machine's kernel refuses; "" if programs are isolated."""
     return run_python("").refused
 
 
 def _report(said: int, seconds: float) -> dict[str, Any]:
-    """Return what the child reports within its time; nothing if it does not."""
+    """Return the child's report; empty if there is none in time."""
     late, text = time.monotonic() + seconds, b""
     with os.fdopen(said, "rb", buffering=0) as file:
         while select.select([file], [], [], max(late - time.monotonic(), 0))[0] and (
@@ -148,7 +144,7 @@ def _report(said: int, seconds: float) -> dict[str, Any]:
 
 
 def _kill_marked(name: str) -> None:
-    """Kill what a program has started whose supervisor it has ended or stopped."""
+    """Kill the processes of a program that has killed or stopped its supervisor."""
     mark = f"{_MARK}={name}".encode()
     for _ in range(_KILLS):
         found = [one for one in Path("/proc").glob("[0-9]*") if mark in _environment(one)]
@@ -168,7 +164,7 @@ def _environment(process: Path) -> bytes:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Make a folder with the folder `box`, and remove it afterwards, whatever is in it."""
+    """Make a folder with a subfolder `box`, and remove it afterwards with its content."""
     folder = Path(tempfile.mkdtemp(prefix="nrl-sandbox-"))
     try:
         (folder / "box").mkdir()
@@ -178,15 +174,14 @@ def _folder() -> Iterator[Path]:
             (folder / "box").rmdir()
             folder.rmdir()
         except OSError:
-            # A disk may take minutes for thousands of files. Nobody has to wait for that.
+            # Removing thousands of files may take minutes, so continue in a thread.
             removal = threading.Thread(target=_remove, args=(folder,), daemon=True)
             removal.start()
             removal.join(_REMOVE_S)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder with trees of any depth, for which `shutil.rmtree` would recurse, and with folders without
-    permissions."""
+    """Remove a folder of any depth, for which `shutil.rmtree` would recurse, also without permissions."""
     with suppress(OSError):
         folder.chmod(0o700)
         _empty(folder)

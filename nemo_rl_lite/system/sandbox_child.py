@@ -1,10 +1,10 @@
-"""The process of `sandbox.run_python`: isolates itself, starts the program, and watches it. Imports nothing of this
+"""Process of `sandbox.run_python`: isolates itself, starts the program, and supervises it. Imports nothing of this
 package.
 
     run_python -> this process -> init of the namespaces -> the program
-    where namespaces are refused: this process -> the program
+    without namespaces: this process -> the program
 
-The last one before the program supervises it: it enforces the limits on the sum of all processes and reports.
+The parent of the program supervises it: it enforces the limits on all its processes, and reports the result.
 """
 
 import builtins
@@ -31,20 +31,20 @@ _PDEATHSIG, _DUMPABLE, _DROP_BOUNDING, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 24
 _READ_ONLY, _NO_SUID, _NO_DEVICES, _NO_EXEC, _REMOUNT, _BIND, _RECURSIVE = 1, 2, 4, 8, 32, 4096, 16384
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _CAPABILITIES_VERSION = 0x20080522
-# Folders that everybody may write to, or where services of the host have their sockets.
+# World-writable folders, and folders with sockets of the host's services.
 _SHARED = ("/tmp", "/var/tmp", "/run")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _MOST_FILES = 20_000
-# Of the user namespace that writes it: the program cannot make one in which it has privileges.
+# Prevents the program from creating a user namespace in which it has privileges.
 _NO_NAMESPACES = ("sys/user/max_user_namespaces", "0")
 _TICK_S = 0.02
-# Seconds to kill what the program has started, without namespaces.
+# Seconds for killing the program's processes, without namespaces.
 _KILL_S = 2.0
 
 
 def isolate(box: str, memory: int) -> tuple[bool, str]:
-    """Move to new namespaces of users, processes, network, IPC and mounts. Return if the kernel allows that, and what
-    it refuses."""
+    """Move to new namespaces of users, processes, network, IPC and mounts. Return whether the kernel allows it, and
+    what it refuses."""
     user, group = os.getuid(), os.getgid()
     if _libc.unshare(_NEW_USER | _NEW_PIDS | _NEW_NETWORK | _NEW_IPC | _NEW_UTS | _NEW_MOUNTS):
         return False, f"namespaces: {os.strerror(ctypes.get_errno())}"
@@ -62,22 +62,22 @@ def isolate(box: str, memory: int) -> tuple[bool, str]:
 
 
 def write(name: str, text: str) -> None:
-    """Write to a file of /proc, if it can be written to: containers often have a part of it read-only."""
+    """Write to a file of /proc if possible; parts of it are often read-only in containers."""
     with suppress(OSError), open(f"/proc/{name}", "w") as file:
         file.write(text)
 
 
 def make_read_only() -> None:
-    """Make every mount read-only, which devices ignore. Raises OSError, as before Linux 5.12."""
+    """Make every mount read-only, except for devices. Raises OSError, for example before Linux 5.12."""
     attributes, root = struct.pack("4Q", _READ_ONLY | _NO_SUID, 0, 0, 0), ctypes.c_char_p(b"/")
     check(_libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, root, _AT_RECURSIVE, attributes, len(attributes)))
 
 
 def hide_files(box: str, memory: int) -> None:
-    """Replace shared folders, devices and the box by empty ones in memory. Raises OSError."""
+    """Replace shared folders, devices and the box by empty folders in memory. Raises OSError."""
     empty = {os.path.realpath(one) for one in (*_SHARED, os.path.dirname(box)) if os.path.isdir(one)}
     empty |= {"/dev", "/dev/shm"}
-    # Python itself may be below such a folder. A descriptor still reaches what a mount covers.
+    # Python may be installed below such a folder. Descriptors still reach covered folders.
     wanted = {sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(os.path.isdir, sys.path)}
     covered = [one for one in sorted(wanted) if any(one.startswith(f"{folder}/") for folder in empty)]
     held = {one: os.open(one, os.O_PATH) for one in covered}
@@ -111,13 +111,13 @@ def check(status: int) -> None:
 
 
 def guard() -> None:
-    """Let no process read the memory, environment or descriptors of this one, and end with its parent."""
+    """Protect the memory, environment and descriptors of this process, and end with its parent."""
     _libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _libc.prctl(_DUMPABLE, 0, 0, 0, 0)
 
 
 def confine(asked: dict, is_isolated: bool) -> None:
-    """Give up privileges for good, and limit this process and its children."""
+    """Drop privileges permanently, and limit this process and its children."""
     os.setsid()
     _libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
@@ -133,16 +133,16 @@ def confine(asked: dict, is_isolated: bool) -> None:
     }
     release = os.uname().release.split(".")
     if is_isolated and (int(release[0]), int(release[1])) >= (5, 14):
-        # Counted in this user namespace alone. Without one, it would count all processes of the user.
+        # Without a user namespace, this would count all processes of the user.
         most[resource.RLIMIT_NPROC] = asked["processes"] + 4
     for kind, value in most.items():
         resource.setrlimit(kind, (value, value))
-    # The first limit ends the code with SIGXCPU, which says why; the second is for code that ignores that.
+    # The soft limit sends SIGXCPU; the hard limit kills code that ignores the signal.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 
 
 def supervise(asked: dict, program: int, late: float) -> dict:
-    """Wait for the program. Return its status, or None with the limit that it or its children exceeded."""
+    """Wait for the program. Return its status, or None and the exceeded limit."""
     while True:
         with suppress(InterruptedError):
             signal.sigtimedwait([signal.SIGCHLD], min(_TICK_S, max(late - time.monotonic(), 0)))
@@ -155,14 +155,14 @@ def supervise(asked: dict, program: int, late: float) -> dict:
         found = descendants(asked["processes"])
         if sum(found.values()) > asked["processes"]:
             return {"status": None, "limit": "processes"}
-        # Shares of pages add up to more than all pages while processes end.
+        # Repeat: while processes end, shared pages count several times.
         if all(memory_of(descendants(sys.maxsize), asked["memory"]) > asked["memory"] for _ in range(3)):
             return {"status": None, "limit": "memory"}
 
 
 def memory_of(processes: Iterable[int], limit: int) -> int:
-    """Return the bytes of memory that processes hold. Up to the `limit` these may be too many: shared pages count for
-    each process."""
+    """Return the memory of processes in bytes. Up to the `limit` this is an upper bound: shared pages count for each
+    process."""
     page, files, resident, own, shared = os.sysconf("SC_PAGESIZE"), dict[tuple[int, int], int](), 0, 0, 0
     for process in processes:
         with suppress(OSError, ValueError), open(f"/proc/{process}/statm") as file:
@@ -188,7 +188,7 @@ def memory_of(processes: Iterable[int], limit: int) -> int:
 
 
 def segments() -> int:
-    """Return the bytes of System V shared memory in this IPC namespace; 0 where it is the host's."""
+    """Return the bytes of System V shared memory in this IPC namespace; 0 in the host's."""
     if os.getpid() != 1:
         return 0
     with suppress(OSError, ValueError), open("/proc/sysvipc/shm") as file:
@@ -198,8 +198,8 @@ def segments() -> int:
 
 
 def descendants(most: int) -> dict[int, int]:
-    """Return the process ids of descendants, and how many threads each has. Stop above `most` processes, because a
-    fork bomb grows faster than a list of it."""
+    """Return the thread counts of descendants by process id. Stop above `most` processes, because a fork bomb grows
+    faster than it can be listed."""
     found, waiting = dict[int, int](), ["self"]
     while waiting and len(found) <= most:
         process = waiting.pop()
@@ -214,9 +214,9 @@ def descendants(most: int) -> dict[int, int]:
 
 
 def kill_descendants(program: int) -> None:
-    """Kill everything below this process, which adopts orphans. Needed only without a namespace of processes."""
+    """Kill all descendants of this process, which adopts orphans. Needed only without a PID namespace."""
     with suppress(OSError):
-        # At once, also where its members fork faster than they could be listed.
+        # Kill the group at once, because its members may fork faster than they can be listed.
         os.killpg(program, signal.SIGKILL)
     late = time.monotonic() + _KILL_S
     while time.monotonic() < late and (found := descendants(sys.maxsize)):
@@ -230,7 +230,7 @@ def kill_descendants(program: int) -> None:
 
 
 def start(run: Callable[[], None], *keep: int) -> int:
-    """Fork a process that runs a function with no descriptors but 0 to 2, and `keep` from 3 on. Return its id."""
+    """Fork a process that runs a function with descriptors 0 to 2, and `keep` from 3 on. Return its id."""
     if process := os.fork():
         return process
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -243,19 +243,19 @@ def start(run: Callable[[], None], *keep: int) -> int:
 
 
 def run_program(asked: dict, is_isolated: bool, steps: Callable[[CodeType], Iterator[CodeType]] | None = None) -> None:
-    """Run the code as the main module. `steps` adds what is done after it."""
+    """Run the code as the main module. `steps` can add steps after it."""
     confine(asked, is_isolated)
     _libc.prctl(_DUMPABLE, 1, 0, 0, 0)
     sys.argv, sys.excepthook = ["<code>"], show
     module = sys.modules["__main__"] = ModuleType("__main__")
     code = compile(asked["code"], "<code>", "exec")
-    # The code finds no local variable of a suspended generator in the frames above it.
+    # The frames above the code have no local variables of a suspended generator.
     for step in iter([code]) if steps is None else steps(code):
         exec(step, module.__dict__)  # noqa: S102 (what this process is for)
 
 
 def serve_program(asked: dict, is_isolated: bool, values: ModuleType) -> None:
-    """Run the code, and then what its tests, which are another process, call."""
+    """Run the code, and then the calls of its tests, which are another process."""
     run_program(asked, is_isolated)
     peer = values.Peer(values.socket.socket(fileno=3), is_open=True)
     peer.say()
@@ -263,7 +263,7 @@ def serve_program(asked: dict, is_isolated: bool, values: ModuleType) -> None:
 
 
 def run_tests(asked: dict, is_isolated: bool, values: ModuleType) -> None:
-    """Run the tests of a program that is another process, and say the word if their last line is reached."""
+    """Run the tests of a program in another process. Write the word if they reach their last line."""
     guard()
     word, tests, names = read_tests()
     confine(asked, is_isolated)
@@ -277,7 +277,7 @@ def run_tests(asked: dict, is_isolated: bool, values: ModuleType) -> None:
 
 
 def run_together(asked: dict, is_isolated: bool) -> None:
-    """Run the code and then its tests, which need its objects, with Python's own functions and built-in names."""
+    """Run the code, and then its tests in the same process, with the original built-in functions and names."""
 
     def steps(code: CodeType) -> Iterator[CodeType]:
         run, say, untrace, fresh = exec, os.write, (sys.settrace, sys.setprofile), dict(vars(builtins))
@@ -293,15 +293,15 @@ def run_together(asked: dict, is_isolated: bool) -> None:
 
 
 def read_tests() -> tuple[bytes, CodeType, str]:
-    """Read the word that proves that tests passed, and the tests, before there is a program that could interfere."""
+    """Read the word and the tests before the program starts, which could interfere."""
     with os.fdopen(3) as given:
         word, _, text = given.read().partition("\n")
     return word.encode(), compile(text, "<tests>", "exec"), text
 
 
 def start_all(asked: dict, is_isolated: bool, tests: int, values: ModuleType | None) -> tuple[int, int]:
-    """Start the program, and its tests if there are any. Return the process whose end counts, and the descriptor at
-    which tests say their word."""
+    """Start the program and its tests, if any. Return the process whose end counts, and the descriptor for the word of
+    the tests."""
     said, says = os.pipe()
     os.set_blocking(said, False)
     if values is not None:
@@ -343,7 +343,7 @@ def main() -> None:
         guard()
         flags = _NO_SUID | _NO_DEVICES | _NO_EXEC
         with suppress(OSError):
-            # Containers that hide parts of /proc refuse this one. The old one shows names, but no memory.
+            # Containers that hide parts of /proc refuse a new one. The old one shows names, but no memory.
             mount("proc", "/proc", "proc", flags)
             write(*_NO_NAMESPACES)
             mount("proc", "/proc", "", flags | _READ_ONLY | _REMOUNT)
@@ -361,7 +361,7 @@ def main() -> None:
 
 
 def imported(name: str) -> ModuleType:
-    """Import a file next to this one, while files can be seen."""
+    """Import a file next to this one, before files are hidden."""
     loader = SourceFileLoader(name, os.path.join(os.path.dirname(__file__), f"{name}.py"))
     module = ModuleType(name)
     loader.exec_module(module)

@@ -1,10 +1,9 @@
-"""Values and calls between a program and its tests, which are two processes of a sandbox. Imports nothing of this
+"""Exchange values and calls between a program and its tests, two processes of a sandbox. Imports nothing of this
 package.
 
-Values of Python's own types are copied, and so are those of the types in `_VALUES`; they compare as such. Everything
-else stays where it is, and the other side has a stand-in, an instance of a stand-in class. A stand-in of an object
-forwards attributes and operators, but never asks the program whether its object equals, precedes or differs from a
-value of the tests: the program would learn what is expected, and could answer what it likes.
+Values of Python's own types, and of the types in `_VALUES`, are copied. For other objects the other side gets a
+stand-in, which forwards attributes and operators. A stand-in never lets the program compare its object with a value of
+the tests: the program would learn the expected value, and could return any result.
 """
 
 import builtins
@@ -26,7 +25,7 @@ from typing import Any
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _ITEMS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-# Types whose values are copied: how to take them apart, and how to make them.
+# Copied types: functions that take a value apart and that make it.
 _VALUES: dict[type, tuple[Callable, Callable]] = {
     dict: (lambda value: [list(value.items())], dict),
     bytes: (lambda value: [value.hex()], bytes.fromhex),
@@ -68,7 +67,7 @@ _HIDDEN = "_stand_in"
 
 
 class StandInClass(type):
-    """The class of stand-in classes. A call makes the object on the other side."""
+    """The class of stand-in classes. A call creates the object on the other side."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = _of(cls).call(cls, args, kwargs)
@@ -103,7 +102,7 @@ class StandIn:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("__"):
-            # Python itself notes the traceback of an exception.
+            # Python sets the traceback of an exception.
             object.__setattr__(self, name, value)
         else:
             _of(self).ask("set", self, name, value)
@@ -136,7 +135,7 @@ def _special(name: str) -> Callable:
             return _of(self).call(self, args, kwargs)
         plain = any(not _is_far(one) for one in args)
         if plain and name in _COMPARE:
-            # A container of the program's own class compares by its content.
+            # A container of a class of the program compares by its content.
             content = _of(self).ask("content", self)
             return NotImplemented if content is None else getattr(content, name)(*args)
         if plain and name in _ARITHMETIC and not self._is_made_here:
@@ -152,39 +151,39 @@ def _special(name: str) -> Callable:
 
 
 class Peer:
-    """One end of the connection. `is_open`: the other side may do everything with the objects of this one; otherwise
-    it may call, iterate and compute, and use public attributes of objects whose classes the tests define."""
+    """One end of the connection. `is_open`: the other side has full access to the objects of this one. Otherwise it may
+    call, iterate and compute, and use public attributes of objects whose classes the tests define."""
 
     def __init__(self, ends: socket.socket, is_open: bool):
         self._socket, self._is_open = ends, is_open
         self._own: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._far: dict[int, Any] = {}
-        # Long numbers travel as text.
+        # Long numbers are sent as text.
         sys.set_int_max_str_digits(0)
 
     def call(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call an object of the other side. What it changes in containers among the arguments changes here."""
+        """Call an object of the other side. Its changes to containers among the arguments are applied here."""
         value, after = self._asked("call", target, list(args), kwargs)
         if after is not None:
             _update([*args, *kwargs.values()], after)
         return value
 
     def ask(self, kind: str, *content: Any) -> Any:
-        """Let the other side do something, and return the result."""
+        """Request an operation from the other side, and return the result."""
         return self._asked(kind, *content)[0]
 
     def say(self) -> None:
-        """Tell the other side that this one is ready."""
+        """Signal that this side is ready."""
         self._send(["ready"])
 
     def wait(self) -> None:
-        """Wait until the other side is ready. Raises EOFError: it has ended."""
+        """Wait until the other side is ready. Raises EOFError if it has ended."""
         while self._receive() != ["ready"]:
             pass
 
     def serve(self) -> None:
-        """Do what the other side asks until it ends."""
+        """Answer requests until the other side ends."""
         with suppress(EOFError, OSError):
             while True:
                 self._answer(self._receive())
@@ -212,7 +211,7 @@ class Peer:
             value = self._encode(self._do(message[1], *content))
             if message[1] == "call":
                 after = self._encode([*content[1], *content[2].values()])
-        except BaseException as error:  # the other side gets it
+        except BaseException as error:  # sent to the other side
             outcome, value = "raised", self._encode(error)
         finally:
             sys.stdout = stdout
@@ -378,13 +377,13 @@ def _or_native(name: str, base: type) -> Callable:
 
 
 def _is_public(target: Any, content: Sequence[Any]) -> bool:
-    """Return whether a program may use an attribute of an object of its tests."""
+    """Return whether the program may use an attribute of a test object."""
     kind = target if isinstance(target, type) else type(target)
     return kind.__module__ == "__main__" and bool(content) and not str(content[0]).startswith("_")
 
 
 def _plain(base: type, value: Any) -> Any:
-    """Return the value of a subclass of one of Python's types, whatever the subclass overrides."""
+    """Return the plain value of an instance of a subclass of a built-in type."""
     match base:
         case builtins.int:
             return int.__index__(value) if not isinstance(value, bool) else value
@@ -402,7 +401,7 @@ def _plain(base: type, value: Any) -> Any:
 
 
 def _update(old: Any, new: Any) -> None:
-    """Give containers the content that they have on the other side, and keep which objects they are."""
+    """Update containers in place to their content on the other side."""
     if type(old) is not type(new):
         return
     if isinstance(old, list):
@@ -455,6 +454,6 @@ class Names(dict):
         if name in self._hidden or name.startswith("__"):
             raise KeyError(name)
         if name in _COMPARING:
-            # With these, tests compare: they are not what a program calls so.
+            # Tests compare with these modules, so the program must not replace them.
             return __import__(_COMPARING[name])
         return self._peer.ask("global", name)

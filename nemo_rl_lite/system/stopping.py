@@ -1,6 +1,6 @@
-"""Ends a run on request, after its current step and with a checkpoint.
+"""End a run on request, after its current step and with a checkpoint.
 
-A request is a signal, or the file `stop` in the run's folder, which works from any machine that sees the folder.
+A request is a signal, or the file `stop` in the run's folder, which works from any machine with access to it.
 """
 
 import getpass
@@ -16,56 +16,56 @@ from types import FrameType
 
 from nemo_rl_lite.errors import RunStopped
 
-# SIGTERM is Slurm's before it takes a job's nodes; SIGUSR1 is what `sbatch --signal=USR1@300` asks for.
+# Slurm sends SIGTERM before it takes a job's nodes, and SIGUSR1 with `sbatch --signal=USR1@300`.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _STANDARD_ERROR = 2
-# The exit status after Ctrl-C.
+# Exit status after Ctrl-C.
 INTERRUPTED = 130
-# The signals received so far. They are noted here because Ray replaces the exception that a handler raises.
+# Received signals. Ray replaces the exceptions of signal handlers, so they are recorded here.
 _received: list[signal.Signals] = []
-# The request in the run's file, in words, and that it cannot wait for the step.
+# Description of the request in the run's file, and whether it ends the run at once.
 _request, _at_once = "", False
-# A loop keeps requests until its step is done, or the run is about to end by itself.
+# True while a loop defers requests to the end of its step.
 _waits_for_step = False
 STOP_FILE = "stop"
-"""A file in the run's folder, empty until a request is written into it. Readers of a network file system see new
-content sooner than a new file."""
+"""File in the run's folder, empty until there is a request. On network file systems, new content is visible sooner than
+a new file."""
 _AT_ONCE, _AFTER_STEP = "now", "step"
-# A second signal within this time is the same request: `timeout` sends one to the process and one to its group.
+# Seconds within which a second signal is the same request: `timeout` signals the process and its group.
 _SAME_REQUEST_S = 1.0
 
 
 def note_signal(number: int) -> None:
-    """Note a signal. Every handler of SIGNALS calls this."""
+    """Record a signal. Every handler of SIGNALS calls this."""
     _received.append(signal.Signals(number))
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle a signal as Ctrl-C."""
+    """Handle a signal like Ctrl-C."""
     if not _at_once:
         note_signal(number)
     raise KeyboardInterrupt
 
 
 def interrupt_on_signals() -> None:
-    """Make SIGNALS end this process as Ctrl-C does. Call this before long imports."""
+    """Make SIGNALS end this process like Ctrl-C. Call this before long imports."""
     for number in SIGNALS:
         signal.signal(number, interrupt)
 
 
 def interrupted_status(saves: bool) -> int:
-    """The exit status of an interrupted process: that of a stopped run if one of SIGNALS came and the run `saves`
+    """Return the exit status of an interrupted process: that of a stopped run if it was asked to end and `saves`
     checkpoints."""
     return RunStopped.exit_status if saves and was_asked_to_end() else INTERRUPTED
 
 
 def was_asked_to_end() -> bool:
-    """Return True if this process has received one of SIGNALS, or its run a request."""
+    """Return True if this process has received one of SIGNALS or a request."""
     return bool(_received or _request)
 
 
 def why_interrupted() -> str:
-    """Say what ended the run at once."""
+    """Return the reason why the run ended at once."""
     return _request or "Ctrl-C, or a signal that ended it at once"
 
 
@@ -76,7 +76,7 @@ def request_end(folder: Path, now: bool = False) -> None:
 
 
 def forget_request(folder: Path) -> None:
-    """Begin a run in a folder, without the request that ended an earlier one."""
+    """Remove the request that ended an earlier run in the folder."""
     global _request, _at_once, _waits_for_step
     _request, _at_once, _waits_for_step = "", False, False
     with suppress(OSError):
@@ -84,7 +84,7 @@ def forget_request(folder: Path) -> None:
 
 
 def obey_request(folder: Path) -> str:
-    """Read the request in a folder, if there is a new one, and return what will happen. Any thread may call this."""
+    """Read a new request in a folder, and return a description of its effect, or "". Any thread may call this."""
     global _request, _at_once
     try:
         when, _, by = (folder / STOP_FILE).read_text().strip().partition(" ")
@@ -96,7 +96,7 @@ def obey_request(folder: Path) -> str:
     _request, _at_once = asked, when == _AT_ONCE or not _waits_for_step
     if not _at_once:
         return f"{asked}: the run ends after this step, with a checkpoint"
-    # Ray replaces the handler of SIGTERM. Elsewhere than in a command line, SIGUSR1 may be unhandled.
+    # Ray replaces the handler of SIGTERM. In Python programs, SIGUSR1 may be unhandled.
     handled = [number for number in (signal.SIGUSR1, signal.SIGINT) if callable(signal.getsignal(number))]
     for number in handled[:1]:
         signal.pthread_kill(threading.main_thread().ident or 0, number)
@@ -104,24 +104,24 @@ def obey_request(folder: Path) -> str:
 
 
 def forget_signals() -> None:
-    """Forget the signals of an earlier run of this process."""
+    """Forget signals of an earlier run of this process."""
     _received.clear()
 
 
 class Stopping:
-    """Decides whether a run should end: a signal came, or its time would run out in the next step."""
+    """Decides whether a run should end: on a request, or because the next step could exceed its time."""
 
     def __init__(self, limit_s: float | None, elapsed_s: Callable[[], float]):
-        """`limit_s`: the seconds of `elapsed_s` by which the run must have ended (None: no limit)."""
+        """`limit_s`: value of `elapsed_s` at which the run must have ended (None: no limit)."""
         self._limit_s, self._elapsed_s = limit_s, elapsed_s
-        # A signal may have come while the run was starting again.
+        # A signal may have arrived during a restart.
         self._signal: signal.Signals | None = _received[0] if _received else None
         self._signal_at, self._longest_s = time.monotonic(), 0.0
         self._step_started = time.monotonic()
 
     @contextmanager
     def listening(self, signals: bool = True) -> Iterator[None]:
-        """During the block, keep a request, and a first signal where `signals`, for `after_step`; a second signal
+        """During the block, defer a request and, if `signals`, a first signal to `after_step`. A second signal
         interrupts like Ctrl-C."""
         global _waits_for_step
         previous = {number: signal.signal(number, self._receive) for number in SIGNALS} if signals else {}
@@ -136,7 +136,7 @@ class Stopping:
                 signal.signal(number, handler)
 
     def after_step(self, save_s: float = 0.0) -> str | None:
-        """Return why the run should end, or None. Call it once after each step. `save_s`: seconds of a save."""
+        """Return why the run should end, or None. Call it after each step. `save_s`: seconds of a save."""
         now = time.monotonic()
         self._longest_s, self._step_started = max(self._longest_s, now - self._step_started), now
         if self._signal is not None:
@@ -164,7 +164,7 @@ class Stopping:
 
 
 def seconds(duration: str | int | None) -> float | None:
-    """The seconds of "[[days:]hours:]minutes:seconds", or of a number of seconds."""
+    """Convert "[[days:]hours:]minutes:seconds", or a number of seconds, to seconds."""
     if duration is None or isinstance(duration, int):
         return duration
     total = 0

@@ -1,4 +1,4 @@
-"""Rules about the options of algorithms: their losses, their teacher, checkpoints, trackers."""
+"""Rules about algorithms: losses, teacher, checkpoints, trackers."""
 
 import netrc
 import os
@@ -16,7 +16,6 @@ from nemo_rl_lite.config.schema_algorithm import (
     GRPOConfig,
     KTOConfig,
     LossConfig,
-    SupervisedConfig,
 )
 from nemo_rl_lite.config.sizes import as_teacher, optimizer_steps, samples_per_step, validates
 from nemo_rl_lite.data.tasks import TASKS
@@ -38,9 +37,9 @@ TEACHER = "teacher.model_name"
 _GROUP, _TOPK = "algorithm.num_generations_per_prompt", "algorithm.topk_logits_k"
 LOSS = "algorithm.loss_fn"
 _TYPE, _RATIO = f"{LOSS}.truncated_importance_sampling_type", f"{LOSS}.truncated_importance_sampling_ratio"
-# Suggested bounds: of a token's weight, and of the geometric mean over a sequence.
+# Suggested limits: of a token's weight, and of a sequence's geometric mean.
 _FIRST_BOUNDS = {"icepop": (0.5, 5.0), "seq-mask-tis": (0.999, 1.002)}
-# Preference losses that score each response by itself, so that a divergence's constant terms do not cancel.
+# Preference losses of single responses, in which a divergence's constant terms do not cancel.
 _OF_EACH_RESPONSE = ("sppo_hard", "nca_pair", "bco_pair", "apo_zero", "apo_down")
 # Keys of the policy that a teacher has separately.
 _OF_TEACHERS = re.compile(
@@ -52,7 +51,7 @@ _OF_TEACHERS = re.compile(
 
 
 def corrects_staleness(loss: LossConfig) -> bool:
-    """Return whether the loss weights or rejects tokens that older weights sampled."""
+    """Return whether the loss weights or rejects stale tokens."""
     rejects = None not in (loss.sequence_rejection_ratio_min, loss.sequence_rejection_ratio)
     return loss.use_importance_sampling_correction or rejects
 
@@ -67,7 +66,7 @@ def check_rollout_size(config: Config) -> Iterator[Violation]:
     options, batch = config.options(GRPOConfig), config.policy.train_global_batch_size
     prompts, size, samples = options.num_prompts_per_step, options.num_generations_per_prompt, samples_per_step(config)
     if size < 2 and not has_teacher(config) and options.use_leave_one_out_baseline != "batch":
-        yield Violation(_GROUP, size, "GRPO compares samples of one prompt, so it needs at least 2", f"{_GROUP}=8")
+        yield Violation(_GROUP, size, "must be at least 2", f"{_GROUP}=8")
     elif samples % batch:
         near = min((one for one in range(1, samples + 1) if samples % one == 0), key=lambda one: abs(one - batch))
         rule_text = f"must divide the rollout's {samples} samples ({prompts} prompts x {size} generations)"
@@ -88,23 +87,23 @@ def check_stale_rollouts(config: Config) -> Iterator[Violation]:
     if options.rollouts.source == "on_policy":
         return
     if engines_sleep(config):
-        rule_text = "generates while the policy trains, when engines on the policy's GPUs sleep"
-        fix = "generation.colocated.enabled=false, or generation.colocated.sleep=false where both fit on a GPU"
+        rule_text = "needs engines that stay awake during training"
+        fix = "generation.colocated.enabled=false, or generation.colocated.sleep=false if both fit on a GPU"
         yield Violation(key, options.rollouts.source, rule_text, fix)
     if options.loss is None and reads_ratios(config) and not corrects_staleness(options.loss_fn):
-        rule_text = "trains on what older weights sampled, which the loss must correct"
+        rule_text = "trains on stale samples and needs importance sampling correction"
         fix = f"{LOSS}.use_importance_sampling_correction=true {_RATIO}=2"
         yield Violation(key, options.rollouts.source, rule_text, fix)
 
 
-@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", options=SupervisedConfig)
+@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name")
 def check_end(config: Config) -> Iterator[Violation]:
-    options, key = config.options(SupervisedConfig), "algorithm.max_num_steps"
+    options, key = config.algorithm, "algorithm.max_num_steps"
     if options.max_num_steps is None and config.data.name in TASKS:
-        yield Violation(key, None, f"is null, and the data of {config.data.name} never ends", f"{key}=100")
+        yield Violation(key, None, f"is null, and {config.data.name} generates data without end", f"{key}=100")
     elif options.max_num_steps is None and options.max_num_epochs is None:
         fix = f"{key}=100, or algorithm.max_num_epochs=1"
-        yield Violation(key, None, "is null, and so is algorithm.max_num_epochs: training would not end", fix)
+        yield Violation(key, None, "is null, and algorithm.max_num_epochs too: training would never end", fix)
 
 
 @rule("algorithm", "checkpoint")
@@ -120,7 +119,7 @@ def check_best_metric(config: Config) -> Iterator[Violation]:
         yield Violation(key, config.algorithm.higher_is_better, rule_text, f"{key}={str(more).lower()}")
     samples = getattr(config.algorithm, "val_samples_per_problem", None)
     if metric == "pass_at_k" and samples == 1:
-        key, rule_text = "algorithm.val_metric", "needs several responses, and algorithm.val_samples_per_problem is 1"
+        key, rule_text = "algorithm.val_metric", "needs algorithm.val_samples_per_problem > 1"
         yield Violation(key, metric, rule_text, f"algorithm.val_samples_per_problem=4, or {key}=accuracy")
 
 
@@ -129,7 +128,7 @@ def check_batch_baseline_scale(config: Config) -> Iterator[Violation]:
     options, key = config.options(GRPOConfig), "algorithm.normalize_rewards"
     scale = options.normalize_rewards
     if options.use_leave_one_out_baseline == "batch" and (scale is True or scale == "parts"):
-        rule_text = "divides by 0 where a prompt's rewards are all equal, which teach with this baseline"
+        rule_text = "divides by 0 for prompts with equal rewards, which use_leave_one_out_baseline=batch keeps"
         yield Violation(key, scale, rule_text, f"{key}=advantages, or {key}=false")
 
 
@@ -141,16 +140,15 @@ def check_preference_loss(config: Config) -> Iterator[Violation]:
         yield Violation(key, options.label_smoothing, f"{rule_text}, so it must be above 0", f"{key}=1e-3")
     if options.f_divergence != "reverse_kl" and kind in _OF_EACH_RESPONSE:
         key = "algorithm.f_divergence"
-        rule_text = f"preference_loss={kind} compares no difference of responses, but each of them"
-        fix = f"{key}=reverse_kl, or algorithm.preference_loss=dpo"
-        yield Violation(key, options.f_divergence, rule_text, fix)
+        rule_text = f"preference_loss={kind} supports only the reverse KL"
+        yield Violation(key, options.f_divergence, rule_text, f"{key}=reverse_kl, or algorithm.preference_loss=dpo")
 
 
 @rule(BATCH, "algorithm.preference_loss", options=KTOConfig)
 def check_mismatched_responses(config: Config) -> Iterator[Violation]:
     size = config.policy.train_global_batch_size
     if size < 2 and config.options(KTOConfig).preference_loss != "apo_zero_unpaired":
-        rule_text = "leaves no other response of the batch, by which KTO estimates its KL"
+        rule_text = "must be at least 2: KTO estimates its KL on other responses of the batch"
         yield Violation(BATCH, size, rule_text, f"{BATCH}=64, or algorithm.preference_loss=apo_zero_unpaired")
 
 
@@ -158,7 +156,7 @@ def check_mismatched_responses(config: Config) -> Iterator[Violation]:
 def check_loss(config: Config) -> Iterator[Violation]:
     loss, ratios = config.options(GRPOConfig).loss_fn, f"{LOSS}.sequence_level_importance_ratios"
     if loss.sequence_level_importance_ratios is True and loss.token_level_loss is True:
-        yield Violation(ratios, True, "needs a sequence-level loss", f"{LOSS}.token_level_loss=false")
+        yield Violation(ratios, True, "needs token_level_loss=false or constant", f"{LOSS}.token_level_loss=false")
     if not loss.use_importance_sampling_correction:
         return
     kind, low, high = loss.truncated_importance_sampling_type, f"{_RATIO}_min", _RATIO
@@ -166,20 +164,20 @@ def check_loss(config: Config) -> Iterator[Violation]:
     least, most = loss.truncated_importance_sampling_ratio_min, loss.truncated_importance_sampling_ratio
     if kind in _FIRST_BOUNDS and least is None and most is None:
         least, most = _FIRST_BOUNDS[kind]
-        yield Violation(_TYPE, kind, "needs bounds", f"{low}={least} {high}={most}, or {_TYPE}=tis")
+        yield Violation(_TYPE, kind, "needs limits", f"{low}={least} {high}={most}, or {_TYPE}=tis")
     elif kind != "seq-mask-tis" and of_sequence and most is None and loss.sequence_rejection_ratio is None:
-        rule_text = "is null, and the weight of a whole sequence, a product over its tokens, needs an upper bound"
+        rule_text = "is null, and a sequence's weight, a product over its tokens, needs an upper limit"
         yield Violation(high, None, rule_text, f"{high}=2, or {level}=token")
     if kind == "seq-mask-tis" and of_sequence:
         key = ratios if loss.importance_sampling_correction_level is None else level
-        rule_text = f"makes one weight for a sequence, and {_TYPE}=seq-mask-tis has one for each token"
+        rule_text = f"gives one weight per sequence, and {_TYPE}=seq-mask-tis needs one per token"
         yield Violation(key, None, rule_text, f"{level}=token, or {_TYPE}=icepop")
 
 
 @rule(LOSS, "algorithm.topk_logits_k", "generation.top_p", "generation.top_k", options=GRPOConfig)
 def check_nucleus(config: Config) -> Iterator[Violation]:
-    """Refuse products and geometric means of ratios to an engine that samples from a part of the distribution: its
-    probabilities are larger than the policy's at every token, so products vanish with the length."""
+    """Refuse top-p and top-k with sequence-level corrections. The engine's probabilities then exceed the policy's at
+    every token, so the product of ratios vanishes with the length."""
     loss, generation = config.options(GRPOConfig).loss_fn, config.generation
     cut = {"generation.top_p": (generation.top_p, 1.0), "generation.top_k": (generation.top_k, None)}
     cut = {key: (value, whole) for key, (value, whole) in cut.items() if value != whole}
@@ -190,12 +188,12 @@ def check_nucleus(config: Config) -> Iterator[Violation]:
         return
     whole = " ".join(f"{name}={'null' if value is None else value}" for name, (_, value) in cut.items())
     for name, (value, _) in cut.items():
-        rule_text = f"raises the engine's probability of every token, which {key} multiplies over a sequence"
+        rule_text = f"raises the engine's probability of each token, and {key} multiplies them over a sequence"
         yield Violation(name, value, rule_text, f"{whole}, or {fix}")
 
 
 def _reads_whole_sequences(loss: LossConfig) -> tuple[str | None, str]:
-    """Return the key by which a product of ratios to the engine decides about a sequence, and how to leave it out."""
+    """Return the key of a sequence-level correction, and how to turn it off."""
     for name in ("sequence_rejection_ratio", "sequence_rejection_ratio_min"):
         if getattr(loss, name) is not None:
             return f"{LOSS}.{name}", f"{LOSS}.{name}=null"
@@ -212,13 +210,15 @@ def check_kl_in_reward(config: Config) -> Iterator[Violation]:
     loss, key = config.options(GRPOConfig).loss_fn, f"{LOSS}.use_kl_in_reward"
     if not (loss.use_kl_in_reward and compares(config)):
         return
-    why = "gives each token of a response its own advantage"
+    why = "gives each token its own advantage"
     if loss.sequence_level_importance_ratios is True:
         ratios = f"{LOSS}.sequence_level_importance_ratios"
-        yield Violation(key, True, f"{why}, and {ratios}=true has one ratio for all", f"{ratios}=token, or {key}=false")
+        yield Violation(
+            key, True, f"{why}, and {ratios}=true has one ratio per sequence", f"{ratios}=token, or {key}=false"
+        )
     if loss.policy_loss in ("clip_cov", "kl_cov"):
         term = f"{LOSS}.policy_loss"
-        rule_text = f"{why} after the policy is asked, and {term}={loss.policy_loss} compares advantages before that"
+        rule_text = f"{why}, and {term}={loss.policy_loss} needs all advantages before training"
         yield Violation(key, True, rule_text, f"{term}=clip, or {key}=false")
 
 
@@ -226,7 +226,7 @@ def check_kl_in_reward(config: Config) -> Iterator[Violation]:
 def check_forced_ratios(config: Config) -> Iterator[Violation]:
     steps, key = optimizer_steps(config), f"{LOSS}.force_on_policy_ratio"
     if config.options(GRPOConfig).loss_fn.force_on_policy_ratio and steps > 1:
-        rule_text = f"a rollout has {steps} optimizer steps, and ratios are 1 in the first one alone"
+        rule_text = f"needs one optimizer step per rollout, and there are {steps}"
         yield Violation(key, True, rule_text, f"{key}=null, or {BATCH}={samples_per_step(config)}")
 
 
@@ -243,7 +243,7 @@ def check_own_loss(config: Config) -> Iterator[Violation]:
         yield from error.violations
         return
     if "student_topk_logprobs" in getattr(loss, "needs", ()) and reads_ratios(config):
-        rule_text = "needs student_topk_logprobs, and this run has no teacher that names tokens"
+        rule_text = "needs student_topk_logprobs, which only a teacher with topk_logits_k gives"
         yield Violation("algorithm.loss", config.algorithm.loss, rule_text, f"algorithm=distillation {_TOPK}=64")
 
 
@@ -260,7 +260,7 @@ def with_teachers_keys(violations: Iterable[Violation]) -> list[Violation]:
 @rule("teacher", "cluster", "policy", "generation", options=DistillationConfig)
 def check_teacher(config: Config) -> Iterator[Violation]:
     if config.teacher.model_name is None:
-        rule_text = f"is null, and algorithm={config.algorithm.name} learns from a teacher"
+        rule_text = f"is null, and algorithm={config.algorithm.name} needs a teacher"
         yield Violation(TEACHER, None, rule_text, f"{TEACHER}=FOLDER, or a Hub model ID (organisation/model)")
         return
     checks = (check_model, check_parallel_groups, check_sequence_parallel, check_gpu_precision, check_token_batches)
@@ -276,8 +276,8 @@ def check_largest_logits(config: Config) -> Iterator[Violation]:
     if topk > teacher.vocabulary:
         yield Violation(_TOPK, topk, f"exceeds the teacher's {teacher.vocabulary} tokens", f"{_TOPK}=64")
     if teacher.vocabulary > policy.vocabulary:
-        rule_text = f"may name one of {teacher.vocabulary} tokens, of which policy.model_name has {policy.vocabulary}"
-        fix = f"{_TOPK}=null, or a teacher with as many tokens"
+        rule_text = f"has {teacher.vocabulary} tokens, more than the policy's {policy.vocabulary}"
+        fix = f"{_TOPK}=null, or a teacher with the policy's vocabulary"
         yield Violation(TEACHER, config.teacher.model_name, rule_text, fix)
 
 
@@ -286,19 +286,19 @@ def check_distillation_loss(config: Config) -> Iterator[Violation]:
     options = config.options(DistillationConfig)
     coefficient, samples = options.loss_fn.reward_coef, options.num_generations_per_prompt
     if coefficient and samples < 2:
-        rule_text = "the reward compares samples of one prompt, so it needs at least 2"
+        rule_text = "must be at least 2 with reward_coef"
         yield Violation(_GROUP, samples, rule_text, f"{_GROUP}=4, or {LOSS}.reward_coef=0.0")
     if coefficient and options.topk_logits_k is not None:
-        rule_text = f"belongs to the loss on sampled tokens, and {_TOPK} is set"
+        rule_text = f"has no effect with {_TOPK}"
         yield Violation(f"{LOSS}.reward_coef", coefficient, rule_text, f"{LOSS}.reward_coef=0.0, or {_TOPK}=null")
     if options.topk_logits_k is not None:
         return
     term, ratios = options.loss_fn.policy_loss, f"{LOSS}.sequence_level_importance_ratios"
     if options.loss_fn.sequence_level_importance_ratios is True and term != "reinforce":
-        rule_text = "has one ratio for all tokens of a response, and a teacher gives each token its own advantage"
+        rule_text = "has one ratio per sequence, and a teacher gives each token its own advantage"
         yield Violation(ratios, True, rule_text, f"{ratios}=token, or {ratios}=false")
     if term in ("clip_cov", "kl_cov"):
-        rule_text = "compares advantages, and a teacher's depend on the logprobs that this loss is computed from"
+        rule_text = "needs all advantages before training, and a teacher's follow from the training pass"
         yield Violation(f"{LOSS}.policy_loss", term, rule_text, f"{LOSS}.policy_loss=clip")
 
 
@@ -311,7 +311,7 @@ def check_trackers(config: Config) -> Iterator[Violation]:
     if config.logger.mlflow_enabled and find_spec("mlflow") is None:
         install = """pip install -c "$(nrl-lite constraints)" 'nemo_rl_lite[mlflow]' (mlflow-skinny)"""
         fix = f"{install}, or logger.mlflow_enabled=false"
-        yield Violation("logger.mlflow_enabled", True, "MLflow's client is not installed here", fix)
+        yield Violation("logger.mlflow_enabled", True, "needs MLflow's client, which is not installed", fix)
 
 
 @rule("checkpoint.push_to_hub")

@@ -1,6 +1,6 @@
-"""Compose and validate a configuration, and report everything that is wrong with it at once.
+"""Compose and validate a configuration, and report all problems at once.
 
-Hydra composes, pydantic checks types and ranges, the rules of this room check combinations. Nothing heavy is imported.
+Hydra composes, pydantic checks types and ranges, the rules of this package check combinations. Imports nothing heavy.
 """
 
 import copy
@@ -45,7 +45,7 @@ RULES: list[Rule] = []
 
 
 def rule(*reads: str, options: type[AlgorithmConfig] = AlgorithmConfig) -> Callable[[Check], Check]:
-    """Register a check for these algorithms. It is skipped if a section or key that it `reads` has a wrong type."""
+    """Register a check for algorithms with these options. It is skipped if a key that it `reads` has a wrong type."""
 
     def register(check: Check) -> Check:
         RULES.append(Rule(reads, check, options))
@@ -89,14 +89,14 @@ _FILES = ("data.train_path", "data.validation_path")
 
 # What the patterns of the schema demand.
 _PATTERNS = {
-    RUN_NAME: "must be the name of a folder: at most 200 letters, no slash, and no space or dot in front",
+    RUN_NAME: "must be a folder name: at most 200 characters, no slash, no leading space or dot",
     USER_CODE: "must be a dotted path (package.module.Class) or a file (path/to/file.py:Class)",
     DURATION: "must be a duration: [[days:]hours:]minutes:seconds",
 }
 
 
 def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFAULT_ALGORITHM) -> Violation:
-    """Return an error of pydantic as a violation. `known`: all keys."""
+    """Convert an error of pydantic to a violation. `known`: all keys."""
     location = [str(part) for part in details["loc"]]
     if location[0] == "algorithm":
         del location[1:2]  # pydantic's name of the variant
@@ -116,15 +116,17 @@ def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFA
     rule = rule or details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     expected = context.get("expected")
     if kind == "string_type" and key in _FILES:
-        return Violation(key, given, "must be the name of a file", f"{key}='data/*.jsonl' for several")
+        return Violation(key, given, "must be a file name", f"{key}='data/*.jsonl' for several")
     given = "null" if given is None else given
-    value = rule.replace("must be", "is", 1).replace("must not be", "is not", 1)
-    fix = f"choose one of: {expected}" if expected else f"set {key} to a value that {value}"
-    return Violation(key, given, rule, f"set {key} to such a value" if "pattern" in context else fix)
+    if expected:
+        return Violation(key, given, rule, f"choose one of: {expected}")
+    noun = rule.removeprefix("must be ").partition(":")[0]
+    value = rule.replace("must be", "a value that is", 1).replace("must not be", "a value that is not", 1)
+    return Violation(key, given, rule, f"set {key} to {noun if noun.startswith(('a ', 'an ', 'true')) else value}")
 
 
 def merged(violations: Sequence[Violation]) -> list[Violation]:
-    """Join violations of the same key: pydantic reports each type that a value may have and does not."""
+    """Join violations of the same key: pydantic reports each alternative type separately."""
     found: dict[str, Violation] = {}
     for one in violations:
         first = found.get(one.key)
@@ -135,12 +137,12 @@ def merged(violations: Sequence[Violation]) -> list[Violation]:
 
 
 def is_of_variant(details: ErrorDetails) -> bool:
-    """Return whether the error is that no variant of a section is named."""
+    """Return whether the error is a missing or unknown algorithm."""
     return details["type"].startswith("union_tag")
 
 
 def _default_length(model: object, of_the_embedded: int, most: int) -> int:
-    """`${default_length:MODEL,A,B}`: A tokens for the embedded model, for others B or all their positions."""
+    """Resolve `${default_length:MODEL,A,B}`: A for the embedded model, else B or the model's positions if fewer."""
     if model == EMBEDDED:
         return of_the_embedded
     try:
@@ -148,25 +150,25 @@ def _default_length(model: object, of_the_embedded: int, most: int) -> int:
     except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):
         # `check_model` reports it.
         return most
-    # The shape of a hub model may not be known yet.
+    # A hub model may not be downloaded yet.
     return min(most, shape.max_positions) if shape else most
 
 
 def _default_response(model: object, of_the_embedded: int, most: int, length: object) -> int:
-    """`${default_response:MODEL,A,B,LENGTH}`: A tokens for the embedded model, for others B or half of LENGTH."""
+    """Resolve `${default_response:MODEL,A,B,LENGTH}`: A for the embedded model, else B or half of LENGTH if less."""
     return of_the_embedded if model == EMBEDDED else max(1, min(most, _tokens(length, 2 * most) // 2))
 
 
 def _default_micro_batch(model: object, of_the_embedded: int, tokens: int, length: object) -> int:
-    """`${default_micro_batch:MODEL,A,B,LENGTH}`: A sequences, for other models as many of LENGTH as have B tokens."""
+    """Resolve `${default_micro_batch:MODEL,A,B,LENGTH}`: A for the embedded model, else B / LENGTH."""
     return of_the_embedded if model == EMBEDDED else max(1, tokens // _tokens(length, tokens))
 
 
 def _default_rate(
     model: object, of_the_embedded: float, of_others: float, trains_adapters: object, algorithm: object
 ) -> float:
-    """`${default_rate:MODEL,A,B,LORA,ALGORITHM}`: A for the embedded model and for LoRA; for all weights of other
-    models the algorithm's own, or B."""
+    """Resolve `${default_rate:MODEL,A,B,LORA,ALGORITHM}`: A for the embedded model and LoRA, else the algorithm's or
+    B."""
     if model == EMBEDDED or trains_adapters is True:
         return of_the_embedded
     row = ALGORITHMS.get(str(algorithm))
@@ -176,9 +178,8 @@ def _default_rate(
 def _default_batch(
     model: object, most: int, prompts: object, samples: object, policy_loss: object, *, _root_: DictConfig
 ) -> int:
-    """`${default_batch:MODEL,A,PROMPTS,SAMPLES,TERM}`: a rollout; for the embedded model its largest divisor up to A,
-    unless the term has no ratio and so takes one optimizer step. For algorithms without rollouts A, or fewer than the
-    rows of the file."""
+    """Resolve `${default_batch:MODEL,A,PROMPTS,SAMPLES,TERM}`: the rollout. For the embedded model its largest divisor
+    up to A, unless the policy term has no ratio. Without rollouts, A or a power of two below the file's rows."""
     sizes = [one for one in (prompts, samples) if isinstance(one, int) and one > 0]
     if len(sizes) < 2:
         return _less_than_rows(most, _root_)
@@ -189,26 +190,27 @@ def _default_batch(
 
 
 def _less_than_rows(most: int, composed: DictConfig) -> int:
-    """Return the largest power of two that is surely not more than the rows of a file to train on, at most `most`."""
+    """Return the largest power of two, up to `most`, below the number of training rows of a file."""
     data = composed.data
-    if data.name != "file" or not isinstance(data.train_path, str):
+    if data.name != "file" or data.train_path is None:
         return most
     try:
-        rows = sum(1 for _ in islice(file_rows(data.train_path), 2 * most))
+        paths = ",".join(data.train_path) if OmegaConf.is_list(data.train_path) else data.train_path
+        rows = sum(1 for _ in islice(file_rows(paths), 2 * most))
         left = rows * (1 - float(data.validation_fraction)) * 0.9
-    except (DataError, ValueError, TypeError):
+    except (DataError, ValueError, TypeError, AttributeError):
         # The rules report it.
         return most
     return min(most, 2 ** int(log2(max(left, 1))))
 
 
 def _default_for(model: object, of_the_embedded: float, of_others: float) -> float:
-    """`${default_for:MODEL,A,B}`: A for the embedded model, B for others."""
+    """Resolve `${default_for:MODEL,A,B}`: A for the embedded model, else B."""
     return of_the_embedded if model == EMBEDDED else of_others
 
 
 def _default_fraction(name: object, share: float, *, _root_: DictConfig) -> float:
-    """`${default_fraction:NAME,A}`: A for rows without a validation file or split in a run that validates, or 0."""
+    """Resolve `${default_fraction:NAME,A}`: A if the run validates without a validation file or split, else 0."""
     source = {"file": "validation_path", "hub": "validation_split"}.get(str(name))
     if source is None or _root_.data.get(source) is not None:
         return 0.0
@@ -216,13 +218,18 @@ def _default_fraction(name: object, share: float, *, _root_: DictConfig) -> floa
     return share if options.get("val_at_start") or options.get("val_at_end") or options.get("val_period") else 0.0
 
 
+def _default_steps(epochs: object, steps: int, *, _root_: DictConfig) -> int | None:
+    """`${default_steps:EPOCHS,A}`: A steps; no limit where epochs of a finite data set end the run."""
+    return None if epochs and _root_.data.name in ("file", "hub") else steps
+
+
 def _default_buffer(tokens: object, share: int) -> int:
-    """`${default_buffer:TOKENS,N}`: one N-th of the tokens, at least 1."""
+    """Resolve `${default_buffer:TOKENS,N}`: TOKENS / N, at least 1."""
     return max(1, _tokens(tokens, share) // share)
 
 
 def _tokens(length: object, otherwise: int) -> int:
-    """Return the length, or `otherwise` if it is no number of tokens, which is reported for its key."""
+    """Return the length, or `otherwise` if it is invalid, which is reported for its key."""
     return length if isinstance(length, int) and length > 0 else otherwise
 
 
@@ -234,6 +241,7 @@ for _resolver in (
     _default_batch,
     _default_for,
     _default_fraction,
+    _default_steps,
     _default_buffer,
 ):
     OmegaConf.register_new_resolver(_resolver.__name__.removeprefix("_"), _resolver, replace=True)
@@ -260,7 +268,7 @@ def compose_config(arguments: Sequence[str] = ()) -> Config:
 
 
 def resolve(composed: DictConfig, matters: Callable[[Violation], bool] = lambda _: True) -> Config:
-    """Turn Hydra's composed configuration into a typed, frozen `Config`. Only broken rules that `matter` count.
+    """Convert Hydra's composed configuration to a typed, frozen `Config`. Ignore violations that do not `matter`.
 
     Raises:
         ConfigError: listing every unknown key, wrong type and broken rule.
@@ -295,7 +303,7 @@ def restore(text: str) -> Config:
 
 
 def _plain(composed: DictConfig) -> tuple[dict[str, Any], list[Violation]]:
-    """Resolve interpolations one by one, so that one that fails does not hide the others."""
+    """Resolve interpolations separately, so that all failures are reported."""
     violations: list[Violation] = []
 
     def visit(node: Any, prefix: str) -> Any:

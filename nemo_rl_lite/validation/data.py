@@ -11,7 +11,7 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import validates
 from nemo_rl_lite.data.formats import CHATS, NEEDS_NEGATIVES, PAIRS, PROBLEMS, RowFormat, format_of
 from nemo_rl_lite.data.rows import FileError, MissingColumnError, template_columns
-from nemo_rl_lite.data.sources import ROWS, check_file, validation_source
+from nemo_rl_lite.data.sources import ROWS, check_file, row_map, validation_source
 from nemo_rl_lite.data.tasks import TASKS, unknown_arguments, unknown_task
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.validation.compose import rule
@@ -25,23 +25,27 @@ def check_source(config: Config) -> Iterator[Violation]:
     if data.name not in (*ROWS, *TASKS):
         yield Violation("data.name", data.name, "no such dataset", f"choose one of: {', '.join((*ROWS, *TASKS))}")
     if data.name == "hub" and not data.path:
-        yield Violation("data.path", data.path, "names no dataset", "data.path=organisation/name")
+        yield Violation("data.path", data.path, "is null", "data.path=organisation/name")
     if data.name == "reasoning_gym" and kind in NEEDS_NEGATIVES:
-        rule_text = f"has right answers only, and {kind.name} need wrong ones as well"
+        rule_text = f"has only right answers, and {kind.name} need wrong ones too"
         yield Violation("data.name", data.name, rule_text, f"data=file or data=hub, with {kind.name}")
     for name, source in (("train_path", "file"), ("path", "hub")):
         if data.name in TASKS and (value := getattr(data, name)) is not None:
-            rule_text = f"is not trained on: {data.name} generates its problems"
+            rule_text = f"has no effect: {data.name} generates its problems"
             yield Violation(f"data.{name}", value, rule_text, f"data={source}, or data.{name}=null")
     if data.too_long == "truncate" and kind is PROBLEMS:
         fix = "data.too_long=drop, or a larger policy.max_total_sequence_length"
-        yield Violation("data.too_long", "truncate", "would cut off a prompt's end, which is what it asks", fix)
+        yield Violation("data.too_long", "truncate", "would cut off the end of prompts", fix)
 
 
 @rule("data")
 def check_rows(config: Config) -> Iterator[Violation]:
     """Check templates and columns, and with them the first rows of files."""
     data, wrong = config.data, [*_texts(config.data)]
+    try:
+        row_map(data)
+    except ConfigError as error:
+        wrong += error.violations
     wrong += [] if wrong or data.name not in ROWS else _columns(config, format_of(config))
     yield from wrong
     if data.name != "file" or wrong:
@@ -63,22 +67,22 @@ def _texts(data: DataConfig) -> Iterator[Violation]:
     key, template = "data.prompt_template", data.prompt_template
     try:
         if template is not None and not template_columns(template):
-            rule_text = "names no column, so every prompt would be the same"
+            rule_text = "has no column, so all prompts would be equal"
             yield Violation(key, template, rule_text, f"{key}='{{question}} Answer briefly.'")
     except ValueError as error:
         fix = 'write columns as {column} and plain braces as {{ and }}, as in "{question} Answer briefly."'
-        yield Violation(key, template, f"is no template: {error}", fix)
+        yield Violation(key, template, f"is not a template: {error}", fix)
     key, text = "data.system_prompt", data.system_prompt
     if text and re.fullmatch(r"\S+\.(txt|md)", text):
-        rule_text = "is the name of a file, and the model would be told that name"
+        rule_text = "is a file name, and the model would get the name as text"
         yield Violation(key, text, rule_text, f"the text itself: \"{key}='$(cat {text})'\", or {key} in a recipe")
     key, pattern = "data.answer_pattern", data.answer_pattern
-    fix = f"its first group is the answer, as in {key}='#### (.+)'"
+    fix = f"add a group for the answer, as in {key}='#### (.+)'"
     try:
         if pattern is not None and not re.compile(pattern).groups:
             yield Violation(key, pattern, "has no group", fix)
     except re.error as error:
-        yield Violation(key, pattern, f"is no regular expression: {error}", fix)
+        yield Violation(key, pattern, f"is not a regular expression: {error}", fix)
 
 
 def _columns(config: Config, kind: RowFormat) -> Iterator[Violation]:
@@ -87,7 +91,7 @@ def _columns(config: Config, kind: RowFormat) -> Iterator[Violation]:
     if kind is CHATS and data.messages_column is not None:
         for other in ("response_column", "prompt_template"):
             if getattr(data, other) is not None:
-                rule_text, fix = "prompts and responses are in the messages already", "data.messages_column=null"
+                rule_text, fix = "has no effect with data.messages_column", "data.messages_column=null"
                 yield Violation(f"data.{other}", getattr(data, other), rule_text, f"data.{other}=null, or {fix}")
         return
     answer = "response_column" if kind is not PROBLEMS and data.response_column is not None else "answer_column"
@@ -98,11 +102,11 @@ def _columns(config: Config, kind: RowFormat) -> Iterator[Violation]:
     if kind is PAIRS or data.prompt_template is None:
         named = ("prompt_column", *named)
     elif getattr(data, answer) in template_columns(data.prompt_template):
-        rule_text = f"shows the model data.{answer} = {getattr(data, answer)!r}, which it has to answer"
+        rule_text = f"contains the answer, data.{answer} = {getattr(data, answer)!r}"
         yield Violation("data.prompt_template", data.prompt_template, rule_text, "a template without that column")
     for first, second in combinations(named, 2):
         if getattr(data, first) == getattr(data, second):
-            rule_text = f"is data.{first} too, and the two must differ"
+            rule_text = f"must differ from data.{first}"
             yield Violation(f"data.{second}", getattr(data, second), rule_text, "the names of two columns")
 
 
@@ -114,7 +118,7 @@ def _right_columns(data: DataConfig, error: DataError, kind: RowFormat) -> str:
             # Without a pattern that finds answers, data.answer_column names a response.
             is_response = keys[0] == "data.answer_column" and not kind.reads_answers
             key = "data.response_column" if is_response else keys[0]
-            return f"correct the path, or {key}=NAME, with the name that the column has there"
+            return f"correct the path, or {key}=NAME with the column's name in that file"
     return "correct the path, or the columns, template or pattern of data"
 
 
@@ -122,8 +126,7 @@ def _right_columns(data: DataConfig, error: DataError, kind: RowFormat) -> str:
 def check_validation_data(config: Config) -> Iterator[Violation]:
     data, fraction = config.data, "data.validation_fraction"
     if data.name == "reasoning_gym" and validates(config) and not data.validation_fraction:
-        rule_text = "holds nothing out, but validation is on"
-        yield Violation(fraction, data.validation_fraction, rule_text, f"{fraction}=0.1")
+        yield Violation(fraction, data.validation_fraction, "is 0, but validation is on", f"{fraction}=0.1")
     if data.name not in ROWS or (data.name == "file" and data.train_path is None):
         return
     key = "data.validation_path" if data.name == "file" else "data.validation_split"
@@ -131,8 +134,7 @@ def check_validation_data(config: Config) -> Iterator[Violation]:
         off = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
         yield Violation(key, None, "is null, but validation is on", f"name one, or {fraction}=0.05, or {off}")
     if validation_source(data) is not None and data.validation_fraction:
-        rule_text = f"{key} names the validation problems already"
-        yield Violation(fraction, data.validation_fraction, rule_text, f"{fraction}=0, or {key}=null")
+        yield Violation(fraction, data.validation_fraction, f"excludes {key}", f"{fraction}=0, or {key}=null")
 
 
 @rule("data")
@@ -144,7 +146,7 @@ def check_task(config: Config) -> Iterator[Violation]:
         if data.name == "reasoning_gym":
             hint = "data.task=chain_sum" if data.task is None else unknown_task(data.task)
             if data.task is None or hint is not None:
-                yield Violation("data.task", data.task, "is no task of reasoning-gym", hint or "")
+                yield Violation("data.task", data.task, "is not a task of reasoning-gym", hint or "")
                 return
             unknown = unknown_arguments(data.task, data.task_kwargs)
         for name, hint in unknown.items():
@@ -169,8 +171,8 @@ def check_epochs(config: Config, prompts: int) -> None:
     options = config.options(GRPOConfig)
     key, a_step = "algorithm.solved_cooldown_epochs", options.num_prompts_per_step
     if options.solved_cooldown_epochs and not prompts:
-        rule, fix = "needs data with epochs, and this data has no end", f"{key}=0, or data=file"
+        rule, fix = "needs data with epochs, and this data is endless", f"{key}=0, or data=file"
         raise ConfigError([Violation(key, options.solved_cooldown_epochs, rule, fix)])
     if 0 < prompts < a_step:
-        rule = "the data has %d prompts, so that a step samples some of them twice"
+        rule = "the data has only %d prompts, so a step samples some twice"
         log.warning(f"algorithm.num_prompts_per_step = %d: {rule}", a_step, prompts)

@@ -47,17 +47,15 @@ _BLOCK = 128
 def check_engine_gpus(config: Config) -> Iterator[Violation]:
     key, size = "generation.vllm_cfg.tensor_parallel_size", config.generation.vllm_cfg.tensor_parallel_size
     if size > 1 and not on_gpus(config):
-        fix = f"{key}=1, and generation.data_parallel_size for more engines"
-        yield Violation(key, size, "a CPU engine is one process", fix)
+        yield Violation(key, size, "must be 1 on CPUs", f"{key}=1, and generation.data_parallel_size for more engines")
     elif size > 1 and not engine_of(config).spans_gpus:
-        yield Violation(key, size, f"the {config.generation.backend} engine uses one GPU", f"{key}=1")
+        yield Violation(key, size, f"must be 1 with the {config.generation.backend} engine", f"{key}=1")
     if not on_gpus(config):
         return
     on_one_node = min(generation_gpus(config), config.cluster.gpus_per_node)
     if on_one_node % size:
         sizes = [divisor for divisor in range(1, on_one_node + 1) if on_one_node % divisor == 0]
-        rule_text = f"must divide the {on_one_node} GPUs that generation has on a node"
-        yield Violation(key, size, rule_text, f"one of {sizes}")
+        yield Violation(key, size, f"must divide the generation GPUs per node ({on_one_node})", f"one of {sizes}")
 
 
 @rule("generation", "cluster", "agent", "policy.router_replay", options=RolloutAlgorithmConfig)
@@ -71,18 +69,17 @@ def check_engine(config: Config) -> Iterator[Violation]:
         yield Violation("cluster.gpus_per_node", 0, "what is installed here (install.sh gpu) runs on GPUs only", fix)
     if config.policy.router_replay.enabled and not engine_of(config).records_experts:
         key = "policy.router_replay.enabled"
-        rule_text = f"the {backend} engine does not record which experts it chooses"
-        yield Violation(key, True, rule_text, f"{key}=false, or generation=vllm")
+        yield Violation(key, True, f"is not supported by the {backend} engine", f"{key}=false, or generation=vllm")
     # These come with vLLM.
     for package in ("fastapi", "uvicorn"):
         if has_endpoint(config) and importlib.util.find_spec(package) is None:
             key = "agent.name" if config.agent.name else "generation.serve.enabled"
-            rule_text = f"the package {package}, which the endpoint needs, is not installed here"
+            rule_text = f"the endpoint the package {package} is not installed here"
             yield Violation(key, None, rule_text, f"pip install {package}")
     key, host = "generation.serve.host", config.generation.serve.host
     # An address of IPv6 has several colons.
     if has_endpoint(config) and ("/" in host or host.count(":") == 1):
-        rule_text = "is a host alone, without http:// and without a port"
+        rule_text = "must be a host without scheme and port"
         yield Violation(key, host, rule_text, f"{key}=127.0.0.1 generation.serve.port=8000")
 
 
@@ -94,7 +91,7 @@ def check_sampling(config: Config) -> Iterator[Violation]:
     for key, value in temperatures.items():
         # 0 is greedy, for validation alone.
         if value and not lowest <= value <= highest:
-            rule_text = f"the {generation.backend} engine takes {lowest:g} to {highest:g}"
+            rule_text = f"must be from {lowest:g} to {highest:g} with the {generation.backend} engine"
             yield Violation(key, value, rule_text, f"{key}={min(max(value, lowest), highest):g}")
 
 
@@ -116,7 +113,7 @@ def check_vllm_kwargs(config: Config) -> Iterator[Violation]:
     draft = given.get("speculative_config")
     method = draft.get("method") if isinstance(draft, dict) else draft
     if draft is not None and method != "ngram":
-        key, rule_text = f"{_KWARGS}.speculative_config", "must be ngram: no refit brings the weights of other drafts"
+        key, rule_text = f"{_KWARGS}.speculative_config", "must be ngram: refits do not update a draft model"
         example = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}"
         yield Violation(f"{key}.method", method, rule_text, f"'+{key}={example}'")
 
@@ -128,19 +125,19 @@ def check_quantization(config: Config) -> Iterator[Violation]:
     if way is None:
         return
     if way not in VLLM_QUANTIZATIONS:
-        rule_text = f"vLLM quantises what a refit brings in one of these ways alone: {', '.join(VLLM_QUANTIZATIONS)}"
+        rule_text = f"must be one of: {', '.join(VLLM_QUANTIZATIONS)}"
         yield Violation(key, way, rule_text, f"{key}=fp8_per_channel")
     elif not on_gpus(config):
-        yield Violation(key, way, "vLLM computes with FP8 weights on GPUs", "remove it, or cluster.gpus_per_node=1")
+        yield Violation(key, way, "needs GPUs", "remove it, or cluster.gpus_per_node=1")
     elif config.policy.precision != "bfloat16":
         fix = "policy.precision=bfloat16"
         yield Violation("policy.precision", config.policy.precision, f"{key} = {way} needs bfloat16", fix)
     elif shape is not None and shape.experts:
-        yield Violation(key, way, "no refit of quantised experts has been tried", "remove it")
+        yield Violation(key, way, "is not supported for MoE models", "remove it")
     elif way == "fp8_per_block" and shape is not None:
         widths = (shape.hidden, shape.heads * shape.head_dim // size, shape.ffn // size)
         if width := next((width for width in widths if width % _BLOCK), None):
-            rule_text = f"needs layers whose inputs are a multiple of {_BLOCK} on each engine rank, and one has {width}"
+            rule_text = f"needs layer inputs that are a multiple of {_BLOCK} on each engine rank, and one has {width}"
             yield Violation(key, way, rule_text, f"{key}=fp8_per_channel")
 
 
@@ -153,11 +150,16 @@ def check_served_adapters(config: Config) -> Iterator[Violation]:
     shape = known_shape(config.policy.model_name)
     quantization, load_format = own.get("quantization"), own.get("load_format")
     for broken, name, value, rule_text in (
-        (dim > most, key, dim, f"vLLM applies adapters of at most {most} dimensions"),
-        (on_gpus(config) and precision != "bfloat16", "policy.precision", precision, "vLLM applies them in bfloat16"),
-        (shape is not None and shape.experts, _LORA, "adapters", "adapters of experts have not been tried with vLLM"),
-        (quantization, f"{_KWARGS}.quantization", quantization, "not tried next to quantised weights"),
-        (load_format == "dummy", f"{_KWARGS}.load_format", "dummy", "refits bring adapters alone"),
+        (dim > most, key, dim, f"must be at most {most}, the largest LoRA rank of vLLM"),
+        (on_gpus(config) and precision != "bfloat16", "policy.precision", precision, "must be bfloat16"),
+        (shape is not None and shape.experts, _LORA, "adapters", "is not supported for MoE models"),
+        (quantization, f"{_KWARGS}.quantization", quantization, "is not supported with adapters"),
+        (
+            load_format == "dummy",
+            f"{_KWARGS}.load_format",
+            "dummy",
+            "would keep random weights: refits transfer only adapters",
+        ),
     ):
         if broken:
             yield Violation(name, value, f"{rule_text} ({_LORA}=adapters)", f"change it, or {_LORA}=merged")

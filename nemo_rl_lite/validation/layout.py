@@ -42,7 +42,7 @@ _RANKS = ("cluster", "generation.colocated", MEGATRON)
 
 
 def known_shape(name: str | None) -> ModelShape | None:
-    """Return a model's shape; None if it is unknown, or if `check_model` refuses the model."""
+    """Return a model's architecture; None if it is unknown or `check_model` refuses it."""
     try:
         return None if name is None else read_model_shape(name)
     except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):
@@ -61,7 +61,7 @@ def check_cpu_ranks(config: Config) -> Iterator[Violation]:
 def check_gpu_precision(config: Config) -> Iterator[Violation]:
     if on_gpus(config) and config.policy.precision == "float32":
         fix = "policy=megatron_gpu generation=vllm_gpu, or policy.precision=bfloat16"
-        yield Violation("policy.precision", "float32", "is for CPUs: GPU kernels round it or do not take it", fix)
+        yield Violation("policy.precision", "float32", "is not supported on GPUs", fix)
 
 
 @rule("cluster", "generation.colocated", options=RolloutAlgorithmConfig)
@@ -71,11 +71,11 @@ def check_generation_gpus(config: Config) -> Iterator[Violation]:
     prefix, resources = "generation.colocated.resources", config.generation.colocated.resources
     gpus, total = generation_gpus(config), all_gpus(config)
     if resources.num_nodes is not None and resources.gpus_per_node not in (None, config.cluster.gpus_per_node):
-        rule_text = "whole nodes are set apart, or GPUs of one node, not both"
+        rule_text = "num_nodes and gpus_per_node exclude each other"
         yield Violation(f"{prefix}.gpus_per_node", resources.gpus_per_node, rule_text, f"{prefix}.gpus_per_node=null")
     elif not 0 < gpus < total:
         name = "num_nodes" if resources.num_nodes is not None else "gpus_per_node"
-        rule_text = f"sets {gpus} of the run's {total} GPUs apart for generation; at least one must, and one must stay"
+        rule_text = f"gives generation {gpus} of {total} GPUs; generation and policy each need at least one"
         fix = f"{prefix}.gpus_per_node=1" if total > 1 else "generation.colocated.enabled=true"
         yield Violation(f"{prefix}.{name}", getattr(resources, name), rule_text, fix)
 
@@ -88,17 +88,17 @@ def check_parallel_groups(config: Config) -> Iterator[Violation]:
         more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={dims.replica}"
         sizes = f"tensor ({dims.tp}) x pipeline ({dims.pp})" + (f" x context ({dims.cp})" if dims.cp > 1 else "")
         key, size = (_CONTEXT, dims.cp) if dims.cp > 1 and dims.tp * dims.pp == 1 else (_TENSOR, dims.tp)
-        rule_text = f"{sizes} parallel size must divide the {dims.world} policy ranks"
+        rule_text = f"{sizes} parallel size must divide the number of policy ranks ({dims.world})"
         yield Violation(key, size, rule_text, f"{more}, or smaller parallel sizes")
     elif dims.stage % dims.ep:
-        yield Violation(_EXPERTS, dims.ep, f"must divide the {dims.stage} ranks of a pipeline stage", f"{_EXPERTS}=1")
+        yield Violation(_EXPERTS, dims.ep, f"must divide the ranks per pipeline stage ({dims.stage})", f"{_EXPERTS}=1")
 
 
 @rule("cluster", MEGATRON)
 def check_sequence_parallel(config: Config) -> Iterator[Violation]:
     parallel = config.policy.megatron_cfg
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 and not on_gpus(config):
-        yield Violation(_SEQUENCE, True, "megatron-core's norms on a CPU do not split sequences", f"{_SEQUENCE}=false")
+        yield Violation(_SEQUENCE, True, "is not supported on CPUs", f"{_SEQUENCE}=false")
 
 
 @rule("cluster", "policy")
@@ -107,11 +107,11 @@ def check_context_parallel(config: Config) -> Iterator[Violation]:
     if size == 1:
         return
     if not on_gpus(config):
-        rule_text = "needs Transformer Engine's attention, which runs on GPUs"
+        rule_text = "needs GPUs, for Transformer Engine's attention"
         fix = f"{_CONTEXT}=1, or cluster.gpus_per_node={size} on a machine with GPUs"
         yield Violation(_CONTEXT, size, rule_text, fix)
     elif batch_mode(config.policy, on_gpu=True) != "packed":
-        rule_text = "splits packed sequences only, and policy.sequence_packing is off"
+        rule_text = "needs policy.sequence_packing"
         fix = f"{_PACKING}=true policy.dynamic_batching.enabled=false policy.precision=bfloat16, or {_CONTEXT}=1"
         yield Violation(_CONTEXT, size, rule_text, fix)
 
@@ -141,7 +141,7 @@ def _exported(named: Path) -> Path | None:
 
 
 def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violation]:
-    """Yield the model sizes that the configured layout cannot split or hold."""
+    """Yield model sizes that the layout cannot split."""
     tensor = config.policy.megatron_cfg.tensor_model_parallel_size
     split = {"attention heads": model.heads, "key/value heads": model.kv_heads, "tokens": model.vocabulary}
     if odd := [f"{count} {what}" for what, count in split.items() if count % tensor]:
@@ -152,7 +152,7 @@ def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violati
     context, heads = config.policy.megatron_cfg.context_parallel_size, model.kv_heads // tensor
     if context > 1 and config.policy.megatron_cfg.cp_comm_type == "a2a" and heads % context:
         key = f"{MEGATRON}.cp_comm_type"
-        rule_text = f"gives each of {context} ranks some heads, and a tensor-parallel rank has {heads} key/value heads"
+        rule_text = f"needs KV heads that divide by {context} ranks, and a tensor-parallel rank has {heads}"
         yield Violation(key, "a2a", rule_text, f"{key}=p2p, or {_CONTEXT}=1")
     length = config.policy.max_total_sequence_length
     if length > model.max_positions:
@@ -177,7 +177,7 @@ def _engine(config: Config, model: ModelShape) -> Iterator[Violation]:
 
 
 def _stages(dims: ParallelDims, layers: int) -> Iterator[Violation]:
-    """Yield a number of layers that the pipeline stages cannot share as configured."""
+    """Yield a violation if the pipeline stages cannot share the layers as configured."""
 
     def spread(own: ParallelDims) -> bool:
         try:
@@ -198,7 +198,9 @@ def _stages(dims: ParallelDims, layers: int) -> Iterator[Violation]:
         yield Violation(_PIPELINE, dims.pp, f"must divide the model's {layers} layers", fix)
     else:
         fix = f"leave {key} out" if nearest is None else f"{key}={nearest}"
-        rule_text = f"leaves layers that the other pipeline stages of {dims.pp} cannot share evenly: there are {layers}"
+        rule_text = (
+            f"leaves layers that the other {dims.pp - 1} pipeline stages cannot share evenly (the model has {layers})"
+        )
         yield Violation(key, told, rule_text, fix)
 
 
@@ -206,31 +208,30 @@ def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:
     parallel, size = config.policy.megatron_cfg, config.policy.megatron_cfg.expert_model_parallel_size
     if not model.experts:
         if size > 1:
-            yield Violation(_EXPERTS, size, "the model has no experts", f"{_EXPERTS}=1")
+            yield Violation(_EXPERTS, size, "needs a MoE model", f"{_EXPERTS}=1")
         if config.policy.router_replay.enabled:
-            yield Violation(_REPLAY, True, "the model has no experts, and so no router", f"{_REPLAY}=false")
+            yield Violation(_REPLAY, True, "needs a MoE model", f"{_REPLAY}=false")
         return
     if model.experts % size:
         sizes = [divisor for divisor in range(1, model.experts + 1) if model.experts % divisor == 0]
         yield Violation(_EXPERTS, size, f"must divide the model's {model.experts} experts", f"one of {sizes}")
     if parallel.moe_router_bias_update_rate and model.expert_biases and parallel.peft.enabled:
         rate = f"{MEGATRON}.moe_router_bias_update_rate"
-        rule_text = "changes the model below the adapters, which is the reference and is not saved"
+        rule_text = "changes the base model, which LoRA does not save and uses as reference"
         yield Violation(rate, parallel.moe_router_bias_update_rate, rule_text, f"{rate}=0.0")
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        rule_text = "megatron-core trains experts under tensor parallelism with sequence parallelism only"
+        rule_text = "MoE models with tensor parallelism need sequence parallelism"
         yield Violation(_SEQUENCE, False, rule_text, f"{_SEQUENCE}=true")
 
 
 @rule(MEGATRON, _REPLAY)
 def check_router_fusion(config: Config) -> Iterator[Violation]:
-    """The kernel keeps scores in the logits' type, where megatron-core makes them float32, and it has no float64."""
+    """Refuse other types: the kernel keeps scores in the logits' type, megatron-core in float32; it has no float64."""
     parallel, key = config.policy.megatron_cfg, f"{MEGATRON}.moe_router_dtype"
     if parallel.moe_router_fusion and parallel.moe_router_dtype != "fp32":
-        rule_text = "Transformer Engine's kernel needs routers that compute in float32"
-        yield Violation(_FUSION, True, rule_text, f"{key}=fp32, or {_FUSION}=false")
+        yield Violation(_FUSION, True, "needs routers in float32", f"{key}=fp32, or {_FUSION}=false")
     if parallel.moe_router_fusion and config.policy.router_replay.enabled:
-        rule_text = "the kernel chooses experts itself, and router replay gives them"
+        rule_text = "is incompatible with router replay: the kernel chooses the experts"
         yield Violation(_FUSION, True, rule_text, f"{_FUSION}=false, or {_REPLAY}=false")
 
 
@@ -250,11 +251,10 @@ def check_token_batches(config: Config) -> Iterator[Violation]:
     policy, gpu = config.policy, on_gpus(config)
     if policy.sequence_packing.enabled is True and policy.dynamic_batching.enabled:
         key = "policy.dynamic_batching.enabled"
-        yield Violation(key, True, "packing and padding exclude each other", f"{key}=false")
+        yield Violation(key, True, "excludes sequence packing", f"{key}=false")
         return
     if policy.sequence_packing.enabled is True and gpu and policy.precision != "bfloat16":
-        fix = f"policy.precision=bfloat16, or {_PACKING}=false"
-        yield Violation(_PACKING, True, "packed attention on a GPU needs bfloat16", fix)
+        yield Violation(_PACKING, True, "needs bfloat16 on GPUs", f"policy.precision=bfloat16, or {_PACKING}=false")
     mode = batch_mode(policy, gpu)
     if mode == "fixed":
         return
@@ -269,7 +269,7 @@ def check_token_batches(config: Config) -> Iterator[Violation]:
     tensor = policy.megatron_cfg.tensor_model_parallel_size
     if policy.megatron_cfg.sequence_parallel and policy.sequence_length_round % tensor:
         key = "policy.sequence_length_round"
-        rule_text = f"sequence parallelism splits the length over {tensor} ranks"
+        rule_text = f"must be a multiple of the {tensor} sequence-parallel ranks"
         yield Violation(key, policy.sequence_length_round, rule_text, f"{key}={tensor * 64}")
 
 
@@ -306,13 +306,12 @@ def check_optimizer(config: Config) -> Iterator[Violation]:
     parallel, optimizer = config.policy.megatron_cfg, config.policy.megatron_cfg.optimizer
     scheduler, overlap = parallel.scheduler, parallel.distributed_data_parallel_config
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
-        yield Violation(_SHARDED, True, "megatron-core shards the states of adam only, not of sgd", f"{_SHARDED}=false")
+        yield Violation(_SHARDED, True, "is not supported with sgd", f"{_SHARDED}=false")
     gather = f"{_DATA_PARALLEL}.overlap_param_gather"
     if overlap.overlap_param_gather and not optimizer.use_distributed_optimizer:
-        rule_text = "gathers what a sharded optimizer leaves with one replica each, and that one is not sharded"
-        yield Violation(gather, True, rule_text, f"{gather}=false, or {_SHARDED}=true")
+        yield Violation(gather, True, "needs a sharded optimizer", f"{gather}=false, or {_SHARDED}=true")
     if overlap.overlap_param_gather and not overlap.overlap_grad_reduce:
-        rule_text = "gathers in the buckets of the reduced gradients, and without overlap_grad_reduce there is one"
+        rule_text = "needs overlap_grad_reduce"
         yield Violation(gather, True, rule_text, f"{_DATA_PARALLEL}.overlap_grad_reduce=true, or {gather}=false")
     if optimizer.min_lr > optimizer.lr:
         key = f"{_OPTIMIZER}.min_lr"
@@ -332,23 +331,20 @@ def check_cpu_optimizer(config: Config) -> Iterator[Violation]:
     if not settings.optimizer_cpu_offload:
         if settings.overlap_cpu_optimizer_d2h_h2d:
             key = f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d"
-            yield Violation(key, True, "overlaps the copies of optimizer_cpu_offload, which is off", f"{key}=false")
+            yield Violation(key, True, "needs optimizer_cpu_offload", f"{key}=false")
         return
     if not on_gpus(config):
         # megatron-core would fail at the first step, because it maps CUDA parameters only.
-        rule_text = "is for GPUs: on CPUs weights and optimizer states are in host memory already"
+        rule_text = "needs GPUs"
         yield Violation(_CPU, True, rule_text, f"{_CPU}=false, or offload=none")
     if settings.optimizer_offload_fraction == 0:
         key = f"{_OPTIMIZER}.optimizer_offload_fraction"
-        yield Violation(
-            key, 0, "must be greater than 0 where optimizer_cpu_offload is on", f"{key}=1.0, or {_CPU}=false"
-        )
+        yield Violation(key, 0, "must be greater than 0 with optimizer_cpu_offload", f"{key}=1.0, or {_CPU}=false")
     if settings.optimizer != "adam":
         key = f"{_OPTIMIZER}.optimizer"
-        rule_text = "megatron-core keeps the float32 master weights of optimizers other than adam on the GPU"
-        yield Violation(key, settings.optimizer, rule_text, f"{key}=adam, or {_CPU}=false")
+        yield Violation(key, settings.optimizer, "optimizer_cpu_offload needs adam", f"{key}=adam, or {_CPU}=false")
     elif not settings.use_distributed_optimizer:
-        rule_text = "optimizer_cpu_offload works on sharded states; otherwise master weights would stay on the GPU"
+        rule_text = "optimizer_cpu_offload needs a sharded optimizer"
         yield Violation(_SHARDED, False, rule_text, f"{_SHARDED}=true, or {_CPU}=false")
 
 
@@ -358,23 +354,22 @@ def check_activation_offload(config: Config) -> Iterator[Violation]:
     if not parallel.fine_grained_activation_offloading:
         return
     if not on_gpus(config):
-        rule_text = "is for GPUs: on CPUs activations are in host memory already"
-        yield Violation(_ACTIVATIONS, True, rule_text, f"{_ACTIVATIONS}=false, or offload=none")
+        yield Violation(_ACTIVATIONS, True, "needs GPUs", f"{_ACTIVATIONS}=false, or offload=none")
     if parallel.activation_checkpointing:
         key = f"{MEGATRON}.activation_checkpointing"
-        rule_text = "keeps no inputs of modules, so fine_grained_activation_offloading has nothing to offload"
+        rule_text = "excludes fine_grained_activation_offloading: there are no inputs to offload"
         yield Violation(key, True, rule_text, f"{key}=false, or {_ACTIVATIONS}=false")
     if parallel.peft.enabled:
-        rule_text = "activations are brought back by gradients of weights that are frozen with adapters"
+        rule_text = "is incompatible with LoRA, which freezes the weights"
         fix = f"{_ACTIVATIONS}=false, or {MEGATRON}.activation_checkpointing=true instead"
         yield Violation(_ACTIVATIONS, True, rule_text, fix)
     if not modules:
-        rule_text = "must name modules where fine_grained_activation_offloading is on"
+        rule_text = "fine_grained_activation_offloading needs at least one module"
         shown = "null" if modules is None else modules
         yield Violation(_MODULES, shown, rule_text, f"'{_MODULES}=[core_attn]', or {_ACTIVATIONS}=false")
         return
     if "attn_proj" in modules and "core_attn" not in modules:
-        rule_text = "attn_proj needs core_attn: its input is core_attn's output, which core_attn's backward pass needs"
+        rule_text = "attn_proj needs core_attn, whose output is its input"
         yield Violation(_MODULES, modules, rule_text, f"'{_MODULES}=[{','.join(['core_attn', *modules])}]'")
     if "fused_group_mlp" in modules:
         yield from _fused_experts(modules)
@@ -386,7 +381,7 @@ def _fused_experts(modules: Sequence[str]) -> Iterator[Violation]:
     own = installed("transformer-engine")
     if both := [name for name in modules if name in ("expert_fc1", "moe_act")]:
         rest = [name for name in modules if name not in both]
-        rule_text = f"fused_group_mlp is the whole MLP of the experts, {' and '.join(both)} included"
+        rule_text = f"fused_group_mlp already includes {' and '.join(both)}"
         yield Violation(_MODULES, modules, rule_text, f"'{_MODULES}=[{','.join(rest)}]'")
     elif own and tuple(map(int, own.split(".")[:2])) < (2, 14):
         others = [*(name for name in modules if name != "fused_group_mlp"), "expert_fc1", "moe_act"]
@@ -406,7 +401,7 @@ def _offloaded_modules(config: Config, modules: Sequence[str], model: ModelShape
         why = "has only layers with experts" if model.experts else "has no experts"
         yield Violation(_MODULES, modules, f"the model {why}, so it has no {' and no '.join(absent)}", fix)
     elif not others:
-        rule_text = f"nothing to offload: in this model {' and '.join(modules)} is part of a linear layer"
+        rule_text = f"has nothing to offload: the model fuses {' and '.join(modules)} into a linear layer"
         yield Violation(_MODULES, modules, rule_text, fix)
     try:
         fewest = min(parallel_dims(config).stage_layers(model.layers))
@@ -415,7 +410,7 @@ def _offloaded_modules(config: Config, modules: Sequence[str], model: ModelShape
         return
     if fewest == 1 and len(modules) > 1:
         # If no module of a layer is offloaded, megatron-core considers the layer finished after its first module.
-        rule_text = "megatron-core offloads several modules only where a pipeline stage has more than one layer"
+        rule_text = "offloading several modules needs at least two layers per pipeline stage"
         yield Violation(_MODULES, modules, rule_text, f"'{_MODULES}=[{modules[0]}]', or fewer pipeline stages")
 
 
@@ -427,43 +422,43 @@ def check_adapters(config: Config) -> Iterator[Violation]:
     spread, tensor = parallel.expert_model_parallel_size > 1, parallel.tensor_model_parallel_size
     if spread and {"linear_fc1", "linear_fc2"} & set(peft.target_modules):
         # megatron-bridge would merge one rank's adapters into the experts of all.
-        rule_text = "adapters of experts that are spread over ranks would be exported wrongly"
+        rule_text = "adapters of experts need expert parallel size 1"
         fix = f"'{_PEFT}.target_modules=[linear_qkv,linear_proj]', or {_EXPERTS}=1"
         yield Violation(f"{_PEFT}.enabled", True, rule_text, fix)
     if peft.dim % tensor:
         fix = f"{_PEFT}.dim={-(-peft.dim // tensor) * tensor}"
-        yield Violation(f"{_PEFT}.dim", peft.dim, f"is split over tensor-parallel ranks ({tensor})", fix)
+        yield Violation(f"{_PEFT}.dim", peft.dim, f"must be a multiple of the tensor parallel size ({tensor})", fix)
 
 
 @rule("cluster", "policy")
 def check_graphs(config: Config) -> Iterator[Violation]:
-    """Yield what CUDA graphs do not hold: all that the host decides, copies or sends during a training pass."""
+    """Refuse all that the host decides, copies or sends during a training pass: CUDA graphs cannot capture it."""
     if not records_training(config):
         return
     parallel, mode = config.policy.megatron_cfg, batch_mode(config.policy, on_gpus(config))
-    exchanges, shape = "a pass that exchanges tensors with ranks", known_shape(config.policy.model_name)
+    exchanges, shape = "communication between ranks", known_shape(config.policy.model_name)
     overlap = parallel.distributed_data_parallel_config.overlap_grad_reduce
     for key, on, what, off in (
         (_TENSOR, parallel.tensor_model_parallel_size > 1, exchanges, "1"),
         (_PIPELINE, parallel.pipeline_model_parallel_size > 1, exchanges, "1"),
         (_CONTEXT, parallel.context_parallel_size > 1, exchanges, "1"),
         (_EXPERTS, parallel.expert_model_parallel_size > 1, exchanges, "1"),
-        (f"{MEGATRON}.activation_checkpointing", parallel.activation_checkpointing, "recomputed passes", "false"),
-        (_ACTIVATIONS, parallel.fine_grained_activation_offloading, "copies to host memory", "false"),
+        (f"{MEGATRON}.activation_checkpointing", parallel.activation_checkpointing, "recomputation", "false"),
+        (_ACTIVATIONS, parallel.fine_grained_activation_offloading, "activation offloading", "false"),
         (f"{_PEFT}.enabled", parallel.peft.enabled, "adapters", "false"),
-        (f"{_DATA_PARALLEL}.overlap_grad_reduce", overlap, "gradients reduced during the backward pass", "false"),
-        (_REPLAY, config.policy.router_replay.enabled, "the experts that the engines chose", "false"),
+        (f"{_DATA_PARALLEL}.overlap_grad_reduce", overlap, "overlapped gradient reduction", "false"),
+        (_REPLAY, config.policy.router_replay.enabled, "router replay", "false"),
     ):
         if on:
-            yield Violation(key, None, f"CUDA graphs do not hold {what}", f"{key}={off}, or {_GRAPHS}=none")
+            yield Violation(key, None, f"CUDA graphs cannot capture {what}", f"{key}={off}, or {_GRAPHS}=none")
     if mode != "packed":
-        rule_text = f"records passes over packed sequences, and batches are {mode}"
+        rule_text = f"needs packed sequences, and batches are {mode}"
         yield Violation(_GRAPHS, "full_iteration", rule_text, f"{_PACKING}=true, or {_GRAPHS}=none")
     leaving, key = leaving_for_generation(config.policy), "policy.offload_for_generation"
     if moved := [name for name in leaving if name in ("parameters", "gradients")]:
         others = ",".join(name for name in leaving if name not in moved)
-        rule_text = f"CUDA graphs hold addresses, and {' and '.join(moved)} come back to other ones"
+        rule_text = f"CUDA graphs need fixed addresses, and {' and '.join(moved)} are reloaded to new ones"
         yield Violation(key, list(leaving), rule_text, f"'{key}=[{others}]', or {_GRAPHS}=none")
     if shape is not None and shape.experts:
-        rule_text = "the host counts the tokens of each expert during a pass, which CUDA graphs do not hold"
+        rule_text = "CUDA graphs cannot capture MoE models"
         yield Violation(_GRAPHS, "full_iteration", rule_text, f"{_GRAPHS}=none, or a model without experts")

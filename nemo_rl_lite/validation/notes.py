@@ -1,4 +1,4 @@
-"""Notes: what a command is told without being refused, because it may be meant."""
+"""Notes on a command: settings that are allowed but probably unintended."""
 
 import dataclasses
 import logging
@@ -43,10 +43,10 @@ FACTS: dict[str, Callable[[Config], object]] = {
     "as data": lambda config: algorithm_of(config).data.rpartition(".")[2].lower(),
     "phases without the optimizer": lambda config: generates(config) or compares(config) or validates(config),
 }
-"""What `ActiveIf` may name besides keys."""
-# A run with a smaller share of its learning rate, on average, learns little.
+"""Facts that `ActiveIf` can name in addition to keys."""
+# Warn if the mean learning rate is a smaller fraction of `lr` than this.
 _LITTLE = 0.25
-# Groups without a section of their own, and a key that their files set.
+# Groups without their own section, and a key that their files set.
 _GROUPS = {"offload": "policy.offload_for_generation"}
 
 
@@ -54,7 +54,7 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     """Yield the notes on a command with the keys `given`."""
     if unread := unread_variables():
         known = ", ".join(sorted(name for name in known_variables() if name.startswith("NRL_")))
-        yield f"without effect, because nothing reads it: {', '.join(unread)} (read are {known})"
+        yield f"unknown environment variables: {', '.join(unread)} (known: {known})"
     if idle := idle_note(config, given):
         yield idle
     if any(key.startswith(f"{MEGATRON}.scheduler.") for key in given):
@@ -63,7 +63,7 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
         yield from _warmup_note(config, _LITTLE)
     if config.data.validation_fraction and not validates(config):
         key = f"data.validation_fraction = {config.data.validation_fraction:g}"
-        yield f"{key}: these rows are withheld from training, and this run does not validate"
+        yield f"{key}: this run does not validate, but holds these rows out of training"
     yield from _held_out(config, given)
     if isinstance(loss := getattr(config.algorithm, "loss_fn", None), LossConfig):
         yield from filter(None, (_kl_estimate(config, loss), _steps_without_a_ratio(config, loss)))
@@ -73,15 +73,15 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
 
 
 def _held_out(config: Config, given: Sequence[str]) -> Iterator[str]:
-    """Yield that rows are held out, where no key says so."""
+    """Yield a note on rows that are held out by default."""
     key, fraction = "data.validation_fraction", config.data.validation_fraction
     if fraction and config.data.name in ROWS and "recipes" not in given and key not in given:
         own = "data.validation_path=FILE" if config.data.name == "file" else "data.validation_split=SPLIT"
-        yield f"{key} = {fraction:g}: {fraction:.0%} of the rows are held out for validation ({own} names others)"
+        yield f"{key} = {fraction:g}: {fraction:.0%} of the rows are held out for validation ({own} for others)"
 
 
 def notes_elsewhere(config: Config) -> Iterator[str]:
-    """Yield notes of a command that plans or submits a run for another machine; here the run would be refused."""
+    """Yield notes for a command that plans or submits a run elsewhere, instead of refusing it here."""
     named = config.checkpoint.resume_from
     if named is not None and not Path(named).expanduser().is_dir():
         yield f"checkpoint.resume_from = {named}: there is no such folder here"
@@ -91,7 +91,7 @@ def notes_here(config: Config) -> Iterator[str]:
     """Yield notes on this machine for a command that runs here."""
     names = {config.environment.name, *(term.name for term in terms_of(config.reward))}
     if names & {"program", "python"} and (refused := sandbox.refused()):
-        yield f"the kernel refuses {refused}, so {sandbox.OPEN}: {sandbox.ALLOW}, or run in a container without secrets"
+        yield f"the kernel refuses {refused}, so {sandbox.OPEN}: {sandbox.ALLOW}, or use a container without secrets"
 
 
 def show_notes(found: Iterable[str]) -> None:
@@ -101,16 +101,16 @@ def show_notes(found: Iterable[str]) -> None:
 
 
 def _longer_than_a_phase(config: Config) -> Iterator[str]:
-    """Yield the limits on calls of user code that the limit on a phase may end before."""
+    """Yield timeouts of user code that exceed the timeout of a phase."""
     most, sections = config.cluster.phase_timeout_s, ("environment", "agent", "reward")
     for section, key in ((getattr(config, name), f"{name}.timeout_s") for name in sections if generates(config)):
         if section.name is not None and most is not None and (section.timeout_s or 0) > most:
             limit = f"cluster.phase_timeout_s = {most:g}"
-            yield f"{key} = {section.timeout_s:g}: {limit} ends a run in which nothing finishes for that time; raise it"
+            yield f"{key} = {section.timeout_s:g}: {limit} would end the run first; increase it"
 
 
 def _unread_environment(config: Config) -> Iterator[str]:
-    """Yield the environment variables of trackers that keys override."""
+    """Yield trackers' environment variables that keys override."""
     logger = config.logger
     keys = {
         "MLFLOW_TRACKING_URI": ("mlflow.tracking_uri", logger.mlflow.tracking_uri, logger.mlflow_enabled),
@@ -124,7 +124,7 @@ def _unread_environment(config: Config) -> Iterator[str]:
     }
     for variable, (key, value, enabled) in keys.items():
         if enabled and os.environ.get(variable) not in (None, "", value):
-            yield f"{variable} is not read; logger.{key} = {value} is what counts"
+            yield f"{variable} has no effect; logger.{key} = {value} is used"
 
 
 def note_total_steps(config: Config, total: int) -> None:
@@ -136,16 +136,16 @@ def note_total_steps(config: Config, total: int) -> None:
 
 
 def _schedule_notes(config: Config) -> Iterator[str]:
-    """Yield that the learning rate never reaches its maximum or minimum, if the number of steps is known."""
+    """Yield a note if the run ends before the learning rate reaches its maximum or minimum."""
     steps, scheduler = _optimizer_steps_of_run(config), config.policy.megatron_cfg.scheduler
     yield from _warmup_note(config, 1.0)
     if steps is not None and scheduler.lr_decay_style != "constant" and 2 * steps <= scheduler.lr_decay_iters:
-        key, rule = f"{MEGATRON}.scheduler.lr_decay_iters", "so the learning rate does not come near optimizer.min_lr"
+        key, rule = f"{MEGATRON}.scheduler.lr_decay_iters", "so the learning rate stays far above optimizer.min_lr"
         yield f"{key} = {scheduler.lr_decay_iters}: the run has {steps} optimizer steps, {rule}"
 
 
 def _warmup_note(config: Config, least: float) -> Iterator[str]:
-    """Yield that a run ends within its warm-up, with a smaller share of the learning rate, on average, than `least`."""
+    """Yield a note if the run ends within its warm-up and its mean learning rate is below `least` x `lr`."""
     steps, optimizer = _optimizer_steps_of_run(config), config.policy.megatron_cfg.optimizer
     scheduler = config.policy.megatron_cfg.scheduler
     warmup, key = scheduler.lr_warmup_iters, f"{MEGATRON}.scheduler.lr_warmup_iters"
@@ -168,48 +168,47 @@ def _optimizer_steps_of_run(config: Config) -> int | None:
 
 
 def _kl_estimate(config: Config, loss: LossConfig) -> str:
-    """Return a note on an estimator of the KL whose gradient is not the KL's. Empty if there is none."""
+    """Return a note on a KL estimator with a wrong gradient; empty if it is right."""
     kind, estimate = f"{LOSS}.reference_policy_kl_type", loss.reference_policy_kl_type
     if not compares(config) or config.algorithm.loss is not None:
         return ""
     if loss.use_kl_in_reward and estimate != "k1":
-        why = f"with {LOSS}.use_kl_in_reward it hardly holds the policy near the reference, because as a reward only k1"
-        return f"{kind} = {estimate}: {why} has the gradient of the KL ({kind}=k1)"
+        why = f"with {LOSS}.use_kl_in_reward only k1 has the gradient of the KL, so it hardly constrains the policy"
+        return f"{kind} = {estimate}: {why} ({kind}=k1)"
     if not loss.use_kl_in_reward and estimate == "k1" and loss.use_bias_correction_kl is False:
-        why = "its gradient averages to zero, so it hardly holds the policy near the reference"
+        why = "its gradient averages to zero, so it hardly constrains the policy"
         return f"{kind} = k1: {why} ({LOSS}.use_bias_correction_kl=true, or {kind}=k2)"
     return ""
 
 
 def _steps_without_a_ratio(config: Config, loss: LossConfig) -> str:
-    """Return a note on optimizer steps that ignore that the policy has changed since the rollout. Empty if there are
-    none. NeMo-RL takes them as well (`disable_ppo_ratio`); TRL's RLOO has a clipped ratio."""
+    """Return a note on off-policy optimizer steps without a ratio; empty if there are none. NeMo-RL allows them too
+    (`disable_ppo_ratio`); TRL's RLOO has a clipped ratio."""
     if loss.policy_loss != "reinforce" or config.algorithm.loss is not None or not reads_ratios(config):
         return ""
     if (steps := optimizer_steps(config)) == 1:
         return ""
     return (
-        f"{LOSS}.policy_loss = reinforce: a rollout has {steps} optimizer steps, and without a ratio all but the "
-        "first train on samples of older weights as if they were new "
-        f"({BATCH}={samples_per_step(config)} makes one step, {LOSS}.policy_loss=clip has a ratio)"
+        f"{LOSS}.policy_loss = reinforce: of {steps} optimizer steps per rollout, all but the first are off-policy "
+        f"without a ratio ({BATCH}={samples_per_step(config)} makes one step, {LOSS}.policy_loss=clip has a ratio)"
     )
 
 
 def _adapter_dropout(config: Config) -> Iterator[str]:
     peft = config.policy.megatron_cfg.peft
     if peft.enabled and peft.dropout:
-        why = "training applies it, and the logprobs that ratios compare with are computed without it"
-        yield f"{MEGATRON}.peft.dropout = {peft.dropout:g}: {why}, so that ratios are not exactly 1 on a fresh rollout"
+        why = "training applies it but logprob passes do not, so ratios are not exactly 1 on a fresh rollout"
+        yield f"{MEGATRON}.peft.dropout = {peft.dropout:g}: {why}"
 
 
 def idle_note(config: Config, given: Sequence[str]) -> str:
-    """Return one line that names the keys of `given` without an effect in this run; empty if there are none."""
+    """Return a note on the keys of `given` without an effect in this run; empty if all have one."""
     idle = [f"{key} (needs {condition})" for key in given if (condition := unmet(config, key))]
     return f"no effect in this run: {', '.join(idle)}" if idle else ""
 
 
 def unmet(config: Config, key: str) -> str:
-    """Return what a key needs in order to have an effect in this run; empty if it has one."""
+    """Return the condition that a key lacks to have an effect in this run; empty if it has one."""
     for section, condition in _conditions(config, _GROUPS.get(key, key)):
         name = f"{section}{condition.key}" if condition.key.startswith(".") else condition.key
         # A section's own switch always has an effect.

@@ -1,4 +1,4 @@
-"""Rules about rewards, environments and agents. A user's code is imported; a run calls it once before it starts."""
+"""Rules about rewards, environments and agents. User code is imported; a run also calls it once before it starts."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 # These rewards compare a response with the answer of its row.
 _COMPARING = ("exact_match", "last_number", "math")
 HELD_OUT_REWARD = "held-out reward"
-# What these environments say is of use to a later turn alone.
+# These environments answer a turn, so they need a later one.
 _ANSWERING = ("calculator", "tools", "python")
 
 
@@ -41,14 +41,14 @@ def check_reward(config: Config) -> Iterator[Violation]:
         elif term.name not in REWARDS:
             yield from _own_reward(term)
         if term.label in [other.label for other in terms[:number]]:
-            rule_text = f"{term.label} is the name of the main reward's metric, too"
+            rule_text = f"{term.label} is also the name of the main reward"
             yield Violation(term.section, term.name, rule_text, f"reward.terms.{term.label}_2...")
 
 
 def _own_reward(term: Term) -> Iterator[Violation]:
     key = f"{term.section}.name"
     if "." not in term.name:
-        fix = f"one of {', '.join(REWARDS)}, or package.module.function or path/to/file.py:function of your own"
+        fix = f"one of {', '.join(REWARDS)}, or your own package.module.function or path/to/file.py:function"
         yield Violation(key, term.name, "no such reward", fix)
         return
     try:
@@ -60,7 +60,7 @@ def _own_reward(term: Term) -> Iterator[Violation]:
 def _judge(term: Term, timeout_s: float | None) -> Iterator[Violation]:
     section = f"{term.section}.kwargs"
     if "api_key" in term.kwargs:
-        rule_text = "is a secret, and a configuration is written to files"
+        rule_text = "is a secret, and configurations are written to files"
         yield Violation(f"{section}.api_key", None, rule_text, f"{section}.api_key_env=NAME_OF_A_VARIABLE")
         return
     try:
@@ -70,7 +70,7 @@ def _judge(term: Term, timeout_s: float | None) -> Iterator[Violation]:
         for details in error.errors(include_url=False):
             yield described({**details, "loc": (*section.split("."), *details["loc"])}, [section, *known])
     if timeout_s is None:
-        rule_text = "a judge is asked by its own process, with reward.concurrency requests at a time"
+        rule_text = "a judge needs its own process, and so a timeout"
         yield Violation("reward.timeout_s", None, rule_text, "reward.timeout_s=300")
 
 
@@ -79,18 +79,18 @@ def check_reward_fits_data(config: Config) -> Iterator[Violation]:
     terms, data = terms_of(config.reward), config.data
     for term in terms:
         if term.name == "reasoning_gym" and data.name != "reasoning_gym":
-            rule_text, fix = "scores the problems of data=reasoning_gym alone", "data=reasoning_gym, or another reward"
+            rule_text, fix = "needs data=reasoning_gym", "data=reasoning_gym, or another reward"
             yield Violation(f"{term.section}.name", term.name, rule_text, fix)
     needing = [term for term in terms if term.name in _COMPARING]
     if data.answer_column is None and data.name in ROWS and _is_judged(config) and needing:
-        rule_text = f"is null, and {needing[0].section}.name = {needing[0].name} compares responses with the answer"
-        fix = "data.answer_column=answer, or a reward that needs none, such as reward=format or reward=judge"
+        rule_text = f"is null, and {needing[0].section}.name = {needing[0].name} needs answers"
+        fix = "data.answer_column=answer, or a reward without answers: reward=format or reward=judge"
         yield Violation("data.answer_column", None, rule_text, fix)
 
 
 @rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig)
 def check_answers(config: Config) -> Iterator[Violation]:
-    """Compare the answers of a file's first rows with themselves: one that fails is equal to no response."""
+    """Score the answers of a file's first rows as responses. An answer that fails is one that no response can match."""
     data = config.data
     terms = [term for term in terms_of(config.reward) if term.name in _COMPARING]
     if data.name != "file" or data.answer_column is None or not terms or not _is_judged(config):
@@ -101,7 +101,7 @@ def check_answers(config: Config) -> Iterator[Violation]:
             wrong = [found for found in (_unequal(term, *one) for one in problems) if found]
             if not wrong:
                 continue
-            rule_text = f"{wrong[0]}; so for {len(wrong)} of the first {len(problems)} rows"
+            rule_text = f"{wrong[0]}; {len(wrong)} of the first {len(problems)} rows have this problem"
             fix = "correct or remove these rows, or data.answer_pattern, or another reward"
             if len(wrong) > config.reward.max_failure_fraction * len(problems):
                 yield Violation(f"{term.section}.name", term.name, rule_text, fix)
@@ -110,7 +110,7 @@ def check_answers(config: Config) -> Iterator[Violation]:
 
 
 def _first_problems(data: DataConfig, path: str) -> list[tuple[str, Problem]]:
-    """Return problems and the names of their rows; none where `check_rows` says why."""
+    """Return problems and the names of their rows; none if `check_rows` refuses them."""
     try:
         read = [(where, PROBLEMS.from_row(data, row, where)) for where, row in islice(file_rows(path), 100)]
     except DataError:
@@ -119,7 +119,7 @@ def _first_problems(data: DataConfig, path: str) -> list[tuple[str, Problem]]:
 
 
 def _unequal(term: Term, where: str, problem: Problem) -> str:
-    """Return why the reward of the answer itself is not 1; empty if it is."""
+    """Return the reason if an answer does not get reward 1 as a response; else an empty text."""
     try:
         reward = find_reward(term.name, term.kwargs, term.section)(problem.answer, problem)
     except ValueError as error:
@@ -131,15 +131,15 @@ def _unequal(term: Term, where: str, problem: Problem) -> str:
 def check_reward_present(config: Config) -> Iterator[Violation]:
     learns = not has_teacher(config) or getattr(config.options(GRPOConfig).loss_fn, "reward_coef", 0) > 0
     if learns and _is_judged(config) and all(term.name == NONE for term in terms_of(config.reward)):
-        rule_text = "learns from the reward, and reward=none is 0 for every response"
-        fix = "reward=exact_match or another, or algorithm=distillation, which learns from a teacher"
+        rule_text = "needs a reward, and reward=none is always 0"
+        fix = "another reward, such as reward=exact_match, or algorithm=distillation"
         # Not a key of the reward: an evaluation without one learns nothing, and is allowed.
         yield Violation("algorithm.name", config.algorithm.name, rule_text, fix)
 
 
 def held_out_label(values: Mapping[str, Any]) -> str:
-    """Return the label of the mean reward on held-out problems by the configuration's dotted keys: an accuracy only
-    where every reward is 0 or 1."""
+    """Return the label of the mean reward on held-out problems: an accuracy only if every reward is 0 or 1. `values`
+    has dotted keys."""
     binary = values.get("reward.binary")
     if binary is None:
         name, is_sum = values.get("reward.name"), any(key.startswith("reward.terms.") for key in values)
@@ -150,7 +150,7 @@ def held_out_label(values: Mapping[str, Any]) -> str:
 
 
 def _is_judged(config: Config) -> bool:
-    """Return whether only the reward judges. Other environments and agents may do it themselves."""
+    """Return whether only `reward` scores responses. Other environments and agents may do it themselves."""
     return config.agent.name is None and config.environment.name in (None, *_ANSWERING)
 
 
@@ -158,21 +158,21 @@ def _is_judged(config: Config) -> bool:
 def check_environment_and_agent(config: Config) -> Iterator[Violation]:
     environment, agent, turns = config.environment.name, config.agent.name, config.environment.max_turns
     if environment in _ANSWERING and turns == 1:
-        rule_text = f"leaves no turn that reads what {environment} answers"
+        rule_text = f"must be at least 2: environment={environment} answers the first turn"
         yield Violation("environment.max_turns", turns, rule_text, "2 or more")
     if environment is not None and environment not in ENVIRONMENTS:
         choices = f"one of {', '.join(ENVIRONMENTS)}, or package.module.Class or path/to/file.py:Class"
         yield from _own("environment.name", environment, choices)
     if agent is not None:
-        yield from _own("agent.name", agent, "package.module.function or path/to/file.py:function of your own")
+        yield from _own("agent.name", agent, "your own package.module.function or path/to/file.py:function")
     if agent is not None and environment is not None:
-        rule_text = f"plays an episode by itself, and environment.name = {environment} would answer in it"
-        yield Violation("agent.name", agent, rule_text, "one of the two: environment=none, or agent.name=null")
+        rule_text = f"excludes environment.name = {environment}"
+        yield Violation("agent.name", agent, rule_text, "environment=none, or agent.name=null")
 
 
 def _own(key: str, path: str, fix: str) -> Iterator[Violation]:
     if "." not in path:
-        yield Violation(key, path, "there is none of this name", fix)
+        yield Violation(key, path, "does not exist", fix)
         return
     try:
         imported(path)

@@ -1,4 +1,4 @@
-"""Generation engines in Ray actors, as the queue of requests and the refit see them."""
+"""Clients of generation engines in Ray actors, for the request queue and for refits."""
 
 import asyncio
 import math
@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from nemo_rl_lite.cluster.calls import Call, result, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import EngineError, WorkerError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Request
+from nemo_rl_lite.generation.interface import Completion, Decoded, Request, RequestError
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.ipc import SharedWeights
 
-# Seconds that an engine works before it looks for new requests. On a GPU it computes the next tokens between slices.
+# Seconds of work between checks for new requests. On a GPU, computation continues between slices.
 SLICE_S = 0.05
 
 
@@ -24,10 +24,12 @@ class RemoteReplica:
     rank: int
     unfinished_tokens: int = 0
     _before: asyncio.Future[None] | None = None
-    """Done when the worker has done the previous step."""
+    """Done when the worker has finished the previous step."""
 
-    async def step(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
-        """See `Replica.step`.
+    async def step(
+        self, submitted: Mapping[int, Request], aborted: Sequence[int]
+    ) -> dict[int, Completion | RequestError]:
+        """Submit, abort and poll in one exchange.
 
         Raises:
             EngineError: a sampled token's logprob is not finite.
@@ -40,13 +42,14 @@ class RemoteReplica:
         self._before = own
         try:
             if before is not None:
-                # The time limit is for this step, not for the previous one.
+                # The time limit applies to this step alone.
                 await before
             *_, finished, self.unfinished_tokens = await result(call)
         finally:
             own.done() or own.set_result(None)
         for completion in finished.values():
-            _require_finite(self.rank, completion)
+            if isinstance(completion, Completion):
+                _require_finite(self.rank, completion)
         return finished
 
 
@@ -66,14 +69,14 @@ class RemoteGeneration:
         return [RemoteReplica(self.group, rank) for rank in range(self.engines)]
 
     def start_probe(self, request: Request) -> list[Call]:
-        """Make every engine sample the request, each with its own seed, before its later requests."""
+        """Make every engine sample the request, each with its own seed, before later requests."""
         seeds = range(request.seed, request.seed + self.engines)
         asked = [[("sample_now", (replace(request, seed=seed),))] for seed in seeds]
         return [self.group.call_one(rank, own, "generate") for rank, own in enumerate(asked)]
 
     def collect_probe(self, begun: Sequence[Call]) -> dict[int, Completion]:
-        """Return by engine the responses to what `start_probe` has begun. Engines that have died since are left out,
-        because every other call to them reports it.
+        """Return the responses of `start_probe` by engine. Engines that have died are left out, because other calls
+        report them.
 
         Raises:
             EngineError: a sampled token's logprob is not finite.
@@ -99,16 +102,16 @@ class RemoteGeneration:
         return engine_memory(held, self._shares_device) if held else {}
 
     def take_decoded(self) -> Decoded:
-        """Return what all engines have decoded until the last `finish_generation`, since the last call."""
+        """Return the engines' work up to the last `finish_generation`, since the last call."""
         taken, self._decoded = self._decoded, Decoded()
         return taken
 
     def weight_bytes(self) -> int:
-        """Return the bytes of weights on the engines' fullest GPU; 0 on CPUs."""
+        """Return the largest bytes of weights on an engine's GPU; 0 on CPUs."""
         return max(held.get("generation_weights", 0) for held in wait(self.group.call("memory")))
 
     def share_weights(self) -> list[SharedWeights]:
-        """Return the shared weights of each engine's ranks, one engine after the other; see `ipc.share_weights`."""
+        """Return the shared weights of all ranks, engine by engine; see `ipc.share_weights`."""
         return [rank for engine in wait(self.group.call("share_weights")) for rank in engine]
 
     def wake_weights(self) -> None:
@@ -118,11 +121,11 @@ class RemoteGeneration:
         wait(self.group.call("wake_cache"))
 
     def join_refit(self, sources: Sequence[Sequence[Source]]) -> Call:
-        """Connect each engine's ranks to their producers; ends when the producers have joined."""
+        """Connect each engine's ranks to their producers; ends after the producers' `join_refit`."""
         return self.group.call_each("join_refit", [(own,) for own in sources])
 
     def receive_weights(self, version: int) -> Call:
-        """Receive new weights; ends when the producers have sent them."""
+        """Receive new weights; ends after the producers' `send_weights`."""
         return self.group.call("receive_weights", version, phase="refit")
 
 
@@ -132,14 +135,14 @@ def _require_finite(rank: int, completion: Completion) -> None:
         if not math.isfinite(logprob):
             token = completion.tokens[place]
             raise EngineError(
-                f"generation rank {rank} sampled token {token} (number {place + 1} of its response) with the "
-                f"logprob {logprob}: its weights, or what it computes from them, are not finite numbers"
+                f"generation rank {rank} sampled token {token} (position {place + 1} of its response) with logprob "
+                f"{logprob}: its weights or activations are not finite"
             )
 
 
 def engine_memory(held: Mapping[str, int], shares_device: bool) -> dict[str, float]:
-    """Convert an engine's `memory()` (bytes) to metrics: on a shared device the generation phase's components and
-    the refit phase's weights, next to the policy's; otherwise `engine/<name>`."""
+    """Convert an engine's `memory()` to metrics: components of the generation and refit phases on a shared device,
+    otherwise `engine/<name>`."""
     if not shares_device:
         return {f"engine/{name}": float(nbytes) for name, nbytes in held.items()}
     weights = float(held["generation_weights"])

@@ -1,4 +1,4 @@
-"""Wait for the workers that a run has begun, and connect them."""
+"""Waits for a run's starting workers, and connects them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,8 +40,11 @@ def launch(
 ) -> Workers:
     """Wait for policy and engines, and connect them.
 
-    `probe_prompt`: token ids that every engine continues after each refit, for the policy to score. `saved`: the folder
-    that the policy resumes from, if any. `setup` times the waits; `say` reports engines that are lost during the run.
+    Args:
+        probe_prompt: token ids that every engine continues after each refit, to compare with the policy.
+        saved: the checkpoint folder that the policy resumes from, if any.
+        setup: times the waits.
+        say: reports engines that are lost during the run.
 
     Raises:
         WorkerError: a worker did not start within `cluster.start_timeout_s`.
@@ -72,7 +75,7 @@ def launch(
         wait(load_generation(config, group), timeout_s=limit)
         wait(start_engines(config, group, begun.model_path), timeout_s=limit)
 
-    # An engine's memory may hold the policy's weights; if it dies, the policy has to restart too.
+    # If an engine holds the policy's weights and dies, the policy must restart too.
     restarts = 0 if weights.shares_weights else config.cluster.max_restarts
     capacity = config.generation.vllm_cfg.max_num_seqs
     policy_waits = not generates_ahead(config)
@@ -83,7 +86,7 @@ def launch(
 
 
 def launch_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> RemotePolicy:
-    """Wait for the policy of a run that generates nothing. Raises WorkerError as `launch` does."""
+    """Wait for the policy of a run without generation. Raises WorkerError as `launch` does."""
     limit = begun.config.cluster.start_timeout_s
     if begun.policy is None:
         raise ValueError("the policy waits for engines, and there are none")
@@ -95,8 +98,8 @@ def launch_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
 
 
 def _built(setup: Timer, limit_s: float, *calls: Call) -> None:
-    """Wait until the workers are built, and note as `<group>/<part>` the seconds of each part of their start in the
-    slowest process of the group."""
+    """Wait until the workers are built; record the time of each part of the start-up, `<group>/<part>`, in the group's
+    slowest process."""
     workers = [worker for call in calls for worker in call.workers]
     slowest: dict[str, float] = {}
     for worker, parts in zip(workers, wait(*calls, timeout_s=limit_s), strict=True):
@@ -111,7 +114,7 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
     config = begun.config
     batch, together = sequences_per_optimizer_step(config), sequences_together(config)
     layout = Layout.configured(config.policy, "train", on_gpus(config), together)
-    # Rows of a fixed layout are padded to the longest of the whole batch, on every replica.
+    # A fixed layout pads to the longest row of the batch on every replica, so its work is known.
     padding = None if layout.mode == "fixed" else layout
     shape = described_shape(begun.model_path)
     flops = None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)
@@ -128,5 +131,5 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
 
 
 def peak_memory(groups: Sequence[WorkerGroup]) -> dict[str, int]:
-    """Return the highest resident memory of each worker, in bytes, by its name."""
+    """Return each worker's peak resident memory in bytes, by name."""
     return {f"{group.name}-{rank}": size for group in groups for rank, size in enumerate(group.peak_memory())}

@@ -26,9 +26,9 @@ from nemo_rl_lite.refit.interface import WeightSource
 from nemo_rl_lite.refit.ipc import SharedWeights
 from nemo_rl_lite.refit.layout import RefitPlan
 
-# Metrics that are equal on every replica, so they are not summed.
+# Metrics that are equal on all replicas, which are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
-# A teacher's logged measurements, by the policy's names, and their own names.
+# A teacher's metrics: names of its worker -> logged names.
 MEMORY = {
     "measured/logprob/teacher_weights": "measured/logprob/teacher_weights",
     "policy_peak_bytes/logprob": "teacher_peak_bytes/logprob",
@@ -46,15 +46,20 @@ class RemotePolicy:
         flops: SequenceFlops | None = None,
         layout: Layout | None = None,
     ):
-        """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares. `flops`: of a
-        sequence; None for a model of unknown shape, whose work is measured in tokens. `layout`: how workers cut
-        their rows in training, where the work depends on it."""
+        """Make a client.
+
+        Args:
+            global_batch: sequences of an optimizer step.
+            together: neighbouring sequences that a loss compares, such as 2 for pairs.
+            flops: FLOPs of a sequence; None for an unknown architecture, whose work is counted in tokens.
+            layout: layout of training micro-batches, if the work depends on it.
+        """
         self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
         self._layout = layout
         self._cost: Cost = float if flops is None else cache(flops.forward)
         self._replicas = Replicas(group)
         self._held: dict[str, BatchRef] = {}
-        # Each batch's mismatch so far, and the batches whose first optimizer step has no previous logprobs.
+        # Mismatch metrics by batch, and the batches without previous logprobs.
         self._mismatch: dict[str, list[dict[str, float]]] = {}
         self._unscored: set[str] = set()
 
@@ -99,7 +104,7 @@ class RemotePolicy:
         return summary(loss, [metrics for metrics in replicas if metrics is not None])
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
-        """Score any number of rows: copies of the last one fill up the replicas and are dropped."""
+        """Return logprobs of any number of rows. Copies of the last row fill up the replicas and are dropped."""
         rows, count = len(tokens_BT), self._replicas.count
         index = torch.arange(-(-rows // count) * count).clamp(max=rows - 1)
         shards = zip(tokens_BT[index].chunk(count), lengths_B[index].chunk(count), strict=True)
@@ -109,12 +114,11 @@ class RemotePolicy:
         wait(self.group.call("prepare_for_training"))
 
     def prepare_for_refit(self, engine_bytes: int) -> None:
-        """Enter the refit phase. Moves to the host may overlap with engines on the same devices, which take
-        `engine_bytes` of each for their weights."""
+        """Enter the refit phase. Moves to the host may overlap with colocated engines, which take `engine_bytes` of
+        each device."""
         wait(self.group.call("prepare_for_refit", engine_bytes))
 
     def prepare_for_generation(self) -> None:
-        """Enter the generation phase."""
         wait(self.group.call("prepare_for_generation"))
 
     def train(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
@@ -151,7 +155,6 @@ class RemotePolicy:
         return {name: max(peaks.get(name, 0.0) for peaks in ranks) for name in names}
 
     def release_host_memory(self) -> None:
-        """Release the host memory of moves, at the end of a run."""
         wait(self.group.call("release_host_memory"))
 
     def pop_moves(self) -> dict[str, Move]:
@@ -181,32 +184,31 @@ class RemotePolicy:
         wait(self.group.call_each("use_shared_weights", [(one,) for one in weights]))
 
     def open_refit(self, timeout_s: float) -> list[tuple[str, int, WeightSource | None]]:
-        """Return each rank's host and port, and its source of weights."""
+        """Return each rank's host, port and source of weights."""
         hosts = [host for host, _ in self.group.addresses(timeout_s)]
         opened = wait(self.group.call_each("open_refit", [(host,) for host in hosts]), timeout_s=timeout_s)
         return [(host, *own) for host, own in zip(hosts, opened, strict=True)]
 
     def join_refit(self) -> Call:
-        """See `MegatronWorker.join_refit`; ends when consumers have joined."""
+        """Join the engines; ends after the consumers' `join_refit`."""
         return self.group.call("join_refit")
 
     def send_weights(self) -> Call:
-        """See `MegatronWorker.send_weights`; ends when consumers have received."""
+        """Send new weights; ends after the consumers' `receive_weights`."""
         return self.group.call("send_weights", phase="refit")
 
     def _checkpoint(self, method: str, *arguments: str) -> list[Any]:
         try:
             return wait(self.group.call(method, *arguments, phase="checkpoint"))
         except WorkerError as error:
-            # Ranks that are stuck in a collective are out of step, so no further save can work.
+            # With ranks stuck in a collective, no further save can work.
             if error.raised == CheckpointError.__name__ and not error.others_running:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 
     def _split(self, rows: TokenRows) -> list[list[int]]:
-        """Return each replica's rows: its share of each optimizer step in order. Shares of a full step are equal in
-        number and nearly equal in work. Those of a last, partial step are neighbours, and the last replicas' last
-        indices are `len(rows)` or more."""
+        """Return each replica's row indices, step by step. Shares of a full step are equal in number and nearly equal
+        in work. A partial last step is split in order, padded with indices of `len(rows)` or more."""
         together, count = self._together, self._replicas.count
         shares = [list[int]() for _ in range(count)]
         lengths = rows.lengths.tolist()
@@ -223,7 +225,7 @@ class RemotePolicy:
 
     def _name(self, batch: BatchRef) -> str:
         if self._held.get(batch.name) is not batch:
-            raise ValueError(f"the workers hold a newer batch {batch.name!r} than this one")
+            raise ValueError(f"the workers hold a newer batch {batch.name!r}")
         return batch.name
 
 
@@ -231,18 +233,18 @@ class RemoteTeacher:
     """`Teacher` over a group of started `TeacherWorker`s."""
 
     def __init__(self, group: WorkerGroup, cost: Cost = float):
-        """`cost`: the work of a sequence by its number of tokens."""
+        """`cost`: work of a sequence by its number of tokens."""
         self.group, self._cost = group, cost
         self._replicas = Replicas(group)
 
     @classmethod
     def of(cls, config: Config, group: WorkerGroup) -> "RemoteTeacher":
-        """Make the teacher of a run, whose `teacher.model_name` is a folder."""
+        """Make the teacher of a run. `teacher.model_name` must be a folder."""
         shape = described_shape(Path(str(config.teacher.model_name)))
         return cls(group) if shape is None else cls(group, lambda tokens: forward_flops(shape, tokens))
 
     def scored(self, rows: TokenRows) -> TokenRows:
-        """See `Teacher.scored`. Copies of the last row fill up the replicas and are dropped."""
+        """Return the rows with the teacher's logprobs. Copies of the last row fill up the replicas."""
         count, lengths, replicas, phase = len(rows), rows.lengths, self._replicas.count, "teacher logprobs"
         index = np.arange(-(-count // replicas) * replicas).clip(max=count - 1)
         shares = even_shares([self._cost(int(lengths[row])) for row in index], replicas)
@@ -261,7 +263,7 @@ class RemoteTeacher:
 
 
 def with_scores(rows: TokenRows, shares: Sequence[np.ndarray], scores: Sequence[TeacherScores]) -> TokenRows:
-    """Return the rows with the scores of their shares, given by indices; a row may be in several shares."""
+    """Return the rows with the scores of each share of row indices. A row may be in several shares."""
     starts = rows.ends - rows.lengths
     places = np.concatenate([np.arange(starts[row], rows.ends[row]) for own in shares for row in own])
 
@@ -291,8 +293,8 @@ class Replicas:
         self.count = self._places[0].data_size
 
     def call(self, method: str, own: Sequence[Sequence[Any]] | None = None, *common: Any, phase: str = "") -> list[Any]:
-        """Call a method of every rank; return the results of the ranks that stand for a replica, in the replicas'
-        order. Each replica's `own` arguments are stored once and shared by its ranks."""
+        """Call a method of every rank; return one result per replica, in order. Each replica's `own` arguments are
+        stored once for its ranks."""
         shared = [[self._group.put(value) for value in values] for values in own or [()] * self.count]
         arguments = [(*shared[place.data_rank], *common) for place in self._places]
         results = wait(self._group.call_each(method, arguments, phase))
@@ -301,7 +303,7 @@ class Replicas:
 
 
 def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """See `Policy.take_waits`; from the seconds of each replica's passes, by phase. Replicas begin each pass
+    """Return `Policy.take_waits` from the pass times of each replica, by phase. Replicas start each pass
     together."""
     found: dict[str, float] = {}
     for phase in replicas[0]:
@@ -312,8 +314,8 @@ def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, 
 
 
 def combine_moves(ranks: Sequence[Sequence[tuple[str, Move]]]) -> dict[str, Move]:
-    """Combine moves by name: ranks move in parallel, so the slowest counts, and a rank's moves of one name one after
-    the other. The exposed time is the longest of any rank."""
+    """Combine moves by name. A rank's moves of one name are summed; over ranks, the slowest counts. The exposed time is
+    the maximum over ranks."""
     combined: dict[str, Move] = {}
     for name in sorted({name for moves in ranks for name, _ in moves}):
         of_ranks = []

@@ -1,4 +1,4 @@
-"""Restart engines that died, and continue with their requests."""
+"""Restarts engines that died, and continues their requests."""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,9 +15,9 @@ from nemo_rl_lite.workers.weight_sync import WeightSync
 class RecoveringGeneration:
     """`Generation` with refits, whose engines may die `max_restarts` times before the run itself restarts.
 
-    The other engines take over the requests of one that died in a rollout. It comes back before the next refit, or
-    immediately if it was the last one and the policy waits for the rollout. If a new engine does not fit on its
-    device now, the loss is an error like that of other workers.
+    The other engines take over the requests of a dead engine. It restarts before the next refit, or at once if it was
+    the last engine and the policy waits for the rollout. If the new engine does not fit on its device, the loss is
+    raised like that of other workers.
     """
 
     def __init__(
@@ -30,10 +30,13 @@ class RecoveringGeneration:
         policy_waits: bool,
         say: Callable[[str], None],
     ):
-        """`start` starts engines in empty processes. `capacity`: requests that an engine may hold.
+        """Set up the recovery.
 
-        `policy_waits`: the policy is idle while engines generate, and can give new engines weights at any time.
-        Otherwise, when the last engine has died, requests wait for the next refit.
+        Args:
+            start: starts engines in empty processes.
+            capacity: maximum number of requests of an engine.
+            policy_waits: the policy is idle during generation and can send weights at any time. Otherwise requests wait
+                for the next refit when the last engine has died.
         """
         self._generation, self._weights, self._start = generation, weights, start
         self._left, self._say = max_restarts, say
@@ -41,44 +44,43 @@ class RecoveringGeneration:
             generation.replicas, capacity, self._note_loss, self._restore if policy_waits else lambda: None
         )
         self._lost: dict[int, WorkerError] = {}
-        # Of `queue.busy_s`: what the last `take_decoded` has covered, and the last `finish_generation`.
+        # `queue.busy_s` at the last `take_decoded` and at the last `finish_generation`.
         self._taken_s = self._finished_s = 0.0
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[RequestQueue]:
-        """See `Generation.serving`."""
         async with self.queue.serving() as queue:
             yield queue
 
     def finish_generation(self) -> dict[str, float]:
-        """See `Generation.finish_generation`. Engines that died in the rollout are restarted."""
+        """End the generation phase, and restart engines that died in the rollout."""
         self._replace_lost()
         memory = self._persist(self._generation.finish_generation)
         self._finished_s = self.queue.busy_s
         return memory
 
     def take_decoded(self) -> tuple[Decoded, float]:
-        """Return what the living engines have decoded, and the seconds in which they had requests, summed over them.
-        Both are of the rollouts that have ended (`finish_generation`) since the last call."""
+        """Return what the engines have decoded, and their summed busy seconds, in the rollouts that have ended
+        (`finish_generation`) since the last call."""
         seconds, self._taken_s = self._finished_s - self._taken_s, self._finished_s
         return self._generation.take_decoded(), seconds
 
     def refit(self, version: int) -> dict[str, float]:
-        """See `WeightSync.refit`. Engines that died in the rollout are restarted."""
+        """Restart engines that died in the rollout, and refit all engines."""
         self._replace_lost()
         return self._persist(lambda: self._weights.refit(version))
 
     def _note_loss(self, rank: int, error: WorkerError) -> None:
-        """Record a loss. Raises the error if no restart is left."""
+        """Record a lost engine. Raises the error if no restart is left."""
         if not self._left:
             raise error
         self._left -= 1
         self._lost[rank] = error
         if len(self._lost) < self._generation.engines:
-            self._say(f"{error}; the other engines take over its requests, and it restarts before the next refit")
+            self._say(f"{error}; other engines take over its requests, and it restarts before the next refit")
 
     def _restore(self) -> None:
-        """Bring all engines back in the middle of the rollout."""
+        """Restart all engines in the middle of a rollout."""
         self._replace_lost()
         self.refit(self._weights.version)
 
@@ -87,7 +89,7 @@ class RecoveringGeneration:
             try:
                 return call()
             except WorkerError as error:
-                # The lost worker may be a policy rank.
+                # A lost policy rank cannot be replaced here.
                 lost = self._generation.group.lost() if error.lost and self._left else []
                 if not lost:
                     raise
@@ -102,7 +104,7 @@ class RecoveringGeneration:
         self._say(f"{error}; restarting it ({self._left} more restarts allowed, cluster.max_restarts)")
         try:
             self._start(self._generation.group.replace(sorted(self._lost)))
-            # A new engine is awake. If it shares the policy's device, it sleeps until the refit wakes it.
+            # On the policy's device, a new engine sleeps until the refit wakes it.
             self._generation.finish_generation()
             self._weights.connect()
         except WorkerError as failure:
@@ -110,4 +112,4 @@ class RecoveringGeneration:
             raise error from failure
         self.queue.replaced(sorted(self._lost))
         self._lost.clear()
-        self._say(f"the engine is back after {time.monotonic() - started:.1f} s")
+        self._say(f"the engine has restarted after {time.monotonic() - started:.1f} s")

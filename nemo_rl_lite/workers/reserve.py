@@ -1,6 +1,6 @@
-"""Reserve the processes of a run's workers, which import packages and build while the launcher reads its data.
+"""Starts the processes of a run's workers, which import and build while the launcher reads its data.
 
-This imports nothing heavy, since the launcher's own packages come later.
+This module does not import torch, so that workers start before the launcher's imports.
 """
 
 import logging
@@ -36,7 +36,7 @@ TEACHER_CLASS = "nemo_rl_lite.policy.teacher.TeacherWorker"
 
 @dataclass(frozen=True)
 class AllocatedWorkers:
-    """Worker processes that import their packages."""
+    """Worker processes that are importing their packages."""
 
     config: Config
     policy_group: WorkerGroup
@@ -47,8 +47,10 @@ class AllocatedWorkers:
 
 @dataclass(frozen=True)
 class StartingWorkers(AllocatedWorkers):
-    """Reserved processes that build: `engines`, and `policy` and `teacher` unless they wait for the engines on their
-    GPUs to sleep. Each call returns the seconds of its worker's parts."""
+    """Worker processes that are building. `policy` and `teacher` are None if they wait for colocated engines to sleep.
+
+    Each call returns start-up times by part.
+    """
 
     model_path: Path
     engines: Call | None
@@ -57,7 +59,7 @@ class StartingWorkers(AllocatedWorkers):
 
 
 def reserve(config: Config, run_folder: Path) -> AllocatedWorkers:
-    """Start a process for every rank of the policy and the teacher, and for every engine. Ray is running.
+    """Start a process for every policy rank, teacher rank and engine. Ray must be running.
 
     Raises:
         WorkerError: there are too few GPUs, or a process did not start within `cluster.start_timeout_s`.
@@ -77,10 +79,10 @@ def reserve(config: Config, run_folder: Path) -> AllocatedWorkers:
 
 
 def begin(reserved: AllocatedWorkers, model_path: Path) -> StartingWorkers:
-    """Make the workers build what depends on configuration and model alone, as soon as they have imported."""
+    """Build the workers once they have imported, except a policy that waits for colocated engines."""
     config, generation = reserved.config, reserved.generation
     engines_built = None if generation is None else start_engines(config, generation, model_path)
-    # An engine measures the GPU's free memory while it starts, so a policy on that GPU starts when the engine sleeps.
+    # An engine measures free GPU memory at start, so a colocated policy starts when the engine sleeps.
     waits = generation is not None and on_gpus(config) and config.generation.colocated.enabled
     policy_built = None if waits else start_policy(config, reserved.policy_group, model_path)
     teacher = reserved.teacher_group
@@ -90,17 +92,15 @@ def begin(reserved: AllocatedWorkers, model_path: Path) -> StartingWorkers:
 
 
 def start_policy(config: Config, policy: WorkerGroup, model_path: Path) -> Call:
-    """Build every policy rank once its process has imported."""
     return policy.start([policy_arguments(config, model_path)] * len(policy))
 
 
 def start_teacher(config: Config, teacher: WorkerGroup) -> Call:
-    """Build every rank of the teacher once its process has imported; `teacher.model_name` is a folder by then."""
+    """Build the teacher's ranks. `teacher.model_name` must be a folder."""
     return teacher.start([teacher_arguments(config)] * len(teacher))
 
 
 def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> Call:
-    """Build every engine once its process has imported."""
     arguments = {
         "generation": config.generation,
         "policy": config.policy,
@@ -112,14 +112,14 @@ def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> 
 
 
 def policy_group(config: Config, slots: Sequence[Slot], run_folder: Path, name: str = "policy") -> WorkerGroup:
-    """Start an empty process for every rank of the policy, or of the teacher; logs go to the run folder."""
+    """Start an empty process for every rank of the policy or the teacher."""
     environment = policy_environment(config)
     log.info("environment of the %s: %s", name, environment)
     return WorkerGroup(name, slots, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s)
 
 
 def generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
-    """Start an empty process for every engine; logs go to the run folder."""
+    """Start an empty process for every engine."""
     environment = engine_of(config).environment(config.generation, on_gpus(config))
     environment |= _segments(config) if on_gpus(config) else ON_CPUS
     environment |= {"OMP_NUM_THREADS": str(worker_threads(config, engines(config)))}
@@ -196,16 +196,16 @@ def policy_environment(config: Config) -> dict[str, str]:
     """Return the environment of a megatron-core process for the policy's layout in `config`."""
     dims = parallel_dims(config)
     if not on_gpus(config):
-        # megatron-core compiles a few fused functions, which delays a CPU's first batch by seconds and gains nothing.
+        # Compiling megatron-core's fused functions delays the first batch on a CPU by seconds, without a gain.
         environment = {"TORCH_COMPILE_DISABLE": "1"} | ON_CPUS
     else:
-        # Hardware work queues. With one, a copy that waits for an earlier copy also delays later kernels.
-        # megatron-core's tensor and context parallelism need that order to overlap communication with computation.
+        # Hardware work queues. With one, a waiting copy delays later kernels; megatron-core's tensor and context
+        # parallelism need this order to overlap communication with computation.
         queues = 1 if dims.tp * dims.cp > 1 else 32
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)} | _segments(config)
     environment |= {"OMP_NUM_THREADS": str(worker_threads(config, policy_ranks(config)))}
     if config.policy.megatron_cfg.fine_grained_activation_offloading:
-        # This module imports torch, for which the launcher's other runs need not wait here.
+        # Imported late, because it imports torch.
         from nemo_rl_lite.policy import activation_offload
 
         environment |= activation_offload.environment(config.policy.megatron_cfg)
@@ -213,11 +213,10 @@ def policy_environment(config: Config) -> dict[str, str]:
 
 
 def worker_threads(config: Config, workers: int) -> int:
-    """Return the CPU threads of each of `workers` workers.
+    """Return the CPU threads per worker.
 
-    On GPUs it is one: little work is left, and waking threads takes longer (the CPU optimizer takes more by itself).
-    On CPUs, workers share the cores of their machines. A worker with more than two leaves one to other processes,
-    because all its threads wait for one that has to share its core.
+    On GPUs one is enough; the CPU optimizer takes more by itself. On CPUs, workers share the cores of their machines.
+    With more than two, one core is left to other processes, because all threads wait for a thread that shares its core.
     """
     if on_gpus(config):
         return config.cluster.threads_per_worker or 1
@@ -226,8 +225,8 @@ def worker_threads(config: Config, workers: int) -> int:
 
 
 def _segments(config: Config) -> dict[str, str]:
-    """Return the setting of torch's allocator. Expandable segments fragment less with batches of changing sizes.
-    Their memory can neither be shared with another process nor be put to sleep by vLLM."""
+    """Return the setting of torch's allocator. Expandable segments fragment less with changing batch sizes, but
+    cannot be shared with another process or put to sleep by vLLM."""
     if generates(config) and not config.generation.colocated.enabled:
         return {}
     return dict.fromkeys(

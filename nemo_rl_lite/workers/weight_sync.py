@@ -1,4 +1,4 @@
-"""Refit the engines with the policy's weights: connect once, then send new weights whenever the loop asks."""
+"""Refits the engines with the policy's weights: connects once, then sends new weights on request."""
 
 import time
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ PROBE_TOKENS = 16
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """Settings of the probe after a refit. `prompt`: token ids of a prompt of the run, because bfloat16 is far less
-    exact on nonsense. `tolerance`: of the mean difference of logprobs, in nats."""
+    """Settings of the probe after a refit. `prompt`: token ids of one of the run's prompts, as bfloat16 is less exact
+    on random text. `tolerance`: limit on the mean logprob difference in nats."""
 
     prompt: list[int]
     tokens: int
@@ -42,8 +42,7 @@ class ProbeSettings:
 class WeightSync:
     """Sends weights from the policy to every engine, checked on both sides.
 
-    Colocated engine ranks get their weights from the policy rank on their device. Otherwise policy rank 0 sends to
-    all.
+    Colocated engine ranks receive from the policy rank on their device. Otherwise policy rank 0 sends to all.
     """
 
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
@@ -60,20 +59,20 @@ class WeightSync:
         self._plan = policy.plan_refit(
             config.refit, self._shared_device, adapters_alone, self._consumers, self._limit_s
         )
-        # What an engine takes of its device when its weights wake.
+        # Bytes that an engine takes when its weights wake up.
         self._engine_bytes = 0
         if self._shared_device:
             own = self._plan.nbytes // self._ranks_per_engine
             self._engine_bytes = generation.weight_bytes() if adapters_alone else own
         self.connect()
         self.shares_weights = engines_share_weights(config)
-        """Whether policy ranks depend on the engines' memory."""
+        """True if policy ranks use weights in the engines' memory."""
         if self.shares_weights:
             engine_of = dict(zip(self._producers, generation.share_weights(), strict=True))
             policy.use_shared_weights([engine_of.get(rank) for rank in range(policy.ranks)])
 
     def connect(self) -> None:
-        """Connect every engine rank to its producer; called again when an engine was replaced."""
+        """Connect every engine rank to its producer, at first and after an engine was replaced."""
         opened, joined, sources = self._policy.open_refit(self._limit_s), [0] * self._policy.ranks, []
         for producer in self._producers:
             joined[producer] += 1
@@ -85,14 +84,14 @@ class WeightSync:
         wait(self._policy.join_refit(), self._generation.join_refit(of_engines), timeout_s=self._limit_s)
 
     def refit(self, version: int) -> dict[str, float]:
-        """Bring the weights made by step `version` to every engine and compare checksums; return metrics.
+        """Send the weights of step `version` to every engine, and compare checksums; return metrics.
 
-        Sleeping engines allocate weights before the transfer, and the KV cache after it, when the policy has entered
-        its generation phase.
+        Sleeping engines allocate weights before the transfer. They allocate the KV cache after it, when the policy has
+        entered its generation phase.
 
         Raises:
-            RefitError: a consumer received other bytes than were sent.
-            WorkerError: a bucket did not get through.
+            RefitError: the checksums of sent and received bytes differ.
+            WorkerError: the transfer failed.
         """
         started, self.version = time.perf_counter(), version
         self._policy.prepare_for_refit(self._engine_bytes)
@@ -125,12 +124,12 @@ class WeightSync:
         return metrics
 
     def verify_with_probe(self) -> dict[str, float]:
-        """Score what every engine sampled after the last refit, in the policy's logprob phase; logprobs must agree.
-        Return metrics, or nothing without a sample.
+        """Compare logprobs of the engines' probes after the last refit with the policy's, in its logprob phase. Return
+        metrics; empty without a probe.
 
         Raises:
             EngineError, WorkerError: see `RemoteGeneration.collect_probe`.
-            RefitError: naming the engine and the difference.
+            RefitError: logprobs differ; the message names the engine and the difference.
         """
         started = time.perf_counter()
         begun, self._probing = self._probing, []
@@ -143,29 +142,29 @@ class WeightSync:
         sampled = torch.tensor([completion.logprobs for completion in probed.values()])
         differences = (scored - sampled).abs().mean(dim=1).tolist()
         for engine, difference in zip(probed, differences, strict=True):
-            # A NaN compares as false, whatever the limit.
+            # Also true for NaN.
             if not difference <= self._probe.tolerance:
                 raise RefitError(
-                    f"generation rank {engine} and the policy give the tokens of a probe logprobs that differ by "
-                    f"{difference:.4f} nats on average after the refit (limit {self._probe.tolerance:g}; "
-                    "refit.verify=off leaves out the probe)"
+                    f"after the refit, the probe's logprobs of generation rank {engine} and of the policy differ by "
+                    f"{difference:.4f} nats on average (limit {self._probe.tolerance:g}; refit.verify=off "
+                    "skips the probe)"
                 )
         return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
 
     def _start_probe(self) -> None:
-        """Make every engine sample a short sequence with its new weights, before its next requests. The policy's
-        weights may be on the host by now, so `verify_with_probe` scores it later."""
+        """Make every engine sample a short sequence with its new weights, before other requests. `verify_with_probe`
+        compares it later, as the policy's weights may be on the host now."""
         probe = self._probe
         sampling = Sampling(probe.temperature, 1.0, None, probe.tokens, stop_token_ids=(), stop_strings=())
         self._probing = self._generation.start_probe(Request(tuple(probe.prompt), sampling, seed=1))
 
 
 def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:
-    """Return for each engine rank the policy rank that sends to it: the one on its device, or rank 0."""
+    """Return each engine rank's policy rank that sends to it: the one on its device, or rank 0."""
     return [consumer % policy_ranks if shared_device else 0 for consumer in range(consumers)]
 
 
 def _present[Result](given: Result | None) -> Result:
     if given is None:
-        raise RuntimeError("a policy rank with consumers gave nothing for them")
+        raise RuntimeError("a policy rank with consumers has sent nothing")
     return given

@@ -1,6 +1,6 @@
 """Judge the responses of answers.tsv with reward=math and with math-verify alone.
 
-The table has responses, reference answers, and whether the response is right, in the forms that docs/rollouts.md lists.
+The table has responses, reference answers, and whether the response is right. docs/math_reward.md lists the forms.
 math-verify alone gets the reference between dollars and the response as it is.
 """
 

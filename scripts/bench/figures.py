@@ -3,7 +3,8 @@
 `pictures()` returns each picture by its path; render.py writes them.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ FOLDER = record.ROOT / "docs" / "images"
 SPEED, SPLIT, SHARED = "speed-over-trl-large-1x-h200", "async-rate-2x-h200", "async-rate-colocated-2x-h200"
 DIRECT, BROADCAST = "refit-shared-qwen3-8b-2x-h200", "refit-apart-qwen3-8b-2x-h200"
 MEMORY = "memory-by-phase-predicted-cpu"
+SUMS = [record.FOLDER / "runs" / f"chain-sum-seed{seed}.json" for seed in (1, 2, 42)]
 STYLE = """
 text{font:14px system-ui,sans-serif;fill:#1f2328}.small{font-size:12px}.bold{font-weight:600}
 .middle{text-anchor:middle}.end{text-anchor:end}.card{fill:#fff}.on{fill:#1f2328}.line{stroke:#59636e;fill:none}
@@ -53,6 +55,10 @@ class Picture:
         end = ' marker-end="url(#head)"' if arrow else ""
         self._shapes.append(f'<path class="line" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"{end}/>')
 
+    def curve(self, points: Sequence[tuple[float, float]], colour: str) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._shapes.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
+
     def legend(self, x: float, y: float, entries: Mapping[str, str]) -> None:
         """Draw a colour and its meaning for each entry."""
         for kind, words in entries.items():
@@ -71,6 +77,7 @@ def pictures(records: Mapping[str, Record]) -> dict[Path, str]:
         "timeline": timeline(records[SPLIT], records[SHARED]),
         "memory": memory(records[MEMORY]),
         "refit": refit(records[DIRECT], records[BROADCAST]),
+        "rewards": rewards([json.loads(path.read_text()) for path in SUMS]),
     }
     return {FOLDER / f"{name}.svg": str(picture) for name, picture in drawn.items()} | terminal.pictures()
 
@@ -90,6 +97,24 @@ def speed(one: Record) -> Picture:
         picture.text(250, top + 15, name, "end")
         picture.box(260, top, length, 20, "g" if place else "c")
         picture.text(268 + length, top + 15, f"{seconds:.1f} s")
+    return picture
+
+
+def rewards(runs: Sequence[Record]) -> Picture:
+    """Draw the training reward of runs with different seeds: a curve each, over steps."""
+    left, bottom, width, height = 50, 180, 560, 150
+    picture = Picture(640, 226, "Training reward of three seeds over steps")
+    for share in (0, 0.5, 1):
+        picture.line(left, bottom - height * share, left + width, bottom - height * share)
+        picture.text(left - 8, bottom - height * share + 4, f"{share:g}", "small end")
+    steps = max(step for run in runs for step, _ in run["series"]["train/reward"])
+    for step in range(0, steps + 1, 20):
+        picture.text(left + width * step / steps, bottom + 18, f"{step}", "small middle")
+    picture.text(left + width / 2, bottom + 36, "step", "small middle")
+    picture.text(left, 18, "reward", "small")
+    for run, colour in zip(runs, ("#0072B2", "#D55E00", "#009E73"), strict=True):
+        points = run["series"]["train/reward"]
+        picture.curve([(left + width * step / steps, bottom - height * reward) for step, reward in points], colour)
     return picture
 
 

@@ -184,7 +184,9 @@ def config_of(run: dict[str, Any]) -> Config:
 
 def _laid_over(defaults: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     merged = dict(defaults)
-    for key, value in kept.items():
+    for name, value in kept.items():
+        # The key's name in older runs.
+        key = "cuda_ipc" if name == "direct" else name
         if isinstance(value, dict) and isinstance(defaults.get(key), dict):
             merged[key] = _laid_over(defaults[key], value)
         elif key in defaults:
@@ -211,7 +213,7 @@ def of_run(run: dict[str, Any]) -> Iterator[Compared]:
     shape = shape_of(config.policy.model_name)
     if generates(config):
         time = predict_step(config, shape, nbytes, lengths_of(run))
-        predicted = dataclasses.asdict(time) | {"step time": time.in_turn}
+        predicted = dataclasses.asdict(time) | {"step time": time.synchronous}
     else:
         chat = median(run, "train/total_num_tokens") / sequences_per_optimizer_step(config)
         lengths = Lengths(0, chat, config.policy.max_total_sequence_length)

@@ -141,7 +141,7 @@ def predicted_rows(gpu: str, gpus: int, batch: int, apart: bool) -> Iterator[dic
     )
     name = f"{gpus} x {gpu}{', one step off' if apart else ''}, batches of {batch * gpus // GPUS}"
     name += f", {layers} layers" if layers < 32 else ""
-    step = time.overlapped if apart else time.in_turn
+    step = time.overlapped if apart else time.synchronous
     for phase, seconds in zip(PHASES, astuple(time), strict=True):
         yield record.result(phase, name, "s", [seconds])
     yield record.result("step time", name, "s", [step])
@@ -212,7 +212,7 @@ def write(given: argparse.Namespace, config: Config, overrides: list[str], steps
 def beside(overrides: list[str], shape: ModelShape, apart: bool) -> Iterator[dict[str, Any]]:
     """What the plan says of this machine."""
     _, memory, time = planned(overrides, shape, size_of(None)[1])
-    yield record.result("step time", "planned", "s", [time.overlapped if apart else time.in_turn])
+    yield record.result("step time", "planned", "s", [time.overlapped if apart else time.synchronous])
     for phase, seconds in zip(PHASES, astuple(time), strict=True):
         yield record.result(phase, "planned", "s", [seconds])
     nbytes = [memory.policy[Phase.TRAIN], memory.policy[Phase.LOGPROB]]

@@ -101,15 +101,16 @@ class PolicySide(Side):
         from nemo_rl_lite.policy import export
 
         # The buffers of the connection before make room.
-        self.opened = self.sender = self.buffers = None
+        self.producer = self.opened = self.sender = self.buffers = None
         unlike = export.FoundExport({}, {}, "everything, by request,")
         with patch.object(export, "find_export", lambda *given: unlike) if by_the_bridge else nullcontext():
-            self.opened = export.plan_refit(self.model, config, shared, consumers=1).open(HOST)
-        self.plan = self.opened.producer.plan
-        return self.plan, self.opened.store.port, self.opened.offer
+            self.producer = export.plan_refit(self.model, config, shared, consumers=1)
+            self.opened = self.producer.open(HOST)
+        self.plan = self.producer.plan
+        return self.plan, self.opened[0].port, self.opened[1]
 
     def join(self) -> None:
-        self.sender = self.opened.join()
+        self.sender = self.producer.join(*self.opened)
         self.group, self.buffers = side_of(self.sender)
 
     def ours(self) -> dict[str, float]:

@@ -54,6 +54,22 @@ TABLES = {
             "GRPO step (median of a run)",
         ),
     ),
+    "tutorial table": Table(
+        "tutorial",
+        "tutorial-1x-h100",
+        (
+            *(
+                "dry run",
+                "training",
+                "evaluation",
+                "step time",
+                "reward of the first steps",
+                "reward of the last steps",
+            ),
+            *("held-out accuracy at the start"),
+            *("held-out accuracy at the end", "peak memory, policy-0"),
+        ),
+    ),
     "presets table": Table(
         "memory",
         "offload-presets-1x-h100",
@@ -94,7 +110,7 @@ TABLES = {
     "SFT then GRPO table": Table("analysis/supervised", "learning-gsm8k-1x-h100"),
     "throughput table": Table("analysis/supervised", "sft-throughput-qwen3-1.7b-1x-h100"),
     "soak table": Table(
-        "reliability",
+        "analysis/faults",
         "soak-cpu-2cores",
         (
             *(f"from a killed {who} to the next step's end" for who in KILLED),
@@ -127,12 +143,12 @@ TABLES = {
         ),
     ),
     "engine settings table": Table(
-        "rollouts",
+        "analysis/engines",
         "engine-settings-1x-h100",
         columns=("throughput", "start", "bandwidth share of decoding"),
     ),
     "precision table": Table(
-        "rollouts",
+        "analysis/engines",
         "engine-precision-smollm2-135m-instruct-1x-h100",
         columns=(
             *("mean logprob difference", "gen_kl_error", "token_mult_prob_error"),

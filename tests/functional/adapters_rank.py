@@ -39,7 +39,7 @@ def run(config: Config, worker: MegatronWorker) -> dict[str, Any]:
         "adapters": dict(exported.export(exported.tasks())),
         "merged": dict(export_weights(model)),
         "unlike": unlike,
-        "names": worker._producer.plan.names,
+        "names": [slot.name for bucket in worker._producer.plan.buckets for slot in bucket.slots],
         "assembles": type(worker._producer.export).__name__,
     }
 

@@ -157,7 +157,6 @@ def built(tensor: int, context: int) -> MegatronModel:
         ranks.get_data_parallel_rank(),
         ranks.get_data_parallel_world_size(),
         ranks.get_tensor_model_parallel_rank(),
-        pipeline_rank=0,
         has_logits=True,
         is_whole=tensor == 1,
         context_rank=ranks.get_context_parallel_rank(),

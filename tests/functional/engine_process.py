@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Request, Sampling
+from nemo_rl_lite.generation.interface import Completion, Request, Sampling, ServedOptions
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -84,6 +84,9 @@ seen = {
     "stop string, greedy": generate(replace(sampling, stop_strings=(":::",)).greedy(), samples=1),
     "stop string": generate(replace(sampling, stop_strings=("a", "b", "1"), max_new_tokens=20)),
 }
+if ENGINES[backend].takes_options:
+    served = [ServedOptions(top_logprobs=3), ServedOptions(presence_penalty=1.0), ServedOptions(top_logprobs=99)]
+    seen["options"] = [generate(replace(sampling.greedy(), options=one), samples=1) for one in served]
 
 
 def refit(name: str, version: int) -> list[RefitReport]:

@@ -59,7 +59,7 @@ class Again:
 
         return replay
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Do nothing: functions need no memory."""
 
 
@@ -98,7 +98,7 @@ def run(config: Config, worker: MegatronWorker, overrides: list[str], way: str) 
     before = [one.data_ptr() for one in gradient_buffers(worker._model)]
     worker._phases.gradients.drop()
     in_the_way = [torch.empty_like(one) if one.numel() else torch.empty(0) for one in gradient_buffers(worker._model)]
-    worker._phases.gradients.bring_back()
+    worker._phases.gradients.allocate()
     after = [one.data_ptr() for one in gradient_buffers(worker._model)]
     assert before != after and in_the_way
     measured.append(("moved", train(worker, losses["sft"], 5, first_pass=False)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Request, Sampling
+from nemo_rl_lite.generation.interface import Request, RequestError, Sampling
 from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit.buckets import BroadcastBuffers, SharedBuffer, Stream, bucket_transport
 from nemo_rl_lite.refit.engine import Source
@@ -173,6 +173,18 @@ def test_greedy_is_the_most_probable_token(seen, model_folder):
     assert [completion.tokens for completion in seen["greedy"]] == [completion.tokens for completion in seen["top k"]]
 
 
+def test_served_options_change_the_response_or_are_rejected(seen):
+    if "options" not in seen:
+        pytest.skip("the transformers engine takes none")
+    likely, penalised, rejected = seen["options"]
+    for plain, one, other in zip(seen["greedy"], likely, penalised, strict=True):
+        assert one.tokens == plain.tokens and [len(top) for top in one.top_logprobs] == [3] * len(one.tokens)
+        pairs = list(zip(one.tokens, one.logprobs, strict=True))
+        assert [top[0] for top in one.top_logprobs] == pairs and one.top_logprobs[0][1][1] <= pairs[0][1]
+        assert other.logprobs[0] == plain.logprobs[0] and other.logprobs[1] != plain.logprobs[1]
+    assert {type(one) for one in rejected} == {RequestError}
+
+
 def test_stop_tokens_end_a_response_and_are_part_of_it(seen):
     for completion in seen["stops"]:
         stopped = [token in range(2, 34) for token in completion.tokens]
@@ -248,7 +260,7 @@ def test_a_broadcast_brings_the_old_model_back(seen):
 
 
 def test_a_weight_that_the_producer_left_out_is_an_error(seen):
-    assert "left 1 weights of the engine as they were" in seen["partial"]
+    assert "did not update 1 weights of the engine" in seen["partial"]
     assert LEFT_OUT in seen["partial"]
 
 

@@ -139,7 +139,7 @@ def test_a_cut_evaluation_continues_and_is_the_same(whole, tmp_path, model_folde
     del os.environ["CUT_AT"]
     (tmp_path / "judged").unlink()
     assert status(*command(tmp_path, model_folder)) == 0
-    assert "problems are in" in capsys.readouterr().out
+    assert "problems are done in" in capsys.readouterr().out
     # One more than the missing samples, for the trial call.
     assert 1 < len(judged(tmp_path)) < PROBLEMS * SAMPLES + 1 and len(judged(tmp_path)) % SAMPLES == 1
     assert rows(tmp_path / "out") == whole
@@ -159,7 +159,7 @@ def test_engines_take_over_from_one_that_dies_start_again_when_all_have_and_the_
         given, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | told, timeout=1000
     )
     assert "2 engines" in done.stdout and "the other engines take over its requests" in done.stdout
-    assert "no engine is left: starting again (0 more restarts" in done.stdout
+    assert "no engine is left: restarting (0 more restarts" in done.stdout
     assert done.returncode == 3, done.stderr[-3000:]
     error = done.stderr.splitlines()[-1]
     assert "never retrieved" not in done.stderr

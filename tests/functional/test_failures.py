@@ -126,7 +126,7 @@ class RaisingLoss(GRPOLoss):
 
 
 def test_a_worker_that_raises_in_a_step_ends_the_run(tmp_path, model_folder):
-    """A user's loss raises in the second step, whose prompts have another token."""
+    """A user's loss raises in the second of the steps of two epochs, whose prompts have another token."""
     from transformers import AutoTokenizer
 
     loss = tmp_path / "own_loss.py"
@@ -136,9 +136,9 @@ def test_a_worker_that_raises_in_a_step_ends_the_run(tmp_path, model_folder):
     data = tmp_path / "problems.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     source = ["data=file", f"data.train_path={data}", f"data.validation_path={data}", "data.shuffle=false"]
-    own = [f"algorithm.loss={loss}:RaisingLoss", "algorithm.val_at_start=false"]
+    own = [f"algorithm.loss={loss}:RaisingLoss", "algorithm.val_at_start=false", "algorithm.max_num_epochs=2"]
     done = run_here(tmp_path / "run", model_folder, *SMALL, *source, *own)
-    assert "step 1/30" in re.sub(" +", " ", done.stdout) and done.returncode == 3, done.stderr
+    assert "step 1/4" in re.sub(" +", " ", done.stdout) and done.returncode == 3, done.stderr
     assert "worker error: policy rank 0 failed in phase 'train': ValueError: a per cent sign" in done.stderr
     assert "Traceback" not in done.stderr and 'File "' in (tmp_path / "run" / "error.txt").read_text()
 
@@ -165,7 +165,7 @@ def test_a_process_of_ray_that_dies_is_a_lost_worker(start, tmp_path, model_fold
     (victim,) = [one for one in run.processes() if one.name() == name]
     victim.kill()
     started = time.monotonic()
-    run.wait_for(r"(?s)starting again from the last checkpoint \(restart 1")
+    run.wait_for(r"(?s)restarting from the last checkpoint \(restart 1")
     assert time.monotonic() - started < 15
     run.wait_for("step +[4-9]/5000")
     os.killpg(run.process.pid, signal.SIGTERM)

@@ -163,13 +163,13 @@ def test_a_pass_that_repeats_changes_nothing(tmp_path, model_folder, batch, pena
 
 def test_kept_logits_change_nothing(tmp_path, model_folder, monkeypatch):
     """They are kept in training passes only, and what comes of them is what comes of logits that are computed twice."""
-    kept, ways = [], logprobs._ways
+    kept, ways = [], logprobs._implementation
 
     def note(hidden: Tensor, head: LMHead) -> object:
         kept.append(head.keep)
         return ways(hidden, head)
 
-    monkeypatch.setattr(logprobs, "_ways", note)
+    monkeypatch.setattr(logprobs, "_implementation", note)
     key = "policy.megatron_cfg.keep_logits"
     found, expected = (
         trained(tmp_path / name, model_folder, f"{KEY}=false", f"{key}={name}") for name in ("true", "false")

@@ -105,4 +105,4 @@ def test_nodes_meet_a_ray_that_dies_comes_back_and_nothing_is_left(nodes, tmp_pa
 def test_without_a_first_node_the_others_say_so(nodes):
     second = nodes.start(1, 2, "--join-timeout-s=1")
     assert second.wait(timeout=600) == 1
-    assert "the first node did not say within 1 s where its Ray is" in nodes.said(1)
+    assert "the first node did not write its Ray's address within 1 s" in nodes.said(1)

@@ -81,4 +81,4 @@ def test_the_engine_computes_with_the_new_weights(seen):
 
 
 def test_a_weight_that_was_not_sent_is_an_error(seen):
-    assert "left 1 weights of the engine as they were" in seen["partial"] and LEFT_OUT in seen["partial"]
+    assert "did not update 1 weights of the engine" in seen["partial"] and LEFT_OUT in seen["partial"]

@@ -102,7 +102,7 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder,
     assert status == -signal.SIGKILL and beginnings(output) in ([1, 2], [1, 1])
     assert re.search(r"generation rank 0 failed in phase '\w+': the process died", output)
     assert "the engine is back" in output
-    assert "starting again from the last checkpoint (restart 1 of at most 3, cluster.max_restarts)" in output
+    assert "restarting from the last checkpoint (restart 1 of at most 3, cluster.max_restarts)" in output
     saved = int((folder / "checkpoints" / "latest").read_text().rpartition("-")[2])
     gate.passed(99)
     resumed = run_here(folder, model_folder, "logger.plots=false", *GRPO, *TRACKED, *gate.overrides)

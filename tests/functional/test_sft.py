@@ -86,4 +86,4 @@ def test_rows_that_are_too_long_end_the_run_before_it_starts(tmp_path, model_fol
     overrides = [*SFT, *write_data(tmp_path), "policy.max_total_sequence_length=12"]
     done = run_here(tmp_path / "run", model_folder, *overrides)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "train.jsonl, row 35: prompt and response are" in done.stderr and "data.too_long=drop" in done.stderr
+    assert "train.jsonl, row 35: prompt and response have" in done.stderr and "data.too_long=drop" in done.stderr

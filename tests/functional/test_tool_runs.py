@@ -35,5 +35,5 @@ def test_a_model_whose_template_knows_no_tools_is_refused_before_anything_starts
     tokenizer.save_pretrained(other)
     refused = run_here(tmp_path / "run", other, *SMALL, *PYTHON)
     assert refused.returncode == 2 and "starting" not in refused.stdout
-    assert "environment.name" in refused.stderr and "offers tools, and the chat template" in refused.stderr
+    assert "environment.name" in refused.stderr and "offers tools, but the chat template" in refused.stderr
     assert "environment.kwargs.call=block" in refused.stderr

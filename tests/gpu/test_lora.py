@@ -48,7 +48,7 @@ def test_adapters_are_copied_from_where_they_are(gpu_model, tmp_path):
     metrics = run(tmp_path / "run", gpu_model, "adapters")
     found = logs(tmp_path / "run")
     assert "transport of refits: direct" in found and "copies out of the policy's parameters" in found
-    assert "left to the engine's loader" not in found and "every refit goes through buckets" not in found
+    assert "the engine's loader loads at each refit" not in found and "every refit goes through buckets" not in found
     weights = sum(path.stat().st_size for path in gpu_model.glob("*.safetensors"))
     assert max(series(metrics, "refit/bytes")) < weights / 10
 

@@ -25,10 +25,10 @@ def test_round_trips_are_exact_and_free_the_memory(registrar):
     own = Movable("states", lambda: held, HostArena("states", registrar()), torch.device("cuda", 0))
     before, size = torch.cuda.memory_allocated(), own.device_bytes()
     for _ in range(3):
-        own.leave()
+        own.offload()
         own.synchronize()
         assert own.device_bytes() == 0 and torch.cuda.memory_allocated() <= before - size
-        own.come_back()
+        own.reload()
         own.synchronize()
         for tensor, value in zip(held, expected, strict=True):
             assert torch.equal(tensor.cpu(), value)
@@ -44,11 +44,11 @@ def test_moves_begin_behind_the_work_that_was_given_before():
         # Still running when the move begins.
         torch.cuda._sleep(50_000_000)
         weights += 1
-        own.leave()
+        own.offload()
         # Reading is fine meanwhile.
         assert float(weights[5]) == turn
         own.synchronize()
-        own.come_back()
+        own.reload()
         own.synchronize()
         weights *= 1
         assert bool((weights == turn).all())
@@ -59,13 +59,13 @@ def test_both_directions_move_beside_kernels_that_reuse_freed_memory():
     going, coming = torch.full((size,), 1.0, device="cuda"), torch.full((size,), 2.0, device="cuda")
     out = Movable("going", lambda: [going], HostArena("going", CudaRegistrar()), device)
     back = Movable("coming", lambda: [coming], HostArena("coming", CudaRegistrar()), device)
-    back.leave()
+    back.offload()
     back.synchronize()
     noise = torch.randn(size, device="cuda")
     expected = noise * 3 + 1
     for turn in range(20):
-        out.leave()
-        back.come_back()
+        out.offload()
+        back.reload()
         # Work on the default stream that takes and frees memory of the same size all the while.
         for _ in range(5):
             result = noise * 3
@@ -76,8 +76,8 @@ def test_both_directions_move_beside_kernels_that_reuse_freed_memory():
         assert torch.equal(result, expected) and bool((filler == 7).all()), turn
         assert bool((coming == 2).all()), turn
         del filler, result
-        back.leave()
-        out.come_back()
+        back.offload()
+        out.reload()
         back.synchronize()
         out.synchronize()
         assert bool((going == 1).all()), turn
@@ -95,15 +95,15 @@ def test_a_full_device_leaves_the_contents_on_the_host():
     free, _ = torch.cuda.mem_get_info()
     weights = torch.full((free // 4 // 4,), 3.0, device="cuda")
     own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
-    own.leave()
+    own.offload()
     own.synchronize()
     torch.cuda.empty_cache()
     hog = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.97), dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
-        own.come_back()
+        own.reload()
     assert own.on_host
     del hog
-    own.come_back()
+    own.reload()
     own.synchronize()
     assert bool((weights == 3).all())
 
@@ -122,9 +122,9 @@ def moved_before(nbytes: int) -> Movable:
     """A component on the device whose host memory was pinned by a first move."""
     weights = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
     own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
-    own.leave()
+    own.offload()
     own.synchronize()
-    own.come_back()
+    own.reload()
     own.synchronize()
     own.pop_moves()
     return own
@@ -133,7 +133,7 @@ def moved_before(nbytes: int) -> Movable:
 def test_a_small_copy_does_not_wait_for_a_large_move():
     own = moved_before(2 << 30)
     small = torch.zeros(8, device="cuda")
-    own.leave()
+    own.offload()
     began = time.perf_counter()
     copied = small.cpu()
     waited = time.perf_counter() - began
@@ -149,7 +149,7 @@ def test_kernels_do_not_wait_for_a_large_move():
     small, ran = torch.zeros(8, device="cuda"), torch.cuda.Event(blocking=True)
     # The first use of a kernel loads it.
     small += 1
-    own.leave()
+    own.offload()
     began = time.perf_counter()
     small += 1
     ran.record()

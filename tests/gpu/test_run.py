@@ -48,7 +48,7 @@ def check_ways(folder: Path, shared: bool) -> None:
     logs = "".join(path.read_text() for path in (folder / "logs").iterdir())
     assert f"transport of refits: {'direct' if shared else 'broadcast'}" in logs
     assert "megatron-bridge exports all weights" not in logs
-    assert "left to the engine's loader" not in logs and "every refit goes through buckets" not in logs
+    assert "the engine's loader loads at each refit" not in logs and "every refit goes through buckets" not in logs
     assert ("copies out of the policy's parameters" in logs) == shared
 
 

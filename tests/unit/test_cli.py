@@ -3,12 +3,16 @@
 import importlib.util
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from nemo_rl_lite import __version__, cli
+from nemo_rl_lite.config.completion import script
+
+BASH = shutil.which("bash")
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
@@ -34,3 +38,22 @@ def test_python_runs_the_package(tmp_path):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and __version__ in done.stdout
+
+
+@pytest.mark.skipif(BASH is None, reason="needs bash")
+def test_tab_completes():
+    completed = {
+        "nrl-lite ev": ["evaluate"],
+        "nrl-lite train algorithm=dr": ["drgrpo"],
+        "nrl-lite plan policy=megatron policy.precision=b": ["bfloat16"],
+        "nrl-lite train checkpoint.save": ["checkpoint.save_period="],
+        "nrl-lite report al": [],
+    }
+    commands = [script("bash", cli.VERBS)]
+    for line in completed:
+        # As bash does: words end at "=".
+        words = line.replace("=", " = ").split()
+        commands.append(f"COMP_LINE='{line}'; COMP_POINT={len(line)}; COMP_CWORD={len(words) - 1}")
+        commands.append(f'COMP_WORDS=({" ".join(words)}); _nrl_lite; echo "${{COMPREPLY[*]}}"')
+    done = subprocess.run([BASH, "-c", "\n".join(commands)], capture_output=True, text=True, check=True)
+    assert [line.split() for line in done.stdout.splitlines()] == list(completed.values())

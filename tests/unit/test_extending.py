@@ -1,4 +1,4 @@
-"""The code of docs/extending.md does what the page says, as it stands there."""
+"""The code of docs/extending.md and docs/rewards.md does what the pages say."""
 
 import asyncio
 import importlib
@@ -25,13 +25,14 @@ from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.pages import DOCS, blocks, commands
 from tests.unit.rewards.endpoint import endpoint
 
-PAGE = DOCS / "extending.md"
+PAGES = (DOCS / "extending.md", DOCS / "rewards.md")
+COMMANDS = [words for page in PAGES for words in commands(page)]
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """The page's `my_package`, in the folder that the reader is in."""
-    for text in blocks(PAGE, "python"):
+    """The pages' `my_package`, in the folder that the reader is in."""
+    for text in [text for page in PAGES for text in blocks(page, "python")]:
         file = tmp_path / text.splitlines()[0].removeprefix("# ")
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
@@ -50,15 +51,15 @@ def problem(answer: str, **metadata: object) -> Problem:
     return Problem(({"role": "user", "content": "?"},), answer, metadata)
 
 
-def test_every_command_of_the_page_composes(package):
+def test_every_command_of_the_pages_composes(package):
     module("capitals").main("capitals.jsonl")
     module("programs").main("programs.jsonl")
-    composed = [compose_config(words[2:]) for words in commands(PAGE) if words[:2] == ["nrl-lite", "train"]]
-    assert len(composed) == 12
+    composed = [compose_config(words[2:]) for words in COMMANDS if words[:2] == ["nrl-lite", "train"]]
+    assert len(composed) == 13
     assert composed[0].reward.name == "my_package/rewards.py:short_and_right"
-    assert composed[1].reward.terms["digits"].weight == 0.1
+    assert composed[9].reward.terms["digits"].weight == 0.1
     for config in composed:
-        # Every reward of the page can be found and called.
+        # Every reward of the pages can be found and called.
         make_judge(config.reward)
 
 
@@ -80,7 +81,7 @@ def test_the_batched_reward(package):
 def test_the_judges(package):
     with endpoint() as server:
         for command, reward in (("reward=judge", 0.8), ("reward=exact_match", 1 + 0.3 * 0.8)):
-            words = next(words for words in commands(PAGE) if command in words and "8000" in " ".join(words))
+            words = next(words for words in COMMANDS if command in words and "8000" in " ".join(words))
             here = [word.replace("http://localhost:8000/v1", server.url) for word in words[2:]]
             verdict = asyncio.run(make_judge(compose_config(here).reward)("Paris", problem("Paris")))
             assert isinstance(verdict, RewardResult) and verdict.reward == pytest.approx(reward)
@@ -90,7 +91,7 @@ def test_the_judges(package):
 def test_code_as_the_response(package, tmp_path):
     module("programs").main("programs.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
-    (words,) = [words for words in commands(PAGE) if "reward=program" in words]
+    (words,) = [words for words in COMMANDS if "reward=program" in words]
     judge, third = make_judge(compose_config(words[2:]).reward), problem("", tests=rows[2]["tests"])
     for program, reward in (("add = lambda x: x + 3", 1.0), ("def add(x): return x", 0.5), ("0", 0.0)):
         verdict = asyncio.run(judge(f"```python\n{program}\n```", third))
@@ -140,13 +141,22 @@ def test_the_agent(package):
 
 def test_the_rows(package):
     module("capitals").main("capitals.jsonl")
-    command = next(words for words in commands(PAGE) if "data.train_path=capitals.jsonl" in words)
+    command = next(words for words in COMMANDS if "data.train_path=capitals.jsonl" in words)
     config = compose_config(command[2:])
     everything = training_set(config.data, 1, PROBLEMS).finite()
     held_out = validation_set(config.data, 10, PROBLEMS)
     assert len(everything) + len(held_out) == 8 and held_out
     asked = {one.messages[0]["content"]: one.answer for one in [*everything, *held_out]}
     assert asked["What is the capital of Kenya? One word."] == "Nairobi"
+
+
+def test_the_map_of_rows(package):
+    module("capitals").main("capitals.jsonl")
+    command = next(words for words in COMMANDS if "data.map=my_package/rows.py:short_names" in words)
+    data = compose_config(command[2:]).data
+    kept = [*training_set(data, 1, PROBLEMS).finite(), *validation_set(data, 10, PROBLEMS)]
+    asked = {one.messages[0]["content"].split()[5] for one in kept}
+    assert asked == {"CHILE?", "CUBA?", "EGYPT?", "GHANA?", "JAPAN?", "KENYA?", "PERU?"}
 
 
 def test_the_task(package, monkeypatch):
@@ -165,7 +175,7 @@ def test_the_task(package, monkeypatch):
 
 def made_by(command: str) -> tuple[Loss, GRPOConfig]:
     """The loss of the page's command that names it, and the options it is made with."""
-    words = next(words for words in commands(PAGE) if any(command in word for word in words))
+    words = next(words for words in COMMANDS if any(command in word for word in words))
     options = compose_config(words[2:]).options(GRPOConfig)
     return make_loss(options), options
 

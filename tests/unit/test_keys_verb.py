@@ -4,24 +4,24 @@ import pytest
 
 from nemo_rl_lite import keys
 from nemo_rl_lite.config.keys import known_keys
-from nemo_rl_lite.config.reference import Reference
+from nemo_rl_lite.config.reference import entries
 
 
-def found(capsys, *words: str) -> list[str]:
+def keys_of(capsys, *words: str) -> list[str]:
     keys.main(list(words))
     return [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
 
 
 def test_every_key_has_one_entry():
-    entries = [one.key for one in Reference.of_package().entries()]
+    found = [one.key for one in entries()]
     leaves = {key for key in known_keys() if not any(other.startswith(f"{key}.") for other in known_keys())}
-    assert len(entries) == len(set(entries)) and leaves <= {*entries}
+    assert len(found) == len(set(found)) and leaves <= {*found}
 
 
 def test_names_come_before_sentences(capsys):
-    assert "algorithm.rollouts.source" in found(capsys, "Rollouts", "source")
+    assert "algorithm.rollouts.source" in keys_of(capsys, "Rollouts", "source")
     # No key has this in its name.
-    assert found(capsys, "warm-up")
+    assert keys_of(capsys, "warm-up")
 
 
 def test_a_word_that_no_key_has_is_answered_with_a_near_one(capsys):

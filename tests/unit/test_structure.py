@@ -50,7 +50,7 @@ def room_of(module: str) -> str:
 
 def floors(page: str) -> list[str]:
     """Return the rooms from the top floor to the lowest."""
-    block = page.partition("## Rooms")[2].partition("```text\n")[2].partition("```")[0]
+    block = page.partition("## Packages")[2].partition("```text\n")[2].partition("```")[0]
     return re.findall(r"\w+", block)
 
 
@@ -108,7 +108,7 @@ def test_what_the_checks_see(tmp_path, files, up, circle):
         (tmp_path / "house" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "house" / name).write_text(text)
     graph = imports(tmp_path / "house")
-    assert upward(graph, floors("## Rooms\n```text\nhigh > low\n```\n")) == up
+    assert upward(graph, floors("## Packages\n```text\nhigh > low\n```\n")) == up
     if circle:
         with pytest.raises(CycleError):
             TopologicalSorter(graph).prepare()

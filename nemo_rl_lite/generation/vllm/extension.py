@@ -1,6 +1,6 @@
-"""Refits inside vLLM's own worker processes, as their `worker_extension_cls`.
+"""Refits inside vLLM's worker processes, as their `worker_extension_cls`.
 
-Adapters of LoRA that vLLM applies itself are one adapter, the policy's, which each refit replaces in place.
+If vLLM applies LoRA itself, it has one adapter, the policy's, which each refit overwrites.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from nemo_rl_lite.refit.ipc import SharedWeights, share_weights
 from nemo_rl_lite.refit.layout import Named
 from nemo_rl_lite.system.machine import log_to_stderr
 
-# vLLM's number for the only adapter, the name in place of a folder (nothing is read there), and its slot.
+# Number, name and slot of the only adapter. The name replaces a folder, which is never read.
 _NUMBER, _NAME, _SLOT = 1, "policy", 0
 
 # Hugging Face's names for the parts of Megatron's layers.
@@ -36,7 +36,7 @@ _PARTS = {
 
 
 def engine_options(lora: LoraConfig, ranks: int) -> dict[str, Any]:
-    """Return vLLM's options for an engine on `ranks` GPUs that applies adapters to the policy's adapted layers."""
+    """Return the options of an engine on `ranks` GPUs that applies the policy's adapters."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -47,7 +47,6 @@ def engine_options(lora: LoraConfig, ranks: int) -> dict[str, Any]:
 
 
 def adapter_request() -> Any:
-    """Return vLLM's name for the adapter, which each request carries."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=_NAME, lora_int_id=_NUMBER, lora_path=_NAME)
@@ -55,7 +54,7 @@ def adapter_request() -> Any:
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer of the checkpoint, as a part of one of vLLM's layers, which may fuse several."""
+    """A layer of the checkpoint as a part of one of vLLM's layers, which may be fused."""
 
     layer: Any
     index: int
@@ -63,7 +62,7 @@ class _Part:
     packed: bool
 
     def target(self, first: bool) -> Tensor:
-        """Return the memory of A [rank, inputs], if `first`, or of B [outputs, rank]; with the largest rank."""
+        """Return the memory of A [rank, inputs] if `first`, otherwise of B [outputs, rank], for the largest rank."""
         return (self.layer.lora_a_stacked if first else self.layer.lora_b_stacked)[self.index][_SLOT, 0]
 
     def own(self, first: bool, tensor: Tensor) -> Tensor:
@@ -77,11 +76,10 @@ class _Part:
 
 
 class AdapterSlot:
-    """The memory in which vLLM's layers and captured graphs read the adapter's matrices."""
+    """The memory from which vLLM's layers and captured graphs read the adapter."""
 
     def __init__(self, manager: Any, scaling: float):
-        """`manager`: vLLM's `LoRAModelManager`, of an engine that may sleep. `scaling`: the factor of an adapter's
-        output.
+        """`manager`: vLLM's `LoRAModelManager`. `scaling`: factor of the adapter's output.
 
         Raises:
             RefitError: vLLM splits a layer of the model in an unknown way.
@@ -98,17 +96,17 @@ class AdapterSlot:
         return [part.target(first) for part in self._parts.values() for first in (True, False)]
 
     def take(self) -> None:
-        """Register the adapter with vLLM, and clear its memory, before the first refit; the engine is awake."""
+        """Register the adapter with vLLM before the first refit. The engine must be awake."""
         if self._is_taken:
             return
-        # vLLM keeps what an adapter is loaded from, here zeros of rank 1, which are not looked at again.
+        # vLLM keeps an adapter's source tensors: here zeros of rank 1, which are not read again.
         self._manager.remove_all_adapters()
         self._manager.add_adapter(self._manager.create_dummy_lora(_NUMBER, 1, {}))
         self._manager.activate_adapter(_NUMBER)
         self._is_taken = True
 
     def load(self, named: Sequence[Named]) -> set[str]:
-        """Put A's and B's, named as peft names them, in their places; return those that have come.
+        """Copy matrices, by their names in PEFT, to their memory; return the names that were filled.
 
         Raises:
             RefitError: vLLM has no such layer.
@@ -122,14 +120,14 @@ class AdapterSlot:
                 raise RefitError(f"vLLM applies no adapter to {layer}; set generation.vllm_cfg.lora=merged")
             part = self._parts[layer]
             own = part.own(first, tensor)
-            # Ranks share out all dimensions that vLLM has memory for, and the last may have none of the adapter's.
+            # vLLM splits its largest rank over GPUs, so the last ones may hold no part of this adapter.
             if own.numel():
                 part.target(first)[: own.shape[0], : own.shape[1]].copy_(own)
             filled.add(f"{layer}.{'A' if first else 'B'}")
         return filled
 
     def scale(self) -> None:
-        """Apply the scaling to what has been loaded; vLLM applies none when it computes."""
+        """Multiply B by the scaling, which vLLM does not apply."""
         if self._scaling != 1:
             foreach_mul([part.target(False) for part in self._parts.values()], self._scaling)
 
@@ -155,13 +153,12 @@ class RefitExtension:
     rank: int
 
     def refit_join(self, sources: Sequence[Source], scaling: float | None = None) -> None:
-        """Join this rank's producer, which is in `sources[rank]`. `scaling`: the adapters' factor, if refits bring
-        adapters alone.
+        """Join this rank's producer, `sources[rank]`. `scaling`: the adapters' factor, if refits bring only adapters.
 
         Raises:
-            RefitError: a model whose layers compute with tensors that vLLM derives from its weights once, at start.
+            RefitError: vLLM derives tensors from this model's weights only at start.
         """
-        # A tensor-parallel engine's ranks are processes that vLLM has started.
+        # vLLM has started the process of a tensor-parallel rank.
         log_to_stderr()
         self._is_first_refit, self._quantizes = True, False
         self._slot: AdapterSlot | None = None
@@ -175,14 +172,14 @@ class RefitExtension:
             raise RefitError(
                 "models with multi-head latent attention cannot be refitted: vLLM absorbs weights at start"
             )
-        # vLLM names any quantisation that it does itself "online", or by the option that asks for it.
+        # vLLM calls its own quantisation "online", or by the option's name.
         self._quantizes = config.quantization in ("online", *VLLM_QUANTIZATIONS)
         if config.quantization is not None and not self._quantizes:
             raise RefitError(
                 f"quantised models ({config.quantization}) cannot be refitted: vLLM packs weights at start"
             )
         if self._quantizes and config.is_moe:
-            raise RefitError("no refit of quantised experts has been tried; remove generation.vllm_kwargs.quantization")
+            raise RefitError("quantised experts cannot be refitted: remove generation.vllm_kwargs.quantization")
         for backend in experts_backends(model) if self.device.type == "cuda" else ():
             if backend not in ("TRITON", "BATCHED_TRITON"):
                 raise RefitError(
@@ -193,12 +190,11 @@ class RefitExtension:
         self._destinations = CopyReplayLoader(model.load_weights, [*model.parameters(), *model.buffers()])
 
     def refit_receive(self) -> RefitReport:
-        """Receive all weights, or adapters if refits bring them alone. The first refit goes through the model's own
-        loader, later ones straight into its parameters. Where vLLM computes with weights of another form (packed on a
-        CPU, quantised), each refit goes through the loader.
+        """Receive all weights, or only adapters. The first refit goes through the model's loader, later ones directly
+        into its parameters. Packed (CPU) and quantised weights always go through the loader.
 
         Raises:
-            RefitError: weights that the producer did not send, or adapters that cannot be applied.
+            RefitError: the producer did not send a weight, or an adapter cannot be applied.
         """
         model = self.model_runner.get_model()
         if self._slot is not None:
@@ -214,20 +210,20 @@ class RefitExtension:
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
             if self._is_first_refit:
-                # The policy or the cache may want the memory that the first refit took for trials.
+                # Free the memory that tracing the first refit took.
                 torch.cuda.empty_cache()
                 self._is_first_refit = False
         stale = sorted(wanted - loaded) if loaded is not None else []
         if stale:
-            raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
+            raise RefitError(f"the refit did not update {len(stale)} weights of the engine, such as {stale[0]}")
         return report
 
     def share_weights(self) -> SharedWeights:
-        """Share this rank's weights, which refits of adapters leave as they are."""
+        """Share this rank's weights, which refits of adapters do not change."""
         return share_weights(self.model_runner.get_model().parameters())
 
     def memory(self) -> dict[str, int]:
-        """See `Engine.memory`, for this rank's GPU."""
+        """Return `Engine.memory` of this rank's GPU."""
         if self.device.type == "cpu":
             return {}
         cache = self.model_runner.kv_cache_config.kv_cache_tensors
@@ -238,16 +234,17 @@ class RefitExtension:
         }
 
     def _receive_layerwise(self, model: Any) -> tuple[RefitReport, set[str], set[str] | None]:
-        """Receive within vLLM's layerwise reload: it packs or quantises each complete layer as at the start, and
-        copies the result to the memory that it computes with. Also return the names that must be loaded, because
-        vLLM restores the old values of weights that did not arrive, and the loaded names."""
+        """Receive through vLLM's layerwise reload, which packs or quantises each complete layer as at start.
+
+        Also return the names that must be loaded, and the loaded names: vLLM silently keeps old weights otherwise.
+        """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        # Each matrix once: the reload makes two of one that the embedding and the last layer share.
+        # Each matrix once: the reload splits one that the embedding and the LM head share.
         own = {name for name, _ in model.named_parameters()}
         with self._as_at_the_start():
             initialize_layerwise_reload(model)
-        # Without what vLLM derives, such as scales.
+        # Without derived tensors, such as scales.
         wanted = {name for name, _ in model.named_parameters() if name in own}
 
         def load(named: Sequence[Named]) -> set[str] | None:
@@ -263,13 +260,13 @@ class RefitExtension:
                 pack_shared_weights(model)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-            # The policy may want the memory of the layers that were being reloaded.
+            # Free the memory of the reload.
             torch.cuda.empty_cache()
         return report, wanted, loader.filled
 
     @contextmanager
     def _as_at_the_start(self) -> Iterator[None]:
-        """Make vLLM allocate a layer's memory on this device and run as written what it would compile: torch 2.11
-        never finishes tracing vLLM's parameters while a default device is set."""
+        """Allocate on this device, and do not compile: torch 2.11 never finishes tracing vLLM's parameters while a
+        default device is set."""
         with self.device, torch.compiler.set_stance("force_eager"):
             yield

@@ -125,7 +125,7 @@ def test_a_request_ends_the_run_after_the_step_with_a_checkpoint_in_any_case(ste
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(steps):
     skipped = {1: 1.0, 2: 0.5, 3: 1.0, 4: 1.0}
-    with pytest.raises(TrainingError, match=r"2 steps in a row .*policy\.max_skipped_steps"):
+    with pytest.raises(TrainingError, match=r"2 consecutive steps .*policy\.max_skipped_steps"):
         take(steps, 9, NEVER, lambda step: steps.metrics.log(step, {"train/skipped_steps": skipped[step]}))
     assert steps.metrics.series("train/skipped_steps")[0] == [1, 2, 3, 4]
 

@@ -3,13 +3,14 @@
 import dataclasses
 import time
 from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 
-from nemo_rl_lite.algorithms.loop import Report, Steps
-from nemo_rl_lite.algorithms.supervised import Supervised, total_steps
+from nemo_rl_lite.algorithms.loop import Report, Steps, total_steps
+from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.store import Checkpoints, CheckpointStore, Retention
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
@@ -97,7 +98,16 @@ def sft(validation=ROWS, steps_per_epoch=3, **changes) -> Supervised:
 
 @pytest.mark.parametrize(
     ("epochs", "steps", "of_epoch", "expected"),
-    [(2, None, 3, 6), (None, 5, 3, 5), (2, 4, 3, 4), (1, 100, 3, 3), (1, 7, None, 7)],
+    [
+        (2, None, 3, 6),
+        (None, 5, 3, 5),
+        (2, 4, 3, 4),
+        (1, 100, 3, 3),
+        (1, 7, None, 7),
+        # Prompts of a rollout may be of two epochs.
+        (3, None, Fraction(10, 4), 7),
+        (1, None, Fraction(3, 64), 1),
+    ],
 )
 def test_a_run_ends_at_its_first_limit(epochs, steps, of_epoch, expected):
     config = dataclasses.replace(CONFIG, max_num_epochs=epochs, max_num_steps=steps)

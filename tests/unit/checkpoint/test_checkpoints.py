@@ -47,7 +47,7 @@ def test_one_is_written_after_each_period_and_after_the_last_step(run):
     policy.written = True
     for step in range(1, 6):
         checkpoints.save_if_due(step, last=step == 5)
-        checkpoints.wait_until_written()
+        checkpoints.finish_if_written()
     assert [name for call, name in policy.calls if call == "begin"] == [f".step-{n:08d}" for n in (2, 4, 5)]
     assert steps(store) == [4, 5] and store.latest().record == {"seed": 1}
     assert (store.newest_whole().path / POLICY / "weights").read_text() == "some"
@@ -56,7 +56,7 @@ def test_one_is_written_after_each_period_and_after_the_last_step(run):
 def test_training_goes_on_until_it_is_written_and_the_next_save_waits_for_it(run):
     checkpoints, policy, store, _ = run
     checkpoints.save_if_due(2, last=False)
-    checkpoints.wait_until_written()
+    checkpoints.finish_if_written()
     assert policy.calls == [("begin", ".step-00000002")] and steps(store) == []
     checkpoints.save_if_due(4, last=False)
     assert [call for call, _ in policy.calls] == ["begin", "finish", "begin"] and steps(store) == [2]
@@ -85,11 +85,11 @@ def test_what_was_measured_belongs_to_its_checkpoint(run, measured_late):
     checkpoints.save_if_due(2, last=False)
     policy.written = True
     if measured_late:
-        checkpoints.wait_until_written()
+        checkpoints.finish_if_written()
     checkpoints.measured(2, {"accuracy": 0.5})
-    checkpoints.wait_until_written()
+    checkpoints.finish_if_written()
     checkpoints.save_if_due(4, last=False)
-    checkpoints.wait_until_written()
+    checkpoints.finish_if_written()
     assert [one.metrics for one in store.complete()] == [{"accuracy": 0.5}, {}]
     assert store.best()[0].step == 2
 
@@ -103,18 +103,18 @@ def test_a_full_disk_is_named_before_what_was_written_is_removed(run, monkeypatc
     monkeypatch.setattr(shutil, "disk_usage", free)
     policy.written = policy.full = True
     checkpoints.save_if_due(2, last=False)
-    checkpoints.wait_until_written()
-    assert f"the disk is full: {store.folder} has 1 MiB free of 8 MiB; there is none yet" in said[0]
+    checkpoints.finish_if_written()
+    assert f"the disk is full: {store.folder} has 1 MiB free of 8 MiB; there is no other checkpoint" in said[0]
 
 
 def test_a_full_disk_is_told_of_and_training_goes_on(run):
     checkpoints, policy, store, said = run
     policy.written = True
     checkpoints.save_if_due(2, last=False)
-    checkpoints.wait_until_written()
+    checkpoints.finish_if_written()
     policy.full = True
     checkpoints.save_if_due(4, last=False)
-    checkpoints.wait_until_written()
+    checkpoints.finish_if_written()
     (line,) = said
     assert "step 4 was not written: no space left on device; the newest checkpoint is of step 2" in line
     assert steps(store) == [2] and [path.name for path in store.folder.glob(".step*")] == []

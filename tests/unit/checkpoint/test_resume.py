@@ -59,7 +59,7 @@ def test_other_rows_than_the_checkpoints_are_told(saved, now, said):
 )
 def test_more_steps_than_the_epochs_have_are_refused(steps, changes, is_done):
     config = compose_config(["algorithm=sft", "algorithm.max_num_epochs=1", "algorithm.max_num_steps=8"])
-    job = SimpleNamespace(_config=config, _training=SimpleNamespace(steps_per_epoch=4), _data=ROWS)
+    job = SimpleNamespace(_config=config, _total=4, _data=ROWS)
     with pytest.raises(ConfigError, match="max_num_epochs=2") if is_done else nullcontext():
         assert not list(SupervisedJob.resume_lines(job, Start(steps, changes=changes)))
 

@@ -158,7 +158,7 @@ def test_every_bit_of_a_file_counts(two):
     for bit in range(0, 80, 7):
         flip(weights, bit)
         said = damaged(two)
-        assert "policy/weights is not what was saved" in said and f"whole is {two / 'step-00000001'}; fix:" in said
+        assert "policy/weights has changed" in said and f"intact one is {two / 'step-00000001'}; fix:" in said
         flip(weights, bit)
     assert make(two).newest_whole().step == 2
 
@@ -183,7 +183,7 @@ def test_every_bit_of_the_record_counts(two):
         (lambda folder: (folder / "policy" / "weights").unlink(), "policy/weights is missing"),
         (lambda folder: (folder / RECORD).unlink(), "has no checkpoint.json that can be read"),
         (lambda folder: (folder / RECORD).write_text("[" * 100_000), "RecursionError"),
-        (lambda folder: folder.rename(folder.with_name("step-00000003")), "says that it is of step 2"),
+        (lambda folder: folder.rename(folder.with_name("step-00000003")), "is of step 2"),
     ],
 )
 def test_what_is_wrong_is_named_and_the_next_older_one_offered(two, change, said):
@@ -202,7 +202,7 @@ def test_a_record_of_other_kinds_is_damaged(two, name, value):
 def test_without_a_whole_one_it_says_so(two):
     for step in (1, 2):
         flip(two / f"step-{step:08d}" / "policy" / "weights", 0)
-    assert "no older one is whole" in damaged(two)
+    assert "no older one is intact" in damaged(two)
 
 
 def test_a_measurement_leaves_a_checkpoint_whole(two):
@@ -210,7 +210,7 @@ def test_a_measurement_leaves_a_checkpoint_whole(two):
     found = make(two).newest_whole()
     assert found.metrics == {"loss": 0.25}
     flip(two / "step-00000002" / "policy" / "weights", 0)
-    assert "not what was saved" in damaged(two)
+    assert "weights has changed" in damaged(two)
 
 
 def test_one_that_was_saved_before_there_were_digests_is_read(two, caplog):

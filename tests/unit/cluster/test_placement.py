@@ -12,5 +12,5 @@ def test_on_cpus_nothing_is_reserved():
 
 def test_gpus_spread_otherwise_than_the_layout_counts_on_are_an_error():
     check_nodes(["a"] * 8 + ["b"] * 8, 8)
-    with pytest.raises(WorkerError, match=r"gpus_per_node = 8, but the free GPUs lie 5 \+ 5 \+ 6 on the nodes"):
+    with pytest.raises(WorkerError, match=r"gpus_per_node = 8, but the free GPUs of the nodes are 5 \+ 5 \+ 6"):
         check_nodes(["a"] * 5 + ["b"] * 5 + ["c"] * 6, 8)

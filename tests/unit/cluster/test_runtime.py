@@ -36,7 +36,7 @@ def test_ray_is_started_a_second_time(calls, caplog):
     made = calls(SLOW, None)
     with caplog.at_level(logging.WARNING):
         _start_or_join()
-    assert made == ["init", "shutdown", "init"] and "it is started once more" in caplog.text
+    assert made == ["init", "shutdown", "init"] and "trying once more" in caplog.text
 
 
 def test_the_processes_of_a_node_that_did_not_start_end(calls, monkeypatch):

@@ -25,7 +25,7 @@ def test_on_any_other_version_vllms_own_is_used_and_the_log_says_so(monkeypatch,
     with caplog.at_level(logging.INFO):
         assert decode_scheduler() is None
     (line,) = caplog.messages
-    assert "vLLM's own scheduler is used" in line and version in line and COMPARED in line
+    assert "using vLLM's scheduler" in line and version in line and COMPARED in line
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_what_no_override_can_hold_is_an_error_of_its_key(value):
         ("reward.kwargs.anything", "grpo", "reward.kwargs.anything"),
         # The command answers what is unknown, and what is another algorithm's.
         ("learning_rate", "grpo", "learning_rate"),
-        ("max_num_epochs", "grpo", "max_num_epochs"),
+        ("early_stop_patience", "grpo", "early_stop_patience"),
     ],
 )
 def test_a_short_name_is_the_end_of_one_key(name, algorithm, key):

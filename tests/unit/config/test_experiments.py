@@ -110,7 +110,7 @@ def test_a_value_is_the_same_as_an_override(value):
         ("defaults:\n  - absent.yaml\n", 2, "No such file"),
         ("run_name: ${x\n", 1, "run_name"),
         ("policy:\n  precision: ${nothing.here}\n", 2, "cannot be resolved"),
-        ("hydra:\n  verbose: true\n", 2, "no setting of this launcher"),
+        ("hydra:\n  verbose: true\n", 2, "hydra.run.dir=FOLDER"),
         ("hydra.searchpath: [pkg://x]\n", None, "is not searched"),
         ("- a\n", None, "must have keys"),
     ],

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from nemo_rl_lite.config import keys
 from nemo_rl_lite.config.composition import compose_files, notes_on_names
 from nemo_rl_lite.config.keys import is_open, known_keys, unknown_key
-from nemo_rl_lite.config.names import in_our_names, meaning, with_our_references
+from nemo_rl_lite.config.names import FromFile, in_our_names, meaning, with_our_references
 from tests.unit.pages import DOCS
 
 RECIPES = ("grpo", "sft", "dpo")
@@ -120,9 +120,27 @@ def test_a_file_of_rows_is_chosen_by_its_key(recipes):
         ("data_plane.enabled=false", []),
         ("data_plane.enabled=true", ["data_plane.enabled=true"]),
         ("sft.max_num_steps=3", ["algorithm=sft", "algorithm.max_num_steps=3"]),
+        ("logger.wandb=true", ["logger.wandb_enabled=true"]),
+        ("policy.megatron_cfg.peft=true", ["policy.megatron_cfg.peft.enabled=true"]),
         ("algorithm.seed=3", ["algorithm.seed=3"]),
     ],
 )
 def test_a_name_of_nemo_rl_is_one_of_ours(given, ours):
     found, told = in_our_names([given])
     assert found == ours and bool(told) == (found != [given])
+
+
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [
+        (["grpo.seed=1", "algorithm.seed=2"], True),
+        (["algorithm.seed=2", "grpo.seed=1"], True),
+        (["algorithm.seed=1", "algorithm.seed=2"], False),
+        (["grpo.seed=1", "sft.seed=2"], False),
+        ([FromFile("grpo.seed=1", "mine.yaml"), "algorithm.seed=2"], False),
+    ],
+)
+def test_two_names_of_one_key_are_noted(given, is_told):
+    found, told = in_our_names(given)
+    assert found[-1].endswith(given[-1].partition("=")[2])
+    assert any(given[0] in note and given[1] in note for note in told) == is_told

@@ -63,7 +63,7 @@ def test_all_of_the_assistants_turns_are_trained_on_or_its_last(which, expected,
 
 def test_a_template_that_forgets_can_train_the_last_turn_alone(tmp_path):
     turns = said("u:2+2", "a:12/4", "u:and 1", "a:13/5")
-    with pytest.raises(DataError, match=r"earlier turns otherwise .*data.train_on=last"):
+    with pytest.raises(DataError, match=r"earlier assistant turns differently .*data.train_on=last"):
         trained_texts(tmp_path, chat(turns), FORGETFUL)
     last = chat(turns, train_on="last")
     whole, runs = trained_texts(tmp_path, last, FORGETFUL)
@@ -126,7 +126,7 @@ def test_the_systems_prompt_comes_first_unless_there_is_one(tmp_path):
         ([{"role": "bot", "content": "1"}], "message 1: its role must be one of .* found 'bot'"),
         (
             [*said("u:1"), {"role": "user", "content": [{"type": "image_url"}]}],
-            "2: only parts of the type text",
+            "2: only parts of type text",
         ),
         (
             [*said("u:1"), {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],

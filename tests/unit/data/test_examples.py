@@ -113,14 +113,14 @@ def test_an_epoch_has_whole_batches_of_different_rows_and_steps_repeat(tmp_path)
 def test_chats_that_are_too_long_are_errors_or_dropped(tmp_path, caplog):
     rows = [*ROWS[:5], {"prompt": "long", "answer": "x" * 30}]
     config = sft_config(tmp_path, rows, *SMALL)
-    with pytest.raises(DataError, match=r"train.jsonl, row 6: prompt and response are .*data.too_long=drop"):
+    with pytest.raises(DataError, match=r"train.jsonl, row 6: prompt and response have .*data.too_long=drop"):
         training_examples(config, encoder(tmp_path, max_length=40))
-    words = r"row 6: prompt and response are \d+ tokens.* Of the 6 rows that are too long, none"
+    words = r"row 6: prompt and response have \d+ tokens.* It is the longest of 6 rows"
     with pytest.raises(DataError, match=words):
         training_examples(config, encoder(tmp_path, max_length=20))
     data = training_examples(config, encoder(tmp_path, max_length=40, too_long="drop"))
     assert len(data.examples.finite()) == 5 and "1 of 6 chats are longer" in caplog.text
-    with pytest.raises(DataError, match="none of the chats is left to validate on"):
+    with pytest.raises(DataError, match="no chats are left to validate on"):
         validation_examples(config, encoder(tmp_path, max_length=5, too_long="drop"))
 
 

@@ -27,7 +27,7 @@ def rows(file, content: bytes | str) -> list:
     [
         (gzip.compress(ROW, mtime=0), "compressed by gzip; .*gunzip"),
         (ROW.decode().encode("utf-16"), "text in UTF-16; .*iconv"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS.*; git lfs pull"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer; git lfs pull"),
     ],
 )
 def test_another_format_is_named(tmp_path, content, words):
@@ -53,7 +53,7 @@ def test_a_row_that_is_a_list_is_named_with_what_to_write(tmp_path, name, conten
 
 @pytest.mark.parametrize("content", ["[\n1]\n[\n2]", '[{"a": 1},\n]', '"a"', "7", "{"])
 def test_the_layout_of_a_json_file_is_told(tmp_path, content):
-    with pytest.raises(DataError, match=r"a.jsonl.*; a JSON file has one object a line, or is one list of objects"):
+    with pytest.raises(DataError, match=r"a.jsonl.*; a JSON file has one object per line, or is one list of objects"):
         rows(tmp_path / "a.jsonl", content)
 
 
@@ -87,7 +87,7 @@ def test_files_are_the_same_by_every_name(tmp_path):
 
 @pytest.mark.parametrize("half", ["\\ud800", "a\\udfffb", "\\uD83D \\uDE00"])
 def test_half_a_character_is_named_with_its_row(tmp_path, half):
-    with pytest.raises(DataError, match=r"rows.jsonl, row 2: has '.*\\ud[8-f].*', which is half of a character"):
+    with pytest.raises(DataError, match=r"rows.jsonl, row 2: has '.*\\ud[8-f].*', half of a surrogate pair"):
         rows(tmp_path / "rows.jsonl", f'{{"prompt": "1"}}\n{{"prompt": "{half}", "answer": "1"}}')
 
 

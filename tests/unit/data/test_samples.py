@@ -53,7 +53,7 @@ def test_samples_that_were_cut_are_not_trained_on(tmp_path, caplog):
     endings = ("length", "stop", "turns", "error", "length")
     chats = samples(tmp_path, [1.0, 1.0, 1.0, None, 0.0], endings, min_reward=None)
     assert [chat.conversations[0].messages[-1]["content"] for chat in chats] == ["answer 1", "answer 2"]
-    assert "3 of 5 rows were cut before their end (column 'ending') and were left out" in caplog.text
+    assert "3 of 5 rows are truncated (column 'ending') and were left out" in caplog.text
 
 
 def test_where_nothing_is_right_there_is_nothing_to_train_on(tmp_path):

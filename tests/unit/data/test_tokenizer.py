@@ -135,7 +135,7 @@ def test_a_template_that_leaves_out_the_system_message(make, caplog):
     check_texts(made, rows(("12", "21")))
     assert not caplog.messages
     check_texts(made, rows(("12", "21"), system="be brief"))
-    assert "chat template leaves out system messages" in caplog.text
+    assert "chat template omits system messages" in caplog.text
 
 
 @pytest.mark.parametrize("tool", [{"function": {"name": "find"}}, {"name": "find"}])
@@ -147,11 +147,11 @@ def test_a_template_that_leaves_out_tools(make, tool, caplog):
     check_texts(make(CHATML), FileSet(chats[1:], 0, shuffle=False))
     assert not caplog.messages
     check_texts(make(CHATML), FileSet(chats, 0, shuffle=False))
-    assert "1 of 2 rows have tools, which the model's chat template leaves out" in caplog.text
+    assert "1 of 2 rows have tools, which the model's chat template omits" in caplog.text
 
 
 def test_a_template_that_leaves_out_the_user(make):
-    with pytest.raises(ConfigError, match="leaves out what the user says"):
+    with pytest.raises(ConfigError, match="omits user messages"):
         check_texts(make("{% for m in messages %}{{ m.text }}{% endfor %}"), rows(("12", "21")))
 
 
@@ -186,3 +186,12 @@ def test_a_template_without_a_system_role_names_the_key(make):
     tokenizer = make("{{ raise_exception('broken') }}")
     with pytest.raises(DataError, match=r"broken$"):
         tokenizer.prompt([{"role": "system", "content": "1"}, *QUESTION])
+
+
+def test_the_samples_of_a_group_tokenize_their_prompt_once(make, monkeypatch):
+    chats, texts = make(CHATML), []
+    tokenized = chats._tokens
+    monkeypatch.setattr(chats, "_tokens", lambda text: texts.append(text) or tokenized(text))
+    first, second = (chats.prompt(QUESTION) for _ in range(2))
+    first.append(0)
+    assert first[:-1] == second and len(texts) == 1

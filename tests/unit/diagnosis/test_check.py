@@ -49,6 +49,6 @@ def test_lines_say_what_to_do_where_a_check_is_not_ok():
         "                  wanted: 2",
         "                  fix: fix it",
         "                  off: a feature",
-        "1 ok, 1 warn, 0 fail, 0 skipped: nothing was found that stops a run",
+        "1 ok, 1 warn, 0 fail, 0 skipped: nothing found that prevents a run",
     ]
     assert "\x1b[33mwarn" in lines(checks, coloured=True)[2]

@@ -79,7 +79,7 @@ def test_it_is_a_verb_of_the_console_script(tmp_path):
     done = doctor(tmp_path, "doctor", "--json", module="nemo_rl_lite.cli", python=("-S",))
     assert done.returncode == 1 and json.loads(done.stdout)
     done = doctor(tmp_path, "docter", module="nemo_rl_lite.cli")
-    assert done.returncode == 2 and "there is no verb 'docter'; did you mean doctor?" in done.stderr
+    assert done.returncode == 2 and "unknown command 'docter'; did you mean doctor?" in done.stderr
 
 
 def test_nothing_heavy_is_imported(tmp_path):

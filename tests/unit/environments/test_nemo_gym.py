@@ -9,7 +9,7 @@ from nemo_rl_lite.data.tools import callable_tools
 from nemo_rl_lite.environments.nemo_gym import NeMoGym
 from nemo_rl_lite.environments.registry import check_environment, make_environments
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.system.pool import CallError
+from nemo_rl_lite.system.user_errors import CallError
 from tests.unit.environments.gym_server import ROW, serving
 from tests.unit.environments.test_environments import config, turn
 

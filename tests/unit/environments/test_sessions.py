@@ -9,7 +9,7 @@ import pytest
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.registry import make_environments
-from nemo_rl_lite.system.pool import CallError
+from nemo_rl_lite.system.user_errors import CallError
 from tests.unit.environments.test_environments import config
 
 HERE = "tests.unit.environments.test_sessions"

@@ -13,7 +13,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.registry import check_environment, make_environments
 from nemo_rl_lite.environments.tools import Functions, Python
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.system.pool import CallError
+from nemo_rl_lite.system.user_errors import CallError
 from tests.unit.environments.test_environments import config, turn
 
 HERE = "tests.unit.environments.test_tools"
@@ -139,8 +139,35 @@ def test_an_error_that_quotes_its_argument_is_printed_once_and_escaped(capfd):
     assert line.endswith(rf"cannot read 0 \ud800\n\x1b[2J {place}")
 
 
+def misspelt(text: str) -> str:
+    """
+    Fail, whatever the argument is.
+
+    Args:
+        text: What.
+    """
+    return txt.upper()  # noqa: F821
+
+
+def shouted(text: str) -> str:
+    """
+    Return a text in capitals.
+
+    Args:
+        text: What.
+    """
+    return text.shout()
+
+
+def test_a_misspelt_name_in_a_tool_is_no_answer():
+    with pytest.raises(NameError):
+        answers(Functions([f"{HERE}.misspelt"], 100), calls(("misspelt", {"text": "x"})))
+    (answer,) = answers(Functions([f"{HERE}.shouted"], 100), calls(("shouted", {"text": "x"})))
+    assert answer.startswith("error: AttributeError")
+
+
 def test_errors_of_more_places_than_anybody_reads_are_not_printed(capfd, monkeypatch):
-    monkeypatch.setattr("nemo_rl_lite.system.pool._reported", set())
+    monkeypatch.setattr("nemo_rl_lite.system.user_errors._reported", set())
     made = Functions([f"{HERE}.{quotes.__name__}"], 100)
     for number in range(300):
         code = compile("\n" * number + "def tool(text): raise ValueError(text)", f"/generated/{number}.py", "exec")
@@ -171,8 +198,8 @@ def test_a_tool_that_hangs_or_ends_its_process_costs_its_episode():
     [
         ((), "tools names no function"),
         (("add", "add"), "another tool has its name"),
-        (("PROBLEM",), "PROBLEM is no function"),
-        (("untyped",), r"untyped: .*type hint.*a tool needs a type for each argument, a docstring"),
+        (("PROBLEM",), "PROBLEM is not a function"),
+        (("untyped",), r"untyped: .*type hint.*a tool needs a type for each argument, and a docstring"),
         (("absent",), "has no absent"),
     ],
 )
@@ -206,7 +233,7 @@ def test_python_stops_what_hangs_prints_without_end_takes_memory_or_exits():
     assert endless.startswith("a" * 200 + "\n[") and len(endless) < 400
     assert "MemoryError" in run("x = 'a' * 2**40")
     assert run("import os; print(1, flush=True); os._exit(3)") == "1"
-    assert run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "error: the code was ended by signal 11"
+    assert run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "error: signal 11 ended the code"
 
 
 def test_python_says_which_limit_its_processes_exceeded_together():

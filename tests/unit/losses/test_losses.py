@@ -221,7 +221,7 @@ def test_what_cannot_train_is_refused_where_it_is_returned(returned, words):
     inputs = random_inputs()
     batch, counts = batch_of(inputs), count_masked(rows_of(inputs["mask"]))
     logprobs = inputs["logprobs"].detach().requires_grad_()
-    with pytest.raises(TrainingError, match=f"^algorithm.loss: what function returns {words}"):
+    with pytest.raises(TrainingError, match=f"^algorithm.loss: the result of function {words}"):
         loss_of(lambda logprobs, batch, counts: returned(logprobs), logprobs, batch, counts)
 
 

@@ -58,22 +58,22 @@ def test_a_whole_model_is_accepted(folder):
     [
         (lambda folder: cut(folder, 0), r"model\.safetensors: is incomplete: its 0 bytes"),
         (lambda folder: cut(folder, 100), r"model\.safetensors: is incomplete: its 100 bytes"),
-        (lambda folder: cut(folder, -1), r"model\.safetensors: is \d+ bytes long, and its header says \d+"),
+        (lambda folder: cut(folder, -1), r"model\.safetensors: has \d+ bytes, but its header expects \d+"),
         (
             lambda folder: (folder / "more.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
             r"more\.safetensors: is incomplete",
         ),
         (
             lambda folder: (folder / "more.safetensors").write_bytes(b"\2" + bytes(7) + b"[]"),
-            r"more\.safetensors: is no safetensors file",
+            r"more\.safetensors: is not a safetensors file",
         ),
         (
             lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "b.safetensors", "c": "d.safetensors"}}'),
-            r"index\.json: names b\.safetensors and 1 more, which the folder does not have",
+            r"index\.json: names b\.safetensors and 1 more, which the folder lacks",
         ),
         (lambda folder: (folder / INDEX).write_text("{}"), r"index\.json: has no weight_map"),
-        (lambda folder: change(folder, num_hidden_layers=8), r"num_hidden_layers is 8, and the weights have 2 layers"),
-        (lambda folder: change(folder, num_hidden_layers=1), r"num_hidden_layers is 1, and the weights have 2 layers"),
+        (lambda folder: change(folder, num_hidden_layers=8), r"num_hidden_layers is 8, but the weights have 2 layers"),
+        (lambda folder: change(folder, num_hidden_layers=1), r"num_hidden_layers is 1, but the weights have 2 layers"),
         (lambda folder: change(folder, hidden_size=256), r"vocab_size and hidden_size are \[\d+, 256\]"),
         (lambda folder: change(folder, architectures=["BertForMaskedLM"]), r"BertForMaskedLM.*ForCausalLM"),
         (lambda folder: change(folder, architectures=None), r"config\.json: architectures = \[\]"),
@@ -91,7 +91,7 @@ def test_a_run_checks_its_model_before_it_starts(folder):
     config = compose_config([f"policy.model_name={folder}"])
     assert starting_model(config, RunConsole()) == folder.resolve()
     cut(folder, -1)
-    with pytest.raises(ConfigError, match=r"policy\.model_name = .*\n.*model\.safetensors: is \d+ bytes long"):
+    with pytest.raises(ConfigError, match=r"policy\.model_name = .*\n.*model\.safetensors: has \d+ bytes, but"):
         starting_model(config, RunConsole())
 
 
@@ -122,7 +122,7 @@ def test_of_mistrals_two_tokenizers_the_one_with_a_chat_template_is_taken(folder
     change(folder, model_type="mistral", architectures=["MistralForCausalLM"])
     assert ChatTokenizer(folder).prompt(chat("1 2")) == own
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"policy\.model_name = .*\n.*tekken.json is its only tokenizer"):
+    with pytest.raises(ConfigError, match=r"policy\.model_name = .*\n.*its only tokenizer, tekken.json"):
         ChatTokenizer(folder)
 
 

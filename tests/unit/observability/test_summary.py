@@ -47,7 +47,7 @@ def test_a_grpo_run_is_judged_by_accuracy_reward_and_kl(tmp_path):
     lines = [line.split() for line in text.splitlines()]
     assert ["│", "held-out", "accuracy", "│", "0.125", "│", "0.750", "│"] in lines
     assert any(line[:1] == ["model"] for line in lines)
-    assert ["│", "KL", "to", "the", "start", "│", "0.0000", "│", "0.1250", "│"] in lines
+    assert ["│", "KL", "to", "the", "reference", "│", "0.0000", "│", "0.1250", "│"] in lines
     assert summary["accuracy_after"] == 0.75 and summary["val_loss_after"] is None and summary["waits"] is None
     assert summary["seconds_by_phase"] == {"generate": 1.0, "train": 0.5}
 
@@ -81,7 +81,7 @@ def test_phases_say_how_near_the_limits_of_the_gpu_they_are(tmp_path):
     text, summary = reported(metrics, tmp_path, "grpo")
     rows = [" ".join(line.strip("│").split()) for line in text.splitlines()]
     expected = {"generate │ 1.000 │ 50% of the bandwidth", "train │ 0.500 │ 38% of the bf16 peak"}
-    assert expected | {"whole step │ 2.000 │"} <= set(rows)
+    assert expected | {"step │ 2.000 │"} <= set(rows)
     assert summary["limit_shares"] == {"generate": 0.5, "train": 0.375}
     assert tracked(summarize(metrics, tmp_path, {}, ()))["limit_shares/train"] == 0.375
 
@@ -111,7 +111,7 @@ def test_trackers_get_the_numbers_and_two_charts(tmp_path):
 
 
 def test_a_run_without_a_step_left_says_so(tmp_path):
-    with pytest.raises(LauncherError, match=r"no step was left to take.*algorithm\.max_num_steps"):
+    with pytest.raises(LauncherError, match=r"no step was left.*algorithm\.max_num_steps"):
         summarize(MetricsLog([], [{"step": 30, "validation/accuracy": 0.7}]), tmp_path, {}, ())
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.offload import host_memory
-from nemo_rl_lite.offload.host_memory import Copies, HostArena, LockError, pieces
+from nemo_rl_lite.offload.host_memory import Copies, HostArena, LockError, chunks
 from nemo_rl_lite.system.machine import free_host_bytes
 
 
@@ -90,10 +90,10 @@ def test_control_groups_of_the_first_version_count_as_well(tmp_path):
 
 
 def test_pieces_cover_every_byte_once_and_in_order(monkeypatch):
-    monkeypatch.setattr(host_memory, "PIECE_BYTES", 10)
+    monkeypatch.setattr(host_memory, "CHUNK_BYTES", 10)
     sources = [torch.arange(n, dtype=torch.uint8) for n in (25, 0, 10, 1, 2, 3)]
     targets = [torch.zeros_like(source) for source in sources]
-    cut = list(pieces(zip(targets, sources, strict=True)))
+    cut = list(chunks(zip(targets, sources, strict=True)))
     assert [[len(source) for source in piece] for _, piece in cut] == [[10], [10], [5, 5], [5, 1, 2, 2], [1]]
     for into, of in cut:
         for target, source in zip(into, of, strict=True):
@@ -102,7 +102,7 @@ def test_pieces_cover_every_byte_once_and_in_order(monkeypatch):
 
 
 def test_copies_are_whole_when_the_wait_is_over():
-    source = torch.arange(100_000_000, dtype=torch.int32).view(torch.uint8)
+    source = torch.arange(40_000_000, dtype=torch.int32).view(torch.uint8)
     target = torch.zeros_like(source)
     own = Copies([(target, source)], None)
     own.wait()

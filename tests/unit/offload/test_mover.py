@@ -11,13 +11,13 @@ from nemo_rl_lite.offload.mover import ALIGNMENT, FrozenWeights, HostCopy, Movab
 CPU = torch.device("cpu")
 
 
-def leave(own: Movable) -> None:
-    own.leave()
+def offload(own: Movable) -> None:
+    own.offload()
     own.synchronize()
 
 
-def come_back(own: Movable) -> None:
-    own.come_back()
+def reload(own: Movable) -> None:
+    own.reload()
     own.synchronize()
 
 
@@ -45,9 +45,9 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit():
     own = movable(*tensors)
     held = own.device_bytes()
     for _ in range(3):
-        leave(own)
+        offload(own)
         assert own.on_host and own.device_bytes() == 0 and own.host_bytes() == held
-        come_back(own)
+        reload(own)
         assert not own.on_host and own.device_bytes() == held and own.host_bytes() == 0
         for tensor, value in zip(tensors, expected, strict=True):
             assert tensor.dtype == value.dtype and torch.equal(tensor, value)
@@ -58,9 +58,9 @@ def test_views_survive_and_shared_memory_moves_once():
     view, transposed = whole[10:20], whole.view(10, 10).t()
     own = movable(view, transposed, whole)
     assert own.device_bytes() == 400
-    leave(own)
+    offload(own)
     assert whole.untyped_storage().nbytes() == 0
-    come_back(own)
+    reload(own)
     assert torch.equal(view, torch.arange(10.0, 20.0)) and transposed[3, 2] == 23
     view += 1
     assert whole[10] == 11
@@ -68,12 +68,12 @@ def test_views_survive_and_shared_memory_moves_once():
 
 def test_moves_are_idempotent_and_reported_once():
     own = movable(torch.ones(1000))
-    come_back(own)
+    reload(own)
     assert own.pop_moves() == []
     for _ in range(2):
-        leave(own)
+        offload(own)
     for _ in range(2):
-        come_back(own)
+        reload(own)
     names, moves = zip(*own.pop_moves(), strict=True)
     assert names == ("states/to_host", "states/to_device")
     assert all(move.nbytes == 4000 and move.transfer_s > 0 and move.exposed_s > 0 for move in moves)
@@ -83,13 +83,13 @@ def test_moves_are_idempotent_and_reported_once():
 def test_the_next_move_waits_for_the_last():
     weights = torch.ones(10)
     own = movable(weights)
-    own.leave()
+    own.offload()
     assert own.moving and weights.untyped_storage().nbytes() == 40
-    own.come_back()
+    own.reload()
     assert weights.untyped_storage().nbytes() == 40
-    leave(own)
+    offload(own)
     assert own.on_host
-    come_back(own)
+    reload(own)
     assert torch.equal(weights, torch.ones(10))
 
 
@@ -97,19 +97,19 @@ def test_states_made_later_move_as_well_and_the_arena_grows():
     tensors = [torch.ones(1000)]
     arena = HostArena("states", None)
     own = Movable("states", lambda: tensors, arena, CPU)
-    own.leave()
-    come_back(own)
+    own.offload()
+    reload(own)
     small = arena.nbytes
     assert own.device_bytes() == 4000
     tensors.append(torch.full((5000,), 2.0))
     own.recount()
     assert own.device_bytes() == 24_000
-    leave(own)
+    offload(own)
     # The size is exact except for the alignment of each tensor's place.
     assert small == 4000 and 24000 <= arena.nbytes < 24000 + ALIGNMENT
-    come_back(own)
+    reload(own)
     assert torch.equal(tensors[1], torch.full((5000,), 2.0))
-    own.leave()
+    own.offload()
     assert 24000 <= arena.nbytes < 24000 + ALIGNMENT
 
 
@@ -117,14 +117,14 @@ def test_a_release_never_loses_the_only_copy():
     weights = torch.ones(10)
     arena = HostArena("states", None)
     own = Movable("states", lambda: [weights], arena, CPU)
-    leave(own)
+    offload(own)
     with pytest.raises(RuntimeError, match="states are in host memory only"):
         own.release()
-    own.come_back()
+    own.reload()
     own.release()
     assert arena.nbytes == 0 and torch.equal(weights, torch.ones(10))
-    leave(own)
-    come_back(own)
+    offload(own)
+    reload(own)
     assert torch.equal(weights, torch.ones(10))
 
 
@@ -133,14 +133,14 @@ def test_too_little_host_memory_leaves_everything_in_place(monkeypatch):
     own = movable(weights)
     monkeypatch.setattr(arena_module, "free_host_bytes", lambda: 39)
     with pytest.raises(HostMemoryError, match="states need"):
-        leave(own)
+        offload(own)
     assert not own.on_host and torch.equal(weights, torch.ones(10))
 
 
 def test_a_device_that_is_full_leaves_everything_on_the_host(monkeypatch):
     weights, more = torch.ones(10), torch.full((20,), 2.0)
     own = movable(weights, more)
-    leave(own)
+    offload(own)
     resize = torch.UntypedStorage.resize_
 
     def without_room_for_the_second(storage, nbytes):
@@ -151,9 +151,9 @@ def test_a_device_that_is_full_leaves_everything_on_the_host(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", without_room_for_the_second)
         with pytest.raises(torch.OutOfMemoryError):
-            own.come_back()
+            own.reload()
         assert own.on_host and own.device_bytes() == 0
-    come_back(own)
+    reload(own)
     assert torch.equal(weights, torch.ones(10)) and torch.equal(more, torch.full((20,), 2.0))
 
 
@@ -207,9 +207,9 @@ def test_contents_and_views_survive():
     whole = own.device_bytes()
     assert whole == sum(one.untyped_storage().nbytes() for one in tensors)
     for _ in range(2):
-        own.leave()
+        own.offload()
         assert own.device_bytes() == 0 and all(one.untyped_storage().nbytes() == 0 for one in tensors)
-        own.come_back()
+        own.reload()
         assert own.device_bytes() == whole and view.tolist() == list(range(10, 20))
         assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
 
@@ -217,10 +217,10 @@ def test_contents_and_views_survive():
 def test_they_are_copied_to_the_host_once():
     _, _, own = make()
     for _ in range(3):
-        own.leave()
-        own.leave()
-        own.come_back()
-        own.come_back()
+        own.offload()
+        own.offload()
+        own.reload()
+        own.reload()
     moves = own.pop_moves()
     assert [name for name, _ in moves] == ["weights/to_host", *["weights/to_device"] * 3]
     assert {move.nbytes for _, move in moves} == {own.device_bytes()} and own.pop_moves() == []

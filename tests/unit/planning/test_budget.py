@@ -153,7 +153,7 @@ def test_presets_are_those_of_the_configuration():
     assert budgets["pinned"].device[Phase.GENERATE] < budgets["none"].device[Phase.GENERATE]
     assert budgets["cpu_optimizer"].device[Phase.TRAIN] < budgets["none"].device[Phase.TRAIN]
     adapters = dict(preset_budgets([*SFT, "policy.megatron_cfg.peft.enabled=true"], MODEL, GPU))
-    assert "frozen with adapters" in adapters["activations"]
+    assert "incompatible with LoRA" in adapters["activations"]
 
 
 def test_plans_are_within_a_tenth_of_what_runs_measured(monkeypatch):

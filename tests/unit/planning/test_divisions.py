@@ -56,8 +56,8 @@ def test_whole_machines_where_there_are_several():
 def test_what_the_rules_refuse_or_does_not_fit_has_its_reason():
     present, others, said = divisions(f"{TENSOR}=4", "policy.train_global_batch_size=512", gib=20)
     assert [row[-1] for row in rows(present, others)] == ["-", *["refused, see below"] * 7]
-    assert others[3].refusal == "it does not fit the GPUs' memory" and "must divide the 7 policy ranks" in said
-    assert "no other division" in said
+    assert others[3].refusal == "the GPUs' memory is too small" and "must divide the 7 policy ranks" in said
+    assert "no other split" in said
 
 
 def test_a_colocated_run_with_a_long_tail_is_told_how_to_split():
@@ -67,26 +67,26 @@ def test_a_colocated_run_with_a_long_tail_is_told_how_to_split():
     present, others, said = divisions(f"{TENSOR}=2", *longest, *packs)
     best = min(others, key=lambda one: one.seconds)
     assert present.colocated and not best.colocated and best.seconds < 0.9 * present.seconds
-    assert "take turns on the same GPUs" in said and "algorithm.rollouts.source=one_step_off" in said
+    assert "work alternately on the same GPUs" in said and "algorithm.rollouts.source=one_step_off" in said
 
 
 def test_a_run_whose_policy_takes_the_step_is_told_to_share():
     batch = ["algorithm.num_prompts_per_step=512", "policy.train_global_batch_size=4096"]
     present, _, said = divisions(*APART, *batch, f"{TENSOR}=4", "generation.max_new_tokens=400")
     assert present.time.policy > 5 * present.time.generation
-    assert "in which the policy waits" in said and "generation.colocated.enabled=true" in said
+    assert "; the policy waits" in said and "generation.colocated.enabled=true" in said
 
 
 def test_one_step_off_one_side_waits():
     present, others, said = divisions(*APART, *OFF, f"{TENSOR}=4")
     late = present.time.policy - present.time.generation
-    assert late > 5 and f"waits 0.00 s for the engines and the engines {late:.1f} s for the policy" in said
+    assert late > 5 and f"waits 0.00 s for the engines, and the engines wait {late:.1f} s for the policy" in said
     assert [row[0] for row in rows(present, others)] == ["all 8", "1", "2", "3", "4 (now)", "5", "6", "7"]
 
 
 def test_one_gpu_is_not_divided():
     awake = ["cluster.gpus_per_node=1", "generation.colocated.sleep=false", *OFF]
     present, others, said = divisions(*awake, gib=80)
-    assert not others and "one GPU cannot be divided" in said
+    assert not others and "one GPU cannot be split" in said
     # Engines that work beside the policy are predicted in turn as the most.
-    assert present.seconds == present.time.in_turn and "s at most, in which engines and policy work" in said
+    assert present.seconds == present.time.synchronous and "s at most; engines and policy work concurrently" in said

@@ -8,6 +8,8 @@ from nemo_rl_lite.planning import budget
 def test_sizes_and_names():
     assert budget.parse_size("80GiB") == 80 * 2**30 and budget.parse_size("1.5 tb") == 1_500_000_000_000
     assert budget.size_of("h200") == ("H200", 143771 * 2**20)
+    assert budget.size_of("A100")[0] == "A100-80GB" and budget.size_of("A100-40GB")[0] == "A100-40GB"
+    assert budget.size_of("NVIDIA H100 80GB")[0] == "H100" and budget.size_of("A10")[0] == "A10"
     assert budget.size_of("24GiB") == ("a GPU of 24GiB", 24 * 2**30)
 
 

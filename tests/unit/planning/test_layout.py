@@ -26,7 +26,7 @@ def test_ranks_stages_and_engines():
     assert rows["policy"] == "8 ranks: tensor 2 x pipeline 2 x data 2"
     assert rows["stage 0"] == "layers 0 to 17, embedding: ranks 0-3"
     assert rows["stage 1"] == "layers 18 to 35, output: ranks 4-7"
-    assert rows["engines"] == "2 of vllm, tensor 4, on the policy's GPUs"
+    assert rows["engines"] == "2 of vllm, tensor 4, colocated"
     assert list(rank_rows(config)) == [
         ["node 0", "GPUs 0-1", "stage 0, replica 0", "engine 0"],
         ["node 0", "GPUs 2-3", "stage 0, replica 1", "engine 0"],
@@ -42,17 +42,17 @@ def test_context_parallel_ranks_share_a_replica():
         ("GPU 0", "stage 0, replica 0"),
         ("GPU 7", "stage 0, replica 1"),
     }
-    assert "which 4 context-parallel ranks share" in dict(batch_rows(config, 0, SHAPE))["a micro-batch"]
+    assert "over 4 context-parallel ranks" in dict(batch_rows(config, 0, SHAPE))["micro-batch"]
 
 
 def test_batches_add_up():
     sizes = ["algorithm.num_prompts_per_step=32", "algorithm.num_generations_per_prompt=8"]
     sizes += ["policy.train_global_batch_size=128", "policy.max_total_sequence_length=1024"]
     rows = dict(batch_rows(compose_config([*GPUS, *sizes, "cluster.gpus_per_node=2"]), 2**30, SHAPE))
-    assert rows["a step"] == "32 prompts x 8 answers = 256 samples, 2 optimizer steps"
-    assert rows["an engine"].startswith("128 samples of at most 512 tokens per turn, ")
-    assert "holds 7 of the longest" in rows["an engine"]
-    assert rows["an optimizer step"] == "128 sequences of at most 1024 tokens, 64 a replica"
-    assert "packed into one row" in rows["a micro-batch"]
+    assert rows["step"] == "32 prompts x 8 responses = 256 samples, 2 optimizer steps"
+    assert rows["engine"].startswith("128 samples of up to 512 tokens per turn, ")
+    assert "holds 7 longest sequences" in rows["engine"]
+    assert rows["optimizer step"] == "128 sequences of up to 1024 tokens, 64 per replica"
+    assert "packed into one row" in rows["micro-batch"]
     preferences = dict(batch_rows(compose_config(["algorithm=dpo"]), 0, SHAPE))
-    assert "pairs count twice" in preferences["an optimizer step"] and "a step" not in preferences
+    assert "pairs count twice" in preferences["optimizer step"] and "step" not in preferences

@@ -26,7 +26,7 @@ def test_it_says_whether_it_fits(capsys):
     status, text, _ = ends_with([*recipe, "--gpu", "24GiB"], capsys)
     assert status == 1 and "DOES NOT FIT" in text and "would fit: " in text
     status, text, _ = ends_with([*recipe, "--host-memory", "10GiB"], capsys)
-    assert status == 1 and "HOST MEMORY DOES NOT SUFFICE" in text
+    assert status == 1 and "HOST MEMORY IS TOO SMALL" in text
 
 
 APART = [
@@ -40,7 +40,7 @@ def test_it_says_who_waits_for_whom(capsys):
     _, text, _ = ends_with(APART, capsys)
     assert "4 (now)" in text and "the policy waits" in text and "responses of 1536" in text
     _, text, _ = ends_with([*APART, "--mean-length", "300"], capsys)
-    assert "responses of 300, the longest of 3072 (as --mean-length says)" in text
+    assert "responses of 300, the longest of 3072 (from --mean-length)" in text
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_mistake_is_one_line(capsys, tmp_path):
     for content in ('{"eos_token_id": 0}', "[]"):
         (tmp_path / "generation_config.json").write_text(content)
         status, _, error = ends_with(["--model-config", str(tmp_path / "generation_config.json")], capsys)
-        assert status == 1 and "no config.json of a text model" in error
+        assert status == 1 and "not that of a text model" in error
 
 
 REFUSED = {
@@ -79,7 +79,7 @@ def test_a_model_that_cannot_be_trained_has_no_plan(words, capsys, tmp_path):
     status, _, error = ends_with(["--model-config", str(file)], capsys)
     assert status == 1 and str(file) in error and words in error
     status, _, error = ends_with(["--model-config", str(file), "policy.model_name=Qwen/Qwen3-8B"], capsys)
-    assert status == 2 and "another model than policy.model_name" in error
+    assert status == 2 and "conflicts with policy.model_name" in error
 
 
 def test_a_models_config_alone_is_enough(tmp_path):

@@ -28,7 +28,7 @@ def wrapped(own):
 def test_states_that_a_first_step_would_make_are_there_in_both_parts():
     own = Split()
     optimizer = wrapped(own)
-    with pytest.raises(RuntimeError, match="left out optimizer states"):
+    with pytest.raises(RuntimeError, match="did not read the optimizer states"):
         complete_states(optimizer)
     make_states(optimizer)
     complete_states(optimizer)

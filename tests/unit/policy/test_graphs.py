@@ -21,7 +21,7 @@ class Again:
     def record(self, function):
         return lambda: function().clone()
 
-    def forget(self):
+    def clear(self):
         self.forgotten += 1
 
 
@@ -34,7 +34,7 @@ def weight():
 def own(weight):
     model = SimpleNamespace(state=lambda: [weight], chunks=[], bare_chunks=[], device=torch.device("cpu"))
     found = MicroBatchGraphs(model, Again())
-    found._drop_useless()
+    found._drop_stale()
     return found
 
 
@@ -58,10 +58,10 @@ def test_a_shape_is_recorded_after_its_first_passes_and_then_reads_what_it_is_gi
 
 def test_graphs_are_dropped_when_a_tensor_has_moved(own, weight):
     run(own, "a", WARM_UPS + 1)
-    own._drop_useless()
+    own._drop_stale()
     assert own.recorded == 1 and own._recorder.forgotten == 0
     weight.set_(torch.ones(3))
-    own._drop_useless()
+    own._drop_stale()
     assert own.recorded == 0 and own._recorder.forgotten == 1
     assert run(own, "a", WARM_UPS).replay is None
 
@@ -70,9 +70,9 @@ def test_graphs_are_dropped_when_another_shape_has_no_room(own, monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     for name in ("a", "b"):
         run(own, name, WARM_UPS + 1)
-        own._drop_useless()
+        own._drop_stale()
     assert own.recorded == 2
     assert run(own, "c", WARM_UPS + 1).replay is None and own.recorded == 2
-    own._drop_useless()
+    own._drop_stale()
     assert own.recorded == 0
     assert run(own, "c", WARM_UPS + 1).replay is not None

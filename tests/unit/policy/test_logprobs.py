@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.policy import vocab_chunks
-from nemo_rl_lite.policy.logprobs import _ways, check_scorable
+from nemo_rl_lite.policy.logprobs import _implementation, check_scorable
 from nemo_rl_lite.policy.vocab_chunks import LMHead
 
 
@@ -28,7 +28,7 @@ def test_a_model_without_the_hook_is_refused_by_name():
 def test_what_the_kernels_leave_out_is_torchs(asked):
     head = LMHead(temperature=1.0, **({"soft_cap": None, "entropy": True, "topk": 0, "group": None} | asked))
     on_gpu = SimpleNamespace(is_cuda=True)
-    assert _ways(on_gpu, head) is vocab_chunks  # pyrefly: ignore  # it is asked for its device alone
+    assert _implementation(on_gpu, head) is vocab_chunks  # pyrefly: ignore  # it is asked for its device alone
 
 
 def test_the_kernels_give_what_torch_gives(tmp_path):

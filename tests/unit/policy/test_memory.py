@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nemo_rl_lite.policy.memory import GIB, MIB, clear_module_caches, mostly_empty
+from nemo_rl_lite.policy.memory import GIB, MIB, clear_module_caches, describe_fragmentation
 
 
 class Rotary(torch.nn.Module):
@@ -41,8 +41,8 @@ def segment(total: int, used: int) -> dict[str, int]:
 
 
 def test_large_segments_with_little_in_use_are_named():
-    found = mostly_empty([segment(8 * GIB, 2 * MIB), segment(2 * GIB, 3 * MIB), segment(4 * GIB, 3 * GIB)])
+    found = describe_fragmentation([segment(8 * GIB, 2 * MIB), segment(2 * GIB, 3 * MIB), segment(4 * GIB, 3 * GIB)])
     assert "10.00 GiB that engines could use, because 5.0 MiB in 2 segments" in found
     assert "the largest has 8.00 GiB, of which 2.0 MiB" in found
-    assert mostly_empty([segment(4 * GIB, 3 * GIB), segment(20 * MIB, 1 * MIB)]) is None
-    assert mostly_empty([]) is None
+    assert describe_fragmentation([segment(4 * GIB, 3 * GIB), segment(20 * MIB, 1 * MIB)]) is None
+    assert describe_fragmentation([]) is None

@@ -205,7 +205,7 @@ def test_a_consumer_with_another_plan_refuses_before_the_first_weight(way):
     producer = lambda group: refit.send(group, WEIGHTS.items())  # noqa: E731
     _, refused = run([producer, lambda group: consume(refit.receiver(group, other))], SHORT)
     assert isinstance(refused, RefitError)
-    assert "another plan" in str(refused)
+    assert "different plans" in str(refused)
 
 
 @WAYS

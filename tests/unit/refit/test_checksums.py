@@ -5,7 +5,15 @@ import sys
 import pytest
 import torch
 
-from nemo_rl_lite.refit.interface import _EVERY, _WORDS, Checksums
+from nemo_rl_lite.refit import interface
+from nemo_rl_lite.refit.interface import _EVERY, Checksums
+
+_WORDS = 4096
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(interface, "_WORDS", _WORDS)
 
 
 def random_bytes(size: int) -> torch.Tensor:

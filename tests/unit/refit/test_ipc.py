@@ -219,7 +219,7 @@ def test_a_weight_that_was_not_copied_is_named(tmp_path, verify):
     if verify == "off":
         assert result == "not looked at"
     else:
-        assert isinstance(result, RefitError) and "the engine's q is not the policy's" in str(result)
+        assert isinstance(result, RefitError) and "the engine's q differs from the policy's" in str(result)
 
 
 def test_a_consumer_that_dies_ends_the_producers_wait(tmp_path):

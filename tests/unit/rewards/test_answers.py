@@ -25,7 +25,7 @@ def test_the_record_is_of_the_whole_table():
     found = json.loads((ROOT / "docs" / "benchmarks" / "answers-cpu.json").read_text())
     assert found["bars"][0]["value"] == len(answers.read_pairs()) and all(bar["met"] for bar in found["bars"])
     paid = [f"{one['median']} of" for one in found["results"] if one["name"] == "right answers paid"]
-    page = (ROOT / "docs" / "rollouts.md").read_text()
+    page = (ROOT / "docs" / "math_reward.md").read_text()
     assert f"{found['bars'][0]['value']:,} responses" in page and all(words in page for words in paid)
 
 

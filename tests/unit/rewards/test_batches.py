@@ -118,7 +118,7 @@ def test_a_class_that_cannot_be_made_ends_a_run_before_it_starts(timeout_s):
     judge = make_judge(config(f"{HERE}.Broken", timeout_s))
     (verdict,) = judged(judge, "1")
     assert isinstance(verdict, UnavailableReward)
-    with pytest.raises(ConfigError, match=r"(?s)reward\.name.*Broken cannot be made: OSError: no weights here"):
+    with pytest.raises(ConfigError, match=r"(?s)reward\.name.*Broken cannot be instantiated: OSError: no weights here"):
         try_reward(judge, problem("1"))
 
 

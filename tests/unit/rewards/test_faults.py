@@ -66,9 +66,14 @@ async def later(response, answer):
     return unknown  # noqa: F821
 
 
+class UnknownAttribute:
+    def __call__(self, response, answer):
+        return self.unknown
+
+
 FAULTS = (
     name, name_in_a_branch, name_in_a_helper, module_attribute, parameter_attribute, missing_module, missing_name,
-    arity, builtin_arity, later,
+    arity, builtin_arity, later, UnknownAttribute,
 )  # fmt: skip
 
 
@@ -114,9 +119,17 @@ def arguments_of_the_response(response, answer):
     return helper(*response)
 
 
+class UnsetAttribute:
+    def __call__(self, response, answer):
+        if "x" in response:
+            self.found = 1.0
+        return self.found
+
+
 BY_RESPONSE = (
     no_match, unset_local, other_type, parsed_or_not, code_of_the_response, function_of_the_response,
     attribute_by_the_response, module_by_the_response, arguments_of_the_response,
+    UnsetAttribute,
 )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def test_a_sample_that_hangs_is_an_error_and_the_others_get_their_verdict():
     late = "no answer within reward.timeout_s = 3"
     assert str(verdicts[1]) == str(verdicts[4]) == late
     assert str(verdicts[3]).startswith("ValueError: xxx") and len(str(verdicts[3])) < 400
-    assert str(verdicts[6]) == "the judging process ended with status 7"
+    assert str(verdicts[6]) == "the reward's process ended with status 7"
     assert moody_judge(["5", "6"], problems("5", "5")) == [1.0, 0.0], "the pool survives"
 
 
@@ -117,7 +117,7 @@ def test_what_a_reward_starts_neither_hangs_the_run_nor_outlives_it(monkeypatch,
     started = time.perf_counter()
     verdicts = pool(["fork and die", *responses], problems("?", *"xx1xxx23"))
     assert time.perf_counter() - started < 60
-    assert str(verdicts[0]) == str(verdicts[4]) == "the judging process ended with status 7"
+    assert str(verdicts[0]) == str(verdicts[4]) == "the reward's process ended with status 7"
     assert verdicts[1:4] == [0.0, 0.0, 1.0] and verdicts[5:] == [0.0, 0.0, 1.0, 1.0]
     (late,) = pool(["sleep"], problems("?"))
     assert str(late) == "no answer within reward.timeout_s = 2"
@@ -158,7 +158,7 @@ def test_a_trial_call_finds_what_is_no_reward(timeout_s, capsys):
     # It may have no answer to this response alone.
     try_reward(one_judge(f"{HERE}.fails_on_some", timeout_s), problems("42")[0])
     place = f"test_judge.py, line {fails_on_some.__code__.co_firstlineno + 1}"
-    told = f"note: a trial call of the reward failed: ValueError: 42 ({place}); such samples are left out\n"
+    told = f"note: a trial call of the reward failed: ValueError: 42 ({place}); samples without a reward are left out\n"
     assert capsys.readouterr().err == told
 
 

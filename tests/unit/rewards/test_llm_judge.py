@@ -85,7 +85,7 @@ def test_equal_requests_are_sent_once(server, tmp_path):
     [
         ("hang", "gave no answer: Request timed out"),
         ("fail", "gave no answer: Error code: 500"),
-        ("html", "gave an answer that is no chat completion: '<html></html>'"),
+        ("html", "gave an answer that is not a chat completion: '<html></html>'"),
     ],
 )
 def test_an_endpoint_without_an_answer_is_an_error_of_the_sample(server, mode, told):

@@ -91,7 +91,7 @@ def test_the_layouts_of_published_data(layout):
         ("def test_f():\n    assert f(1) == 99", "defines test_f, and nothing calls it"),
         (CHECK, "defines check"),
         ("import unittest\nclass T(unittest.TestCase):\n    pass\nunittest.main()", "unittest.main"),
-        ("print 'hello'", "is no Python"),
+        ("print 'hello'", "is not valid Python"),
         ({"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, "calls the function f"),
     ],
 )

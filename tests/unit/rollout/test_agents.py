@@ -114,7 +114,7 @@ def test_an_agent_that_fails_costs_its_episode(how, said, caplog):
 
 
 def test_the_agent_of_the_docs(tmp_path, monkeypatch):
-    (code,) = (text for text in blocks(DOCS / "rollouts.md", "python") if text.startswith("# my_package/twice.py"))
+    (code,) = (text for text in blocks(DOCS / "environments.md", "python") if text.startswith("# my_package/twice.py"))
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "twice.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

@@ -90,7 +90,7 @@ def test_a_reward_that_fails_leaves_its_sample_out(caplog):
 
 def test_a_reward_that_fails_on_too_many_samples_ends_the_run():
     with pytest.raises(
-        DataError, match=r"failed on 1 of 4 samples.* reward.max_failure_fraction = 0.2 .*ZeroDivisionError"
+        DataError, match=r"failed on 1 of 4 samples.* reward.max_failure_fraction = 0.2.*ZeroDivisionError"
     ):
         collect(judged(fragile), 0.2)
 

@@ -6,7 +6,7 @@ import torch
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.generation.vllm.worker import UnfinishedResponse
 from nemo_rl_lite.losses.batch import NO_EXPERT, Batch, TokenRows
 from nemo_rl_lite.rollout.episode import Episode, Rollout
@@ -55,7 +55,7 @@ def test_where_engines_do_not_tell_rows_have_no_such_field():
 
 def completion(told: list[np.ndarray], tokens: list[int]) -> Completion:
     """The response to a prompt of three tokens, when each step of vLLM gives a token, and tells some experts."""
-    response = UnfinishedResponse(3, None)
+    response = UnfinishedResponse(Request((1, 2, 3), Sampling(1.0, 1.0, None, 8, (), ()), seed=0), None)
     for token, own in zip(tokens, told, strict=True):
         response.routed_experts.append(own)
         response.add([token], [-1.0], ended=False)

@@ -54,7 +54,7 @@ def test_a_rollout_that_is_not_json_is_not_saved(tmp_path):
     rollout.episodes[0].said[1] |= {"other": {1, 2}}
     save_rollouts([SavedRollout(3, [[6]], rollout, {})], tmp_path)
     wrong = dataclasses.replace(rollout.episodes[0], problem=Problem(chat("?"), "", {(1, 2): 3}))
-    with pytest.raises(OSError, match=r"the rollout of step 3 cannot be saved: .* not JSON"):
+    with pytest.raises(OSError, match=r"the rollout of step 3 cannot be saved: .* cannot be written as JSON"):
         save_rollouts([SavedRollout(3, [[6]], Rollout([wrong], 1, 0), {})], tmp_path)
 
 

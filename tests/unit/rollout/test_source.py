@@ -200,7 +200,7 @@ def test_rollouts_that_are_older_than_the_run_allows_are_sampled_again(tmp_path,
     found = taken(begin(Fleet(), ONE_STEP_OFF, 1, state, load_rollouts(tmp_path)), range(2, 7))
     assert sorted(prompts(found)) == sorted(first(18)[3:])
     assert [versions(rollout) for rollout in found[:3]] == [{0}, {1}, {2}]
-    assert "the rollout of step 3 in the checkpoint is 2 steps old: it is sampled again" in caplog.text
+    assert "the saved rollout of step 3 is 2 steps stale: it is sampled again" in caplog.text
 
 
 @pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])

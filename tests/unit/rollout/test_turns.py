@@ -7,8 +7,8 @@ import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.environments.registry import InThisProcess
-from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.environments.registry import InThisProcess, try_environment
+from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
@@ -160,8 +160,22 @@ def said(*messages, **others):
     ],
 )
 def test_an_environment_that_fails_ends_the_run_above_a_share(answer, message):
-    with pytest.raises(DataError, match=rf"the environment failed on [12] of 2 samples, .*share = 0 .*{message}"):
+    with pytest.raises(DataError, match=rf"the environment failed on [12] of 2 samples, .*fraction = 0.*{message}"):
         collect(Script(["1", "2"]), (f"{HERE}.Broken", {"answer": answer}))
+
+
+class Misspelt:
+    def step(self, problem, conversation):
+        return Observation(done=True, reward=len(convresation))  # noqa: F821
+
+
+def test_a_fault_in_the_code_ends_the_run_whatever_share_may_fail():
+    with pytest.raises(DataError, match=r"environment.name: NameError: .*convresation.* \(test_turns.py, line \d+\)"):
+        collect(Script(["1", "2"]), (f"{HERE}.Misspelt", {}), max_failure_fraction=1.0)
+    environments, problem = InThisProcess(f"{HERE}.Misspelt", {}), Problem(chat("?"), "1")
+    with pytest.raises(ConfigError, match=r"environment.name.*\n.*NameError"):
+        try_environment(environments, "mine", problem)
+    try_environment(InThisProcess(f"{HERE}.Broken", {"answer": KeyError("state")}), "mine", problem)
 
 
 def test_below_that_share_its_episode_alone_is_left_out(caplog):

@@ -216,7 +216,7 @@ def test_a_folder_is_of_one_evaluation(model, tmp_path):
     Journal(folder, asked).keep([group(asked[0], 1.0)])
     claim(folder, compose(model, [], ONE).identity())
     other: Evaluation = compose(model, ["generation.top_p=0.9"], replace(ONE, samples=2))
-    with pytest.raises(ConfigError, match=r"--samples = 2\n      .*was begun with 1") as error:
+    with pytest.raises(ConfigError, match=r"--samples = 2\n      .*was started with 1") as error:
         claim(folder, other.identity())
     assert len(error.value.violations) == 1
     (tmp_path / "config.json").write_text(json.dumps(asdict(model.config)))
@@ -225,7 +225,7 @@ def test_a_folder_is_of_one_evaluation(model, tmp_path):
         claim(tmp_path, other.identity())
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty, and no evaluation has made it"):
+    with pytest.raises(ConfigError, match="is neither empty nor the folder of an evaluation"):
         claim(tmp_path / "notes", other.identity())
 
 
@@ -238,7 +238,7 @@ def test_other_code_of_a_reward_is_another_evaluation(model, tmp_path):
     Journal(folder, asked).keep([group(asked[0], 1.0)])
     claim(folder, compose(model, given, ONE).identity())
     file.write_text("def score(response, answer):\n    return 0.5\n")
-    with pytest.raises(ConfigError, match=r"code of reward\.name = '\w{8}'\n.*was begun with '\w{8}'.*\n.*--output"):
+    with pytest.raises(ConfigError, match=r"code of reward\.name = '\w{8}'\n.*was started with '\w{8}'.*\n.*--output"):
         claim(folder, compose(model, given, ONE).identity())
     assert before != compose(model, given, ONE).usual_folder()
 
@@ -257,7 +257,7 @@ def test_groups_without_a_failure_are_kept(tmp_path):
     journal.keep(more, at_once=True)
     done = Journal(tmp_path, asked).done
     assert [[one.reward for one in done[number]] for number in range(3)] == [[1.0, 0.0], [1.0, 0.5], [0.0, 0.0]]
-    with pytest.raises(ConfigError, match="now has other problems"):
+    with pytest.raises(ConfigError, match="has changed since the evaluation"):
         Journal(tmp_path, asked[::-1])
-    with pytest.raises(ConfigError, match="now has other problems"):
+    with pytest.raises(ConfigError, match="has changed since the evaluation"):
         Journal(tmp_path, asked[:2])

@@ -90,9 +90,9 @@ def test_the_same_command_starts_again_where_nothing_was_saved(folder):
 
 
 def test_an_interrupted_run_is_said_to_resume_only_where_it_has_saved(folder):
-    assert "nothing to resume from" in how_to_resume(folder)
+    assert "cannot be resumed" in how_to_resume(folder)
     save(folder)
-    where = "after step 10, of which the newest checkpoint is"
+    where = "from the checkpoint of step 10"
     assert how_to_resume(folder) == f"to resume {where}, give the same command with hydra.run.dir={folder}"
 
 

@@ -17,7 +17,7 @@ from nemo_rl_lite.errors import LauncherError, RefitError, RunStopped
 from nemo_rl_lite.observability import runs
 from nemo_rl_lite.observability.environment import COMMAND_FILE, CONFIG_FILE, STATUS_FILE
 from nemo_rl_lite.observability.live import LIVE_FILE
-from nemo_rl_lite.observability.runs import NoRunError, find_run, read_state, read_states
+from nemo_rl_lite.observability.runs import NoRunError, existing_or_run, find_run, read_state, read_states
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.run import following
 from nemo_rl_lite.run.folder import locked, status_kept
@@ -92,7 +92,7 @@ def test_a_running_one_says_what_it_does_and_how_long_it_takes():
     # Two steps are left, and the last two took 20 s with what was between them.
     assert state.seconds_left == pytest.approx(20, abs=2)
     assert rows["now"].startswith("train for 7 s") and rows["progress"].startswith("step 3/5 (60%)")
-    assert "70.0 GiB on the fullest of 1 GPUs, 10.0 of 64.0 GiB" in rows["memory"]
+    assert "up to 70.0 GiB on each of 1 GPUs, 10.0 of 64.0 GiB" in rows["memory"]
     assert "reward errors in the last step: 2" in rows["problem"] and "none yet" in rows["checkpoint"]
 
 
@@ -105,7 +105,7 @@ def test_a_killed_launcher_is_lost_at_once():
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
     assert read_state(folder).state == "lost"
-    assert "is gone" in dict(following.status_rows(read_state(folder)))["problem"]
+    assert "ended without a message" in dict(following.status_rows(read_state(folder)))["problem"]
     with pytest.raises(LauncherError, match="has no train"):
         following.tail(folder, 3, print)
 
@@ -127,8 +127,9 @@ def test_runs_are_found_by_folder_name_and_as_the_last(capsys):
     assert [one.folder for one in read_states([Path("outputs")])] == [new, old]
     assert find_run("last") == find_run("outputs") == find_run("other") == find_run("sweep-1/0") == new
     assert find_run("mine") == find_run("outputs/a") == find_run(str(old.absolute())).relative_to(Path.cwd()) == old
+    assert existing_or_run(Path("last")) == new and existing_or_run(Path("outputs")) == Path("outputs")
     with pytest.raises(NoRunError, match=r"othr: .*other"):
-        find_run("othr")
+        existing_or_run(Path("othr"))
     with pytest.raises(NoRunError, match="nothing/ has none"):
         find_run("last", Path("nothing"))
 

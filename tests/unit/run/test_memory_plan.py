@@ -63,7 +63,7 @@ def test_without_the_size_of_a_gpu_the_table_says_what_it_lacks(shown):
 
 def test_a_model_of_an_unknown_kind_has_a_line_instead(shown, monkeypatch):
     def unknown(name):
-        raise NoModelError("config.json is unusable: it is no config.json of a text model")
+        raise NoModelError("config.json is unusable: it is not that of a text model")
 
     monkeypatch.setattr(model, "read_model_shape", unknown)
     text, logged = shown(ON_A_GPU, 80 * 2**30)

@@ -20,7 +20,7 @@ class Worker:
     """One rank: keeps what it is given, and gives every token the logprob -0.5."""
 
     def __init__(self, data_rank, data_size, tensor_rank, context_rank):
-        self.own = ParallelPlace(data_rank, data_size, tensor_rank, 0, True, True, context_rank)
+        self.own = ParallelPlace(data_rank, data_size, tensor_rank, True, True, context_rank)
         self.held, self.steps = {}, []
 
     def place(self):

@@ -16,7 +16,7 @@ class Worker:
     """One rank: a token's logprob is minus the token, and its two largest logits are of the tokens after it."""
 
     def __init__(self, data_rank: int, replicas: int, reports: bool, topk: bool):
-        self.own = ParallelPlace(data_rank, replicas, 0 if reports else 1, 0, True, False)
+        self.own = ParallelPlace(data_rank, replicas, 0 if reports else 1, True, False)
         self.calls, self.rows, self.topk = [], 0, topk
 
     def place(self):

@@ -15,7 +15,7 @@ from nemo_rl_lite import chat, serve
 from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError, UsageError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.run import serving
-from nemo_rl_lite.run.serving import SampledBy, find_served
+from nemo_rl_lite.run.serving import find_served, model_parser
 from nemo_rl_lite.serving.protocol import RefusedError
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -35,8 +35,13 @@ def model_folder(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def find(folder: Path, most: int | None = None, *overrides: str, **flags: float) -> serving.Served:
-    return find_served(folder, overrides, SampledBy(most, **flags), lambda message: None)
+def find(
+    folder: Path, most: int | None = None, *overrides: str, usual_tokens: int | None = None, **flags: float
+) -> serving.Served:
+    limits = ["--max-new-tokens", most] if most is not None else []
+    limits += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    given = model_parser("nrl-lite chat", None, "").parse_intermixed_args([str(folder), *overrides, *map(str, limits)])
+    return find_served(given, lambda message: None, usual_tokens)
 
 
 def exported(run: Path, **changes: object) -> Path:
@@ -69,6 +74,20 @@ def test_a_runs_exported_model_has_its_engine_and_its_sampling(tmp_path):
     assert find(run / "hf").name == "mine"
 
 
+def test_a_model_is_named_by_its_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("older", "newer"):
+        (run := Path("outputs") / name).mkdir(parents=True)
+        exported(run_folder(run, "generation=transformers", run_name=f"my-{name}"))
+        (run / "command.txt").write_text("nrl-lite train\n")
+        status = {"state": "done", "started": f"2026-01-0{1 + (name == 'newer')}T00:00:00+00:00"}
+        (run / "status.json").write_text(json.dumps(status))
+    found = {word: find(Path(word)).name for word in ("last", "my-older", "newer", "outputs")}
+    assert found == {"last": "newer", "my-older": "older", "newer": "newer", "outputs": "newer"}
+    # A model's folder comes before a run of its name.
+    assert find(model_folder(Path("my-older"))).of_run is False
+
+
 def test_a_models_own_context_limits_a_chat(tmp_path):
     (run := tmp_path / "run").mkdir()
     exported(run_folder(run, "policy.max_total_sequence_length=96", "generation.max_new_tokens=48"))
@@ -77,7 +96,7 @@ def test_a_models_own_context_limits_a_chat(tmp_path):
         assert (config.policy.max_total_sequence_length, config.generation.max_new_tokens) == (600, 599)
     long = find(model_folder(tmp_path / "long", max_position_embeddings=10**6, dtype="float32")).config
     assert (long.policy.max_total_sequence_length, long.policy.precision) == (8192, "float32")
-    usual = find_served(run, (), SampledBy(), lambda message: None, usual_tokens=64)
+    usual = find(run, usual_tokens=64)
     assert usual.config.generation.max_new_tokens == 64
 
 
@@ -90,10 +109,10 @@ def test_on_a_gpu_vllm_takes_what_fits_of_the_context(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"most": 600}, "--max-new-tokens 600: a chat and its response have 600 tokens together"),
-        ({"temperature": -1}, "--temperature -1: this engine takes"),
-        ({"top_p": 2}, "--top-p 2 is not"),
-        ({"top_k": 0}, "--top-k 0 is not"),
+        ({"most": 600}, "--max-new-tokens 600: must be above 0 and below the context of 600 tokens"),
+        ({"temperature": -1}, "--temperature -1: must be 0, or"),
+        ({"top_p": 2}, "--top-p 2: must be"),
+        ({"top_k": -2}, "--top-k -2: must be"),
     ],
 )
 def test_a_flag_out_of_range_is_named(tmp_path, flags, said):
@@ -145,7 +164,7 @@ def test_keys_that_chats_do_not_read_are_noted(tmp_path, capsys):
 def test_where_there_is_no_model_the_message_says_how_to_get_one(tmp_path, monkeypatch):
     run = run_folder(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"has neither hf/ nor a complete checkpoint: checkpoint.export_hf_at_end"
+        CheckpointError, match=r"has neither hf/ nor a complete checkpoint: set checkpoint.export_hf_at_end"
     ):
         find(run)
     with pytest.raises(CheckpointError, match=r"nowhere: no such folder; name .* or a Hub model ID"):
@@ -155,7 +174,7 @@ def test_where_there_is_no_model_the_message_says_how_to_get_one(tmp_path, monke
         find(tmp_path / "empty")
     (run / "hf").mkdir()
     run_folder(tmp_path, unheard_of=1)
-    with pytest.raises(CheckpointError, match="a run of another version of the launcher; nrl-lite export"):
+    with pytest.raises(CheckpointError, match="a run of another version of the launcher; export it"):
         find(run)
     monkeypatch.setattr(serving, "gpu_bytes", lambda: None)
     cluster = dataclasses.asdict(compose_config())["cluster"] | {"gpus_per_node": 1}
@@ -202,7 +221,9 @@ def test_a_conversation_goes_on_until_it_is_reset(monkeypatch, capsys):
     assert chat.converse(reply, console) == 1
     assert asked == [["a"], ["a", "1", "b"], ["a", "1", "b", "2", "too long"], ["c"]]
     assert capsys.readouterr().out == "1\n2\n4\n"
-    assert "no room. /reset begins a new" in console.file.getvalue() and "no /what" in console.file.getvalue()
+    assert (
+        "no room. /reset starts a new" in console.file.getvalue() and "unknown command /what" in console.file.getvalue()
+    )
 
 
 @pytest.mark.parametrize("at_terminal", [True, False])
@@ -230,4 +251,4 @@ def test_a_port_in_use_is_found_before_the_model_loads(tmp_path, capsys, monkeyp
 def test_a_port_that_is_none(port, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         serve.main([str(tmp_path), f"--port={port}"])
-    assert ended.value.code == 2 and f"'{port}' is no port" in capsys.readouterr().err
+    assert ended.value.code == 2 and f"'{port}' is not a port" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_values_of_every_kind_are_in_the_configuration(runs):
     assert config.data.name == "file" and config.data.train_path.startswith(str(result.folder / "inputs" / "data-"))
     assert (config.policy.megatron_cfg.optimizer.lr, config.algorithm.seed) == (1e-4, 3)
     assert result.folder.name == "own" and result.metrics == LAST and result.history == [LAST]
-    assert "it runs: python -m nemo_rl_lite.train algorithm=grpo" in (result.folder / "train.log").read_text()
+    assert "it runs: nrl-lite train algorithm=grpo" in (result.folder / "train.log").read_text()
 
 
 def test_data_is_a_file_a_dataset_of_the_hub_or_a_file_of_the_group(runs, tmp_path):
@@ -140,7 +140,7 @@ def test_all_problems_are_one_error_and_no_folder_is_made(runs, tmp_path):
         GRPO(data=[{"question": "?"}], eval_data=ROWS).train()
     with pytest.raises(DataError, match=r"data=data\['train'\]"):
         SFT(data={"train": ROWS}).train()
-    with pytest.raises(ConfigError, match=r"model\n +is a Module, and the workers load"):
+    with pytest.raises(ConfigError, match=r"model\n +is a Module; the workers load"):
         SFT(torch.nn.Module(), data=ROWS, eval_data=ROWS).train()
     assert not runs and not list(tmp_path.iterdir())
 
@@ -173,7 +173,7 @@ def test_a_training_needs_the_main_thread_and_is_alone(runs):
     thread.join()
     with pytest.raises(LauncherError) as error:
         GRPO(on_step=lambda metrics: GRPO().train()).train()
-    assert "main thread" in errors[0] and "one runs at a time" in str(error.value)
+    assert "main thread" in errors[0] and "run one at a time" in str(error.value)
 
 
 def test_a_training_is_stopped_by_its_object(runs):

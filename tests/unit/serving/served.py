@@ -6,18 +6,20 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 
+from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.config.schema import ServeConfig
-from nemo_rl_lite.generation.interface import Sampling, Unfinished
+from nemo_rl_lite.generation.interface import RequestError, Sampling, Unfinished
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint
 from tests.unit.rollout.script import END, Letters, completion
 
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=40, stop_token_ids=(END,), stop_strings=())
-SPEAKER = ResponderConfig(Letters(), SAMPLING, max_length=100, temperatures=(0.01, 2.0))
+SPEAKER = ResponderConfig(Letters(), SAMPLING, max_length=100, engine=ENGINES["vllm"])
 LOCAL = ServeConfig(True, "127.0.0.1", None)
 
 
@@ -37,6 +39,15 @@ class Echo:
             self.begun.set()
         await asyncio.sleep(0.001)
         said = {number: completion(text[:39]) for number, text in texts.items() if not text.startswith("slow")}
+        for number, request in submitted.items():
+            options = request.sampling.options
+            if options.json_schema == '{"type": "unheard-of"}':
+                said[number] = RequestError("the grammar is invalid")
+            elif count := options.top_logprobs:
+                tokens = said[number].tokens
+                said[number] = replace(
+                    said[number], top_logprobs=((tuple((88 + i, -float(i)) for i in range(count)),) * len(tokens))
+                )
         self.streams |= {number: [said.pop(number), 0] for number, one in submitted.items() if one.streams}
         return said | dict(map(self.spoken, list(self.streams)))
 

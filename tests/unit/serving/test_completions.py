@@ -1,10 +1,14 @@
 """Several answers to a request, its own stop strings, and completions of texts and token ids, over a real port."""
 
+from dataclasses import replace
+
 import httpx
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
-from tests.unit.serving.served import Client
+from nemo_rl_lite.config.engines import ENGINES
+from nemo_rl_lite.generation.interface import ServedOptions
+from tests.unit.serving.served import SPEAKER, Client, Echo, answering
 
 
 @pytest.fixture
@@ -60,16 +64,17 @@ def test_a_completion_has_the_usual_sampling_and_may_be_a_stream(openai, echo):
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ({"prompt": ["ab", {}]}, "prompt: it is a text, a list of token ids, or a list of either"),
-        ({"prompt": []}, "prompt: it has no tokens"),
-        ({"prompt": [97, 128]}, "prompt: 128 is no token id, which are 0 to 127"),
+        ({"prompt": ["ab", {}]}, "prompt: must be a text, a list of token ids"),
+        ({"prompt": []}, "prompt: has no tokens"),
+        ({"prompt": [97, 128]}, "prompt: 128 is not a token id (0 to 127)"),
         ({"stop": ["x", ""]}, "stop.1: String should have at least 1 character"),
-        ({"logprobs": 1}, "logprobs = 1: the engines keep the logprob of the sampled token alone"),
-        ({"logprobs": 2, "temperature": 0}, "ask for logprobs = 0, or for 1 with temperature = 0"),
-        ({"echo": True, "logprobs": 0}, "echo = True is not supported here: the engines keep no logprobs of a prompt"),
+        ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
+        ({"presence_penalty": 3}, "presence_penalty: Input should be less than or equal to 2"),
+        ({"response_format": {"type": "json_schema"}}, "response_format = {'type': 'json_schema'}: it must be"),
+        ({"echo": True, "logprobs": 0}, "echo = True is not supported here: prepend the prompt"),
         (
             {"tools": [{"name": "add"}]},
-            "is not supported here: the chat template writes them, so ask /chat/completions",
+            "is not supported here: use /chat/completions",
         ),
         ({"suffix": "end"}, "suffix = 'end' is not supported here: leave it out"),
     ],
@@ -78,3 +83,51 @@ def test_what_a_completion_cannot_have_is_refused(endpoint, echo, parameters, sa
     with Client(endpoint) as client:
         refused = client.post("/completions", json={"prompt": "ab|", **parameters})
     assert refused.status_code == 400 and said in refused.json()["error"]["message"] and not echo.asked
+
+
+def test_a_request_has_penalties_a_schema_and_the_most_likely_tokens(openai, echo):
+    asked = {"model": "own", "messages": [{"role": "user", "content": "ab"}]}
+    schema = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"type": "object"}}}
+    said = openai.chat.completions.create(
+        **asked,
+        logprobs=True,
+        top_logprobs=2,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        response_format=schema,
+        extra_body={"repetition_penalty": 1.2},
+    )
+    options = echo.asked[0].sampling.options
+    assert options == ServedOptions(0.5, -1.0, 1.2, 2, '{"type": "object"}')
+    first = said.choices[0].logprobs.content[0]
+    assert (first.token, first.logprob) == ("a", -1 / 8)
+    assert [(one.token, one.logprob) for one in first.top_logprobs] == [("X", 0.0), ("Y", -1.0)]
+    openai.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert echo.asked[1].sampling.options == ServedOptions(json_schema='{"type": "object"}')
+    text = openai.completions.create(model="own", prompt="ab|", logprobs=1).choices[0]
+    assert text.logprobs.top_logprobs[0] == {"X": 0.0, "a": -1 / 8}
+
+
+def test_what_the_engine_rejects_is_refused_and_the_next_request_is_not(openai, echo):
+    asked = {"model": "own", "messages": [{"role": "user", "content": "ab"}]}
+    wrong = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"type": "unheard-of"}}}
+    with pytest.raises(BadRequestError, match="the grammar is invalid"):
+        openai.chat.completions.create(**asked, response_format=wrong)
+    assert openai.chat.completions.create(**asked).choices[0].message.content == "ab"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logprobs": 2}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_an_engine_without_options_refuses_them(endpoint, parameters, name):
+    echo = Echo()
+    with answering(endpoint, echo, replace(SPEAKER, engine=ENGINES["transformers"])), Client(endpoint) as client:
+        refused = client.post("/completions", json={"prompt": "ab|", **parameters})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name and not echo.asked
+        usual = {"prompt": "ab|", "logprobs": 1, "temperature": 0, "presence_penalty": 0, "repetition_penalty": 1}
+        assert client.post("/completions", json=usual).status_code == 200

@@ -46,12 +46,12 @@ def test_a_request_may_choose_its_sampling_and_every_request_has_a_seed(endpoint
 @pytest.mark.parametrize(
     ("parameters", "status", "said"),
     [
-        ({"functions": [{"name": "add"}]}, 400, "is not supported here: name them in tools"),
-        ({"frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not supported here: leave it out"),
-        ({"temperature": 3}, 400, "temperature = 3: this engine takes 0 and 0.01 to 2"),
-        ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "the last one is the assistant's"),
-        ({"messages": [{"role": "user", "content": "a" * 70}], "max_tokens": 39}, 400, "exceed the 100 of the context"),
-        ({"model": "gpt"}, 404, "there is no model 'gpt' here, only 'own'"),
+        ({"functions": [{"name": "add"}]}, 400, "is not supported here: use tools"),
+        ({"min_p": 0.5}, 400, "min_p = 0.5 is not supported here: leave it out"),
+        ({"temperature": 3}, 400, "temperature = 3: must be 0, or 0.01 to 2"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "the last message is the assistant's"),
+        ({"messages": [{"role": "user", "content": "a" * 70}], "max_tokens": 39}, 400, "exceed the context of 100"),
+        ({"model": "gpt"}, 404, "unknown model 'gpt'; this endpoint serves 'own'"),
     ],
 )
 def test_what_is_not_done_is_refused_and_not_ignored(endpoint, echo, parameters, status, said):
@@ -194,5 +194,5 @@ def test_an_address_that_is_taken_is_named():
         other.bind(("127.0.0.1", 0))
         other.listen()
         config = ServeConfig(True, "127.0.0.1", other.getsockname()[1])
-        with pytest.raises(ConfigError, match=r"cannot listen there.*\n.*generation.serve.port=null"):
+        with pytest.raises(ConfigError, match=r"cannot listen on this address.*\n.*generation.serve.port=null"):
             bound_socket(config).__enter__()

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 
+from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.serving.protocol import ChatRequest
 from nemo_rl_lite.serving.public import ResponderConfig
@@ -53,7 +54,7 @@ def speaking(folder, name, end):
     sampling = Sampling(1.0, 1.0, None, 100, tokenizer.end_tokens, ())
     with bound_socket(LOCAL) as bound, Endpoint(bound, tokenizer, ["own"], LONGEST, "my-key").running() as endpoint:
         model = Speaking(tokenizer, endpoint)
-        with model.client, answering(endpoint, model, ResponderConfig(tokenizer, sampling, LONGEST, (0.01, 2.0))):
+        with model.client, answering(endpoint, model, ResponderConfig(tokenizer, sampling, LONGEST, ENGINES["vllm"])):
             yield model
 
 
@@ -142,7 +143,7 @@ def test_a_call_that_cannot_be_read_or_is_only_considered_is_text(model, said, e
         (
             {"tool_choice": "required"},
             "tool_choice",
-            "'required' is not supported here: nothing makes the engines write",
+            "'required' is not supported here: use ",
         ),
         ({"tools": [{"type": "function"}]}, "tools", "tools: a tool has no name"),
     ],
@@ -156,7 +157,7 @@ def test_tools_that_cannot_be_offered_are_refused(model, parameters, param, said
 @pytest.mark.parametrize(("name", "end"), [("llama3.jinja", "<|eot_id|>"), ("gemma4.jinja", "<turn|>")])
 def test_a_template_without_tools_is_named(tmp_path, name, end):
     with speaking(tmp_path, name, end) as model:
-        with pytest.raises(BadRequestError, match="tools: the model's chat template does not write them") as refused:
+        with pytest.raises(BadRequestError, match="tools: the model's chat template does not write tools") as refused:
             model.ask()
-        assert "environment" not in refused.value.message and not model.asked
+        assert "environment.name" not in refused.value.message and not model.asked
         assert model.ask(tools=()).choices[0].message.content == ""

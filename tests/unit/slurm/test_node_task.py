@@ -45,7 +45,7 @@ def test_the_address_is_that_of_the_interface_towards_srun(monkeypatch):
     ("environ", "interface", "message"),
     [
         ({}, None, "SLURM_PROCID is not set: start this with srun"),
-        (TASK | {"SLURM_NTASKS": "4"}, None, "4 tasks on 2 nodes, where one on each is needed"),
+        (TASK | {"SLURM_NTASKS": "4"}, None, "4 tasks on 2 nodes; start one per node"),
         (TASK, "ib7", "has no interface 'ib7' with an IPv4 address; it has .*lo"),
     ],
 )

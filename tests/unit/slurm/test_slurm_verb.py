@@ -160,7 +160,7 @@ def test_what_sbatch_says_against_a_job_is_shown(capsys, site, monkeypatch):
     with pytest.raises(SystemExit) as caught:
         slurm.main(["--submit"])
     assert caught.value.code == 1
-    assert capsys.readouterr().err.endswith("\nsbatch refuses the job: invalid partition specified: nowhere\n")
+    assert capsys.readouterr().err.endswith("\nsbatch rejected the job: invalid partition specified: nowhere\n")
 
 
 WRONG = {
@@ -192,7 +192,7 @@ def test_a_printed_script_does_not_make_its_logs_folder(capsys, site):
     for folder in ("missing", "."):
         slurm.main([f"--log={folder}/%j.out"])
         printed = capsys.readouterr()
-        assert ("note: make the folder of --log" in printed.err) == (folder == "missing")
+        assert ("note: create the folder of --log" in printed.err) == (folder == "missing")
         assert printed.out.startswith("#!") and not Path("missing").exists()
 
 

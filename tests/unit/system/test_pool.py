@@ -14,7 +14,8 @@ import time
 import psutil
 import pytest
 
-from nemo_rl_lite.system.pool import CallError, CallPool, CallTimeout, PoolTarget
+from nemo_rl_lite.system.pool import CallPool, CallTimeout, PoolTarget
+from nemo_rl_lite.system.user_errors import CallError
 
 HERE = "tests.unit.system.test_pool"
 LARGE = "x" * 400_000

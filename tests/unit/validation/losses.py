@@ -15,11 +15,6 @@ class Text(Unheard):
     needs = "entropy"
 
 
-class Summary(Unheard):
-    needs = ()
-    summarize = "mean"
-
-
 class Topk(Unheard):
     needs = frozenset({"topk_logits"})
 

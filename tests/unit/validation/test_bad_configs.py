@@ -148,11 +148,10 @@ CASES = {
     "algorithm.loss=torn.py:Loss": "torn.py, line 2",
     "algorithm.loss=tests.unit.validation.losses.Unheard": "algorithm.loss",
     "algorithm.loss=tests.unit.validation.losses.Exits": "SystemExit",
-    "algorithm.loss=tests.unit.validation.losses.Summary": "summarize",
     "algorithm.loss=tests.unit.validation.losses.Text": "needs",
     "algorithm.loss=tests.unit.validation.losses.Topk +algorithm.loss_kwargs.topk=0": "topk",
     "algorithm.loss=tests.unit.validation.losses.OfTeacher": "algorithm.topk_logits_k=64",
-    "algorithm.loss=nemo_rl_lite.losses.supervised.DPOLoss": "made from DPOConfig",
+    "algorithm.loss=nemo_rl_lite.losses.supervised.DPOLoss": "needs DPOConfig",
     # A teacher.
     "algorithm=distillation": "teacher.model_name",
     f"{TAUGHT} cluster.cpu_ranks=2 teacher.megatron_cfg.tensor_model_parallel_size=4": "teacher.megatron_cfg.tensor_mo",
@@ -292,9 +291,9 @@ def answers(folder, *given) -> list[str]:
 @pytest.mark.parametrize(
     ("reward", "given", "said"),
     [
-        ("math", ["", "4"], "row 1: the reference answer '' is empty; so for 1 of the first 2 rows"),
+        ("math", ["", "4"], "row 1: the reference answer '' is empty; 1 of the first 2 rows"),
         ("math", ["4", " $ $ "], "row 2: the reference answer ' $ $ ' is empty"),
-        ("last_number", ["4", "four", "x", "5"], "row 2: the reference answer 'four' is not a number; so for 2 of"),
+        ("last_number", ["4", "four", "x", "5"], "row 2: the reference answer 'four' is not a number; 2 of"),
     ],
 )
 def test_answers_that_equal_no_response(reward, given, said, tmp_path):
@@ -304,7 +303,7 @@ def test_answers_that_equal_no_response(reward, given, said, tmp_path):
 
 def test_a_few_answers_that_equal_no_response_are_a_warning(tmp_path, caplog):
     compose_config([*answers(tmp_path, "", "1", "2", "3", "4"), "reward=math"])
-    assert "row 1: the reference answer '' is empty; so for 1 of the first 5 rows" in caplog.text
+    assert "row 1: the reference answer '' is empty; 1 of the first 5 rows" in caplog.text
 
 
 @pytest.mark.parametrize("reward", ["math", "exact_match", "last_number"])
