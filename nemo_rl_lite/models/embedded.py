@@ -5,6 +5,7 @@ Heavy packages are imported where they are used.
 
 import hashlib
 import json
+import os
 import string
 import tempfile
 from collections.abc import Callable, Iterator
@@ -88,12 +89,13 @@ def prepare(
 
     An existing folder is kept; a new one is written atomically. `progress` gets the step and the running loss.
     """
+    if folder.is_dir():
+        return folder
+    _import_torch()
     from transformers.utils import logging
 
     from nemo_rl_lite.data.tasks import ReverseDigits
 
-    if folder.is_dir():
-        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as unfinished:
         logging.disable_progress_bar()
@@ -111,6 +113,20 @@ def prepare(
             if not folder.is_dir():
                 raise
     return folder
+
+
+def _import_torch() -> None:
+    """Import torch with threads that sleep while they wait, unless it is imported already.
+
+    Where other processes use the cores, threads that spin make the warm-up several times longer. OpenMP reads the
+    variable when it is loaded. Processes that are started later keep their default.
+    """
+    chosen = os.environ.get("OMP_WAIT_POLICY")
+    os.environ["OMP_WAIT_POLICY"] = chosen or "PASSIVE"
+    import torch  # noqa: F401
+
+    if chosen is None:
+        del os.environ["OMP_WAIT_POLICY"]
 
 
 @contextmanager

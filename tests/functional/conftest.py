@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 # What tests start shares the machine's cores, also with another file's, and mostly imports: it keeps what it compiles.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["PYTHONPATH"] = PYTHONPATH
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
