@@ -345,7 +345,7 @@ def measure(pair: Pair, config: Config, given: argparse.Namespace) -> None:
         for stage, values in stages.items():
             keep(stage, setting, "s", values)
 
-    base = replace(config.refit, verify="off", direct=False)
+    base = replace(config.refit, verify="off", cuda_ipc=False)
     for bucket, size in BUCKETS.items():
         for count in (2,) if shared else (1, 2, 3):
             setting = f"{bucket} buckets, {count} buffers"
@@ -356,11 +356,11 @@ def measure(pair: Pair, config: Config, given: argparse.Namespace) -> None:
     direct, peer = shared and ON_GPU, "NeMo-RL" if given.nemo_rl else "vLLM"
     if direct:
         setting = "direct"
-        pair.connect(replace(base, bucket_bytes=size, direct=True))
+        pair.connect(replace(base, bucket_bytes=size, cuda_ipc=True))
         keep_stages(setting)
     for verify in ("sample", "full"):
         setting = "direct" if direct else f"{bucket} buckets, 2 buffers"
-        pair.connect(replace(base, bucket_bytes=size, verify=verify, direct=direct))
+        pair.connect(replace(base, bucket_bytes=size, verify=verify, cuda_ipc=direct))
         keep("refit time", f"{setting}, verify={verify}", "s", pair.times("ours")[0])
     pair.connect(replace(base, bucket_bytes=size), by_the_bridge=True)
     if ON_GPU:
