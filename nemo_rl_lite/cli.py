@@ -11,7 +11,7 @@ from nemo_rl_lite import __version__
 # Each command is a module of this package.
 VERBS = {
     "init": "write an example experiment, reward and rows to start from; it trains on a CPU",
-    "train": "train: FILE.yaml, group=file and key.path=value; `nrl-lite train --help` lists them",
+    "train": "train a model: FILE.yaml, group=file and key.path=value; `nrl-lite train --help` lists them",
     "plan": "predict memory and step time, and whether a run fits; needs no GPU; arguments as for train",
     "slurm": "print or submit an sbatch script for a run; it resumes after a time limit",
     "keys": "search configuration keys: range, default, meaning",

@@ -51,8 +51,8 @@ async def result(call: Call) -> list[Any]:
 def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
     """Return the results of all workers of all calls, in order, or raise soon after the first failure.
 
-    One worker's failure makes others fail in collectives. The cause is raised, in this order: a worker that died; one
-    that failed outside communication; one that is still running while others gave up waiting for it.
+    One worker's failure makes others fail in collectives, so the probable cause is raised. That is a worker that died,
+    otherwise one that failed outside communication, otherwise one that is still running.
 
     Raises:
         WorkerError: names worker, phase and cause. Also raised after `timeout_s` seconds, or after the longest

@@ -271,8 +271,6 @@ def _aliases(part: str) -> dict[str, Any]:
 
 @cache
 def _alias_file() -> dict[str, Any]:
-    import yaml
-
     return yaml.safe_load((config_dir() / ALIASES).read_text())
 
 

@@ -22,28 +22,14 @@ RECIPES, ALGORITHM = "recipes", "algorithm"
 SECTION_OF = {"offload": "policy"}
 # Algorithms with most keys of another; the page shows the others.
 EXTENDS = {"distillation": "grpo", "dpo": "sft", "orpo": "sft", "kto": "sft"}
-FIRST_KEYS = (
-    "policy.model_name",
-    "data.train_path",
-    "data.path",
-    "data.prompt_column",
-    "data.answer_column",
-    "reward.name",
-    "algorithm.num_prompts_per_step",
-    "algorithm.num_generations_per_prompt",
-    "algorithm.max_num_steps",
-    "policy.train_global_batch_size",
-    "policy.megatron_cfg.optimizer.lr",
-    "policy.megatron_cfg.peft.enabled",
-    "algorithm.loss_fn.reference_policy_kl_penalty",
-    "generation.max_new_tokens",
-    "policy.max_total_sequence_length",
-    "cluster.gpus_per_node",
-    "policy.megatron_cfg.tensor_model_parallel_size",
-    "algorithm.val_period",
-    "checkpoint.save_period",
-    "logger.wandb_enabled",
-)
+FIRST_KEYS = """
+policy.model_name data.train_path data.path data.prompt_column data.answer_column reward.name
+algorithm.num_prompts_per_step algorithm.num_generations_per_prompt algorithm.max_num_steps
+policy.train_global_batch_size policy.megatron_cfg.optimizer.lr policy.megatron_cfg.peft.enabled
+algorithm.loss_fn.reference_policy_kl_penalty generation.max_new_tokens policy.max_total_sequence_length
+cluster.gpus_per_node policy.megatron_cfg.tensor_model_parallel_size algorithm.val_period checkpoint.save_period
+logger.wandb_enabled
+"""
 
 
 class UndocumentedError(Exception):
@@ -66,7 +52,7 @@ class Entry:
 def page() -> str:
     """Return docs/configuration.md."""
     known = {one.key: one for one in entries()}
-    first = _table([known[key] for key in FIRST_KEYS])
+    first = _table([known[key] for key in FIRST_KEYS.split()])
     parts = [INTRODUCTION, FIRST_TITLE + first, _groups(), _recipes()]
     parts += ["## Top level", _table(_entries(_schema(), "", "train"))]
     for section, node in _schema()["properties"].items():
@@ -76,7 +62,7 @@ def page() -> str:
         elif "$ref" in node:
             parts += [part for path, found in _walk(section, node) for part in _section(path, found)]
             parts += [_files(group) for group in groups() if SECTION_OF.get(group, group) == section]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n\n".join(filter(None, parts))) + "\n"
 
 
 def entries() -> Iterator[Entry]:
@@ -110,15 +96,11 @@ def _section(path: str, found: Sequence[Entry], file: str | None = None) -> Iter
     """Yield a heading, the section's comment and a table of its keys."""
     if found:
         yield f"{'#' * (2 + path.count('.'))} {path}"
-        yield _about(path, file)
+        if "." in path:
+            yield _comment(path, file)
+        elif len(groups()[path]) == 1:
+            yield _header(path, default_file(path))
         yield _table(found)
-
-
-def _about(path: str, file: str | None) -> str:
-    """Return the comment of a section. Groups of several files have a table of them instead."""
-    if "." in path:
-        return _comment(path, file)
-    return _header(path, default_file(path)) if len(groups()[path]) == 1 else ""
 
 
 def _table(found: Sequence[Entry]) -> str:
@@ -139,20 +121,20 @@ def _files(group: str, names: Sequence[str] = ()) -> str:
     """Describe the files of a group, or those named: purpose, values that are not the default's, and arguments."""
     if len(groups()[group]) == 1:
         return ""
-    default = default_file(group)
-    rows = []
+    default, found = default_file(group), [*_arguments(group)]
+    arguments, rows = [one.key for one in found], []
     for file in sorted(names or groups()[group], key=lambda name: (name != default, name)):
         changed = [
-            f"`{key}={raw(value)}`"
+            f"`{key}`: {shown(values(group, file), key)}"
             for key, value in values(group, file).items()
             if value != values(group, default).get(key, ...)
-            and not (isinstance(value, dict) and value)
+            and not isinstance(value, dict)
+            and key not in arguments
             and (key, value) != (f"{group}.name", file)
         ]
         rows.append((f"`{group}={file}`", _header(group, file), "<br>".join(changed) or "the defaults"))
     text = f"### Files of the group {group}\n\n" + table(("choice", "purpose", "sets"), rows)
-    arguments = [*_arguments(group)]
-    return f"{text}\n\nTheir arguments:\n\n{_table(arguments)}" if arguments else text
+    return f"{text}\n\nTheir arguments:\n\n{_table(found)}" if found else text
 
 
 def _arguments(group: str) -> Iterator[Entry]:
@@ -299,8 +281,8 @@ TYPES = {
     "null": "`null`",
 }
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-# Defaults that depend on the model: {own} for the embedded model, {other} for all others.
-_OF_MODEL = re.compile(r"\$\{default_(\w+):\$\{[\w.]+\},(?P<own>[^,]+),(?P<other>[^,}]+).*\}")
+# Defaults that depend on other keys; {own} is mostly that of the embedded model, {other} that of all others.
+_RESOLVED = re.compile(r"\$\{default_(\w+):\$\{[\w.]+\},(?P<own>[^,}]+)(?:,(?P<other>[^,}]+))?.*\}")
 _BY_RESOLVER = {
     "length": "`{other}`, or the model's positions if fewer; `{own}` for the embedded model",
     "response": "`{other}`, or half of `policy.max_total_sequence_length` if less; `{own}` for the embedded model",
@@ -308,6 +290,9 @@ _BY_RESOLVER = {
     "rate": "`{other}`; `5.0e-6` with SFT; `{own}` with LoRA or the embedded model",
     "batch": "the rollout; `{own}` with SFT, DPO, ORPO, KTO or the embedded model",
     "for": "`{other}`; `{own}` for the embedded model",
+    "fraction": "`{own}`, or `0` without validation",
+    "steps": "`{own}`; `null` with `max_num_epochs` for finite data",
+    "buffer": "1/{own} of `generation.max_new_tokens`",
 }
 _VARIABLE = re.compile(r"\$\{(?:oc\.decode:\$\{oc\.env|variable):(\w+),([^}]*)\}+")
 
@@ -333,11 +318,7 @@ def shown(defaults: Mapping[str, Any], key: str) -> str:
         return "required"
     if found := _VARIABLE.fullmatch(text):
         return f"`{found[2]}`, or the variable `{found[1]}`"
-    if found := re.fullmatch(r"\$\{default_steps:.*,(.*)\}", text):
-        return f"`{found[1]}`; `null` with `max_num_epochs` for finite data"
-    if found := re.fullmatch(r"\$\{default_fraction:.*,(.*)\}", text):
-        return f"`{found[1]}`, or 0 without effect"
-    if found := _OF_MODEL.fullmatch(text):
+    if found := _RESOLVED.fullmatch(text):
         return _BY_RESOLVER[found[1]].format(**found.groupdict())
     if found := re.fullmatch(r"\$\{(\.?)([\w.]+)\}", text):
         return f"value of `{key.rpartition('.')[0] + '.' if found[1] else ''}{found[2]}`"

@@ -232,13 +232,15 @@ def all_gpus(config: Config) -> int:
 
 
 def generation_gpus(config: Config) -> int:
-    """Return the number of GPUs of the engines: all if colocated; 0 on CPUs."""
+    """Return the number of GPUs of the engines: all if colocated, half of the nodes or GPUs by default; 0 on CPUs."""
     if not on_gpus(config) or config.generation.colocated.enabled:
         return all_gpus(config)
-    resources = config.generation.colocated.resources
+    resources, nodes = config.generation.colocated.resources, config.cluster.num_nodes
     if resources.num_nodes is not None:
         return resources.num_nodes * config.cluster.gpus_per_node
-    return resources.gpus_per_node or 0
+    if resources.gpus_per_node is not None:
+        return resources.gpus_per_node
+    return nodes // 2 * config.cluster.gpus_per_node if nodes > 1 else config.cluster.gpus_per_node // 2
 
 
 def policy_ranks(config: Config) -> int:

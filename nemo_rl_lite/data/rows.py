@@ -53,8 +53,8 @@ class MissingColumnError(DataError):
 
 
 def file_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a JSON, CSV or Parquet file, of a folder that `datasets` saved, of all files of a pattern
-    such as `data/*.jsonl`, or of a comma-separated list. A JSON file has an object per line, or is a list of objects.
+    """Yield the rows of a JSON, CSV or Parquet file, or of a folder that `datasets` saved. A pattern such as
+    `data/*.jsonl` or a comma-separated list names several. A JSON file has an object per line, or is a list of objects.
 
     Raises:
         DataError: there is no such file, one is unreadable, or a row is not a JSON object.

@@ -16,8 +16,8 @@ from nemo_rl_lite.errors import ConfigError, Violation
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Endpoint of one episode for any client of OpenAI's API: a URL that ends in `/v1`, the episode's own key, and the
-    name of the model."""
+    """Endpoint of one episode for any OpenAI client: a URL that ends in `/v1`, the episode's key, and the model's
+    name."""
 
     base_url: str
     api_key: str

@@ -136,8 +136,8 @@ _TOOL = {
 
 
 class Python(ToolEnvironment):
-    """Offers the tool `python(code)`. With `call="block"`, the last fenced block of Python in a turn is the call, and a
-    user message the answer, so any model can use it."""
+    """Offers the tool `python(code)`. With `call="block"`, the last fenced Python block of a turn is the call, and a
+    user message has the answer. Any model can use that."""
 
     def __init__(self, call: str, seconds: float, memory_mib: int, max_characters: int):
         """Set a call's limits on time, memory and output. Raises ValueError: `call` is neither `tool` nor `block`, or a

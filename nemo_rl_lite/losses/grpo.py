@@ -176,12 +176,7 @@ def reinforce(config: LossConfig, sampled: Sampled) -> PolicyTerm:
 
 
 POLICY_TERMS: Mapping[str, Callable[[LossConfig, Sampled], PolicyTerm]] = {
-    "clip": clip,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "cispo": cispo,
-    "sapo": sapo,
-    "reinforce": reinforce,
+    one.__name__: one for one in (clip, clip_cov, kl_cov, cispo, sapo, reinforce)
 }
 
 

@@ -29,7 +29,7 @@ from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, ma
 _LARGEST_EXPONENT = 80.0
 
 
-def sigmoid(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+def dpo(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
     """DPO (Rafailov et al. 2023, arXiv:2305.18290), with smoothing conservative DPO (Mitchell 2023)."""
     scaled_P = beta * (chosen_P - rejected_P)
     return -(1 - smoothing) * F.logsigmoid(scaled_P) - smoothing * F.logsigmoid(-scaled_P)
@@ -88,16 +88,7 @@ def apo_down(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float
 
 
 PREFERENCES: Mapping[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
-    "dpo": sigmoid,
-    "ipo": ipo,
-    "hinge": hinge,
-    "robust": robust,
-    "exo_pair": exo_pair,
-    "sppo_hard": sppo_hard,
-    "nca_pair": nca_pair,
-    "bco_pair": bco_pair,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
+    one.__name__: one for one in (dpo, ipo, hinge, robust, exo_pair, sppo_hard, nca_pair, bco_pair, apo_zero, apo_down)
 }
 
 

@@ -13,9 +13,10 @@ class MemoryMeter:
     """Measures named phases. `components` returns the current device bytes of each component of the policy.
 
     - `measured/<phase>/<component>`: bytes held throughout the phase
-    - on a GPU also: `measured/<phase>/activations`, the peak of additional allocations; `measured/<phase>/other`,
-      buffers, other processes, CUDA and torch's cache; `policy_peak_bytes/<phase>` and, with cached blocks,
-      `policy_reserved_bytes/<phase>`, the allocator's peaks; `device_bytes/<phase>`, all bytes in use at the end
+    - `measured/<phase>/activations` (GPU): peak of additional allocations
+    - `measured/<phase>/other` (GPU): buffers, other processes, CUDA and torch's cache
+    - `policy_peak_bytes/<phase>`, with cached blocks `policy_reserved_bytes/<phase>` (GPU): the allocator's peaks
+    - `device_bytes/<phase>` (GPU): all bytes in use at the end
     """
 
     def __init__(self, components: Callable[[], Mapping[str, int]]) -> None:

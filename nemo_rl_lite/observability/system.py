@@ -46,8 +46,8 @@ class System:
             self._find(gpus)
 
     def sample(self) -> dict[str, float]:
-        """Return `cpu_util` (percent of all cores), `mem_gb` and `mem_total_gb` of the machine (2**30 bytes); of a GPU,
-        by its number on the machine, `gpu.0.util` (percent of the time), `gpu.0.mem_gb`, `.power_w` and `.temp_c`."""
+        """Return `cpu_util` (percent of all cores), `mem_gb` and `mem_total_gb` of the machine (2**30 bytes). By a
+        GPU's number: `gpu.0.util` (percent of the time), `gpu.0.mem_gb`, `.power_w` and `.temp_c`."""
         memory = psutil.virtual_memory()
         sample = {
             "cpu_util": psutil.cpu_percent(),

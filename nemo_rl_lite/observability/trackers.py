@@ -97,7 +97,7 @@ def rewind(path: Path, step: int) -> list[dict[str, Any]]:
             undone.append(line.rstrip(b"\n") + b"\n")
     rest = path.with_stem(f"{path.stem}-undone")
     if damaged:
-        count = f"{len(damaged)} lines, the first of them {damaged[0]}," if len(damaged) > 1 else f"line {damaged[0]}"
+        count = f"{len(damaged)} lines, beginning with line {damaged[0]}," if len(damaged) > 1 else f"line {damaged[0]}"
         log.warning("%s: %s cannot be read; %s keeps what is there", path, count, rest.name)
     if undone:
         with rest.open("ab") as file:

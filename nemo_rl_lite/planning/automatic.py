@@ -191,7 +191,7 @@ def _moves(config: Config, chosen: Config, less: Budget | None) -> Iterator[str]
         parts.append(f"{leaving} are offloaded during generation" if leaving else "nothing is offloaded")
     name = " and ".join(parts)
     if less is not None and less.gpu_bytes is not None:
-        needed = f"{size(less.device[less.fullest])} of {size(less.gpu_bytes)} in phase {less.fullest.value}"
+        needed = f"{size(less.device[less.peak_phase])} of {size(less.gpu_bytes)} in phase {less.peak_phase.value}"
         yield f"{name}, {'because' if sleeps else 'although'} policy and awake engines need {needed}"
     else:
         yield name if sleeps else f"{name}, because policy and engines fit a GPU together"

@@ -152,7 +152,7 @@ class Budget:
         return sums
 
     @property
-    def fullest(self) -> Phase:
+    def peak_phase(self) -> Phase:
         return max(self.device, key=self.device.__getitem__)
 
     @property
@@ -166,7 +166,7 @@ class Budget:
     def fits_device(self) -> bool:
         if self.gpu_bytes is None:
             return True
-        return self.engine_room >= 0 and self.device[self.fullest] <= self.gpu_bytes
+        return self.engine_room >= 0 and self.device[self.peak_phase] <= self.gpu_bytes
 
 
 def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:

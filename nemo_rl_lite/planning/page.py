@@ -112,9 +112,9 @@ def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None)
 
 def _show_time(plan: Plan, gpu_bytes: int, mean_length: float | None, console: RunConsole) -> None:
     config, lengths = plan.config, time.assumed_lengths(plan.config, mean_length)
-    divisions = time.Divisions(config, plan.overrides, plan.shape, gpu_bytes, lengths)
-    present = divisions.present()
-    others = list(divisions.others(present))
+    splits = time.GpuSplits(config, plan.overrides, plan.shape, gpu_bytes, lengths)
+    present = splits.present()
+    others = list(splits.others(present))
     console.table("step time in seconds", time.HEADERS, time.rows(present, others))
     said = "assumed; set --mean-length N" if mean_length is None else "from --mean-length"
     console.say(
@@ -130,7 +130,7 @@ def _show_time(plan: Plan, gpu_bytes: int, mean_length: float | None, console: R
 def _verdict(plan: Plan, presets: dict[str, Budget | str]) -> Iterator[str]:
     one, limit = plan.budget, plan.micro_batch
     if one.gpu_bytes is not None:
-        full = f"{size(one.device[one.fullest])} of {size(one.gpu_bytes)} in phase {one.fullest.value}"
+        full = f"{size(one.device[one.peak_phase])} of {size(one.gpu_bytes)} in phase {one.peak_phase.value}"
         yield f"{'fits' if one.fits_device else 'DOES NOT FIT'}: {full} on {plan.gpu}"
         most = f"{limit.most}{', a whole optimizer step' if limit.whole else ''}" if limit.most else "none fits"
         if one.engine_room < 0:
@@ -154,7 +154,7 @@ def _preset_row(plan: Plan, name: str, one: Budget | str) -> list[str]:
     if isinstance(one, str):
         return [name, "-", "-", "-", "refused, see below"]
     word = "too large" if not one.fits_device else "fits" if plan.fits_host(one) else "host too small"
-    return [name, one.fullest.value, size(one.device[one.fullest]), size(one.host) if one.host else "-", word]
+    return [name, one.peak_phase.value, size(one.device[one.peak_phase]), size(one.host) if one.host else "-", word]
 
 
 @dataclass(frozen=True)

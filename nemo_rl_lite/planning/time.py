@@ -96,6 +96,7 @@ class StepTime:
 
     @property
     def policy(self) -> float:
+        """Time for logprobs and training."""
         return self.logprob + self.train
 
     @property
@@ -217,7 +218,7 @@ class GpuSplit:
 
 
 @dataclass(frozen=True)
-class Divisions:
+class GpuSplits:
     """Splits of the GPUs of `config`, composed from `overrides`. Non-colocated engines generate one step ahead."""
 
     config: Config

@@ -247,9 +247,10 @@ class _Recorded:
 
 
 def waits(folder: Path, metrics: Sequence[Entry], is_done: bool) -> dict[str, Any] | None:
-    """Return the work of policy and engines in the last steps, in seconds since the first of them: `steps`, the
-    `policy`'s activities, each rollout's `requests` in PARTS intervals, when the engines were `paused` for a refit or
-    `idle`, and `shares` of the time. None without samples, and in runs of earlier versions.
+    """Return the work of policy and engines in the last steps; None without samples, and for earlier versions' runs.
+
+    Times are seconds since the first step shown. There are the `steps`, the `policy`'s activities, and each rollout's
+    `requests` in PARTS intervals. Engines were `paused` for a refit or `idle`; `shares` are those of the whole time.
 
     A rollout is written when it is complete. So steps that ended after the last rollout started are left out, unless
     the run `is_done`. Raises OSError or pyarrow.ArrowException: a file cannot be read.

@@ -221,8 +221,8 @@ class RolloutCollector:
         """Sample and score a rollout; `show` gets its progress twice a second.
 
         Raises:
-            DataError: a prompt leaves no room for the response, a reward function does not return a reward, user code
-                is faulty, or rewards, environments or agents fail on too many samples.
+            DataError: a prompt leaves no room for the response, or a reward function returns no reward. User code
+                has a fault, or fails on too many samples.
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
         found: list[Rollout] = []

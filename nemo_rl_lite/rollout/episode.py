@@ -265,8 +265,8 @@ class Rollout:
         }
 
     def ages(self, version: int) -> dict[str, float]:
-        """Return mean and maximum staleness over tokens: the steps between the weights that sampled a token and those
-        of `version`, with which its training step begins."""
+        """Return mean and maximum staleness over tokens: steps from the weights that sampled a token to `version`, with
+        which its training step begins."""
         ages = [version - own for one in self.episodes for _, turn in one.turns for own in turn.versions]
         mean = sum(ages) / max(len(ages), 1)
         return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(ages, default=0))}

@@ -238,8 +238,8 @@ class AsyncRolloutSource:
     """Starts the rollout of a step as soon as the weights are fresh enough. Rollouts are trained on in order, so short
     responses are not preferred. At most `max_age + 1` rollouts exist.
 
-    With an age of 1, and not in flight, this is one-step-off training: the rollout of step k + 1 is generated while
-    step k trains. Seed, step and the previous weights determine it.
+    With an age of 1, and not in flight, this is one-step-off training. The rollout of step k + 1 is generated while
+    step k trains; seed, step and the previous weights determine it.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class PublicHandler:
         try:
             sampled = await asyncio.gather(*samples)
         except RequestError as error:
-            raise RefusedError(400, str(error)) from None
+            raise RefusedError(400, str(error), "response_format" if asked.response_format else None) from None
         return Answer(prompts, tuple(completion for completion, _ in sampled))
 
     def _limited(self, usual: Sampling, asked: ApiRequest, prompt_tokens: int) -> Sampling:

@@ -41,8 +41,8 @@ _KILLS = 100
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits: `seconds` of wall-clock and of processor time, `memory_mib` of each process' address space and of total
-    memory, number of `processes` and threads, bytes of kept `output`."""
+    """Limits of a program. `seconds`: wall-clock and processor time; `memory_mib`: address space of each process, and
+    total memory; `processes`: processes and threads; `output`: kept bytes."""
 
     seconds: float = 10.0
     memory_mib: int = 1024

@@ -3,7 +3,7 @@ package.
 
 Values of Python's own types, and of the types in `_VALUES`, are copied. For other objects the other side gets a
 stand-in, which forwards attributes and operators. A stand-in never lets the program compare its object with a value of
-the tests: the program would learn the expected value, and could return any result.
+the tests. The program would learn the expected value, and could return any result.
 """
 
 import builtins

@@ -66,7 +66,7 @@ def check_rollout_size(config: Config) -> Iterator[Violation]:
     options, batch = config.options(GRPOConfig), config.policy.train_global_batch_size
     prompts, size, samples = options.num_prompts_per_step, options.num_generations_per_prompt, samples_per_step(config)
     if size < 2 and not has_teacher(config) and options.use_leave_one_out_baseline != "batch":
-        yield Violation(_GROUP, size, "must be at least 2", f"{_GROUP}=8")
+        yield Violation(_GROUP, size, "must be at least 2: GRPO compares a prompt's responses", f"{_GROUP}=8")
     elif samples % batch:
         near = min((one for one in range(1, samples + 1) if samples % one == 0), key=lambda one: abs(one - batch))
         rule_text = f"must divide the rollout's {samples} samples ({prompts} prompts x {size} generations)"

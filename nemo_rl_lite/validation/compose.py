@@ -219,7 +219,7 @@ def _default_fraction(name: object, share: float, *, _root_: DictConfig) -> floa
 
 
 def _default_steps(epochs: object, steps: int, *, _root_: DictConfig) -> int | None:
-    """`${default_steps:EPOCHS,A}`: A steps; no limit where epochs of a finite data set end the run."""
+    """Resolve `${default_steps:EPOCHS,A}`: A, or None if epochs of a finite data set end the run."""
     return None if epochs and _root_.data.name in ("file", "hub") else steps
 
 

@@ -74,7 +74,7 @@ def check_engine(config: Config) -> Iterator[Violation]:
     for package in ("fastapi", "uvicorn"):
         if has_endpoint(config) and importlib.util.find_spec(package) is None:
             key = "agent.name" if config.agent.name else "generation.serve.enabled"
-            rule_text = f"the endpoint the package {package} is not installed here"
+            rule_text = f"the package {package}, which the endpoint needs, is not installed here"
             yield Violation(key, None, rule_text, f"pip install {package}")
     key, host = "generation.serve.host", config.generation.serve.host
     # An address of IPv6 has several colons.

@@ -152,7 +152,7 @@ def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violati
     context, heads = config.policy.megatron_cfg.context_parallel_size, model.kv_heads // tensor
     if context > 1 and config.policy.megatron_cfg.cp_comm_type == "a2a" and heads % context:
         key = f"{MEGATRON}.cp_comm_type"
-        rule_text = f"needs KV heads that divide by {context} ranks, and a tensor-parallel rank has {heads}"
+        rule_text = f"needs a multiple of {context} KV heads per tensor-parallel rank, and there are {heads}"
         yield Violation(key, "a2a", rule_text, f"{key}=p2p, or {_CONTEXT}=1")
     length = config.policy.max_total_sequence_length
     if length > model.max_positions:
@@ -269,7 +269,7 @@ def check_token_batches(config: Config) -> Iterator[Violation]:
     tensor = policy.megatron_cfg.tensor_model_parallel_size
     if policy.megatron_cfg.sequence_parallel and policy.sequence_length_round % tensor:
         key = "policy.sequence_length_round"
-        rule_text = f"must be a multiple of the {tensor} sequence-parallel ranks"
+        rule_text = f"must be a multiple of the tensor parallel size ({tensor}) with sequence parallelism"
         yield Violation(key, policy.sequence_length_round, rule_text, f"{key}={tensor * 64}")
 
 

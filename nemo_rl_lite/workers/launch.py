@@ -114,7 +114,7 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
     config = begun.config
     batch, together = sequences_per_optimizer_step(config), sequences_together(config)
     layout = Layout.configured(config.policy, "train", on_gpus(config), together)
-    # A fixed layout pads to the longest row of the batch on every replica, so its work is known.
+    # A fixed layout pads to the longest row of the whole batch on every replica, so the split does not matter.
     padding = None if layout.mode == "fixed" else layout
     shape = described_shape(begun.model_path)
     flops = None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)

@@ -73,7 +73,7 @@ def write(models: list[str], counts: tuple[int, ...]) -> None:
                 found = first_that_fits(model, gpus, overrides)
                 layouts[setting] = str(found[0]) if found else "-"
                 if found:
-                    peak = found[1].device[found[1].fullest] / 2**30
+                    peak = found[1].device[found[1].peak_phase] / 2**30
                     results.append(record.result("peak of a GPU", setting, "GiB", [peak]))
                     results.append(record.result("host memory of a node", setting, "GiB", [found[1].host / 2**30]))
                 print(setting, layouts[setting], flush=True)

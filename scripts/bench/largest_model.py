@@ -106,7 +106,7 @@ def peak(kind: Kind, preset: str, layers: int, share: float | None = None) -> in
     overrides += [f"generation.vllm_cfg.gpu_memory_utilization={share}"] if share else []
     config = compose_config(overrides)
     planned = budget(config, shape_of(kind, layers), GPU_BYTES)
-    return planned.device[planned.fullest]
+    return planned.device[planned.peak_phase]
 
 
 def settings(kind: Kind, preset: str, layers: int) -> list[str]:

@@ -147,7 +147,7 @@ def predicted_rows(gpu: str, gpus: int, batch: int, apart: bool) -> Iterator[dic
     yield record.result("step time", name, "s", [step])
     rate = samples_per_step(config) * (PROMPT + MEAN) / step / gpus
     yield record.result("throughput per GPU", name, "tokens/s", [rate])
-    yield record.result("GPU with the highest use", name, "GiB", [memory.device[memory.fullest] / 2**30])
+    yield record.result("GPU with the highest use", name, "GiB", [memory.device[memory.peak_phase] / 2**30])
 
 
 def predict() -> Path:

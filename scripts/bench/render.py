@@ -58,16 +58,9 @@ TABLES = {
         "tutorial",
         "tutorial-1x-h100",
         (
-            *(
-                "dry run",
-                "training",
-                "evaluation",
-                "step time",
-                "reward of the first steps",
-                "reward of the last steps",
-            ),
-            *("held-out accuracy at the start"),
-            *("held-out accuracy at the end", "peak memory, policy-0"),
+            *("dry run", "training", "evaluation", "step time"),
+            *("reward of the first steps", "reward of the last steps"),
+            *("held-out accuracy at the start", "held-out accuracy at the end", "peak memory, policy-0"),
         ),
     ),
     "presets table": Table(

@@ -15,6 +15,8 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch
+
 _FORKED = multiprocessing.get_context("forkserver")
 
 
@@ -67,8 +69,9 @@ def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: flo
 
 def start_script(script: Path, arguments: Sequence[str | Path], environ: Mapping[str, str], log: Path) -> BaseProcess:
     """Start what `python script arguments` would do in this environment, with its output in the file `log`. The process
-    is forked from one that has imported megatron-core and vLLM."""
-    process = preloaded().Process(target=_run, args=(str(script), list(map(str, arguments)), dict(environ), str(log)))
+    is forked from one that has imported megatron-core and vLLM; with GPUs it is a new one."""
+    context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else preloaded()
+    process = context.Process(target=_run, args=(str(script), list(map(str, arguments)), dict(environ), str(log)))
     process.start()
     return process
 

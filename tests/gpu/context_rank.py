@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"threads": 1})
     place, loss = worker.place(), GRPOLoss(config.options(GRPOConfig).loss_fn)
     shape = read_model_shape(model_folder)
+    assert shape
     rows = [replace(row, routed_experts=chosen(len(row.tokens), shape)) for row in sampled_rows()]
     share = len(rows) // place.data_size
     worker.put_batch(rows[place.data_rank * share :][:share])
@@ -52,7 +54,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         trained = worker.train(loss, counts)
         named = [pair for chunk in worker._model.chunks for pair in chunk.named_parameters()]
         steps.append((trained and trained[0], {name: on_host(own.main_grad) for name, own in named}))
-    found = [None] * dist.get_world_size()
+    found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (place, logprobs, [metrics for metrics, _ in steps]))
     moved = [weight - before for weight, before in zip(master_weights(worker), start, strict=True)]
     if os.environ["RANK"] == "0":

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,25 +30,25 @@ SETTINGS = {
         "checkpoint.resume_layouts=data_parallel",
     ],
 }
-CASES = {name: [[*GPU, *own], None] for name, own in SETTINGS.items()}
+CASES: dict[str, Any] = {name: [[*GPU, *own], None] for name, own in SETTINGS.items()}
 CASES |= {f"{name} again": [[*GPU, *own], name] for name, own in SETTINGS.items()}
 CASES["fused from on the host"] = [GPU, "on the host"]
 CASES["half on the host from fused"] = [[*GPU, *SETTINGS["half on the host"]], "fused"]
 TWO, SHARED = ["cluster.gpus_per_node=2"], "policy.megatron_cfg.context_parallel_size=2"
-CONTEXT = {
+CONTEXT: dict[str, Any] = {
     "context": [[*GPU, *TWO, SHARED], None],
     "context again": [[*GPU, *TWO, SHARED], "context"],
     "data from context": [[*GPU, *TWO], "context"],
     "context shares": [[*GPU, *TWO, SHARED, *SETTINGS["shares"]], None],
     "data from context shares": [[*GPU, *TWO, *SETTINGS["shares"]], "context shares"],
 }
-ALONE = {"one from context": [GPU, "context"]}
+ALONE: dict[str, Any] = {"one from context": [GPU, "context"]}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, gpu_model):
     output = tmp_path_factory.mktemp("checkpoints")
-    run_ranks(SCRIPT, [str(gpu_model), str(output), json.dumps(CASES)], ranks=1, fresh=True, timeout_s=500)
+    run_ranks(SCRIPT, [str(gpu_model), str(output), json.dumps(CASES)], ranks=1, timeout_s=500)
     return output
 
 
@@ -55,7 +56,7 @@ def folder(tmp_path_factory, gpu_model):
 def context_folder(tmp_path_factory, gpu_model):
     output = tmp_path_factory.mktemp("context")
     for cases, ranks in ((CONTEXT, 2), (ALONE, 1)):
-        run_ranks(SCRIPT, [str(gpu_model), str(output), json.dumps(cases)], ranks, fresh=True, timeout_s=500)
+        run_ranks(SCRIPT, [str(gpu_model), str(output), json.dumps(cases)], ranks, timeout_s=500)
     return output
 
 

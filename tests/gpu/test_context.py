@@ -79,7 +79,7 @@ def outcome(gpu_model, gpu_experts_model, tmp_path_factory):
             }
             model = gpu_experts_model if experts else gpu_model
             arguments = [str(model), str(folder), json.dumps(together)]
-            run_ranks(Path(__file__).with_name("context_rank.py"), arguments, ranks, fresh=True, timeout_s=400)
+            run_ranks(Path(__file__).with_name("context_rank.py"), arguments, ranks, timeout_s=400)
             done.add((ranks, experts))
         return torch.load(folder / layout.replace(" ", "-"), weights_only=False)
 

@@ -26,9 +26,7 @@ OVERRIDES = [
 def found(gpu_model, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """What each way saved: as without graphs, the shapes of graphs, and graphs."""
     output, ways = tmp_path_factory.mktemp("graphs") / "found", ["plain", "again", "graphs"]
-    run_ranks(
-        SCRIPT, [str(gpu_model), str(output), json.dumps(OVERRIDES), json.dumps(ways)], 1, fresh=True, timeout_s=500
-    )
+    run_ranks(SCRIPT, [str(gpu_model), str(output), json.dumps(OVERRIDES), json.dumps(ways)], 1, timeout_s=500)
     return torch.load(output, weights_only=False)
 
 

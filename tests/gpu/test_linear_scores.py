@@ -1,5 +1,7 @@
 """Triton's kernels for slices of logits give what torch gives, on a GPU."""
 
+from typing import cast
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +31,8 @@ def test_a_slice_may_have_more_entries_than_an_int32_counts(kernels):
     rows, width = 2**31 // 8192 + 3, 8192
     logits = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
     logits[-2:] = torch.randn(2, width, device="cuda")
-    own, head = torch.arange(rows, device="cuda") % width, LMHead(1.0, None, False, 0, dist.group.WORLD)
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    own, head = torch.arange(rows, device="cuda") % width, LMHead(1.0, None, False, 0, world)
     found, expected = (
         module.Reader(own[part], head) for module, part in ((kernels, slice(None)), (vocab_chunks, slice(-2, None)))
     )

@@ -66,7 +66,7 @@ VARIANTS = {"plain": [], **CPU_OPTIMIZERS, **OFFLOADED}
 def results(gpu_model, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """What each variant's rank saved."""
     folder = tmp_path_factory.mktemp("offload")
-    run_ranks(Path(__file__), [str(gpu_model), str(folder)], 1, fresh=True, timeout_s=500)
+    run_ranks(Path(__file__), [str(gpu_model), str(folder)], 1, timeout_s=500)
     return {name: torch.load(folder / name, weights_only=False) for name in VARIANTS}
 
 
@@ -166,7 +166,7 @@ def run(model_folder: str, overrides: list[str]) -> dict[str, Any]:
         trained = worker.train(SFTLoss(), SFTLoss().counts(batch[rows]))
         return trained and trained[0]
 
-    result = {
+    result: dict[str, Any] = {
         "binding": binding.describe(),
         "threads": optimizer.step_threads(),
         "masters_are_weights": torch.equal(masters(worker), weights(worker)),

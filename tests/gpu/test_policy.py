@@ -91,9 +91,7 @@ def outcomes(gpu_model, tmp_path_factory):
                 for name, (size, own) in LAYOUTS.items()
                 if size == ranks
             }
-            run_ranks(
-                RANK_SCRIPT, [str(gpu_model), str(folder), json.dumps(together)], ranks, fresh=True, timeout_s=400
-            )
+            run_ranks(RANK_SCRIPT, [str(gpu_model), str(folder), json.dumps(together)], ranks, timeout_s=400)
             done.add(ranks)
         saved = torch.load(folder / layout.replace(" ", "-"), weights_only=False)
         *scores, steps = zip(*saved["replicas"], strict=True)

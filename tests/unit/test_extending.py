@@ -100,7 +100,7 @@ def test_code_as_the_response(package, tmp_path):
 
 def test_the_environment(package):
     name, kwargs = "my_package.guessing.Guessing", {"cost": 0.1}
-    check_environment(EnvironmentConfig(name, 6, None, 8, 2, 0.5, kwargs))
+    check_environment(EnvironmentConfig(name, None, 8, 2, 0.5, kwargs, 6))
     made = find_environment(name)(**kwargs)
     assert made is not None
 
@@ -120,7 +120,7 @@ def calls(name: str, **arguments: str) -> list:
 
 def test_the_tool(package):
     kwargs = {"tools": ["my_package.digits.reverse"], "max_characters": 100}
-    (tool,) = check_environment(EnvironmentConfig("tools", 6, None, 8, 2, 0.5, kwargs))
+    (tool,) = check_environment(EnvironmentConfig("tools", None, 8, 2, 0.5, kwargs, 6))
     assert tool["function"]["parameters"]["required"] == ["digits"]
     made = find_environment("tools")(**kwargs)
     answers = [asyncio.run(made.step(problem("7"), calls("reverse", digits=digits))) for digits in ("123", "x")]
@@ -129,7 +129,7 @@ def test_the_tool(package):
 
 def test_the_agent(package):
     name, kwargs = "my_package.safe.Safe", {"cost": 0.1}
-    (tool,) = check_environment(EnvironmentConfig(name, 6, None, 8, 2, 0.5, kwargs))
+    (tool,) = check_environment(EnvironmentConfig(name, None, 8, 2, 0.5, kwargs, 6))
     assert tool["function"]["name"] == "turn"
     made = find_environment(name)(**kwargs)
     turns = [calls("turn", digits="425"), calls("turn", digits="415"), [{"role": "assistant", "content": "done"}]]

@@ -127,7 +127,7 @@ def test_reference_weights_wait_on_the_host():
 def test_a_budget_is_for_the_fullest_phase():
     assert planned(ONE, 2**38).fits_device
     small = planned(ONE, 30 * 2**30)
-    assert not small.fits_device and small.device[small.fullest] == max(small.device.values())
+    assert not small.fits_device and small.device[small.peak_phase] == max(small.device.values())
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not():

@@ -25,7 +25,7 @@ def fullest(recipe: str, *overrides: str) -> int:
     config = compose_config([f"recipes={recipe}", *overrides])
     shape = find_shape(config.policy.model_name)
     planned = budget(resolve_auto(config, shape, GPU_BYTES).config, shape, GPU_BYTES)
-    return planned.device[planned.fullest]
+    return planned.device[planned.peak_phase]
 
 
 def test_there_are_such_recipes():

@@ -120,11 +120,7 @@ def test_a_run_with_a_checkpoint_may_go_on_with_other_settings(folder):
 def test_a_run_that_is_done_stays_as_it_is(folder, overrides, told):
     save(folder)
     (folder / SUMMARY_FILE).write_text("{}")
-    lengths = (
-        "algorithm.max_num_epochs or algorithm.max_num_steps"
-        if "algorithm=sft" in overrides
-        else "algorithm.max_num_steps"
-    )
+    lengths = "algorithm.max_num_epochs or algorithm.max_num_steps"
     with pytest.raises(ConfigError, match=rf"it is done{told}\n.*nothing but {lengths}$"):
         enter(folder, *overrides)
     assert (folder / SUMMARY_FILE).exists()

@@ -130,7 +130,7 @@ def test_runs_are_found_by_folder_name_and_as_the_last(capsys):
     assert existing_or_run(Path("last")) == new and existing_or_run(Path("outputs")) == Path("outputs")
     with pytest.raises(NoRunError, match=r"othr: .*other"):
         existing_or_run(Path("othr"))
-    with pytest.raises(NoRunError, match="nothing/ has none"):
+    with pytest.raises(NoRunError, match="no runs in nothing/"):
         find_run("last", Path("nothing"))
 
 

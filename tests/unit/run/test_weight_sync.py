@@ -101,7 +101,7 @@ def test_an_engine_that_died_gives_no_probe_and_one_that_fails_ends_the_run(monk
 def test_an_engine_that_computes_no_numbers_is_named_with_its_step(monkeypatch, logprob):
     generation, sampling = engines(monkeypatch, -1.0, logprob), Sampling(1.0, 1.0, None, 3, (), ())
     request = Request((1,), sampling, seed=1)
-    with pytest.raises(EngineError, match=rf"generation rank 1 sampled token 4 \(number 2 .* logprob {logprob}"):
+    with pytest.raises(EngineError, match=rf"generation rank 1 sampled token 4 \(position 2 .* logprob {logprob}"):
         sampled(generation, request)
     assert len(sampled(engines(monkeypatch, -1.0, -2.0), request)) == 2
     generation = engines(monkeypatch, -1.0, logprob)

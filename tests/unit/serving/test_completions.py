@@ -111,8 +111,9 @@ def test_a_request_has_penalties_a_schema_and_the_most_likely_tokens(openai, ech
 def test_what_the_engine_rejects_is_refused_and_the_next_request_is_not(openai, echo):
     asked = {"model": "own", "messages": [{"role": "user", "content": "ab"}]}
     wrong = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"type": "unheard-of"}}}
-    with pytest.raises(BadRequestError, match="the grammar is invalid"):
+    with pytest.raises(BadRequestError, match="the grammar is invalid") as refused:
         openai.chat.completions.create(**asked, response_format=wrong)
+    assert refused.value.param == "response_format"
     assert openai.chat.completions.create(**asked).choices[0].message.content == "ab"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
-from nemo_rl_lite.planning.time import Divisions, assumed_lengths, lines, rows
+from nemo_rl_lite.planning.time import GpuSplits, assumed_lengths, lines, rows
 from nemo_rl_lite.validation.compose import compose_config
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
@@ -22,7 +22,7 @@ TENSOR = "policy.megatron_cfg.tensor_model_parallel_size"
 def divisions(*overrides: str, gib: int = 141):
     """Return the present division, the others, and what is said of them, for responses of 400 tokens."""
     config = compose_config([*GPUS, *overrides])
-    found = Divisions(config, [*GPUS, *overrides], SHAPE, gib * 2**30, assumed_lengths(config, 400))
+    found = GpuSplits(config, [*GPUS, *overrides], SHAPE, gib * 2**30, assumed_lengths(config, 400))
     present = found.present()
     others = list(found.others(present))
     return present, others, "\n".join(lines(present, others))
@@ -37,7 +37,7 @@ def test_the_overrides_are_accepted_as_they_are(own):
     for split in (one for one in others if one.time):
         kept = [override for override in [*GPUS, *SIZES, *own] if override not in split.instead_of]
         config = compose_config([*kept, *split.overrides])
-        again = Divisions(config, (), SHAPE, 141 * 2**30, assumed_lengths(config, 400)).present()
+        again = GpuSplits(config, (), SHAPE, 141 * 2**30, assumed_lengths(config, 400)).present()
         assert (again.engine_gpus, again.colocated) == (split.engine_gpus, split.colocated)
         assert again.overlaps is not split.colocated and again.seconds == split.seconds
 
@@ -56,7 +56,7 @@ def test_whole_machines_where_there_are_several():
 def test_what_the_rules_refuse_or_does_not_fit_has_its_reason():
     present, others, said = divisions(f"{TENSOR}=4", "policy.train_global_batch_size=512", gib=20)
     assert [row[-1] for row in rows(present, others)] == ["-", *["refused, see below"] * 7]
-    assert others[3].refusal == "the GPUs' memory is too small" and "must divide the 7 policy ranks" in said
+    assert others[3].refusal == "the GPUs' memory is too small" and "must divide the number of policy ranks (7)" in said
     assert "no other split" in said
 
 
