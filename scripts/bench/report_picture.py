@@ -16,7 +16,7 @@ from whole_runs import tiny_run
 from nemo_rl_lite.report.page import write_report
 
 PICTURE = record.ROOT / "docs" / "images" / "report.png"
-SIZE = "1180,672"
+SIZE = "1300,648"
 
 
 def main(arguments: list[str]) -> None:
