@@ -185,6 +185,11 @@ def answer_to(key: str, given: object, by_section: bool = True) -> str | Sequenc
     return found
 
 
+def earlier_keys() -> dict[str, str]:
+    """Map earlier names of keys to the present ones."""
+    return {before: now.removesuffix("={}") for before, now in _aliases("earlier").items()}
+
+
 def instead_of_file(group: str, name: str | None) -> str | None:
     """Return the fix for a file that a group does not have; None if none is known."""
     if group == "data" and name and "/" in name:

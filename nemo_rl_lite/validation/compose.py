@@ -22,7 +22,15 @@ from pydantic_core import ErrorDetails
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.composition import compose_files
 from nemo_rl_lite.config.experiments import expanded, placed
-from nemo_rl_lite.config.keys import DEFAULT_ALGORITHM, groups, known_keys, unknown_key, variables_of
+from nemo_rl_lite.config.keys import (
+    DEFAULT_ALGORITHM,
+    earlier_keys,
+    groups,
+    known_keys,
+    owners,
+    unknown_key,
+    variables_of,
+)
 from nemo_rl_lite.config.overrides import check_overrides
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import DURATION, RUN_NAME, USER_CODE, AlgorithmConfig
@@ -295,11 +303,33 @@ def default_values(algorithm: str) -> dict[str, Any]:
 
 
 def restore(text: str) -> Config:
-    """Read a configuration that a run has written (JSON). Raises ConfigError: another version of this package did."""
+    """Read a configuration that a run has written (JSON). Earlier names of keys are replaced, and keys that the run did
+    not have get their defaults. Raises ConfigError: a later version of this package has written it."""
     try:
-        return TypeAdapter(Config).validate_json(text)
+        return TypeAdapter(Config).validate_json(json.dumps(_with_all_keys(json.loads(text))))
     except ValidationError as error:
         raise ConfigError([described(details, known_keys()) for details in error.errors(include_url=False)]) from None
+
+
+def _with_all_keys(values: dict[str, Any]) -> dict[str, Any]:
+    for before, now in earlier_keys().items():
+        section, name = _section_of(values, before)
+        if name in section:
+            section[now.rpartition(".")[2]] = section.pop(name)
+    algorithm = _at(values, "algorithm.name")
+    if algorithm in owners("algorithm.name"):
+        defaults = default_values(algorithm)
+        for key in known_keys(algorithm):
+            section, name = _section_of(values, key)
+            section.setdefault(name, _at(defaults, key))
+    return values
+
+
+def _section_of(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the section of a key, empty if there is none, and the key's name there."""
+    path, _, name = key.rpartition(".")
+    section = _at(values, path)
+    return (section if isinstance(section, dict) else {}), name
 
 
 def _plain(composed: DictConfig) -> tuple[dict[str, Any], list[Violation]]:

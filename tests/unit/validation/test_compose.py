@@ -10,8 +10,9 @@ from nemo_rl_lite.config import composition, keys
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import micro_batch_sizes
 from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.run.command import split_arguments
-from nemo_rl_lite.validation.compose import compose_config, resolve
+from nemo_rl_lite.validation.compose import compose_config, resolve, restore
 from nemo_rl_lite.validation.notes import notes
 
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "numpy")
@@ -264,3 +265,16 @@ def test_a_constant_rate_has_a_warm_up_of_any_length():
     scheduler = "policy.megatron_cfg.scheduler"
     config = compose_config([f"{scheduler}.lr_warmup_iters=2000"]).policy.megatron_cfg.scheduler
     assert config.lr_warmup_iters > config.lr_decay_iters and config.lr_decay_style == "constant"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_a_configuration_of_an_earlier_version_is_read(algorithm):
+    config = compose_config([f"algorithm={algorithm}"])
+    recorded = described(config)
+    recorded["refit"]["direct"] = recorded["refit"].pop("cuda_ipc")
+    recorded["reward"]["max_error_share"] = recorded["reward"].pop("max_failure_fraction")
+    del recorded["data"]["max_samples"], recorded["logger"], recorded["algorithm"]["val_period"]
+    assert restore(json.dumps(recorded)) == config
+    recorded["refit"]["colour"] = "blue"
+    with pytest.raises(ConfigError, match=r"refit\.colour"):
+        restore(json.dumps(recorded))
