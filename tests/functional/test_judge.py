@@ -80,4 +80,4 @@ def test_a_judge_that_is_not_there_ends_the_run_before_it_starts(server, tmp_pat
     done = run_here(tmp_path / "run", model_folder, *judged(server, 1))
     assert done.returncode == 2
     assert f"the judge m at {server.url} gave no answer: Connection error" in done.stderr
-    assert "fix: start what it asks" in done.stderr and "policy rank" not in done.stdout
+    assert "fix: start the server" in done.stderr and "policy rank" not in done.stdout
