@@ -24,7 +24,7 @@ from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
 from nemo_rl_lite.observability.callbacks import Callbacks, OnRollout, OnStep
 from nemo_rl_lite.observability.timer import restart_clock
 from nemo_rl_lite.observability.trackers import METRICS_FILE
-from nemo_rl_lite.run.command import Flags, checked, folder_of, logged_to, run_in
+from nemo_rl_lite.run.command import DRY_RUN, Flags, checked, folder_of, logged_to, run_in
 from nemo_rl_lite.run.inputs import Inputs
 from nemo_rl_lite.system.pool import ending_pools
 from nemo_rl_lite.system.stopping import forget_signals
@@ -158,7 +158,7 @@ class Trainer:
             ConfigError: all problems of the arguments.
             DataError: invalid rows.
         """
-        with _training(), self._checked() as (overrides, _, _):
+        with _training(), self._checked(DRY_RUN) as (overrides, _, _):
             from nemo_rl_lite.run.run import dry_run
 
             dry_run(compose_config(overrides), overrides, self._output_dir)
@@ -172,7 +172,7 @@ class Trainer:
         Raises:
             ConfigError: all problems of the arguments.
         """
-        with self._checked() as (overrides, _, _):
+        with self._checked(here=False) as (overrides, _, _):
             from nemo_rl_lite.models.shape import find_shape
             from nemo_rl_lite.planning.budget import size_of
             from nemo_rl_lite.planning.page import make_plan
@@ -186,15 +186,18 @@ class Trainer:
         self._callbacks.stop()
 
     @contextmanager
-    def _checked(self) -> Iterator[tuple[list[str], Inputs, Path]]:
-        """Yield valid overrides (the last one is the run's folder), the files of in-memory inputs, and the folder."""
+    def _checked(self, *flags: str, here: bool = True) -> Iterator[tuple[list[str], Inputs, Path]]:
+        """Yield valid overrides (the last one is the run's folder), the files of in-memory inputs, and the folder.
+
+        `here`: also check this machine, as the command does with these flags.
+        """
         with tempfile.TemporaryDirectory(prefix="nrl-lite-") as staged:
             inputs = Inputs(Path(staged))
             overrides = self._overrides(inputs)
             folder = self._output_dir or folder_of(overrides)
             overrides.append(f"{RUN_FOLDER}={literal(RUN_FOLDER, folder, inputs.path_of)}")
             with inputs.named():
-                [(_, config)] = checked(Flags(()), overrides)
+                config = checked(Flags(flags), overrides)[0][1] if here else compose_config(overrides)
                 if (name := config.algorithm.name) != self.algorithm:
                     rule = f"has algorithm={name}, and {type(self).__name__} trains with {self.algorithm}"
                     raise ConfigError([Violation("recipe", self._recipe, rule, "the class of that algorithm")])

@@ -184,3 +184,5 @@ def test_a_training_is_stopped_by_its_object(runs):
 def test_a_plan_is_of_another_machine():
     small = Distillation(model=EMBEDDED, teacher={"model_name": EMBEDDED}).plan("H200")
     assert small.fits and dataclasses.is_dataclass(small)
+    on_gpus = {"policy": "megatron_gpu", "generation": "vllm_gpu", "cluster.gpus_per_node": 64}
+    assert GRPO(overrides=on_gpus).plan("H200").fits
