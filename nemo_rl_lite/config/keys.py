@@ -23,9 +23,9 @@ ALIASES = "aliases.yaml"
 HYDRA_PACKAGE = "hydra"
 RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
 DEFAULT_ALGORITHM = "grpo"
-# Sections of NeMo-RL that are an algorithm's.
+# Sections of NeMo-RL with an algorithm's options.
 ALGORITHM_SECTIONS = ("grpo", "sft", "dpo", "distillation")
-# Begins an answer of the aliases to a key that has no effect here.
+# Prefix of an alias for a key without effect here.
 NOTHING = "nothing:"
 # Minimum similarity of a suggestion to the given key.
 _LIKE = 0.8
@@ -244,7 +244,7 @@ def _fix(answer: str | Sequence[str], given: object, algorithm: str) -> str:
     fits = [one for one, key in zip(answers, keys, strict=True) if key is None or key[0].rstrip(".") in known]
     chosen = fits[0] if fits else answers[0]
     if not chosen or chosen.startswith(NOTHING):
-        return f"leave it out: {chosen.removeprefix(NOTHING).strip() or 'it is always so'}"
+        return f"leave it out: {chosen.removeprefix(NOTHING).strip() or 'this is always the case'}"
     if chosen.endswith("={}") and not isinstance(given, str):
         chosen = chosen.removesuffix("={}")
     needs = "" if fits or not keys[0] else f", which needs algorithm={owners(keys[0][0])[0]}"

@@ -29,7 +29,7 @@ _OVERRIDES = re.compile(r"[a-z][\w.]*=\S+(?: [a-z][\w.]*=\S+)*")
 _PLACE = re.compile(r"\{(\d*|\*\d+)\}")
 _REFERENCE = re.compile(r"\$\{(\.*)([a-zA-Z_][\w.]*)\}")
 # Ends the note on a value that both launchers have.
-SAME = "it is always so"
+SAME = "this is always the case"
 _CHOICES = ("algorithm", "recipes")
 
 

@@ -127,7 +127,7 @@ def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tup
 
 
 def is_held_out(problem: Prompted, fraction: float) -> bool:
-    """Return whether an item belongs to the held-out `fraction`. Its prompt alone decides, without the system prompt,
+    """Return whether an item belongs to the held-out `fraction`. Only its prompt decides, without the system prompt,
     so rows with equal prompts stay together, whatever the seed."""
     return place(problem) < fraction
 

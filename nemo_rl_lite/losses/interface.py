@@ -186,8 +186,8 @@ def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average metrics over optimizer steps, but take the extremes of `*_min` and `*_max`. Skipped steps count in
-    `skipped_steps` alone, unless all steps were skipped."""
+    """Average metrics over optimizer steps, but take the extremes of `*_min` and `*_max`. Skipped steps count
+    only in `skipped_steps`, unless all steps were skipped."""
     taken = [step for step in steps if not step["skipped_steps"]] or steps
     means = {
         name: value if name.endswith(("_min", "_max")) else value / len(taken)

@@ -75,7 +75,7 @@ class Served:
     of_run: bool = True
     """True for a run's model, whose configuration is known."""
     step: int = 0
-    """The step that made the weights; 0 if no run has trained the model."""
+    """Training step of the weights; 0 if no run has trained the model."""
     other_names: tuple[str, ...] = ()
     """Further names that requests may use."""
     flags: SampledBy = SampledBy()

@@ -95,7 +95,7 @@ _EXPECTED = {
 }
 _FILES = ("data.train_path", "data.validation_path")
 
-# What the patterns of the schema demand.
+# Rules of the schema's patterns.
 _PATTERNS = {
     RUN_NAME: "must be a folder name: at most 200 characters, no slash, no leading space or dot",
     USER_CODE: "must be a dotted path (package.module.Class) or a file (path/to/file.py:Class)",
