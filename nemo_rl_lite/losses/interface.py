@@ -87,7 +87,7 @@ def needs_of(loss: object) -> frozenset[Need]:
 
 
 def make_loss(options: AlgorithmConfig) -> Loss:
-    """Make the loss of a run with these options of its algorithm. Raises ConfigError: `algorithm.loss` cannot be
+    """Create the loss of a run with these options of its algorithm. Raises ConfigError: `algorithm.loss` cannot be
     imported, called with `algorithm.loss_kwargs`, or used as this algorithm's `Loss`."""
     path = options.loss or ALGORITHMS[options.name].loss
     try:

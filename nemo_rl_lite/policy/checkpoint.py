@@ -263,7 +263,7 @@ class _IndexOnly(pickle.Unpickler):
 
 
 def make_states(optimizer: Any) -> None:
-    """Make the states of a first step, so that a checkpoint can be read into them. megatron-core does so only for
+    """Create the states of a first step, so that a checkpoint can be read into them. megatron-core does so only for
     its own optimizers."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         part.init_state_fn = part.init_state_fn or (lambda *_, **__: None)

@@ -365,7 +365,7 @@ def _naming_its_variable(one: Violation, composed: DictConfig) -> Violation:
 
 
 def _references(composed: DictConfig, key: str) -> Iterator[str]:
-    """Yield the keys that the value of a key is made from."""
+    """Yield the keys that the value of a key refers to."""
     value = _at(OmegaConf.to_container(composed, resolve=False), key)
     for name in re.findall(r"\$\{([.\w]+)\}", value) if isinstance(value, str) else ():
         above = len(name) - len(name.lstrip("."))
