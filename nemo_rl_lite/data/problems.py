@@ -1,6 +1,6 @@
 """Problems and training sets. This module imports nothing heavy.
 
-A training set has a `problem(position)` for every position from 0 on, epoch after epoch. So one integer is a run's
+A training set has a `problem(position)` for every position from 0, epoch after epoch. So one integer is a run's
 position in its data.
 """
 

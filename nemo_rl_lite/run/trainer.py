@@ -167,7 +167,7 @@ class Trainer:
         """Predict the run's memory and step time, and whether it fits, as `nrl-lite plan`. Start nothing.
 
         Args:
-            gpu: a GPU such as "H200", or its memory such as "80GiB"; None for this machine's.
+            gpu: a GPU such as "H200", or its memory such as "80GiB"; None for this machine's, or "H100".
 
         Raises:
             ConfigError: all problems of the arguments.
