@@ -264,7 +264,7 @@ def engine_ranks(config: Config) -> int:
 
 
 def parallel_dims(config: Config) -> ParallelDims:
-    """Return how the policy's ranks are split."""
+    """Return the policy's parallel layout."""
     return ParallelDims.of(config.policy.megatron_cfg, policy_ranks(config))
 
 

@@ -356,7 +356,7 @@ def environment_variables(machine: Machine) -> Iterator[Check]:
     for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":") if machine.gpus else ()):
         if found := [file for name in OF_TORCH for file in Path(folder).glob(f"{name}.so*")]:
             wanted, fix = "the libraries that torch was built with", f"LD_LIBRARY_PATH without {folder}"
-            off = "what the other version lacks (undefined symbols, hangs)"
+            off = "features that the other version lacks (undefined symbols, hangs)"
             yield Check("LD_LIBRARY_PATH", WARN, f"{found[0]} comes before torch's", wanted, fix, off)
 
 
@@ -487,7 +487,7 @@ def hub(machine: Machine) -> Iterator[Check]:
     found = f"{ENDPOINT} cannot be reached: {trouble}" if trouble else f"{ENDPOINT} answers"
     found += "; a token is there" if get_token() else "; no token, which only gated and private models need"
     fix = "a network or proxy (HTTPS_PROXY), a mirror (HF_ENDPOINT), or policy.model_name=./FOLDER"
-    off = "models and datasets by their hub names; local folders, files and what is in the cache work"
+    off = "models and datasets by Hub ID; local folders, files and cached ones work"
     yield judge("hub", not trouble, found, "", fix, off)
 
 

@@ -158,7 +158,7 @@ class Engine(Protocol):
         ...
 
     def poll(self, seconds: float) -> dict[int, Completion | RequestError]:
-        """Work until nothing is left to do, or for about `seconds`. Return what has finished or was rejected since the
+        """Work until nothing is left to do, or for about `seconds`. Return the completions and rejections since the
         last call, and an `Unfinished` completion for each request that streams."""
         ...
 
