@@ -312,8 +312,7 @@ def each_gpu(machine: Machine) -> Iterator[Check]:
         if gpu.capability and gpu.capability < OLDEST_CAPABILITY:
             yield Check(name, _severity(machine), found, "capability 7.5 or newer", "another GPU", ON_GPUS)
         elif gpu.capability and gpu.capability < BFLOAT16_CAPABILITY:
-            off = "bfloat16, in which policy=megatron_gpu computes"
-            yield Check(name, WARN, found, "capability 8.0 or newer", "policy.precision=float32", off)
+            yield Check(name, WARN, found, "capability 8.0 or newer, for bfloat16", "another GPU", ON_GPUS)
         elif gpu.compute_mode.startswith(("Exclusive", "Prohibited")):
             found += f", compute mode {gpu.compute_mode}"
             wanted, fix = "Default: policy and engine are two processes", f"nvidia-smi -i {gpu.index} -c DEFAULT (root)"
