@@ -170,7 +170,7 @@ def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> 
 
 
 def answer_to(key: str, given: object, by_section: bool = True) -> str | Sequence[str] | None:
-    """Return the answer of the aliases to an unknown name with this value; None if there is none.
+    """Return the counterpart of an unknown name with this value in aliases.yaml; None if there is none.
 
     `by_section`: also look up the name with our name of its section."""
     theirs = re.sub(r"^data\.(train|validation|default)\.(?=\w)", "data.*.", key)
@@ -237,7 +237,7 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
 
 
 def _fix(answer: str | Sequence[str], given: object, algorithm: str) -> str:
-    """Return an answer of the aliases as a fix: the first one valid for this algorithm."""
+    """Return a counterpart as a fix: the first one valid for this algorithm."""
     known = known_keys(algorithm)
     answers = [answer] if isinstance(answer, str) else list(answer)
     keys = [re.match(r"algorithm\.[\w.]+", one) for one in answers]
@@ -263,7 +263,7 @@ def _longest[Answer](table: Mapping[str, Answer], key: str) -> Answer | None:
 @cache
 def _aliases(part: str) -> dict[str, Any]:
     """Return one part of aliases.yaml by name, sections of NeMo-RL before their keys. An entry is a text, a list of
-    texts, or a text per value."""
+    texts, or a text for each value."""
     found = {}
     for names, answer in _alias_file()[part].items():
         below = answer if isinstance(answer, dict) and "otherwise" not in answer else {"": answer}

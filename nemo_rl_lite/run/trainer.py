@@ -49,7 +49,7 @@ _TRAINING = threading.Lock()
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a training."""
+    """Result of a training run."""
 
     folder: Path
     """The run's folder, which `nrl-lite report`, `evaluate`, `chat` and `serve` take."""
