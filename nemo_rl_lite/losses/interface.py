@@ -106,7 +106,7 @@ def make_loss(options: AlgorithmConfig) -> Loss:
         fix = f"the call is {own_name(path)}(options, **algorithm.loss_kwargs); options are the keys below `algorithm`"
         if options.loss_kwargs:
             raise _error("loss_kwargs", dict(options.loss_kwargs), f"do not fit {path}: {cause}", fix) from error
-        raise _error("loss", path, f"cannot be made: {cause}", fix) from error
+        raise _error("loss", path, f"cannot be created: {cause}", fix) from error
     _check(path, loss)
     asked = next(iter(signature.parameters.values())).annotation
     if isinstance(asked, type) and issubclass(asked, AlgorithmConfig) and not isinstance(options, asked):
@@ -120,7 +120,7 @@ def _check(path: str, loss: Any) -> None:
     fix = "see the protocol Loss in nemo_rl_lite/losses/interface.py"
     missing = [name for name in ("__call__", "counts") if not callable(getattr(loss, name, None))]
     if missing:
-        raise _error("loss", path, f"makes a {type(loss).__name__} without {' and '.join(missing)}", fix)
+        raise _error("loss", path, f"returns a {type(loss).__name__} without {' and '.join(missing)}", fix)
     for name, count in (("__call__", 3), ("counts", 1)):
         try:
             inspect.signature(getattr(loss, name)).bind(*range(count))
