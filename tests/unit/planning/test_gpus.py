@@ -23,7 +23,7 @@ def test_this_machines_or_an_assumed_one(monkeypatch):
     monkeypatch.setattr(budget.machine, "gpu_bytes", lambda: 5)
     assert budget.size_of(None) == ("this machine's GPU", 5)
     monkeypatch.setattr(budget.machine, "gpu_bytes", lambda: None)
-    assert budget.size_of(None) == ("H100 (none is here)", budget.KNOWN["H100"].mib * 2**20)
+    assert budget.size_of(None) == ("H100 (assumed)", budget.KNOWN["H100"].mib * 2**20)
 
 
 def test_only_a_gpu_whose_rates_are_known_has_rates():
