@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = Options(given.samples, given.problems, given.temperature, given.pass_reward)
         evaluation = compose(find_model(given.model, console.say), given.overrides, options)
         folder = given.output or evaluation.usual_folder()
-        resume = f"the same command continues with what is in {folder}"
+        resume = f"the same command continues from {folder}"
         try:
             evaluate(evaluation, folder, console)
         except KeyboardInterrupt:

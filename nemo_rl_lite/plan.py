@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command. Exit status: 0 fits, 1 does not fit or failed, 2 bad configuration or arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", help="as for train")
-    parser.add_argument("--gpu", help=f"a GPU ({', '.join(KNOWN)}) or its memory (80GiB); default: this machine's")
+    gpus = f"a GPU ({', '.join(KNOWN)}) or its memory (80GiB); default: this machine's, or H100"
+    parser.add_argument("--gpu", help=gpus)
     parser.add_argument("--host-memory", help="host memory of a machine, such as 2TiB; default: not checked")
     parser.add_argument(
         "--model-config", type=local_path, help="the model's config.json, if the model is not on this machine"

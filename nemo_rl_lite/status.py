@@ -14,7 +14,7 @@ from nemo_rl_lite.errors import shown_as_message
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="nrl-lite status", description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", default="last", help="default: last")
-    parser.add_argument("--json", action="store_true", help="a JSON object")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite status"):
         from nemo_rl_lite.observability.runs import find_run, read_state

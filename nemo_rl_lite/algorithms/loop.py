@@ -130,7 +130,7 @@ class Steps:
     stopping: Stopping
     metrics: MetricsLog
     max_skipped: int
-    """Maximum number of consecutive steps that may be skipped because of non-finite gradients."""
+    """Number of consecutive steps, skipped because of non-finite gradients, that ends the run."""
     around: Callable[[int], AbstractContextManager[None]]
     """Context of a step."""
     callbacks: Callbacks = field(default_factory=Callbacks)

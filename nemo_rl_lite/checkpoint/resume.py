@@ -132,7 +132,7 @@ def find_start(
 def _adapters_of_another_model(
     config: Config, changes: Mapping[str, tuple[Any, Any]], checkpoint: Path
 ) -> Iterator[Violation]:
-    """Yield a violation if the checkpoint has LoRA adapters alone, and those of a different model."""
+    """Yield a violation if the checkpoint has only LoRA adapters, and those of a different model."""
     key = "policy.model_name"
     before, now = changes.get(key, (None, None))
     if not config.policy.megatron_cfg.peft.enabled or before is None:

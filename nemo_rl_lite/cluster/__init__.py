@@ -1,4 +1,4 @@
-"""Settings for Ray, made before it is imported: a call to Ray after a run's end must not start it again."""
+"""Settings for Ray, set before it is imported: a call to Ray after a run's end must not start it again."""
 
 import os
 

@@ -121,7 +121,9 @@ def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
     group = placement_group([{"GPU": 1}] * gpus, strategy="PACK")
     if not group.wait(limit_s):
         free = ray.available_resources().get("GPU", 0)
-        raise WorkerError("placement", "start", f"{gpus} GPUs did not become free within {limit_s:g} s; {free:g} are")
+        raise WorkerError(
+            "placement", "start", f"{gpus} GPUs did not become free within {limit_s:g} s; only {free:g} are free"
+        )
     return group
 
 

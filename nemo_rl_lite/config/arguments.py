@@ -31,12 +31,12 @@ def overrides_of(arguments: Mapping[str, Any], algorithm: str, path_of: PathOf) 
         elif name in groups() and f"{name}.name" in known_keys(algorithm) and _is_own(name, value):
             yield f"{name}.name={literal(f'{name}.name', value, path_of)}"
         else:
-            # A file of a group has no quotes.
+            # The name of a group's file needs no quotes.
             yield f"{name}={value}" if name in groups() else f"{key}={literal(key, value, path_of)}"
 
 
 def full_key(name: str, algorithm: str) -> str:
-    """Return the full key of a name: of the keys that end with it, the least deep one.
+    """Return the full key of a name: the shallowest of the keys that end with it.
 
     Raises:
         ConfigError: there are several.
@@ -50,7 +50,7 @@ def full_key(name: str, algorithm: str) -> str:
     if len(found) > 1:
         fix = " or ".join(f'overrides={{"{key}": ...}}' for key in found[:4])
         raise ConfigError([Violation(name, None, "several keys end with this name", fix)])
-    # The command's own check answers what is unknown.
+    # The command's own check reports unknown keys.
     return found[0] if found else name
 
 
@@ -84,5 +84,5 @@ def _quoted(text: str) -> str:
 
 
 def _is_own(group: str, value: Any) -> bool:
-    """Return whether a value is a function, a class, or the path of one, and not a file of the group."""
+    """Return whether a value is a function, a class, or the path of one, rather than a file of the group."""
     return callable(value) or (isinstance(value, str) and "." in value and value not in groups()[group])

@@ -227,7 +227,7 @@ class _Reader:
         """Add the overrides of a file, after those of its defaults list."""
         shown, resolved = str(file), file.resolve()
         if resolved in above:
-            self._refuse(shown, "builds on itself", "leave it out of the defaults list", named_at)
+            self._refuse(shown, "includes itself", "leave it out of the defaults list", named_at)
             return
         try:
             text = file.read_text()
@@ -307,7 +307,7 @@ class _Reader:
             head, mark, tail = item.lstrip("/").partition("/")
             group, name = (head, tail) if mark and head in groups() else (group, item.lstrip("/"))
         if name is None or name == CONFIG_NAME:
-            # Everything is laid over train.yaml.
+            # train.yaml is always the base.
             return
         if not isinstance(name, str):
             self._refuse("defaults", f"{item} chooses no file", "write NAME, FILE.yaml or GROUP: NAME", place)

@@ -23,9 +23,9 @@ ALIASES = "aliases.yaml"
 HYDRA_PACKAGE = "hydra"
 RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
 DEFAULT_ALGORITHM = "grpo"
-# Sections of NeMo-RL that are an algorithm's.
+# Sections of NeMo-RL with an algorithm's options.
 ALGORITHM_SECTIONS = ("grpo", "sft", "dpo", "distillation")
-# Begins an answer of the aliases to a key that has no effect here.
+# Prefix of an alias for a key without effect here.
 NOTHING = "nothing:"
 # Minimum similarity of a suggestion to the given key.
 _LIKE = 0.8
@@ -170,7 +170,7 @@ def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> 
 
 
 def answer_to(key: str, given: object, by_section: bool = True) -> str | Sequence[str] | None:
-    """Return the answer of the aliases to an unknown name with this value; None if there is none.
+    """Return the counterpart of an unknown name with this value in aliases.yaml; None if there is none.
 
     `by_section`: also look up the name with our name of its section."""
     theirs = re.sub(r"^data\.(train|validation|default)\.(?=\w)", "data.*.", key)
@@ -237,14 +237,14 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
 
 
 def _fix(answer: str | Sequence[str], given: object, algorithm: str) -> str:
-    """Return an answer of the aliases as a fix: the first one valid for this algorithm."""
+    """Return a counterpart as a fix: the first one valid for this algorithm."""
     known = known_keys(algorithm)
     answers = [answer] if isinstance(answer, str) else list(answer)
     keys = [re.match(r"algorithm\.[\w.]+", one) for one in answers]
     fits = [one for one, key in zip(answers, keys, strict=True) if key is None or key[0].rstrip(".") in known]
     chosen = fits[0] if fits else answers[0]
     if not chosen or chosen.startswith(NOTHING):
-        return f"leave it out: {chosen.removeprefix(NOTHING).strip() or 'it is always so'}"
+        return f"leave it out: {chosen.removeprefix(NOTHING).strip() or 'this is always the case'}"
     if chosen.endswith("={}") and not isinstance(given, str):
         chosen = chosen.removesuffix("={}")
     needs = "" if fits or not keys[0] else f", which needs algorithm={owners(keys[0][0])[0]}"
@@ -263,7 +263,7 @@ def _longest[Answer](table: Mapping[str, Answer], key: str) -> Answer | None:
 @cache
 def _aliases(part: str) -> dict[str, Any]:
     """Return one part of aliases.yaml by name, sections of NeMo-RL before their keys. An entry is a text, a list of
-    texts, or a text per value."""
+    texts, or a text for each value."""
     found = {}
     for names, answer in _alias_file()[part].items():
         below = answer if isinstance(answer, dict) and "otherwise" not in answer else {"": answer}

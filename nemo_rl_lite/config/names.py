@@ -1,7 +1,7 @@
 """Translate NeMo-RL's names of keys, and short names of ours, by configs/aliases.yaml.
 
-An answer made of overrides replaces the name. An answer by value has an answer for each value. An answer that begins
-with `nothing:` gives the reason why a name has no effect here. All others are sentences, for `keys.unknown_key`.
+A counterpart made of overrides replaces the name. A mapping has a counterpart for each value. A counterpart that begins
+with `nothing:` is the reason for no effect here. All others are sentences, for `keys.unknown_key`.
 """
 
 import re
@@ -29,7 +29,7 @@ _OVERRIDES = re.compile(r"[a-z][\w.]*=\S+(?: [a-z][\w.]*=\S+)*")
 _PLACE = re.compile(r"\{(\d*|\*\d+)\}")
 _REFERENCE = re.compile(r"\$\{(\.*)([a-zA-Z_][\w.]*)\}")
 # Ends the note on a value that both launchers have.
-SAME = "it is always so"
+SAME = "this is always the case"
 _CHOICES = ("algorithm", "recipes")
 
 
@@ -141,7 +141,7 @@ def _meaning_of(one: Override, algorithm: str) -> Meaning | None:
 
 
 def _filled(answer: str, value: Any, text: str) -> str:
-    """Put a value into an answer."""
+    """Put a value into a counterpart."""
 
     def place(match: re.Match[str]) -> str:
         part = match[1]

@@ -276,7 +276,7 @@ TYPES = {
     "integer": "integer",
     "number": "number",
     "boolean": "`true` or `false`",
-    "string": "text",
+    "string": "string",
     "object": "mapping",
     "null": "`null`",
 }
@@ -288,7 +288,7 @@ _BY_RESOLVER = {
     "response": "`{other}`, or half of `policy.max_total_sequence_length` if less; `{own}` for the embedded model",
     "micro_batch": "`{other}` / `policy.max_total_sequence_length`, at least 1; `{own}` for the embedded model",
     "rate": "`{other}`; `5.0e-6` with SFT; `{own}` with LoRA or the embedded model",
-    "batch": "the rollout; `{own}` with SFT, DPO, ORPO, KTO or the embedded model",
+    "batch": "all samples of a rollout; `{own}` with SFT, DPO, ORPO, KTO or the embedded model",
     "for": "`{other}`; `{own}` for the embedded model",
     "fraction": "`{own}`, or `0` without validation",
     "steps": "`{own}`; `null` with `max_num_epochs` for finite data",

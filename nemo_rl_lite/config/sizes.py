@@ -74,12 +74,12 @@ def bucket_size(refit: RefitConfig, memory_bytes: int) -> int:
 
 
 def generates_ahead(config: Config) -> bool:
-    """Return whether engines generate while the policy trains."""
+    """Return whether rollouts are asynchronous: engines generate while the policy trains."""
     return isinstance(config.algorithm, GRPOConfig) and config.algorithm.rollouts.source != "on_policy"
 
 
 def sleep_is_wanted(config: Config) -> bool:
-    """Return whether colocated engines sleep. With unresolved `auto` they do unless they generate ahead."""
+    """Return whether colocated engines sleep. With unresolved `auto` they do unless rollouts are asynchronous."""
     sleep = config.generation.colocated.sleep
     return not generates_ahead(config) if sleep == "auto" else sleep
 
@@ -264,7 +264,7 @@ def engine_ranks(config: Config) -> int:
 
 
 def parallel_dims(config: Config) -> ParallelDims:
-    """Return how the policy's ranks are split."""
+    """Return the policy's parallel layout."""
     return ParallelDims.of(config.policy.megatron_cfg, policy_ranks(config))
 
 

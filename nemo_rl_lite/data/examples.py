@@ -88,7 +88,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class TrainingExamples:
-    """Training batches: `rows(step)` for every step from 0 on, epoch after epoch."""
+    """Training batches: `rows(step)` for every step from 0, epoch after epoch."""
 
     examples: TrainingSet[Example]
     encoder: Encoder

@@ -69,7 +69,7 @@ def _message(value: object, number: int, where: str) -> Message:
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        found = type(content).__name__ if "content" in value else f"the fields {', '.join(map(str, value))} alone"
+        found = type(content).__name__ if "content" in value else f"only the fields {', '.join(map(str, value))}"
         field = "content (value)" if "from" in value else "content"
         raise DataError(f"{where}: its {field} must be text, found {found}")
     more = {key: value[key] for key in _MORE if value.get(key) is not None}

@@ -1,6 +1,6 @@
 """Problems and training sets. This module imports nothing heavy.
 
-A training set has a `problem(position)` for every position from 0 on, epoch after epoch. So one integer is a run's
+A training set has a `problem(position)` for every position from 0, epoch after epoch. So one integer is a run's
 position in its data.
 """
 
@@ -127,7 +127,7 @@ def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tup
 
 
 def is_held_out(problem: Prompted, fraction: float) -> bool:
-    """Return whether an item belongs to the held-out `fraction`. Its prompt alone decides, without the system prompt,
+    """Return whether an item belongs to the held-out `fraction`. Only its prompt decides, without the system prompt,
     so rows with equal prompts stay together, whatever the seed."""
     return place(problem) < fraction
 

@@ -1,6 +1,6 @@
 """Find tool calls in responses. The format is derived from the chat template's output, so no list of models is needed.
 
-This runs in the launcher's event loop, so it takes linear time, whatever a model writes.
+This runs in the launcher's event loop, so it takes linear time for any response.
 """
 
 import json

@@ -312,8 +312,7 @@ def each_gpu(machine: Machine) -> Iterator[Check]:
         if gpu.capability and gpu.capability < OLDEST_CAPABILITY:
             yield Check(name, _severity(machine), found, "capability 7.5 or newer", "another GPU", ON_GPUS)
         elif gpu.capability and gpu.capability < BFLOAT16_CAPABILITY:
-            off = "bfloat16, in which policy=megatron_gpu computes"
-            yield Check(name, WARN, found, "capability 8.0 or newer", "policy.precision=float32", off)
+            yield Check(name, WARN, found, "capability 8.0 or newer, for bfloat16", "another GPU", ON_GPUS)
         elif gpu.compute_mode.startswith(("Exclusive", "Prohibited")):
             found += f", compute mode {gpu.compute_mode}"
             wanted, fix = "Default: policy and engine are two processes", f"nvidia-smi -i {gpu.index} -c DEFAULT (root)"
@@ -356,7 +355,7 @@ def environment_variables(machine: Machine) -> Iterator[Check]:
     for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":") if machine.gpus else ()):
         if found := [file for name in OF_TORCH for file in Path(folder).glob(f"{name}.so*")]:
             wanted, fix = "the libraries that torch was built with", f"LD_LIBRARY_PATH without {folder}"
-            off = "what the other version lacks (undefined symbols, hangs)"
+            off = "features that the other version lacks (undefined symbols, hangs)"
             yield Check("LD_LIBRARY_PATH", WARN, f"{found[0]} comes before torch's", wanted, fix, off)
 
 
@@ -487,7 +486,7 @@ def hub(machine: Machine) -> Iterator[Check]:
     found = f"{ENDPOINT} cannot be reached: {trouble}" if trouble else f"{ENDPOINT} answers"
     found += "; a token is there" if get_token() else "; no token, which only gated and private models need"
     fix = "a network or proxy (HTTPS_PROXY), a mirror (HF_ENDPOINT), or policy.model_name=./FOLDER"
-    off = "models and datasets by their hub names; local folders, files and what is in the cache work"
+    off = "models and datasets by Hub ID; local folders, files and cached ones work"
     yield judge("hub", not trouble, found, "", fix, off)
 
 

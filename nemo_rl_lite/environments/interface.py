@@ -22,7 +22,7 @@ class Observation:
 
 
 class Environment(Protocol):
-    """An object per episode, made with `environment.kwargs`, so it may keep state. Optional members, plain or
+    """An object per episode, created with `environment.kwargs`, so it may keep state. Optional members, plain or
     `async def`:
 
     - `tools`, an attribute: functions in OpenAI's format that every prompt offers, the same for all episodes.

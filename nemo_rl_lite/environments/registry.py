@@ -67,7 +67,7 @@ class Environments(ABC):
     """Environments of many episodes, one per session number."""
 
     async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """Call the session's environment; the first call makes it. Raises what `CallPool.call` raises."""
+        """Call the session's environment; the first call creates it. Raises what `CallPool.call` raises."""
         return await self._ask("step", session, problem, list(conversation))
 
     async def cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
@@ -83,7 +83,7 @@ class Environments(ABC):
 
 
 def make_environments(config: EnvironmentConfig) -> Environments | None:
-    """Make the run's environments; None without an environment."""
+    """Create the run's environments; None without an environment."""
     if config.name is None:
         return None
     return InThisProcess(config.name, config.kwargs) if config.name in INSTANT else InProcesses(config)
@@ -113,7 +113,7 @@ def try_environment(environments: Environments, name: str, problem: Problem) -> 
 
 
 class Sessions:
-    """Makes and calls the environment of each session, in the environments' process."""
+    """Creates and calls the environment of each session, in the environments' process."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]):
         self._kind, self._kwargs = find_environment(name), kwargs

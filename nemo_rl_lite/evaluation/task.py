@@ -78,9 +78,9 @@ class Evaluation:
         rewards = " + ".join(term.name for term in terms_of(config.reward))
         playing = config.environment.name or config.agent.name
         return (
-            f"asking {self.served.name} {problems} held-out problems of {source.get(data.name) or data.name}"
+            f"evaluating {self.served.name} on {problems} held-out problems of {source.get(data.name) or data.name}"
             f"{f', in {playing}' if playing else ''}; reward {rewards}; {samples} response{'s' * (samples > 1)} "
-            f"to each, of at most {generation.max_new_tokens} tokens, "
+            f"per problem, of at most {generation.max_new_tokens} tokens, "
             + (f"temperature {self.temperature:g}" if self.temperature else "greedy")
         )
 

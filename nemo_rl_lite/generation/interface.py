@@ -83,7 +83,7 @@ class Request:
 class Completion:
     """One sampled response. Each token, the end token included, has a logprob and a version of the weights.
 
-    A version is the step that made the weights.
+    A version is the training step of the weights.
     """
 
     tokens: tuple[int, ...]
@@ -146,7 +146,7 @@ class Engine(Protocol):
     requests, even during a refit."""
 
     version: int
-    """The step that made the weights."""
+    """Training step of the weights."""
 
     @property
     def max_length(self) -> int:
@@ -158,7 +158,7 @@ class Engine(Protocol):
         ...
 
     def poll(self, seconds: float) -> dict[int, Completion | RequestError]:
-        """Work until nothing is left to do, or for about `seconds`. Return what has finished or was rejected since the
+        """Work until nothing is left to do, or for about `seconds`. Return the completions and rejections since the
         last call, and an `Unfinished` completion for each request that streams."""
         ...
 

@@ -180,7 +180,7 @@ class Replica(Protocol):
     async def step(
         self, submitted: Mapping[int, Request], aborted: Sequence[int]
     ) -> dict[int, Completion | RequestError]:
-        """Submit and abort requests, let the engine work for a moment, and return what has finished. Concurrent
+        """Submit and abort requests, let the engine work for a moment, and return its results. Concurrent
         exchanges run in order."""
         ...
 

@@ -73,8 +73,8 @@ def advantage_metrics(advantages_PG: Tensor) -> dict[str, float]:
 
 
 def reward_shares(rewards_PG: Tensor) -> dict[str, float]:
-    """Return the shares of prompts whose rewards [P, G] are all 0, all 1, or mixed. Failed rewards (NaN), and prompts
-    with no other rewards, are not counted."""
+    """Return the shares of prompts whose rewards [P, G] are all 0, all 1, or mixed. Failed rewards (NaN) are
+    ignored; prompts without other rewards are not counted."""
     known_PG = rewards_PG[~rewards_PG.isnan().all(dim=1)]
     mean_P, all_equal_P = known_PG.nanmean(dim=1), _all_equal(known_PG)
     return {

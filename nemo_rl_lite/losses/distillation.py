@@ -103,7 +103,7 @@ class TopkKLLoss:
 
 
 def distillation_loss(options: DistillationConfig) -> Loss:
-    """Make the loss over the teacher's largest logits if the run has them, else the one over sampled tokens."""
+    """Return the loss over the teacher's largest logits if the run has them, else the one over sampled tokens."""
     return (SampledKLLoss if options.topk_logits_k is None else TopkKLLoss)(options.loss_fn)
 
 

@@ -368,7 +368,7 @@ class GRPOLoss:
         elif config.use_bias_correction_kl == "on_policy":
             sampler_BT = logprobs_BT.detach()
         elif config.use_bias_correction_kl:
-            # For fresh tokens the engine differs from the previous policy by rounding alone.
+            # For fresh tokens the engine differs from the previous policy only by rounding.
             sampler_BT = previous_BT if batch.ages is None else torch.where(batch.ages > 0, generation_BT, previous_BT)
         reference_BT, kind = torch.where(batch.mask > 0, reference_BT, 0.0), config.reference_policy_kl_type
         clamps = config.kl_input_clamp_value, config.kl_output_clamp_value
@@ -432,7 +432,7 @@ def less_kl_to_go(advantages: Tensor, kl_BT: Tensor, mask_BT: Tensor, penalty: f
 
     Source: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), eq. 8, but with a baseline and without normalising the KL,
     so `penalty` means the same as in the loss. verl's `use_kl_in_reward` with `reinforce_plus_plus` has this sum, TRL's
-    `RLOOTrainer` the response's total for each token, NeMo-RL's `use_kl_in_reward` k_t alone.
+    `RLOOTrainer` the response's total for each token, NeMo-RL's `use_kl_in_reward` only k_t.
     """
     to_go_BT = torch.where(mask_BT > 0, kl_BT, 0.0).flip(1).cumsum(1).flip(1)
     return advantages - penalty * to_go_BT

@@ -87,7 +87,7 @@ def needs_of(loss: object) -> frozenset[Need]:
 
 
 def make_loss(options: AlgorithmConfig) -> Loss:
-    """Make the loss of a run with these options of its algorithm. Raises ConfigError: `algorithm.loss` cannot be
+    """Create the loss of a run with these options of its algorithm. Raises ConfigError: `algorithm.loss` cannot be
     imported, called with `algorithm.loss_kwargs`, or used as this algorithm's `Loss`."""
     path = options.loss or ALGORITHMS[options.name].loss
     try:
@@ -106,7 +106,7 @@ def make_loss(options: AlgorithmConfig) -> Loss:
         fix = f"the call is {own_name(path)}(options, **algorithm.loss_kwargs); options are the keys below `algorithm`"
         if options.loss_kwargs:
             raise _error("loss_kwargs", dict(options.loss_kwargs), f"do not fit {path}: {cause}", fix) from error
-        raise _error("loss", path, f"cannot be made: {cause}", fix) from error
+        raise _error("loss", path, f"cannot be created: {cause}", fix) from error
     _check(path, loss)
     asked = next(iter(signature.parameters.values())).annotation
     if isinstance(asked, type) and issubclass(asked, AlgorithmConfig) and not isinstance(options, asked):
@@ -120,7 +120,7 @@ def _check(path: str, loss: Any) -> None:
     fix = "see the protocol Loss in nemo_rl_lite/losses/interface.py"
     missing = [name for name in ("__call__", "counts") if not callable(getattr(loss, name, None))]
     if missing:
-        raise _error("loss", path, f"makes a {type(loss).__name__} without {' and '.join(missing)}", fix)
+        raise _error("loss", path, f"returns a {type(loss).__name__} without {' and '.join(missing)}", fix)
     for name, count in (("__call__", 3), ("counts", 1)):
         try:
             inspect.signature(getattr(loss, name)).bind(*range(count))
@@ -186,8 +186,8 @@ def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average metrics over optimizer steps, but take the extremes of `*_min` and `*_max`. Skipped steps count in
-    `skipped_steps` alone, unless all steps were skipped."""
+    """Average metrics over optimizer steps, but take the extremes of `*_min` and `*_max`. Skipped steps count
+    only in `skipped_steps`, unless all steps were skipped."""
     taken = [step for step in steps if not step["skipped_steps"]] or steps
     means = {
         name: value if name.endswith(("_min", "_max")) else value / len(taken)

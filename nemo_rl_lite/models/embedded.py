@@ -109,7 +109,7 @@ def prepare(
         try:
             target.rename(folder)
         except OSError:
-            # Another run may have made the same model meanwhile.
+            # Another run may have created the same model meanwhile.
             if not folder.is_dir():
                 raise
     return folder

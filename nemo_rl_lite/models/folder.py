@@ -35,8 +35,8 @@ _LENGTH_BYTES = 8
 
 
 def locate_model(config: Config, console: "RunConsole", untrained: Path | None = None) -> Path:
-    """Return the folder of `policy.model_name`, made or downloaded if it is missing. With `untrained`, a missing
-    embedded model is made below that folder, without its warm-up. Raises ConfigError: the download fails."""
+    """Return the folder of `policy.model_name`, created or downloaded if it is missing. With `untrained`, a missing
+    embedded model is created below that folder, without its warm-up. Raises ConfigError: the download fails."""
     name = config.policy.model_name
     if name == embedded.NAME:
         digits, folder = embedded.embedded_digits(config), embedded.embedded_folder(config)
@@ -137,7 +137,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def with_template(model: Path, template: Path, target: Path) -> Path:
-    """Make and return `target`: links to the files of `model`, and the chat template from the file `template`. It
+    """Create and return `target`: links to the files of `model`, and the chat template from the file `template`. It
     replaces an earlier one.
 
     Raises:

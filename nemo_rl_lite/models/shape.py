@@ -44,7 +44,7 @@ class ModelShape:
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts")
 
-# Families that balance experts with an auxiliary loss alone.
+# Families that balance experts only with an auxiliary loss.
 _WITHOUT_EXPERT_BIASES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 # Keys of config.json in quantized models.
 _QUANTIZED = ("quantization_config", "compression_config")

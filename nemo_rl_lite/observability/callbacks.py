@@ -46,7 +46,7 @@ class Callbacks:
         return self.stopped
 
     def rollout_done(self, step: int, rows: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """Report a rollout. `rows` makes its rows on demand. Raises CallbackError: `on_rollout` raised."""
+        """Report a rollout. `rows` creates its rows on demand. Raises CallbackError: `on_rollout` raised."""
         if self.on_rollout is not None:
             _called("on_rollout", self.on_rollout, step, list(rows()))
 

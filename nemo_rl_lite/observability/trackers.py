@@ -98,7 +98,7 @@ def rewind(path: Path, step: int) -> list[dict[str, Any]]:
     rest = path.with_stem(f"{path.stem}-undone")
     if damaged:
         count = f"{len(damaged)} lines, beginning with line {damaged[0]}," if len(damaged) > 1 else f"line {damaged[0]}"
-        log.warning("%s: %s cannot be read; %s keeps what is there", path, count, rest.name)
+        log.warning("%s: %s cannot be read; moved to %s", path, count, rest.name)
     if undone:
         with rest.open("ab") as file:
             file.writelines(undone)

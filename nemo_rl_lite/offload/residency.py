@@ -63,7 +63,7 @@ class Residency:
                 row[Component.TEACHER_WEIGHTS] = _place(Place.HOST, away)
         if shared:
             sleeps = engines_sleep(config)
-            # A sleeping engine releases its weights, or offloads them if refits send adapters alone. Weights return in
+            # A sleeping engine releases its weights, or offloads them if refits send only adapters. Weights return in
             # the refit, the KV cache after it.
             to = Place.HOST if engines_serve_adapters(config.generation, config.policy) else Place.RELEASED
             for phase, row in table.items():

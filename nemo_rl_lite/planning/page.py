@@ -77,7 +77,7 @@ def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None)
     console.table("layout", ["", ""], [list(row) for row in parallel_rows(config, shape)])
     if on_gpus(config):
         rows = list(rank_rows(config))
-        console.table("what is where", ["", "", "policy", "generation"], rows[:RANK_ROWS])
+        console.table("placement", ["", "", "policy", "generation"], rows[:RANK_ROWS])
         if len(rows) > RANK_ROWS:
             console.say(f"... and {len(rows) - RANK_ROWS} more rows")
     cache = one.prediction.get((Phase.GENERATE, Component.KV_CACHE))

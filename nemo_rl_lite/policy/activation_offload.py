@@ -1,8 +1,8 @@
 """Fine-grained activation offload, by megatron-core: chosen modules keep saved tensors in pinned host memory.
 
 Copies to the host overlap with the forward pass, copies to the device with the backward pass. A manager per process
-takes the first pass as the pattern for later ones. So it must see training passes alone, and start again when one has
-more micro-batches than any before.
+takes the first pass as the pattern for later ones. So it must see only training passes, and start again when one
+has more micro-batches than any before.
 """
 
 import os

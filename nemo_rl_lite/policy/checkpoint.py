@@ -1,8 +1,8 @@
 """Save and load a policy's weights, optimizer and schedule as megatron-core's distributed checkpoints.
 
 Each rank writes its shards in a thread. Ranks of any layout read the shards that they need, without running code from
-the files. For some optimizers, megatron-core's checkpoints lack unmade states, step counts, or parts of its CPU
-optimizer; this module adds them.
+the files. For some optimizers, megatron-core's checkpoints lack states before the first step, step counts, or parts
+of its CPU optimizer; this module adds them.
 """
 
 import os
@@ -137,7 +137,7 @@ class PolicyState:
 
     def _put_weights(self, state: dict[str, Any]) -> None:
         for index, chunk in enumerate(self._model.bare_chunks):
-            # With LoRA the checkpoint has the adapters alone.
+            # With LoRA the checkpoint has only the adapters.
             chunk.load_state_dict(state[f"model{index}"], strict=self._model.lora is None)
 
     def _sharded_weights(self) -> dict[str, Any]:
@@ -263,8 +263,8 @@ class _IndexOnly(pickle.Unpickler):
 
 
 def make_states(optimizer: Any) -> None:
-    """Make the states of a first step, so that a checkpoint can be read into them. megatron-core does so for its own
-    optimizers alone."""
+    """Create the states of a first step, so that a checkpoint can be read into them. megatron-core does so only for
+    its own optimizers."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         part.init_state_fn = part.init_state_fn or (lambda *_, **__: None)
     for own in torch_optimizers(optimizer):

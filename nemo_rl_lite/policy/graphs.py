@@ -36,7 +36,7 @@ Arguments = dict[str, Tensor]
 
 
 class MicroBatchPass:
-    """Pass over a micro-batch as a function of tensors alone, which a graph can record."""
+    """Pass over a micro-batch as a function of only tensors, which a graph can record."""
 
     def __init__(
         self, model: MegatronModel, bucket: Bucket | None, temperature: float, loss: Loss, names: Sequence[Any]

@@ -374,7 +374,7 @@ class SharedOffer:
         return torch.from_file(self.file, shared=True, size=size, dtype=torch.uint8).view(self.halves, -1)
 
     def group_device(self, device: torch.device) -> torch.device:
-        # The group sends small messages alone.
+        # The group sends only small messages.
         return torch.device("cpu")
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:

@@ -175,9 +175,9 @@ class Transport:
     """Producer before consumers have joined."""
 
     offer: Callable[[], WeightSource]
-    """Makes the source of one connection."""
+    """Creates the source of one connection."""
     sender: Callable[[RefitGroup], Sender]
-    """Makes the sender of a joined group."""
+    """Creates the sender of a joined group."""
 
 
 class NoConsumers:

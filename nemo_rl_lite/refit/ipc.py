@@ -2,7 +2,7 @@
 
 At each refit the producer sends the current addresses of its parameters and waits. The consumer opens that memory,
 copies, and closes it. The first refit fills buckets for the engine's loader. If the loader only copies windows of
-tensors, later refits copy directly to the engine's weights. A tensor-parallel consumer reads its part alone, from any
+tensors, later refits copy directly to the engine's weights. A tensor-parallel consumer reads only its part, from any
 GPU of the machine. Ranks with sharded weights share as a group: each sends the addresses of all, and no rank moves its
 parameters before all consumers are done.
 
@@ -186,7 +186,7 @@ class DirectOffer:
     recipe: Recipe
 
     def group_device(self, device: torch.device) -> torch.device:
-        # The group sends small messages alone.
+        # The group sends only small messages.
         return torch.device("cpu")
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> "DirectReceiver":
@@ -360,7 +360,7 @@ class SharedBytes:
     """Bytes of a policy rank's frozen weights."""
 
     shared: int
-    """In an engine's memory alone."""
+    """Only in an engine's memory."""
     twice: int
     """On both sides."""
 

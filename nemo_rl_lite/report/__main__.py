@@ -9,12 +9,12 @@ from nemo_rl_lite.system.machine import local_path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 1 the page cannot be written, 2 bad arguments."""
+    """Run the command. Exit status: 0 done, 1 the page cannot be written, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite report", description=__doc__)
     parser.add_argument(
         "runs", metavar="RUN", type=local_path, nargs="+", help="a run's folder or name, last, or a folder of runs"
     )
-    where = "the file to write (default: report.html in that folder, or in this one where several are named)"
+    where = "the file to write (default: report.html in that folder; for several runs, in the current folder)"
     parser.add_argument("--output", metavar="FILE", type=local_path, help=where)
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite report"):

@@ -1,7 +1,7 @@
 """Reads a run back from its folder for a report, also a run that is still running, was killed, or lacks files.
 
-`timeline`: the work of engines, environments and rewards in one rollout. `waits`: who waited for whom in the newest
-steps.
+`timeline`: the work of engines, environments and rewards in one rollout. `waits`: work and idle time of policy and
+engines in the newest steps.
 """
 
 import json

@@ -164,7 +164,7 @@ class Batches:
 
 
 def make_judge(config: RewardConfig) -> Judge:
-    """Make the function that scores by the configured reward. Raises ConfigError: there is no such reward, or it does
+    """Return the function that scores by the configured reward. Raises ConfigError: there is no such reward, or it does
     not take its kwargs."""
     terms = terms_of(config)
     here = RewardCalls(terms)
@@ -174,7 +174,7 @@ def make_judge(config: RewardConfig) -> Judge:
 
 
 def sum_of(terms: Sequence[Term], calls: "RewardCalls | _RemoteCalls", at_once: int) -> Judge:
-    """Make the function that adds up the terms. Each term with a `batch_size` has its own batches."""
+    """Return the function that adds up the terms. Each term with a `batch_size` has its own batches."""
     sources = [calls.one] if any(term.batch_size is None for term in terms) else []
     sources += [_batched(term.label, term.batch_size, calls, at_once) for term in terms if term.batch_size is not None]
 

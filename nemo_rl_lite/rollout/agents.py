@@ -74,7 +74,7 @@ class _AgentSession:
     async def respond(self, asked: ApiRequest, progress: ChoiceProgress | None = None) -> Answer:
         """See `CompletionHandler.respond`. A stream is a single chunk at the end."""
         if not isinstance(asked, ChatRequest):
-            raise RefusedError(400, "an agent's episode is a chat: ask /chat/completions in place of /completions")
+            raise RefusedError(400, "an agent's episode is a chat: use /chat/completions instead of /completions")
         if asked.tools:
             fix = "describe the tools in a message, or let environment.name answer the calls"
             raise RefusedError(400, f"tools are not supported in an agent's episode: {fix}", "tools")
@@ -152,7 +152,7 @@ class _AgentSession:
             rule = "an agent's episode is one sequence of tokens, so a request has one answer"
             raise RefusedError(400, f"n = {asked.n}: {rule}; leave it out", "n")
         if changed := asked.options().changed():
-            rule = "training samples from the policy's own distribution, and keeps the sampled token's logprob alone"
+            rule = "training samples from the policy's own distribution, and keeps only the sampled token's logprob"
             raise RefusedError(400, f"{', '.join(changed)}: {rule}; leave it out", changed[0])
         if asked.seed is not None:
             rule = "seed: seeds follow from algorithm.seed, the step and the episode; leave it out"

@@ -166,8 +166,7 @@ class Rollout:
     took_s: float = 0.0
     """Seconds from the first request to the last reward."""
     engines_idle_s: float | None = None
-    """Seconds in which the engines had no request since the previous rollout; None if they share the policy's
-    devices."""
+    """Seconds in which the engines had no request since the previous rollout; None in synchronous runs."""
     dropped: tuple[Episode, ...] = ()
     """Episodes of replaced prompts, whose rewards are all equal, and then of surplus prompts."""
 

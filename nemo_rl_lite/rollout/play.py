@@ -147,7 +147,7 @@ def _check(observation: Observation) -> None:
     if not isinstance(observation, Observation):
         raise TypeError(f"step() returned {type(observation).__name__}, not an Observation")
     if not isinstance(observation.done, bool):
-        raise TypeError(f"step() returned done={observation.done!r}, which is no bool")
+        raise TypeError(f"step() returned done={observation.done!r}, not a bool")
     if not observation.done and not observation.messages:
         raise ValueError("step() returned no message, although the episode is not done")
     for message in observation.messages:

@@ -1,4 +1,4 @@
-"""Asynchronous rollouts: engines on their own devices generate for later steps while the policy trains."""
+"""Asynchronous rollouts: engines generate for later steps while the policy trains."""
 
 import asyncio
 import logging
@@ -228,7 +228,7 @@ class _RolloutPrefetcher:
 
 
 class QueuedEngines(Engines, Protocol):
-    """Engines on their own devices."""
+    """Engines with a request queue."""
 
     @property
     def queue(self) -> RequestQueue: ...
@@ -330,7 +330,8 @@ class AsyncRolloutSource:
             note_state(waits)
             if time.monotonic() - since > self._stall_s:
                 limit = f"{self._stall_s:g} s (cluster.phase_timeout_s)"
-                raise WorkerError("rollouts", "generate", f"no engine worked for {limit}, and nothing else: {waits}")
+                stalled = f"no engine worked for {limit}, and nothing else finished: {waits}"
+                raise WorkerError("rollouts", "generate", stalled)
             if sampled:
                 others = f"; {len(sampled) - 1} more rollouts in flight" if len(sampled) > 1 else ""
                 show(sampled[0].progress(tokens) + others)

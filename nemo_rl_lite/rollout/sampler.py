@@ -62,7 +62,8 @@ class PromptCooldown:
     """Skips prompts whose rewards were all equal when they were last sampled.
 
     Such a prompt is skipped for two epochs, the next time for four, then eight, ... up to `most`. Mixed rewards end its
-    cooldown. Prompts are identified by their text, so the rows of a file may move.
+    cooldown. Prompts are identified by their messages and
+    answer, so the rows of a file may move.
     """
 
     def __init__(self, most: int, epoch_length: int, state: Mapping[str, Any] | None = None, position: int = 0):

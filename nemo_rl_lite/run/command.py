@@ -398,7 +398,7 @@ class Flags:
         names = {_name(flag) for flag in self.given}
         if names & set(_OF_CFG) and not names & set(_CFG):
             lonely = next(flag for flag in self.given if _name(flag) in _OF_CFG)
-            yield Violation(lonely, None, "says how --cfg prints the configuration", f"--cfg job {lonely}")
+            yield Violation(lonely, None, "needs --cfg", f"--cfg job {lonely}")
         runs = names & {*SWEEP, DRY_RUN}
         if runs and names & {*_INFORMATION, *_OF_CFG}:
             rule_text = "one of them runs, the other only prints"

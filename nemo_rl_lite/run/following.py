@@ -150,11 +150,11 @@ def _checkpoint(state: RunState) -> str:
     complete = CheckpointStore(folder, Retention(1, 0, None, True)).complete()
     free = size(shutil.disk_usage(state.folder).free)
     if not complete:
-        return f"none yet, {free} are free there"
+        return f"none yet; {free} of disk are free"
     newest = complete[-1].path
     nbytes = sum(file.stat().st_size for file in files_below(newest))
     ago = duration(time.time() - newest.stat().st_mtime)
-    return f"step {complete[-1].step}, {ago} ago, {size(nbytes)}; {len(complete)} kept, {free} are free there"
+    return f"step {complete[-1].step}, {ago} ago, {size(nbytes)}; {len(complete)} kept; {free} of disk are free"
 
 
 def _problems(state: RunState) -> Iterator[str]:

@@ -179,7 +179,7 @@ class _AlgorithmJob:
         callbacks: Callbacks,
         rollouts: SaveRollouts = lambda folder: {},
     ) -> Steps:
-        """Make the steps after `start`. `groups`: all workers, for the profiler; `rollouts` saves the state of the
+        """Run the steps after `start`. `groups`: all workers, for the profiler; `rollouts` saves the state of the
         rollout source in checkpoints."""
         config, options = self._config, self._config.checkpoint
         checkpoints = Checkpoints(

@@ -145,7 +145,7 @@ def with_effect(overrides: Sequence[str], read: Sequence[str]) -> list[str]:
     """Return the overrides of the keys in `read`; print a note about the others."""
     kept = [one for one in overrides if any(is_of(key, read) for key in given_keys([one]))]
     if unread := given_keys([one for one in overrides if one not in kept]):
-        show_notes([f"without effect here: {', '.join(unread)} (read are {', '.join(read)})"])
+        show_notes([f"without effect here: {', '.join(unread)} (this command reads {', '.join(read)})"])
     return kept
 
 

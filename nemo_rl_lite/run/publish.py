@@ -25,7 +25,7 @@ from nemo_rl_lite.validation.rewards import held_out_label
 
 CARD = "README.md"
 _TAG = "nemo_rl_lite"
-# What a trained model inherits from the card of its base.
+# Fields that a card inherits from the base model's card.
 _INHERITED = {"license", "license_name", "license_link", "language", "pipeline_tag"}
 # Keys that a card shows even with their default values, and those that say nothing about the model.
 _SHOWN = (
@@ -49,7 +49,7 @@ print(generate([{{"role": "user", "content": "..."}}])[0]["generated_text"][-1][
     """```python
 from peft import AutoPeftModelForCausalLM
 
-model = AutoPeftModelForCausalLM.from_pretrained("{folder}")  # loads {base}, too
+model = AutoPeftModelForCausalLM.from_pretrained("{folder}")  # also loads {base}
 ```
 
 ```bash
@@ -88,8 +88,8 @@ def write_cards(model: Path, config: Config, run: Path, step: int | None = None)
 
 
 def push(folders: Sequence[Path], name: str, private: bool) -> str:
-    """Upload the `exported` folders to the repository `name` of the hub, which is made if it is missing. Adapters go to
-    the subfolder `adapter`. Returns the repository's address.
+    """Upload the `exported` folders to the repository `name` of the hub, created if it is missing. Adapters go to the
+    subfolder `adapter`. Returns the repository's address.
 
     Raises:
         LauncherError: the upload failed; its message has the commands that repeat it.
@@ -102,7 +102,7 @@ def push(folders: Sequence[Path], name: str, private: bool) -> str:
             api.upload_folder(
                 repo_id=made.repo_id, folder_path=folder, path_in_repo=place, commit_message=f"Upload {folder.name}"
             )
-    except Exception as error:  # a network, a hub or a token may fail in any way, and the folders are whole
+    except Exception as error:  # network, hub and token may fail in any way; the folders are complete
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
         flag = " --private" if private else ""
         commands = "\n".join(f"  hf upload {name} {folder} {place}{flag}" for folder, place in places.items())
@@ -111,7 +111,7 @@ def push(folders: Sequence[Path], name: str, private: bool) -> str:
 
 
 def _front_matter(card: Path) -> dict[str, Any]:
-    """Return the metadata of a card; empty where there is none."""
+    """Return the metadata of a card; empty if there is none."""
     try:
         return ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     except (OSError, TypeError, ValueError, yaml.YAMLError):

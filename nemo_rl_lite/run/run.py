@@ -74,7 +74,7 @@ class Job(Protocol):
 
 
 def make_job(config: Config, folder: Path, console: RunConsole, model_path: Path) -> Job:
-    """Make the configured algorithm's job for a run in `folder`. `model_path`: see `starting_model`.
+    """Create the configured algorithm's job for a run in `folder`. `model_path`: see `starting_model`.
 
     Raises:
         ConfigError: the tokenizer or user code is invalid.

@@ -75,7 +75,7 @@ class Served:
     of_run: bool = True
     """True for a run's model, whose configuration is known."""
     step: int = 0
-    """The step that made the weights; 0 if no run has trained the model."""
+    """Training step of the weights; 0 if no run has trained the model."""
     other_names: tuple[str, ...] = ()
     """Further names that requests may use."""
     flags: SampledBy = SampledBy()
@@ -121,7 +121,7 @@ def find_served(given: argparse.Namespace, say: Say, usual_tokens: int | None = 
     if found := out_of_range(engine_of(config), flags.temperature, flags.top_p, flags.top_k):
         raise UsageError(f"--{found[0].replace('_', '-')} {found[1]}")
     policy = replace(config.policy, max_total_sequence_length=longest)
-    # vLLM shortens the context to what the GPU's memory holds.
+    # vLLM shortens the context to the tokens that the GPU's memory holds.
     fits = {"max_model_len": -1} if on_gpus(config) and engine_of(config).takes_share else {}
     generation = replace(
         config.generation,

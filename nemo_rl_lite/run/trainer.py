@@ -49,7 +49,7 @@ _TRAINING = threading.Lock()
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a training."""
+    """Result of a training run."""
 
     folder: Path
     """The run's folder, which `nrl-lite report`, `evaluate`, `chat` and `serve` take."""
@@ -167,7 +167,7 @@ class Trainer:
         """Predict the run's memory and step time, and whether it fits, as `nrl-lite plan`. Start nothing.
 
         Args:
-            gpu: a GPU such as "H200", or its memory such as "80GiB"; None for this machine's.
+            gpu: a GPU such as "H200", or its memory such as "80GiB"; None for this machine's, or "H100".
 
         Raises:
             ConfigError: all problems of the arguments.

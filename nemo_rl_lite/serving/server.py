@@ -134,7 +134,7 @@ class Endpoint:
         max_length: int,
         token: str | None = None,
     ):
-        """Make an endpoint; `running` starts it.
+        """Create an endpoint; `running` starts it.
 
         Args:
             bound: a socket of `bound_socket`.

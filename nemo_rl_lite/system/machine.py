@@ -35,7 +35,7 @@ _ROOM, _LONGEST_NAME = 2**16, 255
 _FULL = 2**26
 # Variable with the Ray cluster that a run joins. With a value in OWN_RAY, a run starts its own.
 RAY_ADDRESS = "RAY_ADDRESS"
-RAY_ADDRESS_FIX = "unset RAY_ADDRESS for a run on this machine alone, or start that cluster (ray start --head)"
+RAY_ADDRESS_FIX = "unset RAY_ADDRESS for a run on only this machine, or start that cluster (ray start --head)"
 OWN_RAY = ("", "local")
 _ANSWER_LIMIT_S = 4.0
 # Device of the driver, present even in containers without nvidia-smi.

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _guard(worker: int, launcher: int) -> NoReturn:
-    """Wait for the end of the worker or the launcher, kill what is left, and exit like the worker."""
+    """Wait for the end of the worker or the launcher, kill the remaining processes, and exit like the worker."""
     news, ended = select.poll(), select.poll()
     watched = os.pidfd_open(worker)
     ended.register(watched, select.POLLIN)

@@ -164,7 +164,7 @@ def _environment(process: Path) -> bytes:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Make a folder with a subfolder `box`, and remove it afterwards with its content."""
+    """Create a folder with a subfolder `box`, and remove it afterwards with its content."""
     folder = Path(tempfile.mkdtemp(prefix="nrl-sandbox-"))
     try:
         (folder / "box").mkdir()

@@ -95,7 +95,7 @@ _EXPECTED = {
 }
 _FILES = ("data.train_path", "data.validation_path")
 
-# What the patterns of the schema demand.
+# Rules of the schema's patterns.
 _PATTERNS = {
     RUN_NAME: "must be a folder name: at most 200 characters, no slash, no leading space or dot",
     USER_CODE: "must be a dotted path (package.module.Class) or a file (path/to/file.py:Class)",
@@ -365,7 +365,7 @@ def _naming_its_variable(one: Violation, composed: DictConfig) -> Violation:
 
 
 def _references(composed: DictConfig, key: str) -> Iterator[str]:
-    """Yield the keys that the value of a key is made from."""
+    """Yield the keys that the value of a key refers to."""
     value = _at(OmegaConf.to_container(composed, resolve=False), key)
     for name in re.findall(r"\$\{([.\w]+)\}", value) if isinstance(value, str) else ():
         above = len(name) - len(name.lstrip("."))

@@ -39,7 +39,7 @@ _OWNED = {
     # The engine's model would differ from the policy's.
     "hf_overrides": None,
 }
-# What vLLM 0.24 asserts when a layer of FP8 blocks runs.
+# vLLM 0.24 requires widths of this multiple for block-wise FP8.
 _BLOCK = 128
 
 
@@ -89,7 +89,7 @@ def check_sampling(config: Config) -> Iterator[Violation]:
     validation = config.options(RolloutAlgorithmConfig).val_temperature
     temperatures = {"generation.temperature": generation.temperature, "algorithm.val_temperature": validation}
     for key, value in temperatures.items():
-        # 0 is greedy, for validation alone.
+        # 0 is greedy, for validation only.
         if value and not lowest <= value <= highest:
             rule_text = f"must be from {lowest:g} to {highest:g} with the {generation.backend} engine"
             yield Violation(key, value, rule_text, f"{key}={min(max(value, lowest), highest):g}")

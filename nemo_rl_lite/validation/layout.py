@@ -143,7 +143,7 @@ def _exported(named: Path) -> Path | None:
 def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violation]:
     """Yield model sizes that the layout cannot split."""
     tensor = config.policy.megatron_cfg.tensor_model_parallel_size
-    split = {"attention heads": model.heads, "key/value heads": model.kv_heads, "tokens": model.vocabulary}
+    split = {"attention heads": model.heads, "key/value heads": model.kv_heads, "vocabulary entries": model.vocabulary}
     if odd := [f"{count} {what}" for what, count in split.items() if count % tensor]:
         sizes = [size for size in range(1, model.kv_heads + 1) if not any(count % size for count in split.values())]
         yield Violation(_TENSOR, tensor, f"must divide the model's {' and '.join(odd)}", f"one of {sizes}")
@@ -172,7 +172,7 @@ def _engine(config: Config, model: ModelShape) -> Iterator[Violation]:
         rule_text = f"{config.generation.backend} on a CPU needs head_dim >= {least}"
         yield Violation("policy.model_name", config.policy.model_name, rule_text, fix)
     if unknown := [token for token in config.generation.stop_token_ids if token >= model.vocabulary]:
-        key, rule_text = "generation.stop_token_ids", f"the model has {model.vocabulary} tokens, from 0 on"
+        key, rule_text = "generation.stop_token_ids", f"must be below the vocabulary size {model.vocabulary}"
         yield Violation(key, config.generation.stop_token_ids, rule_text, f"{key} without {unknown[0]}")
 
 

@@ -42,7 +42,7 @@ class RemoteReplica:
         self._before = own
         try:
             if before is not None:
-                # The time limit applies to this step alone.
+                # The time limit applies only to this step.
                 await before
             *_, finished, self.unfinished_tokens = await result(call)
         finally:

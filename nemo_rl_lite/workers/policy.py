@@ -46,7 +46,7 @@ class RemotePolicy:
         flops: SequenceFlops | None = None,
         layout: Layout | None = None,
     ):
-        """Make a client.
+        """Create a client.
 
         Args:
             global_batch: sequences of an optimizer step.
@@ -239,7 +239,7 @@ class RemoteTeacher:
 
     @classmethod
     def of(cls, config: Config, group: WorkerGroup) -> "RemoteTeacher":
-        """Make the teacher of a run. `teacher.model_name` must be a folder."""
+        """Create the teacher of a run. `teacher.model_name` must be a folder."""
         shape = described_shape(Path(str(config.teacher.model_name)))
         return cls(group) if shape is None else cls(group, lambda tokens: forward_flops(shape, tokens))
 

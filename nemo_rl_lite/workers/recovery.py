@@ -60,7 +60,7 @@ class RecoveringGeneration:
         return memory
 
     def take_decoded(self) -> tuple[Decoded, float]:
-        """Return what the engines have decoded, and their summed busy seconds, in the rollouts that have ended
+        """Return the engines' decoding work, and their summed busy seconds, in the rollouts that have ended
         (`finish_generation`) since the last call."""
         seconds, self._taken_s = self._finished_s - self._taken_s, self._finished_s
         return self._generation.take_decoded(), seconds

@@ -106,7 +106,7 @@ def test_a_value_is_the_same_as_an_override(value):
         ("defaults:\n  - override /data: gsm9k\n", 2, "gsm8k"),
         ("defaults:\n  - dota: file\n", 2, "did you mean data?"),
         ("defaults:\n  - [1]\n", 2, "chooses no file"),
-        ("defaults:\n  - mine\n", 2, "builds on itself"),
+        ("defaults:\n  - mine\n", 2, "includes itself"),
         ("defaults:\n  - absent.yaml\n", 2, "No such file"),
         ("run_name: ${x\n", 1, "run_name"),
         ("policy:\n  precision: ${nothing.here}\n", 2, "cannot be resolved"),
