@@ -23,7 +23,7 @@ def measure(repeats: int, command: Sequence[str]) -> None:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         done = subprocess.run(command, cwd=record.ROOT, check=False, **pipes)
         if done.returncode:
-            sys.exit(f"{done.stdout[-4000:]}\n{command} failed with status {done.returncode}")
+            sys.exit(f"{done.stdout}\n{command} failed with status {done.returncode}")
         minutes.append((time.perf_counter() - started) / 60)
         tests.append(int(re.findall(r"(\d+) passed\b", done.stdout)[-1]))
         print(f"{minutes[-1]:.2f} min, {tests[-1]} tests passed", flush=True)
