@@ -306,8 +306,8 @@ def leaving_nothing() -> Iterator[None]:
     """Fail where the block leaves anything in this process that it did not find there."""
     before = belongings()
     yield
-    for wait_s in (0, 0.2, 1, 3):
-        # What was told to end may take a moment.
+    for wait_s in (0, 0.2, 1, 3, 10):
+        # What was told to end may take a while on busy cores.
         time.sleep(wait_s)
         left = belongings() - before
         if not left:
