@@ -159,7 +159,7 @@ def test_engines_take_over_from_one_that_dies_start_again_when_all_have_and_the_
         given, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | told, timeout=1000
     )
     assert "2 engines" in done.stdout and "the other engines take over its requests" in done.stdout
-    assert "no engine is left: restarting (0 more restarts" in done.stdout
+    assert "no engine is left: restarting (0 restarts left" in done.stdout
     assert done.returncode == 3, done.stderr[-3000:]
     error = done.stderr.splitlines()[-1]
     assert "never retrieved" not in done.stderr
