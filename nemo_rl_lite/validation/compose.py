@@ -304,9 +304,13 @@ def default_values(algorithm: str) -> dict[str, Any]:
 
 def restore(text: str) -> Config:
     """Read a configuration that a run has written (JSON). Earlier names of keys are replaced, and keys that the run did
-    not have get their defaults. Raises ConfigError: a later version of this package has written it."""
+    not have get their defaults. Raises ConfigError: it is not JSON, or of a later version of this package."""
     try:
-        return TypeAdapter(Config).validate_json(json.dumps(_with_all_keys(json.loads(text))))
+        values = _with_all_keys(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ConfigError([Violation("config.json", None, f"is not JSON: {error}", "restore the file")]) from None
+    try:
+        return TypeAdapter(Config).validate_json(json.dumps(values))
     except ValidationError as error:
         raise ConfigError([described(details, known_keys()) for details in error.errors(include_url=False)]) from None
 

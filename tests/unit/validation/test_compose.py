@@ -278,3 +278,5 @@ def test_a_configuration_of_an_earlier_version_is_read(algorithm):
     recorded["refit"]["colour"] = "blue"
     with pytest.raises(ConfigError, match=r"refit\.colour"):
         restore(json.dumps(recorded))
+    with pytest.raises(ConfigError, match="not JSON"):
+        restore('{"algorithm": ')
