@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from nemo_rl_lite.compat.versions import written_for
 
-written_for("vllm", "0.24", __name__)
+written_for("vllm", "0.26", __name__)
 
 
 class DecodeScheduler(AsyncScheduler):
@@ -32,7 +32,8 @@ class DecodeScheduler(AsyncScheduler):
         self._plain = _is_plain(self)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        nothing_else = not (self.waiting or self.skipped_waiting) and self._pause_state is PauseState.UNPAUSED
+        waiting = self.waiting or self.skipped_waiting or self.reset_preempted_req_ids
+        nothing_else = not waiting and self._pause_state is PauseState.UNPAUSED
         enough = len(self.running) <= self.max_num_scheduled_tokens
         step = self._one_token_each() if self._plain and nothing_else and enough else None
         return super().schedule(throttle_prefills) if step is None else step
@@ -69,6 +70,7 @@ class DecodeScheduler(AsyncScheduler):
             new_blocks[place] = blocks.get_block_ids(allow_none=True)
         for request in scheduled:
             request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
             request.num_output_placeholders += 1
         self.current_step += 1
         finished, self.finished_req_ids = self.finished_req_ids, set()
@@ -115,8 +117,11 @@ class DecodeScheduler(AsyncScheduler):
         logprobs = None if result.logprobs is None else result.logprobs.logprobs[:, :1].tolist()
         for name in step.num_scheduled_tokens:
             request = self.requests.get(name)
-            if request is None or request.is_finished():
+            if request is None:
                 # Aborted while the model computed.
+                continue
+            request.num_in_flight_tokens -= step.num_scheduled_tokens[name]
+            if request.is_finished():
                 continue
             place = places[name]
             tokens = sampled[place] if sampled else []

@@ -6,11 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.nn.functional import silu
 
 from nemo_rl_lite.compat import versions
-from nemo_rl_lite.compat.vllm import COMPARED, SCALES, decode_scheduler, keep_first_scales, repair_cpu_build
+from nemo_rl_lite.compat.vllm import COMPARED, SCALES, decode_scheduler, keep_first_scales
 
 
 @pytest.mark.parametrize("version", [COMPARED, f"{COMPARED}+cu130"])
@@ -19,7 +17,7 @@ def test_our_scheduler_is_used_on_the_version_on_which_it_was_compared(monkeypat
     assert decode_scheduler() == "nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"
 
 
-@pytest.mark.parametrize("version", ["0.24.1", "0.25.0", "0.24.0rc1"])
+@pytest.mark.parametrize("version", ["0.26.1", "0.27.0", "0.26.0rc1"])
 def test_on_any_other_version_vllms_own_is_used_and_the_log_says_so(monkeypatch, caplog, version):
     monkeypatch.setattr(versions, "version", lambda _: version)
     with caplog.at_level(logging.INFO):
@@ -41,21 +39,3 @@ def test_scales_are_powers_of_two_where_the_gpu_wants_them_or_the_user_does(monk
         monkeypatch.delenv(SCALES)
     keep_first_scales()
     assert os.environ.get(SCALES) == found
-
-
-def test_the_activation_of_experts_needs_no_configuration():
-    pytest.importorskip("vllm")
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    activations, x = cpu_fused_moe._CPU_MOE_ACT_FN, torch.randn(3, 8)
-    own = activations[MoEActivation.SILU]
-    # As in a forward pass: once vLLM allows this, the repair can go.
-    with pytest.raises(AssertionError, match="config is not set"):
-        own(x)
-    try:
-        repair_cpu_build()
-        expected = silu(x[:, :4]) * x[:, 4:]
-        torch.testing.assert_close(activations[MoEActivation.SILU](x), expected, rtol=0, atol=0)
-    finally:
-        activations[MoEActivation.SILU] = own
