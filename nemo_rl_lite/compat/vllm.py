@@ -139,8 +139,8 @@ def pack_shared_weights(model: nn.Module) -> None:
 def repair_cpu_build() -> None:
     """Repair a function of vLLM's CPU build before an engine starts. The GPU kernel is correct.
 
-    It writes temperature, top p and top k into a copy unless they are 64-bit integers. Verified drafts would then have the
-    wrong distribution.
+    It writes temperature, top p and top k into a copy unless they are 64-bit integers, and verified drafts then have
+    the wrong distribution.
     """
     from vllm.utils import cpu_triton_utils as kernels
 
