@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,17 @@ class WorkerGroup:
         log_folder: str,
         environment: dict[str, str],
         slots_each: int = 1,
+        hosts_each: int = 1,
         limit_s: float | None = None,
     ):
         """Start an empty process in every slot, with `environment`.
 
-        A worker of several GPUs has `slots_each` slots. The process in the first is the worker, the others reserve
-        GPUs. `limit_s`: time limit of a call.
+        A worker of several GPUs has `slots_each` slots, in equal parts on `hosts_each` nodes. The process in the first
+        slot is the worker, the first process on each other node is its follower, and the others reserve GPUs.
+        `limit_s`: time limit of a call.
         """
         self.name, self._log_folder, self._environment = name, log_folder, environment
-        self._limit_s = limit_s
+        self._limit_s, self._slots_per_host = limit_s, slots_each // hosts_each
         self._slots = [list(slots[start : start + slots_each]) for start in range(0, len(slots), slots_each)]
         self._ranks = list(range(len(self._slots)))
         self.places = [self._new_place(place) for place in range(len(self._slots))]
@@ -87,25 +90,26 @@ class WorkerGroup:
             processes.append(actor.options(**slot).remote(worker, log_file, self._environment))
         return processes
 
-    def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
-        """Import the worker class in every process, each with its own environment."""
-        pairs = zip(self.hosts, environments, strict=True)
-        return self._as_call("start", [host.load.remote(class_path, own) for host, own in pairs])
+    def load(self, class_path: str, environments: Sequence[dict[str, str]], follower_path: str = "") -> Call:
+        """Import the classes of workers and followers, each with its own environment."""
+        pairs = zip(self._started(), environments, strict=True)
+        return self._start_call(
+            [process.load.remote(follower_path if slot else class_path, own) for (_, slot, process), own in pairs]
+        )
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
-        """Construct the loaded workers, each with its own arguments; see `WorkerActor.start`."""
-        pairs = zip(self.hosts, arguments, strict=True)
-        return self._as_call("start", [host.start.remote(own) for host, own in pairs])
+        """Construct the loaded workers and followers, each with its own arguments; see `WorkerActor.start`."""
+        pairs = zip(self._started(), arguments, strict=True)
+        return self._start_call([process.start.remote(own) for (_, _, process), own in pairs])
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
-        """Return each worker's GPUs, reserved ones included, as in CUDA_VISIBLE_DEVICES."""
-        processes = [(index, process) for index, place in enumerate(self.places) for process in place]
-        names = tuple(f"{self.name} rank {self._ranks[index]}" for index, _ in processes)
-        asked = Call(names, "start", tuple(process.gpus.remote() for _, process in processes))
-        gpus: list[list[str]] = [[] for _ in self.places]
-        for (index, _), own in zip(processes, wait(asked, timeout_s=timeout_s), strict=True):
-            gpus[index] += own
-        return gpus
+        """Return the GPUs of each worker and follower, reserved ones included, as in CUDA_VISIBLE_DEVICES."""
+        processes = [process for place in self.places for process in place]
+        each = len(self.places[0])
+        names = tuple(f"{self.name} rank {self._ranks[index // each]}" for index in range(len(processes)))
+        asked = Call(names, "start", tuple(process.gpus.remote() for process in processes))
+        gpus, size = wait(asked, timeout_s=timeout_s), self._slots_per_host
+        return [list(chain(*gpus[start : start + size])) for start in range(0, len(gpus), size)]
 
     def put(self, value: Any) -> Any:
         """Store an argument once for several workers, which receive the value."""
@@ -129,7 +133,9 @@ class WorkerGroup:
         return Call((worker,) * len(references), phase, tuple(references), limit_s)
 
     def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
-        return wait(self._as_call("start", [host.free_port.remote() for host in self.hosts]), timeout_s=timeout_s)
+        """Return the IP address and a free port of each worker and follower."""
+        asked = [process.free_port.remote() for _, _, process in self._started()]
+        return wait(self._start_call(asked), timeout_s=timeout_s)
 
     def peak_memory(self) -> list[int]:
         """Return each worker's peak resident memory in bytes."""
@@ -143,6 +149,20 @@ class WorkerGroup:
         files = [str(folder / f"{self.name}-{rank}{suffix}") for rank in self._ranks]
         ended = [host.end_profile.remote(file) for host, file in zip(self.hosts, files, strict=True)]
         return self._as_call("profile", ended, self._limit_s)
+
+    def _started(self) -> list[tuple[int, int, Any]]:
+        """Return workers and followers: rank, slot and process."""
+        size = self._slots_per_host
+        return [
+            (rank, index, process)
+            for rank, place in zip(self._ranks, self.places, strict=True)
+            for index, process in enumerate(place)
+            if index % size == 0
+        ]
+
+    def _start_call(self, references: list[Any]) -> Call:
+        names = tuple(_name(self.name, rank, index) for rank, index, _ in self._started())
+        return Call(names, "start", tuple(references))
 
     def _as_call(self, phase: str, references: list[Any], limit_s: float | None = None) -> Call:
         return Call(tuple(f"{self.name} rank {rank}" for rank in self._ranks), phase, tuple(references), limit_s)

@@ -19,6 +19,15 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
+class EngineHost:
+    """One host of an engine that spans several. `addresses`: IP address and free port of each host; the engine core is
+    on the first."""
+
+    index: int
+    addresses: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class Engine:
     """One engine. `worker` is the dotted path of its class, `package` what must be installed for it."""
 
@@ -27,6 +36,9 @@ class Engine:
     kv_bytes: Callable[[Config, int, int, int | None], int]
     """Return the bytes of the KV cache per device. Arguments: configuration, bytes of a token's cache, of the weights,
     and of the device (None if unknown). Raises ValueError: the device's size is needed."""
+    follower: str | None = None
+    """Dotted path of the class for the other hosts of an engine that spans several, with the arguments of `worker`.
+    None: an engine is on one host."""
     environment: Callable[[GenerationConfig, bool], dict[str, str]] = lambda generation, on_gpu: {}
     """Return the environment variables of its process. The second argument is True on GPUs."""
     can_sleep: bool = False
@@ -85,6 +97,7 @@ ENGINES: dict[str, Engine] = {
     "vllm": Engine(
         worker="nemo_rl_lite.generation.vllm.worker.VLLMEngine",
         package="vllm",
+        follower="nemo_rl_lite.generation.vllm.follower.VLLMFollower",
         kv_bytes=_vllm_cache,
         environment=_vllm_environment,
         can_sleep=True,

@@ -37,6 +37,8 @@ from nemo_rl_lite.config.schema_algorithm import (
 @dataclass(frozen=True, config=STRICT)
 class VLLMConfig:
     tensor_parallel_size: PositiveInt
+    pipeline_parallel_size: PositiveInt
+    expert_parallel: Annotated[bool, ActiveIf("generation.backend", "vllm"), ActiveIf("tensor-parallel engines")]
     enforce_eager: Annotated[bool, ActiveIf("generation.backend", "vllm"), ActiveIf("GPUs")]
     max_num_seqs: PositiveInt
     gpu_memory_utilization: Annotated[Fraction | Auto, ActiveIf("generation.backend", "vllm"), ActiveIf("GPUs")]

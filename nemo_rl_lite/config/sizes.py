@@ -255,12 +255,18 @@ def engines(config: Config) -> int:
     """Return the number of engines: as many as the GPUs allow, or `generation.data_parallel_size` on CPUs."""
     if not on_gpus(config):
         return config.generation.data_parallel_size or 1
-    return generation_gpus(config) // config.generation.vllm_cfg.tensor_parallel_size
+    return generation_gpus(config) // engine_ranks(config)
 
 
 def engine_ranks(config: Config) -> int:
     """Return the processes per engine, one per GPU."""
-    return config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
+    settings = config.generation.vllm_cfg
+    return settings.tensor_parallel_size * settings.pipeline_parallel_size if on_gpus(config) else 1
+
+
+def engine_hosts(config: Config) -> int:
+    """Return the nodes per engine."""
+    return -(-engine_ranks(config) // max(1, config.cluster.gpus_per_node))
 
 
 def parallel_dims(config: Config) -> ParallelDims:

@@ -16,7 +16,7 @@ from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import engines, on_gpus
+from nemo_rl_lite.config.sizes import engine_hosts, engines, on_gpus
 from nemo_rl_lite.config.user_code import file_of
 from nemo_rl_lite.data.sources import validation_source
 from nemo_rl_lite.errors import HIDDEN, ConfigError, Violation
@@ -158,6 +158,8 @@ def _base(model: Served) -> DictConfig:
         # The run's GPUs per node, limited by this machine.
         base.generation.data_parallel_size = None
         base.cluster.gpus_per_node = min(config.cluster.gpus_per_node, gpus_here or config.cluster.gpus_per_node)
+        if (hosts := engine_hosts(config)) > 1:
+            base.cluster.update({"num_nodes": hosts, "gpus_per_node": config.cluster.gpus_per_node})
     for key in _OF_POLICY:
         base.policy[key] = own["policy"][key]
     base.policy.model_name = str(model.folder)
@@ -169,8 +171,11 @@ def _base(model: Served) -> DictConfig:
 
 def _resolved(composed: DictConfig, given: Sequence[str]) -> Config:
     if composed.cluster.gpus_per_node and "cluster.gpus_per_node" not in given:
-        size, wanted = composed.generation.vllm_cfg.tensor_parallel_size, composed.generation.data_parallel_size
-        composed.cluster.gpus_per_node = size * (wanted or max(1, composed.cluster.gpus_per_node // size))
+        settings, wanted = composed.generation.vllm_cfg, composed.generation.data_parallel_size
+        size, cluster = settings.tensor_parallel_size * settings.pipeline_parallel_size, composed.cluster
+        # A larger engine spans nodes.
+        if size <= cluster.gpus_per_node or cluster.num_nodes == 1:
+            cluster.gpus_per_node = size * (wanted or max(1, cluster.gpus_per_node // size))
 
     def matters(broken: Violation) -> bool:
         # The training file is read only if problems are held out of it.

@@ -409,16 +409,19 @@ def engine_weights(config: Config, shape: ModelShape) -> int:
 def shared_weights(config: Config, shape: ModelShape, stage: int) -> int:
     """Return the bytes of a policy rank's frozen weights in the memory of the engine on its GPU; 0 if the two split
     matrices differently."""
-    dims = parallel_dims(config)
-    if not engines_share_weights(config) or dims.tp != config.generation.vllm_cfg.tensor_parallel_size:
+    dims, own = parallel_dims(config), config.generation.vllm_cfg
+    same = dims.tp == own.tensor_parallel_size and dims.pp == own.pipeline_parallel_size
+    if not engines_share_weights(config) or not same:
         return 0
     return (rank_parameters(shape, dims, stage).total - unlike_the_engine(shape, dims, stage)) * item_bytes(config)
 
 
 def token_cache_bytes(config: Config, shape: ModelShape) -> int:
     """Return the bytes of a token in the KV cache of one of an engine's GPUs."""
-    own_heads = -(-shape.kv_heads // config.generation.vllm_cfg.tensor_parallel_size)
-    return 2 * shape.layers * own_heads * shape.head_dim * item_bytes(config)
+    settings = config.generation.vllm_cfg
+    own_heads = -(-shape.kv_heads // settings.tensor_parallel_size)
+    own_layers = -(-shape.layers // settings.pipeline_parallel_size)
+    return 2 * own_layers * own_heads * shape.head_dim * item_bytes(config)
 
 
 def teacher_shape(config: Config) -> ModelShape | None:

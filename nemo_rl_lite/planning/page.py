@@ -11,6 +11,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     batch_mode,
+    engine_hosts,
     engine_ranks,
     engines,
     generation_gpus,
@@ -223,16 +224,20 @@ def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
         yield f"stage {stage}", f"{', '.join([own, *ends])}: rank{_span(dims.ranks_of_stage(stage))}"
     if not generates(config):
         return
-    count, wide = engines(config), engine_ranks(config)
+    settings, hosts = config.generation.vllm_cfg, engine_hosts(config)
     where = "colocated" if config.generation.colocated.enabled else "on separate GPUs"
     where = where if on_gpus(config) else "on CPUs"
-    yield "engines", f"{count} of {config.generation.backend}, tensor {wide}, {where}"
+    split = f"tensor {settings.tensor_parallel_size}"
+    if settings.pipeline_parallel_size > 1:
+        split += f" x pipeline {settings.pipeline_parallel_size}"
+    split += ", experts spread" * settings.expert_parallel + f", {hosts} nodes each" * (hosts > 1)
+    yield "engines", f"{engines(config)} of {config.generation.backend}, {split}, {where}"
 
 
 def rank_rows(config: Config) -> Iterator[list[str]]:
     """Yield node, GPUs, policy rank and engine; GPUs with the same content share a row."""
     dims, a_node = parallel_dims(config), config.cluster.gpus_per_node
-    wide, shared = config.generation.vllm_cfg.tensor_parallel_size, config.generation.colocated.enabled
+    wide, shared = engine_ranks(config), config.generation.colocated.enabled
     generating = generation_gpus(config) if generates(config) else 0
     first = 0 if shared else dims.world
 

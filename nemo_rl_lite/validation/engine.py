@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from nemo_rl_lite.config.engines import VLLM_LORA_RANKS, VLLM_QUANTIZATIONS, engine_of, engines_serve_adapters
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
-from nemo_rl_lite.config.sizes import generation_gpus, has_endpoint, on_gpus
+from nemo_rl_lite.config.sizes import engine_ranks, generation_gpus, has_endpoint, on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.validation.compose import rule
 from nemo_rl_lite.validation.layout import MEGATRON, known_shape
 
+_TENSOR, _PIPELINE = (f"generation.vllm_cfg.{kind}_parallel_size" for kind in ("tensor", "pipeline"))
 _KWARGS, _LORA = "generation.vllm_kwargs", "generation.vllm_cfg.lora"
 # Options of vLLM that the launcher sets, and the key that decides each.
 _OWNED = {
@@ -18,7 +19,9 @@ _OWNED = {
     "dtype": "policy.precision",
     "max_model_len": "policy.max_total_sequence_length",
     "tensor_parallel_size": "generation.vllm_cfg.tensor_parallel_size",
-    "pipeline_parallel_size": "generation.vllm_cfg.tensor_parallel_size",
+    "pipeline_parallel_size": "generation.vllm_cfg.pipeline_parallel_size",
+    "enable_expert_parallel": "generation.vllm_cfg.expert_parallel",
+    "nnodes": "generation.vllm_cfg.tensor_parallel_size",
     "data_parallel_size": "generation.data_parallel_size",
     "tokenizer": None,
     "enforce_eager": "generation.vllm_cfg.enforce_eager",
@@ -45,17 +48,25 @@ _BLOCK = 128
 
 @rule("generation", "cluster", options=RolloutAlgorithmConfig)
 def check_engine_gpus(config: Config) -> Iterator[Violation]:
-    key, size = "generation.vllm_cfg.tensor_parallel_size", config.generation.vllm_cfg.tensor_parallel_size
-    if size > 1 and not on_gpus(config):
-        yield Violation(key, size, "must be 1 on CPUs", f"{key}=1, and generation.data_parallel_size for more engines")
-    elif size > 1 and not engine_of(config).spans_gpus:
-        yield Violation(key, size, f"must be 1 with the {config.generation.backend} engine", f"{key}=1")
-    if not on_gpus(config):
-        return
-    on_one_node = min(generation_gpus(config), config.cluster.gpus_per_node)
-    if on_one_node % size:
+    settings = config.generation.vllm_cfg
+    for key, size in ((_TENSOR, settings.tensor_parallel_size), (_PIPELINE, settings.pipeline_parallel_size)):
+        if size > 1 and not on_gpus(config):
+            fix = f"{key}=1, and generation.data_parallel_size for more engines"
+            yield Violation(key, size, "must be 1 on CPUs", fix)
+        elif size > 1 and not engine_of(config).spans_gpus:
+            yield Violation(key, size, f"must be 1 with the {config.generation.backend} engine", f"{key}=1")
+    gpus, a_node = generation_gpus(config), config.cluster.gpus_per_node
+    on_one_node, size = min(gpus, a_node), engine_ranks(config)
+    # Every node of an engine has the same number of its ranks.
+    if on_gpus(config) and ((on_one_node % size and size % a_node) or gpus % size):
+        nodes = gpus // a_node
         sizes = [divisor for divisor in range(1, on_one_node + 1) if on_one_node % divisor == 0]
-        yield Violation(key, size, f"must divide the generation GPUs per node ({on_one_node})", f"one of {sizes}")
+        sizes += [a_node * count for count in range(2, nodes + 1) if nodes % count == 0]
+        rule_text = f"makes engines of {size} GPUs, which must divide the {on_one_node} generation GPUs per node"
+        if nodes > 1:
+            rule_text += f", or fill some of the {nodes} nodes"
+        fix = f"tensor_parallel_size x pipeline_parallel_size = one of {sizes}"
+        yield Violation(_TENSOR, settings.tensor_parallel_size, rule_text, fix)
 
 
 @rule("generation", "cluster", "agent", "policy.router_replay", options=RolloutAlgorithmConfig)

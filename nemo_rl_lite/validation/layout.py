@@ -167,6 +167,9 @@ def _engine(config: Config, model: ModelShape) -> Iterator[Violation]:
     if model.heads % size:
         key = "generation.vllm_cfg.tensor_parallel_size"
         yield Violation(key, size, f"must divide the model's {model.heads} attention heads", f"{key}=1")
+    if (stages := config.generation.vllm_cfg.pipeline_parallel_size) > model.layers:
+        key = "generation.vllm_cfg.pipeline_parallel_size"
+        yield Violation(key, stages, f"the model has {model.layers} layers", f"{key}=1")
     if not on_gpus(config) and model.head_dim < least:
         fix = "generation=transformers, or a model with a larger head_dim"
         rule_text = f"{config.generation.backend} on a CPU needs head_dim >= {least}"

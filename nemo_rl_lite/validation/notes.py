@@ -37,6 +37,7 @@ FACTS: dict[str, Callable[[Config], object]] = {
     "validations": validates,
     "GPUs": on_gpus,
     "CPUs": lambda config: not on_gpus(config),
+    "tensor-parallel engines": lambda config: config.generation.vllm_cfg.tensor_parallel_size > 1,
     "data-parallel ranks": lambda config: parallel_dims(config).dense_dp > 1,
     "batches": lambda config: batch_mode(config.policy, on_gpus(config)),
     # The row of the algorithm names a constant of `data.formats`.

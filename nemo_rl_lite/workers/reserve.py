@@ -13,10 +13,11 @@ from nemo_rl_lite.cluster.calls import Call
 from nemo_rl_lite.cluster.runtime import Placement, Slot, available_cores, place
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
-from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.engines import EngineHost, engine_of
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     as_teacher,
+    engine_hosts,
     engine_ranks,
     engines,
     micro_batch_sizes,
@@ -101,6 +102,7 @@ def start_teacher(config: Config, teacher: WorkerGroup) -> Call:
 
 
 def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> Call:
+    """Build the engines, each on all its hosts."""
     arguments = {
         "generation": config.generation,
         "policy": config.policy,
@@ -108,7 +110,14 @@ def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> 
         "seed": config.algorithm.seed,
         "on_gpu": on_gpus(config),
     }
-    return generation.start([arguments] * len(generation))
+    hosts = engine_hosts(config)
+    if hosts == 1:
+        return generation.start([arguments] * len(generation))
+    addresses = generation.addresses(config.cluster.start_timeout_s)
+    of_engines = [tuple(addresses[start : start + hosts]) for start in range(0, len(addresses), hosts)]
+    return generation.start(
+        [arguments | {"host": EngineHost(index, own)} for own in of_engines for index in range(hosts)]
+    )
 
 
 def policy_group(config: Config, slots: Sequence[Slot], run_folder: Path, name: str = "policy") -> WorkerGroup:
@@ -130,6 +139,7 @@ def generation_group(config: Config, placement: Placement, run_folder: Path) -> 
         str(run_folder / "logs"),
         environment,
         engine_ranks(config),
+        engine_hosts(config),
         config.cluster.phase_timeout_s,
     )
 
@@ -155,7 +165,8 @@ def load_generation(config: Config, generation: WorkerGroup) -> Call:
         {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         for gpus in generation.gpus(config.cluster.start_timeout_s)
     ]
-    return generation.load(engine_of(config).worker, visible)
+    own = engine_of(config)
+    return generation.load(own.worker, visible, own.follower or "")
 
 
 def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:

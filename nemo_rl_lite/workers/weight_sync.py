@@ -9,7 +9,7 @@ import torch
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters, engines_share_weights
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.config.sizes import engine_ranks
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.refit.engine import Source
@@ -51,7 +51,7 @@ class WeightSync:
         self._probing: list[Call] = []
         self.version = 0
         self._limit_s = config.cluster.start_timeout_s
-        self._ranks_per_engine = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
+        self._ranks_per_engine = engine_ranks(config)
         self._shared_device = config.generation.colocated.enabled
         self._producers = producers(policy.ranks, generation.engines * self._ranks_per_engine, self._shared_device)
         self._consumers = [self._producers.count(rank) for rank in range(policy.ranks)]

@@ -70,7 +70,7 @@ def seen(request, model_folder, new_model, engine_environment, tmp_path_factory)
     if options:
         refits.append(Producer(".speculating", old))
     for producer in refits:
-        (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.source))
+        (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.sources[0]))
     script = Path(__file__).with_name("engine_process.py")
     arguments = [backend, model_folder, folder / "source", folder / "seen", *options]
     sent = refitted(script, arguments, engine_environment, folder / "log", refits)
@@ -92,19 +92,19 @@ def refitted(script: Path, arguments: Sequence, environ: dict[str, str], log: Pa
 
 
 class Producer:
-    """The policy's side of one refit."""
+    """The policy's side of one refit, to an engine of so many ranks."""
 
-    def __init__(self, name: str, weights: list, shared: bool = False):
-        self.name, self._weights, self._plan = name, weights, plan_of(weights)
+    def __init__(self, name: str, weights: list, shared: bool = False, ranks: int = 1):
+        self.name, self._weights, self._plan, self._size = name, weights, plan_of(weights), 1 + ranks
         self._store = refit_group.host_store("127.0.0.1", LIMIT_S)
         buffers = SharedBuffer(self._plan, CPU) if shared else BroadcastBuffers(self._plan, 2, CPU)
         self._transport = bucket_transport(self._plan, buffers, "full", Stream(self._plan, lambda: self._weights))
         settings = compose_config([f"refit.timeout_s={LIMIT_S}"]).refit
-        rendezvous = Rendezvous("127.0.0.1", self._store.port, rank=1, world_size=2)
-        self.source = Source(self._plan, settings, rendezvous, self._transport.offer())
+        places = [Rendezvous("127.0.0.1", self._store.port, rank, self._size) for rank in range(1, self._size)]
+        self.sources = [Source(self._plan, settings, place, self._transport.offer()) for place in places]
 
     def send(self) -> RefitReport:
-        return self._transport.sender(refit_group.join(self._store, 0, 2, CPU, LIMIT_S)).send()
+        return self._transport.sender(refit_group.join(self._store, 0, self._size, CPU, LIMIT_S)).send()
 
 
 def load(folder: Path):
@@ -316,7 +316,7 @@ import sys
 from vllm.config import CUDAGraphMode, StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from nemo_rl_lite.generation.vllm.worker import _configured
+from nemo_rl_lite.generation.vllm.arguments import _configured
 
 own = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2]}}
 outputs = {"backend": "xgrammar", "disable_any_whitespace": True}

@@ -1,7 +1,9 @@
-"""A node that is lost, and one that joins later: several raylets on one machine, with GPUs that are only numbers."""
+"""Several nodes: one that is lost, one that joins later, and an engine on two. They are raylets on this machine, with
+GPUs that are only numbers."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import ray
@@ -10,11 +12,15 @@ from ray.cluster_utils import Cluster
 from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.runtime import place
 from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.config.engines import ENGINES
+from nemo_rl_lite.config.sizes import engines
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers.reserve import generation_group, load_generation, start_engines
 from tests.functional.conftest import PYTHONPATH
 
 pytestmark = pytest.mark.functional
+WORKERS = "tests.functional.workers"
 TWO_NODES = [
     "algorithm=sft",
     "policy=megatron_gpu",
@@ -70,3 +76,34 @@ def quiet_group(slots, folder) -> WorkerGroup:
     wait(group.load("tests.functional.workers.Quiet", [{}, {}]), timeout_s=300)
     wait(group.start([{}, {}]), timeout_s=300)
     return group
+
+
+def test_an_engine_on_two_nodes_starts_on_both_and_again_after_a_loss(cluster, tmp_path, monkeypatch):
+    scripted = replace(ENGINES["vllm"], worker=f"{WORKERS}.FirstHost", follower=f"{WORKERS}.OtherHost")
+    monkeypatch.setitem(ENGINES, "vllm", scripted)
+    for gpus in ("0,1", "2,3"):
+        cluster.add_node(num_cpus=1, num_gpus=2, env_vars={"CUDA_VISIBLE_DEVICES": gpus})
+    connect()
+    split = ["generation.vllm_cfg.tensor_parallel_size=2", "generation.vllm_cfg.pipeline_parallel_size=2"]
+    nodes = ["cluster.num_nodes=2", "cluster.gpus_per_node=2", "cluster.start_timeout_s=300.0"]
+    config = compose_config(["policy=megatron_gpu", "generation=vllm_gpu", *nodes, *split])
+    assert engines(config) == 1
+    group = generation_group(config, place(config, 1), tmp_path)
+    assert group.processes == ["generation rank 0", *(f"generation rank 0 slot {slot}" for slot in (1, 2, 3))]
+
+    def seen(part: WorkerGroup) -> None:
+        wait(load_generation(config, part), timeout_s=300)
+        wait(start_engines(config, part, tmp_path), timeout_s=300)
+        first, second = wait(part.call("seen"))[0]
+        assert (first[0], second[0]) == (0, 1) and first[1] != second[1]
+        assert {first[2], second[2]} == {"0,1", "2,3"}
+
+    seen(group)
+    assert group.lost() == []
+    ray.kill(group.places[0][2])
+    # Calls that were already on their way are answered.
+    deadline = time.monotonic() + 60
+    while not group.lost() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert group.lost() == [0]
+    seen(group.replace([0]))

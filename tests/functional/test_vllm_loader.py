@@ -1,11 +1,13 @@
 """Watched copies bring weights where vLLM's own loader brings them: fused projections, padded vocabulary, experts."""
 
+import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.functional.ranks import run_script
+from tests.functional.ranks import run_ranks, run_script
 
 pytestmark = pytest.mark.functional
 
@@ -30,15 +32,45 @@ MODELS = {
 }
 
 
-def test_a_second_refit_without_the_loader_gives_what_the_loader_gives(engine_environment, tmp_path):
+SCRIPT = Path(__file__).with_name("vllm_loader.py")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, list[Path]]:
+    """Two models of each kind."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from nemo_rl_lite.models.embedded import build_tokenizer
 
-    folders = [(seed, kind, tmp_path / f"{kind}-{seed}") for kind in MODELS for seed in range(2)]
-    for seed, kind, folder in folders:
+    parent = tmp_path_factory.mktemp("models")
+    places = {kind: [parent / f"{kind}-{seed}" for seed in range(2)] for kind in MODELS}
+    for seed, kind, folder in [(seed, kind, folder) for kind, own in places.items() for seed, folder in enumerate(own)]:
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **MODELS[kind])).save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
-    script = Path(__file__).with_name("vllm_loader.py")
-    run_script(script, [folder for _, _, folder in folders], engine_environment, tmp_path / "log")
+    return places
+
+
+def test_a_second_refit_without_the_loader_gives_what_the_loader_gives(folders, engine_environment, tmp_path):
+    run_script(SCRIPT, ["{}", *chain(*folders.values())], engine_environment, tmp_path / "log")
+
+
+# Options of vLLM; the shape of a rank's first matrices of experts, and the layers that have them on each rank.
+SPLITS = {
+    "tensor": ({"tensor_parallel_size": 2}, [4, 64, 64], [[0, 1], [0, 1]]),
+    "pipeline": ({"pipeline_parallel_size": 2}, [4, 128, 64], [[0], [1]]),
+    "experts": ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, [2, 128, 64], [[0, 1], [0, 1]]),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_each_rank_of_an_engine_takes_its_part_of_a_refit(split, folders, engine_environment, monkeypatch):
+    for name, value in engine_environment.items():
+        monkeypatch.setenv(name, value)
+    options, shape, layers = SPLITS[split]
+    printed = run_ranks(SCRIPT, [json.dumps(options), *map(str, folders["qwen3_moe"])], 2)
+    for output, own in zip(printed, layers, strict=True):
+        shapes = json.loads(output.strip().splitlines()[-1])
+        experts = {name: shapes[name] for name in shapes if name.endswith("w13_weight")}
+        assert list(experts.values()) == [shape] * len(own)
+        assert [int(name.split(".")[2]) for name in experts] == own

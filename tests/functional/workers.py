@@ -1,12 +1,17 @@
 """Workers for tests of what the launcher makes of them."""
 
+import os
 import sys
 import time
 from datetime import timedelta
+from multiprocessing.connection import Client, Listener
+from typing import Any
 
+import ray
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from nemo_rl_lite.config.engines import EngineHost
 from nemo_rl_lite.observability.liveness import note_progress
 
 
@@ -46,3 +51,35 @@ class Rank:
 
 def compute_for_ever(seconds: float) -> None:
     time.sleep(seconds)
+
+
+class FirstHost:
+    """The first host of an engine, which meets the others as vLLM's does, and says who came."""
+
+    def __init__(self, host: EngineHost, **others: Any):
+        self._seen = [_here(host.index)]
+        with Listener(host.addresses[0]) as listening:
+            for _ in host.addresses[1:]:
+                with listening.accept() as connection:
+                    self._seen.append(connection.recv())
+
+    def seen(self) -> list[tuple[int, str, str]]:
+        """Index, node and GPUs of each host."""
+        return sorted(self._seen)
+
+
+class OtherHost:
+    """Another host of the engine."""
+
+    def __init__(self, host: EngineHost, **others: Any):
+        for _ in range(100):
+            try:
+                with Client(host.addresses[0]) as connection:
+                    connection.send(_here(host.index))
+                return
+            except ConnectionRefusedError:
+                time.sleep(0.1)
+
+
+def _here(index: int) -> tuple[int, str, str]:
+    return index, ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]

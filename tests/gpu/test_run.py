@@ -124,6 +124,22 @@ def test_a_tensor_parallel_engine_on_the_policys_gpus_copies_its_parts(layout, g
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize("layout", ["TP 2", "PP 2", "DP 2"])
+def test_each_pipeline_stage_of_an_engine_copies_its_layers(layout, gpu_model, tmp_path):
+    folder = tmp_path / "run"
+    check(run(folder, gpu_model, 2, "generation.vllm_cfg.pipeline_parallel_size=2", *LAYOUTS[layout]))
+    check_ways(folder, shared=True)
+
+
+@pytest.mark.gpu(2)
+def test_engine_ranks_with_different_experts_copy_their_own(gpu_experts_model, tmp_path):
+    folder, triton = tmp_path / "run", "+generation.vllm_kwargs.moe_backend=triton"
+    spread = ["generation.vllm_cfg.tensor_parallel_size=2", "generation.vllm_cfg.expert_parallel=true"]
+    check(run(folder, gpu_experts_model, 2, *spread, triton))
+    check_ways(folder, shared=True)
+
+
+@pytest.mark.gpu(2)
 def test_engines_copy_experts_that_two_gpus_have(gpu_experts_model, tmp_path):
     folder, triton = tmp_path / "run", "+generation.vllm_kwargs.moe_backend=triton"
     check(run(folder, gpu_experts_model, 2, PARALLEL.format("expert_model"), triton))

@@ -15,20 +15,29 @@ import pytest
 
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.validation.compose import compose_config
-from tests.gpu import test_async, test_checkpoints, test_context, test_graphs, test_lora, test_router_replay, test_run
+from tests.gpu import (
+    test_async,
+    test_checkpoints,
+    test_context,
+    test_graphs,
+    test_hosts,
+    test_lora,
+    test_router_replay,
+    test_run,
+)
 
 # How many runs a test makes, where it compares some.
 RUNS = {
     "test_frozen_weights_are_in_one_copy_and_training_is_the_same": 2,
     "test_adapters_of_a_captured_engine_are_those_of_an_eager_one": 2,
 }
-# A model of the same kind, whose shape is known, for each fixture.
-MODELS = {"gpu_model": "Qwen/Qwen3-8B", "gpu_experts_model": "Qwen/Qwen3-30B-A3B"}
+# A model of the same kind, whose shape is known, for each fixture of a model.
+FIXTURES = {"gpu_model": "Qwen/Qwen3-8B", "gpu_experts_model": "Qwen/Qwen3-30B-A3B", "cluster": MagicMock()}
 
 
 def whole_runs() -> Iterator[Any]:
     """The tests of whole runs with each of their parameters: the module, the test, and its arguments."""
-    for module in (test_async, test_lora, test_run):
+    for module in (test_async, test_hosts, test_lora, test_run):
         for name, function in vars(module).items():
             if name.startswith("test_") and inspect.isfunction(function):
                 for given in parameters(function):
@@ -62,7 +71,7 @@ def test_settings_of_a_whole_run_are_no_configuration_error(
     # The runs of the tests start here, or in a function of test_run.py.
     monkeypatch.setattr(module, "train", compose)
     monkeypatch.setattr(test_run, "train", compose)
-    fixtures = {name: model for name, model in MODELS.items() if name in inspect.signature(function).parameters}
+    fixtures = {name: own for name, own in FIXTURES.items() if name in inspect.signature(function).parameters}
     # What a test then looks at in the metrics is not there.
     with suppress(Exception):
         function(**fixtures, tmp_path=tmp_path, **given)

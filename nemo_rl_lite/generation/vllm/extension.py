@@ -118,10 +118,14 @@ class AdapterSlot:
             RefitError: vLLM has no such layer.
         """
         from vllm.lora.utils import parse_fine_tuned_lora_name
+        from vllm.model_executor.models.utils import is_pp_missing_parameter
 
         filled = set()
         for name, tensor in named:
             layer, first = parse_fine_tuned_lora_name(name, self._mapper)
+            if is_pp_missing_parameter(layer, self._manager.model):
+                # Another pipeline stage has it.
+                continue
             if layer not in self._parts:
                 raise RefitError(f"vLLM applies no adapter to {layer}; set generation.vllm_cfg.lora=merged")
             part = self._parts[layer]
@@ -152,7 +156,7 @@ def _parts(manager: Any) -> Iterator[tuple[str, _Part]]:
 
 
 class RefitExtension:
-    """Methods for `LLM.collective_rpc`; `self` is vLLM's worker, one for each tensor-parallel rank."""
+    """Methods for `LLM.collective_rpc`; `self` is vLLM's worker, one for each rank."""
 
     model_runner: Any
     device: torch.device
@@ -164,7 +168,7 @@ class RefitExtension:
         Raises:
             RefitError: vLLM derives tensors from this model's weights only at start.
         """
-        # vLLM has started the process of a tensor-parallel rank.
+        # vLLM has started the process of a rank.
         log_to_stderr()
         self._is_first_refit, self._quantizes = True, False
         self._slot: AdapterSlot | None = None

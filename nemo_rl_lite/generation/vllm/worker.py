@@ -12,33 +12,27 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_rl_lite.compat.vllm import (
     PARTS,
-    decode_scheduler,
     finish_begun_steps,
-    import_model_class,
-    keep_first_scales,
     record_cpu_experts,
-    repair_cpu_build,
     without_tool_servers,
 )
-from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters
+from nemo_rl_lite.config.engines import EngineHost, engines_serve_adapters
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
-from nemo_rl_lite.config.sizes import engine_share
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Completion, Decoded, Drafts, Request, RequestError, Unfinished
 from nemo_rl_lite.generation.vllm import extension
+from nemo_rl_lite.generation.vllm.arguments import engine_arguments
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.refit.engine import Source, WeightsState
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.refit.ipc import SharedWeights
-
-EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
+from nemo_rl_lite.system.peers import end_with_others
 
 # vLLM's sleep levels: keep nothing if refits bring all weights, or the weights in host memory if they bring adapters.
 KEEPS_NOTHING, KEEPS_WEIGHTS = 2, 1
@@ -69,61 +63,24 @@ class VLLMEngine:
         model_path: str,
         seed: int,
         on_gpu: bool,
+        host: EngineHost | None = None,
     ):
-        from vllm.engine.arg_utils import EngineArgs
+        """Start the engine. `host`: this process's host, the first, if the engine spans several (`VLLMFollower`)."""
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         # At every refit vLLM warns about rotary tables, which have no weights.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         settings = generation.vllm_cfg
-        import_model_class(Path(model_path))
-        self._sleeps = on_gpu and generation.colocated.enabled and generation.colocated.sleep is not False
+        arguments = engine_arguments(generation, policy, model_path, seed, on_gpu, host)
+        self._sleeps = arguments.enable_sleep_mode
         self._lora = policy.megatron_cfg.peft if engines_serve_adapters(generation, policy) else None
-        if on_gpu:
-            # The first refit, before the first prompt, brings all weights or raises, so start with dummy weights.
-            load_format = "dummy" if self._lora is None else "auto"
-            own: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": load_format}
-        else:
-            # vLLM's sampler on CPUs fails on a chunked prompt with a seed.
-            own = {"enable_chunked_prefill": False}
-        own |= {"max_model_len": policy.max_total_sequence_length} | _configured(generation.vllm_kwargs)
-        if self._lora is not None:
-            own |= extension.engine_options(self._lora, settings.tensor_parallel_size)
-        if on_gpu and not settings.enforce_eager:
-            own = with_graph_sizes(own, settings.max_num_seqs)
-        speculates = own.get("speculative_config") is not None
-        if on_gpu and not speculates and own.get("async_scheduling") is not False:
-            # None selects vLLM's scheduler.
-            own.setdefault("scheduler_cls", decode_scheduler())
-        if on_gpu and engines_quantize(generation):
-            keep_first_scales()
-        if not on_gpu:
-            repair_cpu_build()
-        self._weights = WeightsState(complete=own.get("load_format") != "dummy" and self._lora is None)
-        ranks = settings.tensor_parallel_size
-        arguments = EngineArgs(
-            model=model_path,
-            dtype=policy.precision,
-            tensor_parallel_size=ranks,
-            # Inside a placement group vLLM would wait for Ray workers on GPUs that this engine already holds.
-            distributed_executor_backend="mp" if ranks > 1 else "uni",
-            enforce_eager=settings.enforce_eager,
-            max_num_seqs=settings.max_num_seqs,
-            gpu_memory_utilization=engine_share(generation),
-            seed=seed,
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls=EXTENSION,
-            # Served requests may have stop strings and JSON schemas.
-            skip_tokenizer_init=not (generation.stop_strings or generation.serve.enabled),
-            # vLLM's statistics have the accepted draft tokens.
-            disable_log_stats=not speculates,
-            enable_return_routed_experts=policy.router_replay.enabled,
-            **own,
-        )
+        self._weights = WeightsState(complete=arguments.load_format != "dummy" and self._lora is None)
         with StartTimer():
             # Stepped in this thread: a separate process for the engine core is slower.
             self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        if host is not None:
+            end_with_others(host.addresses[1:])
         if policy.router_replay.enabled and not on_gpu:
             self._engine.apply_model(record_cpu_experts)
         self.version = 0
@@ -381,34 +338,6 @@ def _parameters(request: Request) -> Any:
         # The object is not shared, so vLLM need not copy it.
         skip_clone=True,
     )
-
-
-def _configured(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, with vLLM's objects instead of dictionaries that `EngineArgs` does not convert."""
-    from vllm import config
-
-    kinds = {
-        "structured_outputs_config": config.StructuredOutputsConfig,
-        "profiler_config": config.ProfilerConfig,
-        "kv_transfer_config": config.KVTransferConfig,
-    }
-    made = {name: kinds[name](**value) for name, value in options.items() if name in kinds and isinstance(value, dict)}
-    return {**options, **made}
-
-
-def with_graph_sizes(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
-    """Return an engine's options with fewer CUDA graph sizes than vLLM's default, unless the options set them.
-
-    A batch is padded to the next size, which costs little while decoding is bound by memory. Each graph costs start-up
-    time.
-    """
-    compilation = options.get("compilation_config") or {}
-    decides = not isinstance(compilation, Mapping) or any("cudagraph_capture_size" in name for name in compilation)
-    if decides or "performance_mode" in options or "speculative_config" in options:
-        return dict(options)
-    steps = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, 512, 64), *range(512, max_num_seqs, 128)]
-    sizes = [size for size in steps if size < max_num_seqs] + [max_num_seqs]
-    return {**options, "compilation_config": {**compilation, "cudagraph_capture_sizes": sizes}}
 
 
 class StartTimer(logging.Handler):

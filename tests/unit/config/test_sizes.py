@@ -5,6 +5,8 @@ import pytest
 from nemo_rl_lite.config.sizes import (
     batch_mode,
     bucket_size,
+    engine_hosts,
+    engine_ranks,
     engines,
     generation_gpus,
     on_gpus,
@@ -14,7 +16,7 @@ from nemo_rl_lite.config.sizes import (
 from nemo_rl_lite.validation.compose import compose_config
 
 APART = "generation.colocated.enabled=false"
-RESOURCES = "generation.colocated.resources"
+RESOURCES, ENGINE = "generation.colocated.resources", "generation.vllm_cfg"
 TENSOR_2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
 
 
@@ -53,6 +55,17 @@ def test_who_gets_how_many(overrides, ranks, gpus, number_of_engines, replicas):
     found = (policy_ranks(config), generation_gpus(config), engines(config), parallel_dims(config).dp)
     assert found == (ranks, gpus, number_of_engines, replicas)
     assert on_gpus(config) == any("gpus_per_node" in override for override in overrides)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tensor", "pipeline", "expected"),
+    [(1, 4, 2, (8, 1, 1)), (2, 8, 2, (16, 2, 1)), (4, 16, 1, (16, 2, 2)), (2, 2, 2, (4, 1, 4))],
+)
+def test_an_engine_of_more_gpus_than_a_node_has_spans_nodes(nodes, tensor, pipeline, expected):
+    sizes = [f"{ENGINE}.tensor_parallel_size={tensor}", f"{ENGINE}.pipeline_parallel_size={pipeline}"]
+    known = ["policy=megatron_gpu", "policy.model_name=Qwen/Qwen3-235B-A22B", "policy.train_global_batch_size=32"]
+    config = compose_config([f"cluster.num_nodes={nodes}", "cluster.gpus_per_node=8", *known, *sizes])
+    assert (engine_ranks(config), engine_hosts(config), engines(config)) == expected
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.vllm.extension import AdapterSlot, engine_options
 from nemo_rl_lite.refit.engine import CopyReplayLoader
 from nemo_rl_lite.refit.layout import ReceivedBucket, make_plan, view
@@ -58,7 +59,7 @@ class Manager(SimpleNamespace):
         super().__init__(
             modules={"l.qkv_proj": qkv(tp_size, tp_rank), "l.o_proj": row(tp_size, tp_rank)},
             packed_modules={"l.qkv_proj": ["l.q_proj", "l.k_proj", "l.v_proj"]},
-            model=SimpleNamespace(),
+            model=torch.nn.Module(),
             events=[],
         )
 
@@ -108,6 +109,16 @@ def test_a_rank_may_have_none_of_the_adapters_dimensions():
     slot = AdapterSlot(Manager(2, 1), scaling=1)
     named = [("l.q_proj.lora_A.weight", torch.ones(MOST // 2, HIDDEN))]
     assert slot.load(named) == {"l.q_proj.A"} and not any(one.any() for one in slot.memory)
+
+
+def test_adapters_of_another_pipeline_stage_are_left_to_it():
+    missing = pytest.importorskip("vllm.model_executor.models.utils").PPMissingLayer
+    manager, there = Manager(), {"m.q_proj.lora_A.weight": torch.ones(DIM, HIDDEN)}
+    manager.model.m = missing()
+    slot = AdapterSlot(manager, scaling=1)
+    assert slot.load(list(there.items())) == set() and not any(one.any() for one in slot.memory)
+    with pytest.raises(RefitError, match=r"no adapter to n\.q_proj"):
+        slot.load([("n.q_proj.lora_A.weight", torch.ones(DIM, HIDDEN))])
 
 
 @pytest.mark.parametrize(("dim", "ranks", "most"), [(1, 1, 1), (1, 2, 8), (9, 1, 16), (512, 4, 512), (300, 1, 320)])

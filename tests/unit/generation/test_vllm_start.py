@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from nemo_rl_lite.generation.vllm.worker import StartTimer, with_graph_sizes
+from nemo_rl_lite.generation.vllm.arguments import with_graph_sizes
+from nemo_rl_lite.generation.vllm.worker import StartTimer
 from nemo_rl_lite.observability.timer import SETUP
 
 

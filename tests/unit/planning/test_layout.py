@@ -35,6 +35,26 @@ def test_ranks_stages_and_engines():
     ]
 
 
+def test_an_engine_of_two_nodes():
+    """The layout of NeMo-RL's grpo-qwen3-235b-16n8g, whose engines have 16 GPUs."""
+    name = "Qwen/Qwen3-235B-A22B"
+    sizes = {"tensor_model": 2, "pipeline_model": 8, "context": 2, "expert_model": 16}
+    policy = [f"{PARALLEL}.{kind}_parallel_size={size}" for kind, size in sizes.items()]
+    policy += [f"{PARALLEL}.num_layers_in_{end}_pipeline_stage=11" for end in ("first", "last")]
+    engine = ["generation.vllm_cfg.tensor_parallel_size=16", "generation.vllm_cfg.expert_parallel=true"]
+    nodes = ["cluster.num_nodes=16", "cluster.gpus_per_node=8", f"{PARALLEL}.sequence_parallel=true"]
+    batch = ["algorithm.num_prompts_per_step=16", "algorithm.num_generations_per_prompt=32"]
+    batch += ["policy.train_global_batch_size=512", "policy.max_total_sequence_length=8192"]
+    config = compose_config([*GPUS, f"policy.model_name={name}", *policy, *engine, *nodes, *batch])
+    rows = dict(parallel_rows(config, model_shape(KNOWN_MODELS[name])))
+    assert rows["engines"] == "8 of vllm, tensor 16, experts spread, 2 nodes each, colocated"
+    assert list(rank_rows(config))[2:5] == [
+        ["node 1", "GPUs 0-3", "stage 0, replica 2", "engine 0"],
+        ["node 1", "GPUs 4-7", "stage 0, replica 3", "engine 0"],
+        ["node 2", "GPUs 0-3", "stage 1, replica 0", "engine 1"],
+    ]
+
+
 def test_context_parallel_ranks_share_a_replica():
     config = compose_config([*GPUS, f"{PARALLEL}.context_parallel_size=4", "cluster.gpus_per_node=8"])
     assert dict(parallel_rows(config, SHAPE))["policy"] == "8 ranks: tensor 1 x pipeline 1 x context 4 x data 2"

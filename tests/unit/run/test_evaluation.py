@@ -112,6 +112,14 @@ def test_a_run_on_gpus_is_evaluated_on_all_that_it_had_on_a_node_and_that_are_he
     assert not {"data_parallel_size", "colocated"} & set(evaluation.identity()["generation"])
 
 
+def test_an_engine_on_two_nodes_is_evaluated_on_two(model, monkeypatch):
+    monkeypatch.setattr(task, "gpu_count", lambda: 1)
+    two_nodes = ["recipes=grpo-qwen3-30b-a3b-2n8g-ep8", "cluster.gpus_per_node=2"]
+    composed = OmegaConf.to_container(compose_files(two_nodes), resolve=True)
+    config = compose(replace(model, config=restore(json.dumps(composed))), [], ONE).config
+    assert (config.cluster.num_nodes, config.cluster.gpus_per_node, engines(config)) == (2, 2, 1)
+
+
 def test_engines_on_cpus_are_those_that_the_configuration_names(model):
     assert engines(compose(model, [], ONE).config) == 1
     two = replace(model.config, generation=replace(model.config.generation, data_parallel_size=2))

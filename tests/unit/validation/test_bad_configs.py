@@ -199,6 +199,9 @@ CASES = {
     # Engines.
     "generation.vllm_cfg.tensor_parallel_size=2": "generation.data_parallel_size",
     "cluster.gpus_per_node=4 generation.vllm_cfg.tensor_parallel_size=3": "generation.vllm_cfg.tensor_parallel_size",
+    "generation.vllm_cfg.pipeline_parallel_size=2": "generation.vllm_cfg.pipeline_parallel_size",
+    f"cluster.num_nodes=3 {VLLM} cluster.gpus_per_node=2 generation.vllm_cfg.tensor_parallel_size=4": "[1, 2, 6]",
+    f"{VLLM} policy.model_name=MODEL generation.vllm_cfg.pipeline_parallel_size=64": "divide the 1 generation",
     "policy.model_name=MOE policy.router_replay.enabled=true generation=transformers": "policy.router_replay.enabled",
     "generation.serve.enabled=true generation.serve.host=http://here": "generation.serve.host",
     "generation.temperature=2.5": "generation.temperature",

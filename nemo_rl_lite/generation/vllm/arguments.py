@@ -1,0 +1,114 @@
+"""Arguments of a vLLM engine, equal on all its hosts except the host's own place."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.compat.vllm import decode_scheduler, import_model_class, keep_first_scales, repair_cpu_build
+from nemo_rl_lite.config.engines import EngineHost, engines_quantize, engines_serve_adapters
+from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
+from nemo_rl_lite.config.sizes import engine_share
+from nemo_rl_lite.generation.vllm import extension
+
+EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
+
+
+def engine_arguments(
+    generation: GenerationConfig,
+    policy: PolicyConfig,
+    model_path: str,
+    seed: int,
+    on_gpu: bool,
+    host: EngineHost | None,
+) -> Any:
+    """Prepare this process for vLLM; return its `EngineArgs`. `host`: None for an engine on one host."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    settings = generation.vllm_cfg
+    import_model_class(Path(model_path))
+    if on_gpu and engines_quantize(generation):
+        keep_first_scales()
+    if not on_gpu:
+        repair_cpu_build()
+    own = _own_options(generation, policy, on_gpu)
+    speculates = own.get("speculative_config") is not None
+    single = settings.pipeline_parallel_size == 1
+    if on_gpu and single and not speculates and own.get("async_scheduling") is not False:
+        # None selects vLLM's scheduler.
+        own.setdefault("scheduler_cls", decode_scheduler())
+    if host is not None:
+        own |= _place(host)
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    return EngineArgs(
+        model=model_path,
+        dtype=policy.precision,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        enable_expert_parallel=settings.expert_parallel,
+        # Inside a placement group vLLM would wait for Ray workers on GPUs that this engine already holds.
+        distributed_executor_backend="mp" if ranks > 1 else "uni",
+        enforce_eager=settings.enforce_eager,
+        max_num_seqs=settings.max_num_seqs,
+        gpu_memory_utilization=engine_share(generation),
+        seed=seed,
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=EXTENSION,
+        # Served requests may have stop strings and JSON schemas.
+        skip_tokenizer_init=not (generation.stop_strings or generation.serve.enabled),
+        # vLLM's statistics have the accepted draft tokens.
+        disable_log_stats=not speculates,
+        enable_return_routed_experts=policy.router_replay.enabled,
+        **own,
+    )
+
+
+def _own_options(generation: GenerationConfig, policy: PolicyConfig, on_gpu: bool) -> dict[str, Any]:
+    settings = generation.vllm_cfg
+    lora = policy.megatron_cfg.peft if engines_serve_adapters(generation, policy) else None
+    if on_gpu:
+        sleeps = generation.colocated.enabled and generation.colocated.sleep is not False
+        # The first refit, before the first prompt, brings all weights or raises, so start with dummy weights.
+        own: dict[str, Any] = {"enable_sleep_mode": sleeps, "load_format": "dummy" if lora is None else "auto"}
+    else:
+        # vLLM's sampler on CPUs fails on a chunked prompt with a seed.
+        own = {"enable_chunked_prefill": False}
+    own |= {"max_model_len": policy.max_total_sequence_length} | _configured(generation.vllm_kwargs)
+    if lora is not None:
+        own |= extension.engine_options(lora, settings.tensor_parallel_size)
+    return with_graph_sizes(own, settings.max_num_seqs) if on_gpu and not settings.enforce_eager else own
+
+
+def _place(host: EngineHost) -> dict[str, Any]:
+    """Return the options of one of several hosts. vLLM reads the host's own address from the environment."""
+    os.environ["VLLM_HOST_IP"] = host.addresses[host.index][0]
+    address, port = host.addresses[0]
+    return {"nnodes": len(host.addresses), "node_rank": host.index, "master_addr": address, "master_port": port}
+
+
+def _configured(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options, with vLLM's objects instead of dictionaries that `EngineArgs` does not convert."""
+    from vllm import config
+
+    kinds = {
+        "structured_outputs_config": config.StructuredOutputsConfig,
+        "profiler_config": config.ProfilerConfig,
+        "kv_transfer_config": config.KVTransferConfig,
+    }
+    made = {name: kinds[name](**value) for name, value in options.items() if name in kinds and isinstance(value, dict)}
+    return {**options, **made}
+
+
+def with_graph_sizes(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
+    """Return an engine's options with fewer CUDA graph sizes than vLLM's default, unless the options set them.
+
+    A batch is padded to the next size, which costs little while decoding is bound by memory. Each graph costs start-up
+    time.
+    """
+    compilation = options.get("compilation_config") or {}
+    decides = not isinstance(compilation, Mapping) or any("cudagraph_capture_size" in name for name in compilation)
+    if decides or "performance_mode" in options or "speculative_config" in options:
+        return dict(options)
+    steps = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, 512, 64), *range(512, max_num_seqs, 128)]
+    sizes = [size for size in steps if size < max_num_seqs] + [max_num_seqs]
+    return {**options, "compilation_config": {**compilation, "cudagraph_capture_sizes": sizes}}
