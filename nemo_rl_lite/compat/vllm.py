@@ -91,6 +91,11 @@ def finish_begun_steps(engine: Any, step: Callable[[], None]) -> None:
     core.resume_scheduler()
 
 
+def on_lost_rank(engine: Any, call: Callable[[], None]) -> None:
+    """Call a function, in a thread, when a rank process of the engine on this host has ended."""
+    engine.engine_core.engine_core.model_executor.register_failure_callback(call)
+
+
 def adapter_manager(model_runner: Any) -> Any:
     """Return the `LoRAModelManager` of a worker's model runner."""
     return model_runner.lora_manager._adapter_manager

@@ -20,8 +20,8 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class EngineHost:
-    """One host of an engine that spans several. `addresses`: IP address and free port of each host; the engine core is
-    on the first."""
+    """One host of an engine with several ranks. `addresses`: IP address and free port of each of its hosts; the engine
+    core is on the first."""
 
     index: int
     addresses: tuple[tuple[str, int], ...]

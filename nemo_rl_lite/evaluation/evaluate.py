@@ -18,7 +18,7 @@ from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.runtime import place, ray_runtime
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.compat.ray import lost_process
-from nemo_rl_lite.config.sizes import engines
+from nemo_rl_lite.config.sizes import engine_hosts, engines
 from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.problems import FileSet, Problem
 from nemo_rl_lite.data.sources import validation_set
@@ -68,9 +68,13 @@ class AwakeEngines:
 
 @contextmanager
 def running_engines(served: Served, folder: Path, say: Say) -> Iterator[Generation]:
-    """Start the configured engines. Several engines run in actors, with logs in `folder/logs`, until the block ends.
-    Raises WorkerError: there are too few GPUs, an engine does not start, or all engines have died too often."""
-    if engines(served.config) == 1:
+    """Start the configured engines. Several engines, or hosts of one, are actors that write to `folder/logs`.
+    They run until the block ends.
+
+    Raises:
+        WorkerError: there are too few GPUs, an engine does not start, or all engines have died too often.
+    """
+    if engines(served.config) == engine_hosts(served.config) == 1:
         queue, _ = start_engine(served)
         yield AwakeEngines(queue)
         return

@@ -81,6 +81,10 @@ def check_engine(config: Config) -> Iterator[Violation]:
     if config.policy.router_replay.enabled and not engine_of(config).records_experts:
         key = "policy.router_replay.enabled"
         yield Violation(key, True, f"is not supported by the {backend} engine", f"{key}=false, or generation=vllm")
+    stages = config.generation.vllm_cfg.pipeline_parallel_size
+    if config.policy.router_replay.enabled and stages > 1:
+        fix = f"{_PIPELINE}=1, or policy.router_replay.enabled=false"
+        yield Violation(_PIPELINE, stages, "must be 1 with router replay: vLLM records experts of one stage only", fix)
     # These come with vLLM.
     for package in ("fastapi", "uvicorn"):
         if has_endpoint(config) and importlib.util.find_spec(package) is None:

@@ -111,7 +111,7 @@ def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> 
         "on_gpu": on_gpus(config),
     }
     hosts = engine_hosts(config)
-    if hosts == 1:
+    if engine_ranks(config) == 1:
         return generation.start([arguments] * len(generation))
     addresses = generation.addresses(config.cluster.start_timeout_s)
     of_engines = [tuple(addresses[start : start + hosts]) for start in range(0, len(addresses), hosts)]

@@ -21,6 +21,7 @@ from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.validation.compose import compose_config
 from tests.functional.conftest import PYTHONPATH
 from tests.functional.test_engines import Producer, check_logprobs, load
+from tests.functional.workers import kill_rank
 
 # Each engine has four processes that import vLLM.
 pytestmark = [pytest.mark.functional, pytest.mark.slow]
@@ -61,9 +62,13 @@ def test_ranks_on_two_hosts_are_one_engine(split, group, model_folder, tmp_path)
         check_logprobs(model, PROMPTS, sampled(group), temperature=1.0)
 
 
-def test_an_engine_is_lost_with_one_of_its_hosts(group, model_folder):
+@pytest.mark.parametrize("lost", ["host", "rank"])
+def test_an_engine_is_lost_with_one_of_its_hosts_or_ranks(lost, group, model_folder, tmp_path):
     start(group, "tensor", model_folder)
-    ray.kill(group.places[0][1])
+    if lost == "host":
+        ray.kill(group.places[0][1])
+    else:
+        kill_rank(tmp_path / "logs" / "generation-0.log")
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         while time.monotonic() < began + 60:

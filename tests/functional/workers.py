@@ -5,8 +5,10 @@ import sys
 import time
 from datetime import timedelta
 from multiprocessing.connection import Client, Listener
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -47,6 +49,12 @@ class Rank:
         if self._rank == late:
             compute_for_ever(seconds)
         dist.barrier()
+
+
+def kill_rank(log: Path) -> None:
+    """Kill the first of vLLM's rank processes of the engine with this log."""
+    engine = psutil.Process(int(log.read_text().split()[1]))
+    next(one for one in engine.children() if "VLLM::" in "".join(one.cmdline())).kill()
 
 
 def compute_for_ever(seconds: float) -> None:

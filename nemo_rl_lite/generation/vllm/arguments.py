@@ -22,7 +22,7 @@ def engine_arguments(
     on_gpu: bool,
     host: EngineHost | None,
 ) -> Any:
-    """Prepare this process for vLLM; return its `EngineArgs`. `host`: None for an engine on one host."""
+    """Prepare this process for vLLM; return its `EngineArgs`. `host`: None outside Ray actors."""
     from vllm.engine.arg_utils import EngineArgs
 
     settings = generation.vllm_cfg
@@ -37,7 +37,7 @@ def engine_arguments(
     if on_gpu and single and not speculates and own.get("async_scheduling") is not False:
         # None selects vLLM's scheduler.
         own.setdefault("scheduler_cls", decode_scheduler())
-    if host is not None:
+    if host is not None and len(host.addresses) > 1:
         own |= _place(host)
     ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
     return EngineArgs(

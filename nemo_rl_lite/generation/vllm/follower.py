@@ -1,5 +1,7 @@
 """The ranks of an engine on a host other than its first."""
 
+from functools import partial
+
 from nemo_rl_lite.config.engines import EngineHost
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.vllm.arguments import engine_arguments
@@ -32,4 +34,4 @@ class VLLMFollower:
         arguments = engine_arguments(generation, policy, model_path, seed, on_gpu, host)
         config = arguments.create_engine_config(UsageContext.LLM_CLASS, headless=True)
         self._executor = Executor.get_class(config)(config)
-        self._executor.register_failure_callback(lambda: end_process("a rank of this host has ended"))
+        self._executor.register_failure_callback(partial(end_process, "a rank of this host has ended"))

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from nemo_rl_lite.compat.vllm import (
     PARTS,
     finish_begun_steps,
+    on_lost_rank,
     record_cpu_experts,
     without_tool_servers,
 )
@@ -32,7 +34,7 @@ from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.refit.engine import Source, WeightsState
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.refit.ipc import SharedWeights
-from nemo_rl_lite.system.peers import end_with_others
+from nemo_rl_lite.system.peers import end_process, end_with_others
 
 # vLLM's sleep levels: keep nothing if refits bring all weights, or the weights in host memory if they bring adapters.
 KEEPS_NOTHING, KEEPS_WEIGHTS = 2, 1
@@ -65,7 +67,7 @@ class VLLMEngine:
         on_gpu: bool,
         host: EngineHost | None = None,
     ):
-        """Start the engine. `host`: this process's host, the first, if the engine spans several (`VLLMFollower`)."""
+        """Start the engine. With a `host`, its first, this process ends when a rank or one of the hosts is lost."""
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -81,6 +83,7 @@ class VLLMEngine:
             self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if host is not None:
             end_with_others(host.addresses[1:])
+            on_lost_rank(self._engine, partial(end_process, "a rank of this host has ended"))
         if policy.router_replay.enabled and not on_gpu:
             self._engine.apply_model(record_cpu_experts)
         self.version = 0

@@ -202,6 +202,8 @@ CASES = {
     "generation.vllm_cfg.pipeline_parallel_size=2": "generation.vllm_cfg.pipeline_parallel_size",
     f"cluster.num_nodes=3 {VLLM} cluster.gpus_per_node=2 generation.vllm_cfg.tensor_parallel_size=4": "[1, 2, 6]",
     f"{VLLM} policy.model_name=MODEL generation.vllm_cfg.pipeline_parallel_size=64": "divide the 1 generation",
+    f"{VLLM} cluster.gpus_per_node=2 policy.model_name=MOE policy.router_replay.enabled=true "
+    "generation.vllm_cfg.pipeline_parallel_size=2": "must be 1 with router replay",
     "policy.model_name=MOE policy.router_replay.enabled=true generation=transformers": "policy.router_replay.enabled",
     "generation.serve.enabled=true generation.serve.host=http://here": "generation.serve.host",
     "generation.temperature=2.5": "generation.temperature",
