@@ -167,6 +167,7 @@ class GroupHere:
         log_folder: str,
         environment: dict[str, str],
         slots_each: int = 1,
+        hosts_each: int = 1,
         limit_s: float | None = None,
     ):
         self.name, self._limit_s = name, limit_s
@@ -191,7 +192,7 @@ class GroupHere:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
+    def load(self, class_path: str, environments: Sequence[dict[str, str]], follower_path: str = "") -> Call:
         # Two threads that import transformers at once can leave it half-imported.
         if isinstance(self.workers[0], Worker):
             import_class(class_path)
