@@ -31,7 +31,7 @@ def seen(model_folder, engine_environment, tmp_path_factory):
         Producer(".partial", partial),
     ]
     for producer in refits:
-        (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.source))
+        (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.sources[0]))
     script = Path(__file__).with_name("quantized_process.py")
     arguments = [model_folder, folder / "source", folder / "seen"]
     reports = refitted(script, arguments, engine_environment, folder / "log", refits)
