@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from nemo_rl_lite.compat.versions import installed, written_for
 
-written_for("vllm", "0.24", __name__)
+written_for(__name__, "vllm", "0.26", "0.31")
 
 log = logging.getLogger(__name__)
 
-# The version on which tests/functional/test_vllm_scheduler.py compares `vllm_scheduler.py` with vLLM's scheduler. Other
+# Versions on which tests/functional/test_vllm_scheduler.py compares `vllm_scheduler.py` with vLLM's scheduler. Other
 # versions use vLLM's scheduler.
-COMPARED = "0.24.0"
+COMPARED = ("0.26.0", "0.31.0")
 _SCHEDULER = "nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"
 # Log messages of vLLM at the end of each part of an engine's start-up.
 PARTS = {
@@ -39,9 +39,10 @@ _BLACKWELL = 100
 
 def decode_scheduler() -> str | None:
     """Return the path of the scheduler with a fast path for decoding; None on untested versions."""
-    if (own := installed("vllm")) == COMPARED:
+    if (own := installed("vllm")) in COMPARED:
         return _SCHEDULER
-    log.info("using vLLM's scheduler: the fast one is tested on vLLM %s, and %s is installed", COMPARED, own)
+    tested = " and ".join(COMPARED)
+    log.info("using vLLM's scheduler: the fast one is tested on vLLM %s, and %s is installed", tested, own)
     return None
 
 
