@@ -28,7 +28,7 @@ def installed(library: str) -> str | None:
 
 
 def fits(library: str, release: str) -> bool:
-    """Return whether the installed version belongs to a release, as 0.24.1 belongs to 0.24."""
+    """Return whether the installed version belongs to a release, as 0.26.1 belongs to 0.26."""
     return f"{installed(library)}.".startswith(f"{release}.")
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -97,6 +97,27 @@ def adapter_manager(model_runner: Any) -> Any:
     return model_runner.lora_manager._adapter_manager
 
 
+def adapter_names(model: nn.Module) -> Any:
+    """Return vLLM's mapper of an adapter's names to the layers that it adapts; None if they are equal."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    # Adapters keep the parts of a fused layer apart.
+    return None if mapper is None else mapper.get_unstacked_mapper()
+
+
+def weight_loader(model: Any) -> Callable[[Iterable[tuple[str, Tensor]]], set[str] | None]:
+    """Return the model's loader, which returns the names of the filled parameters.
+
+    vLLM's own reports experts without the layer that holds them.
+    """
+    own = {name.replace(".routed_experts.", "."): name for name, _ in model.named_parameters()}
+
+    def load(named: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        loaded = model.load_weights(named)
+        return None if loaded is None else {own.get(name, name) for name in loaded}
+
+    return load
+
+
 def experts_backends(model: nn.Module) -> set[str]:
     """Return the names of vLLM's backends for unquantised experts."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
@@ -117,33 +138,14 @@ def pack_shared_weights(model: nn.Module) -> None:
 
 
 def repair_cpu_build() -> None:
-    """Repair functions of vLLM's CPU build before an engine starts. The GPU kernels are correct.
+    """Repair a function of vLLM's CPU build before an engine starts. The GPU kernel is correct.
 
-    - Without AVX-512, each forward pass of experts creates a layer, which vLLM allows only while building a model.
-    - A function that verifies drafts gets an argument that it does not take (fixed by vllm-project/vllm#46069).
-    - Another one writes temperature, top p and top k into a copy unless they are 64-bit integers, so verified tokens
-      have the wrong distribution.
+    It writes temperature, top p and top k into a copy unless they are 64-bit integers, and verified drafts then have
+    the wrong distribution.
     """
-    from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.utils import cpu_triton_utils as kernels
 
-    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
     kernels.expand_kernel.func = _expand
-    recovered = kernels.sample_recovered_tokens_kernel
-    if not isinstance(recovered.func, _WithoutPrecision):
-        recovered.func = _WithoutPrecision(recovered.func)
-
-
-class _WithoutPrecision:
-    """Calls a function without an argument that only GPU kernels take."""
-
-    def __init__(self, function: Callable[..., None]):
-        self._function = function
-
-    def __call__(self, *args: Any, USE_FP64_GUMBEL: bool = False, **named: Any) -> None:
-        self._function(*args, **named)
 
 
 def _expand(

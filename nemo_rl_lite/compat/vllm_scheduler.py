@@ -43,7 +43,8 @@ class DecodeScheduler(AsyncScheduler):
         self._preempted: set[Request] = set()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        nothing_else = not (self.waiting or getattr(self, _QUEUE)) and self._pause_state is PauseState.UNPAUSED
+        waiting = self.waiting or getattr(self, _QUEUE) or self.reset_preempted_req_ids
+        nothing_else = not waiting and self._pause_state is PauseState.UNPAUSED
         enough = len(self.running) <= self.max_num_scheduled_tokens
         step = self._one_token_each() if self._plain and nothing_else and enough else None
         return super().schedule(throttle_prefills) if step is None else step
@@ -84,7 +85,6 @@ class DecodeScheduler(AsyncScheduler):
             request.num_output_placeholders += 1
         self.current_step += 1
         finished, self.finished_req_ids = self.finished_req_ids, set()
-        preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
         names = [request.request_id for request in scheduled]
         return SchedulerOutput(
             scheduled_new_reqs=[],
@@ -102,7 +102,7 @@ class DecodeScheduler(AsyncScheduler):
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
             num_common_prefix_blocks=manager.get_num_common_prefix_blocks(self.running[0].request_id),
-            preempted_req_ids=preempted,
+            preempted_req_ids=set(),
             finished_req_ids=finished,
             free_encoder_mm_hashes=[],
         )
@@ -139,10 +139,12 @@ class DecodeScheduler(AsyncScheduler):
         logprobs = None if result.logprobs is None else result.logprobs.logprobs[:, :1].tolist()
         for name, count in step.num_scheduled_tokens.items():
             request = self.requests.get(name)
-            if request is None or request.is_finished():
+            if request is None:
                 # Aborted while the model computed.
                 continue
             request.num_in_flight_tokens -= count
+            if request.is_finished():
+                continue
             place = places[name]
             tokens = sampled[place] if sampled else []
             if not tokens:

@@ -39,7 +39,7 @@ _OWNED = {
     # The engine's model would differ from the policy's.
     "hf_overrides": None,
 }
-# vLLM 0.24 requires widths of this multiple for block-wise FP8.
+# vLLM 0.26 requires widths of this multiple for block-wise FP8.
 _BLOCK = 128
 
 

@@ -14,7 +14,7 @@ from vllm.distributed import destroy_model_parallel, init_distributed_environmen
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from nemo_rl_lite.compat.vllm import import_model_class
+from nemo_rl_lite.compat.vllm import import_model_class, weight_loader
 from nemo_rl_lite.refit.engine import CopyReplayLoader
 from nemo_rl_lite.system.machine import free_port
 from tests.unit.refit.test_engine import refit
@@ -40,7 +40,7 @@ def check(folder: str, other: str) -> None:
         model = initialize_model(config)
     model.load_weights(second.items())
     expected = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    destinations = CopyReplayLoader(model.load_weights, [*model.parameters(), *model.buffers()])
+    destinations = CopyReplayLoader(weight_loader(model), [*model.parameters(), *model.buffers()])
     for values in (first, second):
         refit(destinations, values, bucket_bytes=100_000)
     assert destinations.filled == set(expected), set(expected) ^ destinations.filled

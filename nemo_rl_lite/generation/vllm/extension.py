@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.compat.torch import foreach_mul
-from nemo_rl_lite.compat.vllm import adapter_manager, experts_backends, pack_shared_weights
+from nemo_rl_lite.compat.vllm import (
+    adapter_manager,
+    adapter_names,
+    experts_backends,
+    pack_shared_weights,
+    weight_loader,
+)
 from nemo_rl_lite.config.engines import VLLM_LORA_RANKS, VLLM_QUANTIZATIONS
 from nemo_rl_lite.config.schema import LoraConfig
 from nemo_rl_lite.errors import RefitError
@@ -85,7 +91,7 @@ class AdapterSlot:
             RefitError: vLLM splits a layer of the model in an unknown way.
         """
         self._manager, self._scaling = manager, scaling
-        self._mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        self._mapper = adapter_names(manager.model)
         self._is_taken = False
         self._parts = dict(_parts(manager))
         self.wanted = {f"{name}.{which}" for name in self._parts for which in "AB"}
@@ -187,7 +193,7 @@ class RefitExtension:
                     "set +generation.vllm_kwargs.moe_backend=triton"
                 )
         self._receiver = connect(sources[self.rank], torch.device(self.device))
-        self._destinations = CopyReplayLoader(model.load_weights, [*model.parameters(), *model.buffers()])
+        self._destinations = CopyReplayLoader(weight_loader(model), [*model.parameters(), *model.buffers()])
 
     def refit_receive(self) -> RefitReport:
         """Receive all weights, or only adapters. The first refit goes through the model's loader, later ones directly
@@ -246,10 +252,11 @@ class RefitExtension:
             initialize_layerwise_reload(model)
         # Without derived tensors, such as scales.
         wanted = {name for name, _ in model.named_parameters() if name in own}
+        load_named = weight_loader(model)
 
         def load(named: Sequence[Named]) -> set[str] | None:
             with self._as_at_the_start():
-                return model.load_weights(named)
+                return load_named(named)
 
         # vLLM keeps a layer's tensors until it has all of them.
         loader = EngineLoader(load, keep=True)

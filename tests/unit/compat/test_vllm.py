@@ -6,11 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.nn.functional import silu
 
 from nemo_rl_lite.compat import versions
-from nemo_rl_lite.compat.vllm import COMPARED, SCALES, decode_scheduler, keep_first_scales, repair_cpu_build
+from nemo_rl_lite.compat.vllm import COMPARED, SCALES, decode_scheduler, keep_first_scales
 
 
 @pytest.mark.parametrize("version", [*COMPARED, f"{COMPARED[0]}+cu130"])
@@ -41,21 +39,3 @@ def test_scales_are_powers_of_two_where_the_gpu_wants_them_or_the_user_does(monk
         monkeypatch.delenv(SCALES)
     keep_first_scales()
     assert os.environ.get(SCALES) == found
-
-
-def test_the_activation_of_experts_needs_no_configuration():
-    pytest.importorskip("vllm")
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    activations, x = cpu_fused_moe._CPU_MOE_ACT_FN, torch.randn(3, 8)
-    own = activations[MoEActivation.SILU]
-    # As in a forward pass: once vLLM allows this, the repair can go.
-    with pytest.raises(AssertionError, match="config is not set"):
-        own(x)
-    try:
-        repair_cpu_build()
-        expected = silu(x[:, :4]) * x[:, 4:]
-        torch.testing.assert_close(activations[MoEActivation.SILU](x), expected, rtol=0, atol=0)
-    finally:
-        activations[MoEActivation.SILU] = own
