@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nemo_rl_lite.compat.versions import installed, written_for
+from nemo_rl_lite.compat.versions import installed, since, written_for
 
 written_for(__name__, "vllm", "0.26", "0.31")
 
@@ -145,7 +145,11 @@ def repair_cpu_build() -> None:
     """
     from vllm.utils import cpu_triton_utils as kernels
 
-    kernels.expand_kernel.func = _expand
+    if since("vllm", "0.31"):
+        # vLLM registers what it finds in the module.
+        kernels._expand_kernel_impl = _expand
+    else:
+        kernels.expand_kernel.func = _expand
 
 
 def _expand(
