@@ -92,6 +92,21 @@ def finish_begun_steps(engine: Any, step: Callable[[], None]) -> None:
     core.resume_scheduler()
 
 
+def reset_prefix_cache(engine: Any, running: bool) -> bool:
+    """Empty the prefix cache of an engine without steps in flight; return whether vLLM did. `running`: running requests
+    compute their tokens again.
+
+    From 0.31 on, vLLM preempts requests whose experts it records only while it is paused.
+    """
+    core = engine.engine_core.engine_core
+    before = core.scheduler.pause_state
+    core.pause_scheduler("keep", clear_cache=False)
+    try:
+        return engine.reset_prefix_cache(reset_running_requests=running)
+    finally:
+        core.scheduler.set_pause_state(before)
+
+
 def adapter_manager(model_runner: Any) -> Any:
     """Return the `LoRAModelManager` of a worker's model runner."""
     return model_runner.lora_manager._adapter_manager

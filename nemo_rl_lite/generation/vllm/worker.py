@@ -25,6 +25,7 @@ from nemo_rl_lite.compat.vllm import (
     keep_first_scales,
     record_cpu_experts,
     repair_cpu_build,
+    reset_prefix_cache,
     without_tool_servers,
 )
 from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters
@@ -246,7 +247,7 @@ class VLLMEngine:
         with self._weights.replacing():
             reports: list[RefitReport] = self._engine.collective_rpc("refit_receive")
             # Otherwise vLLM cannot reset the caches of unfinished requests, and keeps them.
-            was_reset = self._engine.reset_prefix_cache(reset_running_requests=self._recomputes)
+            was_reset = reset_prefix_cache(self._engine, self._recomputes)
             if not was_reset and not self._unfinished:
                 raise RuntimeError("vLLM kept its prefix cache of the old weights")
         for report in reports:

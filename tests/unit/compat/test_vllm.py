@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_rl_lite.compat import versions
-from nemo_rl_lite.compat.vllm import COMPARED, SCALES, decode_scheduler, keep_first_scales
+from nemo_rl_lite.compat.vllm import COMPARED, SCALES, decode_scheduler, keep_first_scales, reset_prefix_cache
 
 
 @pytest.mark.parametrize("version", [*COMPARED, f"{COMPARED[0]}+cu130"])
@@ -39,3 +39,30 @@ def test_scales_are_powers_of_two_where_the_gpu_wants_them_or_the_user_does(monk
         monkeypatch.delenv(SCALES)
     keep_first_scales()
     assert os.environ.get(SCALES) == found
+
+
+class _Engine:
+    """An engine that empties its cache only while it is paused, as vLLM 0.31 does with recorded experts."""
+
+    def __init__(self, state: str):
+        scheduler = SimpleNamespace(pause_state=state, set_pause_state=self.set_state)
+        core = SimpleNamespace(scheduler=scheduler, pause_scheduler=lambda mode, clear_cache: self.set_state(mode))
+        self.engine_core, self.scheduler = SimpleNamespace(engine_core=core), scheduler
+
+    def set_state(self, state: str) -> None:
+        self.scheduler.pause_state = state
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        assert self.scheduler.pause_state == "keep"
+        if reset_running_requests:
+            raise RuntimeError("it failed")
+        return True
+
+
+@pytest.mark.parametrize("state", ["running", "asleep"])
+def test_an_engine_pauses_while_its_cache_is_emptied_and_goes_on_as_before(state):
+    engine = _Engine(state)
+    assert reset_prefix_cache(engine, False) and engine.scheduler.pause_state == state
+    with pytest.raises(RuntimeError, match="it failed"):
+        reset_prefix_cache(engine, True)
+    assert engine.scheduler.pause_state == state
