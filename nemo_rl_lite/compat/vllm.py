@@ -83,6 +83,13 @@ def keep_first_scales() -> None:
         os.environ.setdefault(SCALES, "0")
 
 
+def request_errors() -> tuple[type[Exception], ...]:
+    """Return the errors with which vLLM rejects a request. From 0.31 on, its own is no `ValueError`."""
+    from vllm.exceptions import VLLMValidationError
+
+    return ValueError, VLLMValidationError
+
+
 def finish_begun_steps(engine: Any, step: Callable[[], None]) -> None:
     """Call `step` until the engine has finished the steps in flight (asynchronous scheduling)."""
     core = engine.engine_core.engine_core

@@ -25,6 +25,7 @@ from nemo_rl_lite.compat.vllm import (
     keep_first_scales,
     record_cpu_experts,
     repair_cpu_build,
+    request_errors,
     reset_prefix_cache,
     without_tool_servers,
 )
@@ -151,7 +152,7 @@ class VLLMEngine:
                 core_request = engine.input_processor.process_inputs(
                     str(number), prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
                 )
-            except ValueError as error:
+            except request_errors() as error:
                 if not request.sampling.options.changed():
                     raise
                 self._finished[number] = RequestError(str(error))
