@@ -122,8 +122,10 @@ def adapter_manager(model_runner: Any) -> Any:
 def adapter_names(model: nn.Module) -> Any:
     """Return vLLM's mapper of an adapter's names to the layers that it adapts; None if they are equal."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
     # Adapters keep the parts of a fused layer apart.
-    return None if mapper is None else mapper.get_unstacked_mapper()
+    return mapper.get_rename_mapper() if since("vllm", "0.31") else mapper.get_unstacked_mapper()
 
 
 def weight_loader(model: Any) -> Callable[[Iterable[tuple[str, Tensor]]], set[str] | None]:
