@@ -149,6 +149,14 @@ def experts_backends(model: nn.Module) -> set[str]:
     return {backend.name for backend in backends if backend is not None}
 
 
+def forget_packed_experts(model: nn.Module) -> None:
+    """Make the CPU build pack experts in the next reload, as at start. From 0.31 on, it packs them once per kernel."""
+    methods: Iterator[Any] = (getattr(module, "quant_method", None) for module in model.modules())
+    for method in methods:
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
 def pack_shared_weights(model: nn.Module) -> None:
     """Make the CPU build pack a shared matrix for each of its layers, as at start.
 
