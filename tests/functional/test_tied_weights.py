@@ -1,4 +1,4 @@
-"""Models whose embedding and last layer share a matrix, also with experts: engines compute with what each refit brings."""
+"""Models whose embedding and last layer share a matrix, also with experts: engines compute with what a refit brings."""
 
 import pytest
 import torch
