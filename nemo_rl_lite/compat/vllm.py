@@ -179,7 +179,7 @@ def repair_cpu_build() -> None:
 
     if since("vllm", "0.31"):
         # vLLM registers what it finds in the module.
-        kernels._expand_kernel_impl = _expand
+        kernels._expand_kernel_impl = _expand  # pyrefly: ignore
     else:
         kernels.expand_kernel.func = _expand
 
