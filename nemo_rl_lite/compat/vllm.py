@@ -83,13 +83,6 @@ def keep_first_scales() -> None:
         os.environ.setdefault(SCALES, "0")
 
 
-def request_errors() -> tuple[type[Exception], ...]:
-    """Return the errors with which vLLM rejects a request. From 0.31 on, its own is no `ValueError`."""
-    from vllm.exceptions import VLLMValidationError
-
-    return ValueError, VLLMValidationError
-
-
 def finish_begun_steps(engine: Any, step: Callable[[], None]) -> None:
     """Call `step` until the engine has finished the steps in flight (asynchronous scheduling)."""
     core = engine.engine_core.engine_core
@@ -97,21 +90,6 @@ def finish_begun_steps(engine: Any, step: Callable[[], None]) -> None:
     while core.batch_queue:
         step()
     core.resume_scheduler()
-
-
-def reset_prefix_cache(engine: Any, running: bool) -> bool:
-    """Empty the prefix cache of an engine without steps in flight; return whether vLLM did. `running`: running requests
-    compute their tokens again.
-
-    From 0.31 on, vLLM preempts requests whose experts it records only while it is paused.
-    """
-    core = engine.engine_core.engine_core
-    before = core.scheduler.pause_state
-    core.pause_scheduler("keep", clear_cache=False)
-    try:
-        return engine.reset_prefix_cache(reset_running_requests=running)
-    finally:
-        core.scheduler.set_pause_state(before)
 
 
 def adapter_manager(model_runner: Any) -> Any:
@@ -140,6 +118,28 @@ def weight_loader(model: Any) -> Callable[[Iterable[tuple[str, Tensor]]], set[st
         return None if loaded is None else {own.get(name, name) for name in loaded}
 
     return load
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """Return the errors with which vLLM rejects a request. From 0.31 on, its own is no `ValueError`."""
+    from vllm.exceptions import VLLMValidationError
+
+    return ValueError, VLLMValidationError
+
+
+def reset_prefix_cache(engine: Any, running: bool) -> bool:
+    """Empty the prefix cache of an engine without steps in flight; return whether vLLM did. `running`: running requests
+    compute their tokens again.
+
+    From 0.31 on, vLLM preempts requests whose experts it records only while it is paused.
+    """
+    core = engine.engine_core.engine_core
+    before = core.scheduler.pause_state
+    core.pause_scheduler("keep", clear_cache=False)
+    try:
+        return engine.reset_prefix_cache(reset_running_requests=running)
+    finally:
+        core.scheduler.set_pause_state(before)
 
 
 def experts_backends(model: nn.Module) -> set[str]:
