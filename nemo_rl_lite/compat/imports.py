@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl_lite.compat.versions import written_for
 
-written_for("transformers", "5.12", __name__)
+written_for(__name__, "transformers", "5.12")
 
 
 class _Distributions(Mapping[str, list[str]]):

@@ -18,7 +18,7 @@ from nemo_rl_lite.compat.megatron_cpu import prepare_import
 from nemo_rl_lite.compat.versions import fits, installed, written_for
 from nemo_rl_lite.errors import CheckpointError
 
-written_for("megatron-bridge", "0.6", __name__)
+written_for(__name__, "megatron-bridge", "0.6")
 
 
 def auto_bridge() -> Any:
@@ -45,7 +45,7 @@ def export_adapters(bridge: Any, chunks: Sequence[Any], conversions: list[Any], 
 
 _RELEASE = "0.19"
 
-written_for("megatron-core", _RELEASE, __name__)
+written_for(__name__, "megatron-core", _RELEASE)
 
 # The method by which a sharded optimizer gathers its states.
 _GATHERING = "get_parameter_state_dp_zero"

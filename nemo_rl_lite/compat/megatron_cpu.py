@@ -22,7 +22,7 @@ import torch
 
 from nemo_rl_lite.compat.versions import written_for
 
-written_for("megatron-core", "0.19", __name__)
+written_for(__name__, "megatron-core", "0.19")
 
 _PACKAGES = ("megatron.core.", "megatron.bridge.", "megatron.training.")
 

@@ -13,7 +13,7 @@ from ray.experimental.internal_kv import _internal_kv_put as kv_put  # noqa: F40
 
 from nemo_rl_lite.compat.versions import written_for
 
-written_for("ray", "2.56", __name__)
+written_for(__name__, "ray", "2.56")
 
 # In the bare Exception that Ray raises when its processes time out.
 _TIMED_OUT = "timed out during startup"

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_rl_lite.compat.versions import written_for
 
-written_for("torch", "2.11", __name__)
+written_for(__name__, "torch", "2.11", "2.13")
 
 # One call for many tensors.
 foreach_copy, foreach_mul = torch._foreach_copy_, torch._foreach_mul_

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nemo_rl_lite.compat.versions import fits, installed, written_for
 
 _RELEASE = "2.12"
-written_for("transformer-engine", _RELEASE, __name__)
+written_for(__name__, "transformer-engine", _RELEASE)
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from transformers.utils.chat_template_utils import _get_template_variables
 
 from nemo_rl_lite.compat.versions import written_for
 
-written_for("transformers", "5.12", __name__)
+written_for(__name__, "transformers", "5.12")
 
 
 def template_variables(text: str) -> set[str]:

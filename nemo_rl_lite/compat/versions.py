@@ -32,11 +32,21 @@ def fits(library: str, release: str) -> bool:
     return f"{installed(library)}.".startswith(f"{release}.")
 
 
-def written_for(library: str, release: str, module: str) -> None:
-    """Declare the release that a module was written for, and warn if another one is installed.
+def since(library: str, release: str) -> bool:
+    """Return whether the installed version belongs to a release or a later one, as 0.31.0 and 0.32.1 to 0.31."""
+    return _numbers(installed(library) or "0") >= _numbers(release)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(number) for number in version.split(".")[:2])
+
+
+def written_for(module: str, library: str, *releases: str) -> None:
+    """Declare the releases that a module was written for, and warn if another one is installed.
 
     `tests/unit/compat/test_versions.py` reads the calls, and fails with the list of modules to recheck.
     """
     own = installed(library)
-    if own is not None and not fits(library, release):
-        log.warning("%s was written for %s %s, and %s is installed", module, library, release, own)
+    if own is not None and not any(fits(library, release) for release in releases):
+        log.warning("%s was written for %s %s, and %s is installed", module, library, " and ".join(releases), own)

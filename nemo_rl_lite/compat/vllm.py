@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nemo_rl_lite.compat.versions import installed, written_for
+from nemo_rl_lite.compat.versions import installed, since, written_for
 
-written_for("vllm", "0.26", __name__)
+written_for(__name__, "vllm", "0.26", "0.31")
 
 log = logging.getLogger(__name__)
 
-# The version on which tests/functional/test_vllm_scheduler.py compares `vllm_scheduler.py` with vLLM's scheduler. Other
+# Versions on which tests/functional/test_vllm_scheduler.py compares `vllm_scheduler.py` with vLLM's scheduler. Other
 # versions use vLLM's scheduler.
-COMPARED = "0.26.0"
+COMPARED = ("0.26.0", "0.31.0")
 _SCHEDULER = "nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"
 # Log messages of vLLM at the end of each part of an engine's start-up.
 PARTS = {
@@ -39,9 +39,10 @@ _BLACKWELL = 100
 
 def decode_scheduler() -> str | None:
     """Return the path of the scheduler with a fast path for decoding; None on untested versions."""
-    if (own := installed("vllm")) == COMPARED:
+    if (own := installed("vllm")) in COMPARED:
         return _SCHEDULER
-    log.info("using vLLM's scheduler: the fast one is tested on vLLM %s, and %s is installed", COMPARED, own)
+    tested = " and ".join(COMPARED)
+    log.info("using vLLM's scheduler: the fast one is tested on vLLM %s, and %s is installed", tested, own)
     return None
 
 
@@ -104,8 +105,10 @@ def adapter_manager(model_runner: Any) -> Any:
 def adapter_names(model: nn.Module) -> Any:
     """Return vLLM's mapper of an adapter's names to the layers that it adapts; None if they are equal."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
     # Adapters keep the parts of a fused layer apart.
-    return None if mapper is None else mapper.get_unstacked_mapper()
+    return mapper.get_rename_mapper() if since("vllm", "0.31") else mapper.get_unstacked_mapper()
 
 
 def weight_loader(model: Any) -> Callable[[Iterable[tuple[str, Tensor]]], set[str] | None]:
@@ -122,11 +125,41 @@ def weight_loader(model: Any) -> Callable[[Iterable[tuple[str, Tensor]]], set[st
     return load
 
 
+def request_errors() -> tuple[type[Exception], ...]:
+    """Return the errors with which vLLM rejects a request. From 0.31 on, its own is no `ValueError`."""
+    from vllm.exceptions import VLLMValidationError
+
+    return ValueError, VLLMValidationError
+
+
+def reset_prefix_cache(engine: Any, running: bool) -> bool:
+    """Empty the prefix cache of an engine without steps in flight; return whether vLLM did. `running`: running requests
+    compute their tokens again.
+
+    From 0.31 on, vLLM preempts requests whose experts it records only while it is paused.
+    """
+    core = engine.engine_core.engine_core
+    before = core.scheduler.pause_state
+    core.pause_scheduler("keep", clear_cache=False)
+    try:
+        return engine.reset_prefix_cache(reset_running_requests=running)
+    finally:
+        core.scheduler.set_pause_state(before)
+
+
 def experts_backends(model: nn.Module) -> set[str]:
     """Return the names of vLLM's backends for unquantised experts."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     backends = (getattr(method, "unquantized_backend", None) for method in methods)
     return {backend.name for backend in backends if backend is not None}
+
+
+def forget_packed_experts(model: nn.Module) -> None:
+    """Make the CPU build pack experts in the next reload, as at start. From 0.31 on, it packs them once per kernel."""
+    methods: Iterator[Any] = (getattr(module, "quant_method", None) for module in model.modules())
+    for method in methods:
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def pack_shared_weights(model: nn.Module) -> None:
@@ -149,7 +182,11 @@ def repair_cpu_build() -> None:
     """
     from vllm.utils import cpu_triton_utils as kernels
 
-    kernels.expand_kernel.func = _expand
+    if since("vllm", "0.31"):
+        # vLLM registers what it finds in the module.
+        kernels._expand_kernel_impl = _expand  # pyrefly: ignore
+    else:
+        kernels.expand_kernel.func = _expand
 
 
 def _expand(

@@ -3,7 +3,7 @@
 vLLM's scheduler handles every feature of every request in each step. With 512 requests this takes about as long as a
 small model's step on the GPU. In nearly all steps of a rollout each request computes one token in its current cache
 block. The fast path handles these steps in two short loops. All other steps use vLLM's methods, on the same state.
-`vllm.decode_scheduler` selects it on the version of vLLM on which a test compares both.
+`vllm.decode_scheduler` selects it on the versions of vLLM on which a test compares both.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,19 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nemo_rl_lite.compat.versions import written_for
+from nemo_rl_lite.compat.versions import since, written_for
 
-written_for("vllm", "0.26", __name__)
+written_for(__name__, "vllm", "0.26", "0.31")
+
+# The second queue of waiting requests; of a preempted request, the count of outputs in flight; what adds to outputs.
+if since("vllm", "0.31"):
+    _QUEUE, _LATE, _ADDS = (
+        "kv_holding_waiting",
+        "num_stale_output_tokens",
+        ("aux_output_connector", "return_sampling_mask"),
+    )
+else:
+    _QUEUE, _LATE, _ADDS = "skipped_waiting", "async_tokens_to_discard", ("enable_return_routed_experts",)
 
 
 class DecodeScheduler(AsyncScheduler):
@@ -30,9 +40,10 @@ class DecodeScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._plain = _is_plain(self)
+        self._preempted: set[Request] = set()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        waiting = self.waiting or self.skipped_waiting or self.reset_preempted_req_ids
+        waiting = self.waiting or getattr(self, _QUEUE) or self.reset_preempted_req_ids
         nothing_else = not waiting and self._pause_state is PauseState.UNPAUSED
         enough = len(self.running) <= self.max_num_scheduled_tokens
         step = self._one_token_each() if self._plain and nothing_else and enough else None
@@ -99,7 +110,7 @@ class DecodeScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        if not self._plain or scheduler_output.has_structured_output_requests or _says_more(model_runner_output):
+        if not self._plain or self._is_special(scheduler_output) or _says_more(model_runner_output):
             return super().update_from_output(scheduler_output, model_runner_output)
         ended: set[Request] = set()
         outputs = list(self._sampled(scheduler_output, model_runner_output, ended))
@@ -109,18 +120,29 @@ class DecodeScheduler(AsyncScheduler):
                 self.waiting.remove_requests(preempted)
         return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
 
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._preempted.add(request)
+
+    def _is_special(self, step: SchedulerOutput) -> bool:
+        """Return whether a step has grammars or preempted requests' outputs, or vLLM ends a request with an error."""
+        if self._preempted:
+            unfinished = (request for request in self._preempted if not request.is_finished())
+            self._preempted = {request for request in unfinished if getattr(request, _LATE)}
+        return step.has_structured_output_requests or bool(self._preempted or self.grammar_compile_error_reqs)
+
     def _sampled(
         self, step: SchedulerOutput, result: ModelRunnerOutput, ended: set[Request]
     ) -> Iterator[EngineCoreOutput]:
         """Give each request its token and yield the engine's outputs. Add finished requests to `ended`."""
         size, places, sampled = self.block_size, result.req_id_to_index, result.sampled_token_ids
         logprobs = None if result.logprobs is None else result.logprobs.logprobs[:, :1].tolist()
-        for name in step.num_scheduled_tokens:
+        for name, count in step.num_scheduled_tokens.items():
             request = self.requests.get(name)
             if request is None:
                 # Aborted while the model computed.
                 continue
-            request.num_in_flight_tokens -= step.num_scheduled_tokens[name]
+            request.num_in_flight_tokens -= count
             if request.is_finished():
                 continue
             place = places[name]
@@ -128,7 +150,7 @@ class DecodeScheduler(AsyncScheduler):
             if not tokens:
                 # A chunk of the prompt, not the last.
                 continue
-            if request.status is not RequestStatus.RUNNING or request.async_tokens_to_discard or len(tokens) > 1:
+            if request.status is not RequestStatus.RUNNING or len(tokens) > 1:
                 tokens, stopped = self._update_request_with_output(request, tokens)
                 if not tokens:
                     continue
@@ -177,7 +199,7 @@ def _is_plain(scheduler: AsyncScheduler) -> bool:
         and parallel.pipeline_parallel_size == scheduler.dcp_world_size == scheduler.pcp_world_size == 1
         and not scheduler.num_spec_tokens
         and not scheduler.needs_kv_cache_zeroing
-        and not scheduler.enable_return_routed_experts
+        and not any(getattr(scheduler, name) for name in _ADDS)
         and not scheduler.enable_kv_cache_events
         and not scheduler.is_encoder_decoder
         and not scheduler.log_stats
@@ -201,7 +223,7 @@ def _says_more(result: ModelRunnerOutput) -> bool:
     grouped = logprobs is not None and (
         logprobs.cu_num_generated_tokens is not None or logprobs.logprob_token_ids.shape[1] > 1
     )
-    parts = (result.kv_connector_output, result.num_nans_in_logits, result.routed_experts, result.cudagraph_stats)
+    parts = (result.kv_connector_output, result.num_nans_in_logits, result.cudagraph_stats)
     return (
         grouped
         or any(part is not None for part in parts)

@@ -42,6 +42,8 @@ _METADATA = (
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
     *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
 )
+# From torch 2.13 on, also of the ranks' plans.
+_PLAN = ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
 _NAMES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -49,6 +51,7 @@ _NAMES = {
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
     *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
+    *(("torch.distributed.checkpoint.planner", name) for name in _PLAN),
 }
 # Errors from reading a damaged file.
 _OF_DAMAGED_FILES = (

@@ -1,16 +1,16 @@
-"""A model whose embedding and last layer share a matrix: engines compute with what each refit brings of it."""
+"""Models whose embedding and last layer share a matrix, also with experts: engines compute with what a refit brings."""
 
 import pytest
 import torch
 
 from tests.functional.here import train_here
-from tests.functional.test_vllm_loader import SIZES
+from tests.functional.test_vllm_loader import EXPERTS, SIZES
 
 pytestmark = pytest.mark.functional
 
 
 # vLLM's last layer is the embedding itself in its Qwen3, and a module with the same matrix in its Llama.
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_the_probe_agrees_after_every_refit(tmp_path, kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,7 +18,8 @@ def test_the_probe_agrees_after_every_refit(tmp_path, kind):
 
     torch.manual_seed(0)
     folder, run = tmp_path / "model", tmp_path / "run"
-    tied = AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=True)
+    experts = EXPERTS if kind == "qwen3_moe" else {}
+    tied = AutoConfig.for_model(kind, **SIZES, **experts, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(tied).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     _, metrics = train_here(

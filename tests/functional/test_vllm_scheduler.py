@@ -12,7 +12,7 @@ pytestmark = pytest.mark.functional
 
 
 def test_it_is_the_default_on_the_version_that_this_file_compares():
-    assert installed("vllm") == COMPARED
+    assert installed("vllm") in COMPARED
 
 
 def test_steps_and_answers_are_those_of_vllms_own_scheduler(model_folder, engine_environment, tmp_path):

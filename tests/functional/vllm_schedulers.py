@@ -104,12 +104,18 @@ def compare(model: str, seed: int, blocks: int) -> int:
             name = draw.choice([request.request_id for request in of_ours.running])
             for engine in engines:
                 engine.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
-        elif chance < 0.05:
+        elif chance < 0.04 and of_ours.running:
+            # As if vLLM could not compile its grammar.
+            name = draw.choice([request.request_id for request in of_ours.running])
             for engine in engines:
-                while engine.under_way:
+                engine.scheduler.grammar_compile_error_reqs.add(name)
+        elif chance < 0.06:
+            for engine in engines:
+                # Otherwise the requests' tokens in flight come too late.
+                while engine.under_way and chance > 0.045:
                     done = engine.under_way.popleft()
                     engine.scheduler.update_from_output(done, result_of(engine.scheduler, done))
-                engine.scheduler.reset_prefix_cache(reset_running_requests=chance < 0.04)
+                engine.scheduler.reset_prefix_cache(reset_running_requests=chance < 0.05)
         if any(engine.scheduler.has_requests() or engine.under_way for engine in engines):
             theirs, own = (engine.step() for engine in engines)
             assert theirs == own, (seed, turn, theirs, own)

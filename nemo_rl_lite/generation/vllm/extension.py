@@ -16,6 +16,7 @@ from nemo_rl_lite.compat.vllm import (
     adapter_manager,
     adapter_names,
     experts_backends,
+    forget_packed_experts,
     pack_shared_weights,
     weight_loader,
 )
@@ -252,6 +253,8 @@ class RefitExtension:
 
         # Each matrix once: the reload splits one that the embedding and the LM head share.
         own = {name for name, _ in model.named_parameters()}
+        if self.device.type == "cpu":
+            forget_packed_experts(model)
         with self._as_at_the_start():
             initialize_layerwise_reload(model)
         # Without derived tensors, such as scales.

@@ -22,6 +22,8 @@ from nemo_rl_lite.compat.vllm import (
     finish_begun_steps,
     on_lost_rank,
     record_cpu_experts,
+    request_errors,
+    reset_prefix_cache,
     without_tool_servers,
 )
 from nemo_rl_lite.config.engines import EngineHost, engines_serve_adapters
@@ -110,7 +112,7 @@ class VLLMEngine:
                 core_request = engine.input_processor.process_inputs(
                     str(number), prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
                 )
-            except ValueError as error:
+            except request_errors() as error:
                 if not request.sampling.options.changed():
                     raise
                 self._finished[number] = RequestError(str(error))
@@ -206,7 +208,7 @@ class VLLMEngine:
         with self._weights.replacing():
             reports: list[RefitReport] = self._engine.collective_rpc("refit_receive")
             # Otherwise vLLM cannot reset the caches of unfinished requests, and keeps them.
-            was_reset = self._engine.reset_prefix_cache(reset_running_requests=self._recomputes)
+            was_reset = reset_prefix_cache(self._engine, self._recomputes)
             if not was_reset and not self._unfinished:
                 raise RuntimeError("vLLM kept its prefix cache of the old weights")
         for report in reports:

@@ -8,22 +8,22 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_rl_lite.compat import versions
-from nemo_rl_lite.compat.vllm import COMPARED, SCALES, decode_scheduler, keep_first_scales
+from nemo_rl_lite.compat.vllm import COMPARED, SCALES, decode_scheduler, keep_first_scales, reset_prefix_cache
 
 
-@pytest.mark.parametrize("version", [COMPARED, f"{COMPARED}+cu130"])
-def test_our_scheduler_is_used_on_the_version_on_which_it_was_compared(monkeypatch, version):
+@pytest.mark.parametrize("version", [*COMPARED, f"{COMPARED[0]}+cu130"])
+def test_our_scheduler_is_used_on_a_version_on_which_it_was_compared(monkeypatch, version):
     monkeypatch.setattr(versions, "version", lambda _: version)
     assert decode_scheduler() == "nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"
 
 
-@pytest.mark.parametrize("version", ["0.26.1", "0.27.0", "0.26.0rc1"])
+@pytest.mark.parametrize("version", ["0.26.1", "0.27.0", "0.31.0rc1"])
 def test_on_any_other_version_vllms_own_is_used_and_the_log_says_so(monkeypatch, caplog, version):
     monkeypatch.setattr(versions, "version", lambda _: version)
     with caplog.at_level(logging.INFO):
         assert decode_scheduler() is None
     (line,) = caplog.messages
-    assert "using vLLM's scheduler" in line and version in line and COMPARED in line
+    assert "using vLLM's scheduler" in line and version in line and all(one in line for one in COMPARED)
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,30 @@ def test_scales_are_powers_of_two_where_the_gpu_wants_them_or_the_user_does(monk
         monkeypatch.delenv(SCALES)
     keep_first_scales()
     assert os.environ.get(SCALES) == found
+
+
+class _Engine:
+    """An engine that empties its cache only while it is paused, as vLLM 0.31 does with recorded experts."""
+
+    def __init__(self, state: str):
+        scheduler = SimpleNamespace(pause_state=state, set_pause_state=self.set_state)
+        core = SimpleNamespace(scheduler=scheduler, pause_scheduler=lambda mode, clear_cache: self.set_state(mode))
+        self.engine_core, self.scheduler = SimpleNamespace(engine_core=core), scheduler
+
+    def set_state(self, state: str) -> None:
+        self.scheduler.pause_state = state
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        assert self.scheduler.pause_state == "keep"
+        if reset_running_requests:
+            raise RuntimeError("it failed")
+        return True
+
+
+@pytest.mark.parametrize("state", ["running", "asleep"])
+def test_an_engine_pauses_while_its_cache_is_emptied_and_goes_on_as_before(state):
+    engine = _Engine(state)
+    assert reset_prefix_cache(engine, False) and engine.scheduler.pause_state == state
+    with pytest.raises(RuntimeError, match="it failed"):
+        reset_prefix_cache(engine, True)
+    assert engine.scheduler.pause_state == state
