@@ -82,6 +82,46 @@ def keep_first_scales() -> None:
         os.environ.setdefault(SCALES, "0")
 
 
+class SchedulerCache:
+    """The requests and the KV cache of an engine's scheduler, without vLLM's statistics."""
+
+    def __init__(self, engine: Any):
+        self._engine, self._scheduler = engine, engine.engine_core.engine_core.scheduler
+        self._preempt = self._scheduler._preempt_request
+        self._scheduler._preempt_request = self._count
+        self.preemptions = 0
+        """Requests that lost their cache because it was full."""
+
+    def _count(self, request: Any, timestamp: float) -> None:
+        self.preemptions += 1
+        self._preempt(request, timestamp)
+
+    @property
+    def usage(self) -> float:
+        """Return the share of the cache's blocks that running requests use."""
+        return self._scheduler.kv_cache_manager.usage
+
+    @property
+    def running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of new and preempted requests."""
+        return len(self._scheduler.waiting) + len(self._scheduler.skipped_waiting)
+
+    @property
+    def held_tokens(self) -> int:
+        """Return the tokens of the running requests: prompts and responses so far."""
+        return sum(request.num_tokens for request in self._scheduler.running)
+
+    def drop_all(self) -> None:
+        """Drop all prefixes and the caches of running requests, which are computed again. Counts no preemption."""
+        before = self.preemptions
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self.preemptions = before
+
+
 def finish_begun_steps(engine: Any, step: Callable[[], None]) -> None:
     """Call `step` until the engine has finished the steps in flight (asynchronous scheduling)."""
     core = engine.engine_core.engine_core

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.interface import Completion, Progress, Request, RequestError, Unfinished
+from nemo_rl_lite.generation.interface import Completion, EngineLoad, Progress, Request, RequestError, Unfinished
 
 # Exchanges in flight per replica: it starts one while it returns the results of another.
 _EXCHANGES = 2
@@ -174,8 +174,8 @@ class Assignment:
 class Replica(Protocol):
     """An engine as the queue drives it."""
 
-    unfinished_tokens: int
-    """Tokens of unfinished responses after the last step."""
+    load: EngineLoad
+    """The load after the last step."""
 
     async def step(
         self, submitted: Mapping[int, Request], aborted: Sequence[int]
@@ -287,7 +287,7 @@ class RequestQueue:
 
     @property
     def unfinished_tokens(self) -> int:
-        return sum(self._replicas[replica].unfinished_tokens for replica in self._assignment.alive)
+        return sum(self._replicas[replica].load.unfinished_tokens for replica in self._assignment.alive)
 
     @property
     def idle_s(self) -> float:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from nemo_rl_lite.errors import EngineError, WorkerError
-from nemo_rl_lite.generation.interface import Completion, Request, Sampling
+from nemo_rl_lite.generation.interface import Completion, EngineLoad, Request, Sampling
 from nemo_rl_lite.generation.queue import RequestQueue
 
 SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
@@ -29,8 +29,8 @@ class Engine:
         self.under_way, self.most_under_way = 0, 0
 
     @property
-    def unfinished_tokens(self) -> int:
-        return sum(length - left for left, length in self.held.values())
+    def load(self) -> EngineLoad:
+        return EngineLoad(sum(length - left for left, length in self.held.values()))
 
     async def step(self, submitted, aborted):
         self.under_way += 1
