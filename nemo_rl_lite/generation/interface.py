@@ -81,6 +81,38 @@ class Request:
     """True: `Engine.poll` also returns the tokens so far."""
 
 
+@dataclass(eq=False)
+class Conversation:
+    """The turns of one episode, each of which continues the tokens of the previous one, as the engines see them."""
+
+    ended: bool = False
+    """Whether no turn follows the present one."""
+    engine: int | None = None
+    """The engine whose KV cache has the turns so far; None before the first."""
+    cache_version: int | None = None
+    """The weights with which that cache began."""
+    tokens: int = 0
+    """Tokens of prompt and response of the last turn."""
+    turn_ended_s: float = 0.0
+    """When the last turn ended."""
+    prompt: int = 0
+    """Hash of the first prompt."""
+    prompt_tokens: int = 0
+    """Tokens of the first prompt."""
+
+    def begin_turn(self, request: Request) -> Request:
+        """Return the request of a turn with the version of its cache."""
+        if not self.tokens:
+            self.prompt, self.prompt_tokens = hash(request.prompt), len(request.prompt)
+        return replace(request, cache_version=self.cache_version)
+
+    def add_turn(self, request: Request, completion: "Completion", engine: int) -> None:
+        """Note a turn's completion and its engine."""
+        self.engine, self.tokens = engine, len(request.prompt) + len(completion.tokens)
+        if self.cache_version is None and completion.versions:
+            self.cache_version = completion.versions[0]
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled response. Each token, the end token included, has a logprob and a version of the weights.
@@ -268,10 +300,10 @@ class Requests(Protocol):
         ...
 
     async def sample(
-        self, request: Request, near: int | None = None, progress: Progress | None = None
+        self, request: Request, conversation: Conversation | None = None, progress: Progress | None = None
     ) -> tuple[Completion, int]:
-        """Return the response and the engine that sampled it. `near`: the engine whose cache has the prompt's prefix;
-        `progress`: for a streaming request."""
+        """Return the response and the engine that sampled it. `conversation`: what the request continues, if it is not
+        alone; `progress`: for a streaming request."""
         ...
 
     def submit_as_batch(self) -> AbstractContextManager[None]:

@@ -53,6 +53,9 @@ EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
 # vLLM's sleep levels: keep nothing if refits bring all weights, or the weights in host memory if they bring adapters.
 KEEPS_NOTHING, KEEPS_WEIGHTS = 2, 1
 GIB = 2**30
+# Share of the KV cache that must stay free when a new or preempted request starts. Without it, vLLM starts a preempted
+# request as soon as it fits, and preempts it again a few tokens later.
+WATERMARK = 0.05
 
 # Request number of `sample_now`; the numbers of `submit` are not negative.
 _NOW = -1
@@ -97,7 +100,8 @@ class VLLMEngine:
         else:
             # vLLM's sampler on CPUs fails on a chunked prompt with a seed.
             own = {"enable_chunked_prefill": False}
-        own |= {"max_model_len": policy.max_total_sequence_length} | _configured(generation.vllm_kwargs)
+        own |= {"max_model_len": policy.max_total_sequence_length, "watermark": WATERMARK}
+        own |= _configured(generation.vllm_kwargs)
         if self._lora is not None:
             own |= extension.engine_options(self._lora, settings.tensor_parallel_size)
         if on_gpu and not settings.enforce_eager:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from nemo_rl_lite.errors import EngineError, WorkerError
-from nemo_rl_lite.generation.interface import Completion, EngineLoad, Request, Sampling
+from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Request, Sampling
 from nemo_rl_lite.generation.queue import RequestQueue
 
 SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
@@ -76,7 +76,8 @@ async def paused(requests: RequestQueue):
 async def sample_all(requests: RequestQueue, lengths: list[int], near: int | None = None) -> list[int]:
     async with paused(requests):
         asked = [
-            asyncio.create_task(requests.sample(request(length, place), near)) for place, length in enumerate(lengths)
+            asyncio.create_task(requests.sample(request(length, place), Conversation(ended=True, engine=near)))
+            for place, length in enumerate(lengths)
         ]
     found = await asyncio.gather(*asked)
     assert [len(completion.tokens) for completion, _ in found] == lengths
@@ -258,7 +259,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("nemo_rl_lite.generation.queue.time", clock)
+    monkeypatch.setattr("nemo_rl_lite.generation.assignment.time", clock)
     return clock
 
 
