@@ -63,7 +63,7 @@ def test_conversations_between_turns_need_their_tokens():
     own.capacity(load(2, 10_000))
     assert own.capacity(load(2, 10_000), [10_000] * 4) == 8
     assert own.capacity(load(2, 10_000), [20_000] * 4) == 5
-    assert own.capacity(EngineLoad(), [40_000] * 4) == 1
+    assert own.capacity(EngineLoad(), [40_000] * 4) == 2
 
 
 def test_a_response_is_expected_to_be_as_long_as_earlier_ones_to_its_prompt():
