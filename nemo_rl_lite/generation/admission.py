@@ -1,4 +1,4 @@
-"""How many requests an engine takes at once, and how long responses are expected to be. Pure numbers."""
+"""Admission of requests to an engine, and expected lengths of responses. Both are functions of numbers."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Which engine samples each request, and which request is the next. Plain data; `queue.py` drives it."""
+"""Assignment of requests to engines, and their order. `queue.py` drives it."""
 
 import asyncio
 import math
@@ -79,8 +79,8 @@ class ReplicaLoad:
     def takes(self, conversation: Conversation | None = None) -> bool:
         """Return whether the replica takes a request, of this or of any conversation.
 
-        Without room for all in the cache, a conversation keeps its place between its turns for a while, so that others
-        do not evict its prefix.
+        If the cache has no room for all, a conversation keeps its place for a while between its turns. Others then do
+        not evict its prefix.
         """
         if self.room <= 0:
             return False
@@ -103,7 +103,7 @@ class ReplicaLoad:
         return self._unfinished.pop(number, None)
 
     def keep_place(self, conversation: Conversation) -> None:
-        """Keep the place of a conversation for its next turn, if the replica has so many."""
+        """Keep the place of a conversation for its next turn, if its capacity allows."""
         if self.is_roomy or self.load + len(self.between_turns) < self.capacity:
             self.between_turns.add(conversation)
 

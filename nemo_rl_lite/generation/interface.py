@@ -86,7 +86,7 @@ class Conversation:
     """The turns of one episode, each of which continues the tokens of the previous one, as the engines see them."""
 
     ended: bool = False
-    """Whether no turn follows the present one."""
+    """True if no turn follows the present one."""
     engine: int | None = None
     """The engine whose KV cache has the turns so far; None before the first."""
     cache_version: int | None = None
@@ -94,7 +94,7 @@ class Conversation:
     tokens: int = 0
     """Tokens of prompt and response of the last turn."""
     turn_ended_s: float = 0.0
-    """When the last turn ended."""
+    """Second at which the last turn ended."""
     prompt: int = 0
     """Hash of the first prompt."""
     prompt_tokens: int = 0

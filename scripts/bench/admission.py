@@ -1,9 +1,10 @@
 """Simulate rollouts whose KV cache overflows, with the launcher's queue and with a queue that ignores the cache.
 
-The queue's own classes assign the requests. The engine is a model of vLLM's scheduler: it preempts its newest request
-when the cache is full, keeps the prefixes of ended turns until it needs their room, and computes lost tokens again. Its
-seconds are those of a model with 8e9 parameters and 147,456 bytes of KV cache per token on one H100: bytes that
-decoding reads at 3.35e12 B/s, and FLOPs of prefills at half of 989e12 FLOP/s.
+The queue's own classes assign the requests. The engine is a model of vLLM's scheduler. It preempts its newest request
+when the cache is full. It keeps the prefixes of ended turns until it needs their room, and computes lost tokens again.
+
+The costs are those of a model with 8e9 parameters and 147,456 bytes of KV cache per token on one H100. Decoding reads
+3.35e12 B/s, and a prefill reaches half of 989e12 FLOP/s.
 """
 
 import argparse
@@ -22,9 +23,9 @@ from nemo_rl_lite.generation.assignment import Assignment, PendingRequest
 from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Request, Sampling
 from nemo_rl_lite.generation.vllm.worker import WATERMARK
 
-# Seconds of a forward pass, for each cached token that it reads, and for each sequence.
+# Costs in s of a forward pass, for each cached token that it reads, and for each sequence.
 PASS_S, CACHED_S, SEQUENCE_S = 8e-3, 4.4e-8, 1e-5
-# Seconds of a prefill for each token, and for each pair of tokens.
+# Costs in s of a prefill, for each token, and for each pair of tokens.
 PREFILL_S, PAIR_S = 3.2e-5, 1.2e-9
 CACHE, MOST, SLICE_S = 370_000, 256, 0.05
 SAMPLING = Sampling(1.0, 1.0, None, 32_768, (), ())
@@ -48,7 +49,7 @@ class Task:
     answer: int = 0
     """Tokens that the environment adds after a turn."""
     waits_s: float = 0.0
-    """Seconds of the environment for a turn."""
+    """Time in s of the environment per turn."""
 
     def episodes(self, step: int) -> "list[Episode]":
         """Draw the episodes of a step. Prompts differ in length more than their samples do."""
@@ -195,7 +196,7 @@ class InOrder(Assignment):
 
 @dataclass(frozen=True)
 class Way:
-    """What the queue and the engines do about full caches."""
+    """Treatment of full caches by queue and engines."""
 
     orders: bool = False
     admits: bool = False
@@ -217,7 +218,7 @@ class Rollouts:
         self._later: list[tuple[float, int, Episode]] = []
 
     def step(self, step: int) -> float:
-        """Sample a step's rollout; return its seconds."""
+        """Sample the rollout of a step; return its time in s."""
         began = now = self.engines[0].now
         for episode in self.task.episodes(step):
             self._ask(episode, step)

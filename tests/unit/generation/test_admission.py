@@ -1,4 +1,4 @@
-"""How many requests an engine takes, from numbers alone."""
+"""The requests that an engine takes follow from its load and from the lengths of others."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from nemo_rl_lite.generation.interface import EngineLoad
 
 
 def load(running: int, tokens: int, waiting: int = 0, preempted: int = 0) -> EngineLoad:
-    """`running` requests of so many tokens each, in a cache of 100,000."""
+    """`running` requests of `tokens` tokens each, in a cache of 100,000."""
     return EngineLoad(0, running, waiting, running * tokens, running * tokens / 100_000, preempted)
 
 
