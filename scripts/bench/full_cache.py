@@ -56,7 +56,7 @@ class Rollouts:
             manager.watermark_blocks = int(way.watermark * manager.block_pool.num_gpu_blocks)
 
     def step(self, task: admission.Task, step: int) -> dict[str, tuple[str, float]]:
-        """Sample a step's rollout; return its measured quantities."""
+        """Sample the rollout of a step; return its measured quantities."""
         self._engine.take_decoded()
         # No step finds the prefixes of another one.
         self._engine.version += 1

@@ -1,7 +1,7 @@
-"""An engine with a small KV cache in a process of its own: cache_process.py MODEL OUTPUT
+"""An engine with a small KV cache in a separate process: cache_process.py MODEL OUTPUT
 
-It samples the same requests with a queue that ignores the cache and with the launcher's, then turns of conversations
-before and after new weights, and writes what it saw.
+It samples the same requests with a queue that ignores the cache and with the launcher's. Then it samples turns of
+conversations before and after new weights, and writes what it saw.
 """
 
 import asyncio
@@ -94,8 +94,8 @@ engine._engine.collective_rpc = lambda *asked, **named: []
 
 
 def turns(recomputes: bool) -> list[int]:
-    """The tokens that each turn found in the cache: two turns of one conversation with a refit between them, a new
-    conversation with the same beginning, and a third turn."""
+    """Return the tokens that each turn found in the cache. A refit separates two turns of one conversation. A new
+    conversation with the same beginning and a third turn follow."""
     engine._recomputes = recomputes
     prompt, old, new = (45 + recomputes, *range(4, 44)), Conversation(), Conversation()
     hits.clear()

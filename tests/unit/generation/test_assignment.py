@@ -35,7 +35,7 @@ class Queue:
         self.assignment.finish(engine, number, Completion((0,) * length, (), "stop", (0,) * length))
 
     def is_full_of(self, running: int, tokens: int) -> None:
-        """The engine preempts while it runs so many requests."""
+        """The engine preempts while it runs `running` requests."""
         self.assignment.observe(0, EngineLoad(0, running, 1, running * tokens, 0.8, 1))
 
 
