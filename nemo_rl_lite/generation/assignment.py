@@ -204,11 +204,13 @@ class Assignment:
 
     def _place(self, asked: PendingRequest) -> tuple[int, bool, float, int]:
         """Return the place in the queue; the lowest one starts first."""
-        conversation = asked.conversation
-        if conversation.tokens and self._keeps_places:
-            return asked.request.step, False, -conversation.tokens, asked.number
-        so_far = max(0, conversation.tokens - conversation.prompt_tokens)
-        return asked.request.step, True, so_far - self._lengths.expected(conversation.prompt), asked.number
+        step, conversation = asked.request.step, asked.conversation
+        if not self._keeps_places:
+            # Without prefixes to save, no conversation should fall behind.
+            return step, False, 0.0, asked.number
+        if conversation.tokens:
+            return step, False, -conversation.tokens, asked.number
+        return step, True, -self._lengths.expected(conversation.prompt), asked.number
 
     @property
     def _keeps_places(self) -> bool:

@@ -110,6 +110,24 @@ def test_a_conversation_whose_environment_takes_long_loses_its_place():
     assert queue.given() == [1]
 
 
+def test_requests_keep_their_order_where_environments_are_too_slow_to_keep_prefixes():
+    queue = Queue(most=2)
+    for number, length in enumerate((10, 90)):
+        queue.ask(number)
+        queue.given()
+        queue.finish(number, length)
+    for _ in range(200):
+        talk = Conversation()
+        talk.add_turn(Request((9,), SAMPLING, 0), Completion((0,), (), "stop", (0,)), 0)
+        talk.turn_ended_s = queue.now - 60
+        queue.ask(9, talk)
+        queue.given()
+        queue.finish(queue.asked - 1, 1)
+    for prompt in (0, 1, 0, 1):
+        queue.ask(prompt)
+    assert queue.given() == [0, 1]
+
+
 def test_an_idle_engine_always_takes_a_request():
     queue, talk = Queue(most=4), Conversation()
     queue.ask(1, talk)
