@@ -130,6 +130,7 @@ class GRPO:
         shown |= {} if rollout.engines_idle_s is None else {"age": ages["trajectory_age_mean"]}
         shown |= {"reward errors": sampled["reward_errors"]} if rollout.reward_errors else {}
         shown |= {"environment errors": sampled["environment_errors"]} if rollout.environment_errors else {}
+        shown |= {"preemptions": speed["preemptions"]} if speed.get("preemptions") else {}
         shown |= self.signals.shown(sampled)
         self.report.step(
             step,

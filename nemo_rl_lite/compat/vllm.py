@@ -83,6 +83,53 @@ def keep_first_scales() -> None:
         os.environ.setdefault(SCALES, "0")
 
 
+class SchedulerCache:
+    """The requests and the KV cache of an engine's scheduler, without vLLM's statistics."""
+
+    def __init__(self, engine: Any):
+        self._engine, self._scheduler = engine, engine.engine_core.engine_core.scheduler
+        self._preempt = self._scheduler._preempt_request
+        self._scheduler._preempt_request = self._count
+        self.preemptions = 0
+        """Requests that lost their cache because it was full."""
+
+    def _count(self, *args: Any, **kwargs: Any) -> None:
+        self.preemptions += 1
+        self._preempt(*args, **kwargs)
+
+    @property
+    def usage(self) -> float:
+        """Return the share of the cache's blocks that running requests use."""
+        return self._scheduler.kv_cache_manager.usage
+
+    @property
+    def running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of new and preempted requests."""
+        return self._scheduler.get_request_counts()[1]
+
+    @property
+    def held_tokens(self) -> int:
+        """Return the tokens of the running requests: prompts and responses so far."""
+        return sum(request.num_tokens for request in self._scheduler.running)
+
+    def drop_all(self) -> None:
+        """Drop all prefixes and the caches of running requests, which are computed again. Counts no preemption.
+
+        No step may be in flight. From 0.31 on, vLLM preempts requests whose experts it records only while it is paused.
+        """
+        core, counted, state = self._engine.engine_core.engine_core, self.preemptions, self._scheduler.pause_state
+        core.pause_scheduler("keep", clear_cache=False)
+        try:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        finally:
+            self._scheduler.set_pause_state(state)
+        self.preemptions = counted
+
+
 def finish_begun_steps(engine: Any, step: Callable[[], None]) -> None:
     """Call `step` until the engine has finished the steps in flight (asynchronous scheduling)."""
     core = engine.engine_core.engine_core
@@ -130,21 +177,6 @@ def request_errors() -> tuple[type[Exception], ...]:
     from vllm.exceptions import VLLMValidationError
 
     return ValueError, VLLMValidationError
-
-
-def reset_prefix_cache(engine: Any, running: bool) -> bool:
-    """Empty the prefix cache of an engine without steps in flight; return whether vLLM did. `running`: running requests
-    compute their tokens again.
-
-    From 0.31 on, vLLM preempts requests whose experts it records only while it is paused.
-    """
-    core = engine.engine_core.engine_core
-    before = core.scheduler.pause_state
-    core.pause_scheduler("keep", clear_cache=False)
-    try:
-        return engine.reset_prefix_cache(reset_running_requests=running)
-    finally:
-        core.scheduler.set_pause_state(before)
 
 
 def experts_backends(model: nn.Module) -> set[str]:

@@ -75,8 +75,42 @@ class Request:
     seed: int
     step: int = 0
     """The step that waits for it. Waiting requests start in the order of their steps."""
+    cache_version: int | None = None
+    """Weights with which the KV cache of the prompt's beginning was computed; None for the engine's weights."""
     streams: bool = False
     """True: `Engine.poll` also returns the tokens so far."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """The turns of one episode, each of which continues the tokens of the previous one, as the engines see them."""
+
+    ended: bool = False
+    """True if no turn follows the present one."""
+    engine: int | None = None
+    """The engine whose KV cache has the turns so far; None before the first."""
+    cache_version: int | None = None
+    """The weights with which that cache began."""
+    tokens: int = 0
+    """Tokens of prompt and response of the last turn."""
+    turn_ended_s: float = 0.0
+    """Second at which the last turn ended."""
+    prompt: int = 0
+    """Hash of the first prompt."""
+    prompt_tokens: int = 0
+    """Tokens of the first prompt."""
+
+    def begin_turn(self, request: Request) -> Request:
+        """Return the request of a turn with the version of its cache."""
+        if not self.tokens:
+            self.prompt, self.prompt_tokens = hash(request.prompt), len(request.prompt)
+        return replace(request, cache_version=self.cache_version)
+
+    def add_turn(self, request: Request, completion: "Completion", engine: int) -> None:
+        """Note a turn's completion and its engine."""
+        self.engine, self.tokens = engine, len(request.prompt) + len(completion.tokens)
+        if self.cache_version is None and completion.versions:
+            self.cache_version = completion.versions[0]
 
 
 @dataclass(frozen=True)
@@ -128,6 +162,32 @@ class Drafts:
 
 
 @dataclass(frozen=True)
+class CacheUse:
+    """Use of engines' KV caches by their requests, summed over forward passes."""
+
+    total: float = 0.0
+    """Sum of the used shares, one for each pass."""
+    most: float = 0.0
+    """Largest used share."""
+    preemptions: int = 0
+    """Times that a full cache dropped a running request's KV cache, which is computed again."""
+
+    def __add__(self, other: "CacheUse") -> "CacheUse":
+        most = max(self.most, other.most)
+        return CacheUse(self.total + other.total, most, self.preemptions + other.preemptions)
+
+    def metrics(self, steps: int) -> dict[str, float]:
+        """Return the mean share over `steps` passes, the largest share and the preemptions; empty without passes."""
+        if not steps or not self.most:
+            return {}
+        return {
+            "kv_cache_usage": self.total / steps,
+            "kv_cache_usage_max": self.most,
+            "preemptions": float(self.preemptions),
+        }
+
+
+@dataclass(frozen=True)
 class Decoded:
     """Decoding work of engines."""
 
@@ -136,9 +196,29 @@ class Decoded:
     cached: int = 0
     """Tokens in the KV caches of a forward pass, summed over the passes. Prefills are not counted."""
     drafts: Drafts = Drafts()
+    cache: CacheUse = CacheUse()
 
     def __add__(self, other: "Decoded") -> "Decoded":
-        return Decoded(self.steps + other.steps, self.cached + other.cached, self.drafts + other.drafts)
+        drafts, cache = self.drafts + other.drafts, self.cache + other.cache
+        return Decoded(self.steps + other.steps, self.cached + other.cached, drafts, cache)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """An engine's requests and KV cache after a `poll`. Shares of the cache are 0 if the engine does not know them."""
+
+    unfinished_tokens: int = 0
+    """Tokens that unfinished responses have so far."""
+    running: int = 0
+    """Requests with a KV cache."""
+    waiting: int = 0
+    """Requests without one: new and preempted."""
+    held_tokens: int = 0
+    """Tokens of the running requests: prompts and responses so far."""
+    cache_usage: float = 0.0
+    """Share of the cache's blocks that running requests use."""
+    preempted: int = 0
+    """Preemptions since the last `load`."""
 
 
 class Engine(Protocol):
@@ -162,8 +242,8 @@ class Engine(Protocol):
         last call, and an `Unfinished` completion for each request that streams."""
         ...
 
-    def unfinished_tokens(self) -> int:
-        """Return the number of tokens that unfinished requests have so far, if the engine knows it."""
+    def load(self) -> EngineLoad:
+        """Return the requests and the use of the KV cache."""
         ...
 
     def abort(self, numbers: Sequence[int]) -> None:
@@ -200,8 +280,9 @@ class Engine(Protocol):
         ...
 
     def receive_weights(self, version: int) -> list[RefitReport]:
-        """Take part in a refit; return a report for each rank. Later requests use no stale cache. Unfinished requests
-        continue with the new weights; `vllm_cfg.recompute_kv_cache_after_weight_updates` decides about their caches."""
+        """Take part in a refit; return a report for each rank. Unfinished requests and later turns of a conversation
+        continue with the new weights; `vllm_cfg.recompute_kv_cache_after_weight_updates` decides about their caches.
+        Other requests use no stale cache."""
         ...
 
 
@@ -219,10 +300,10 @@ class Requests(Protocol):
         ...
 
     async def sample(
-        self, request: Request, near: int | None = None, progress: Progress | None = None
+        self, request: Request, conversation: Conversation | None = None, progress: Progress | None = None
     ) -> tuple[Completion, int]:
-        """Return the response and the engine that sampled it. `near`: the engine whose cache has the prompt's prefix;
-        `progress`: for a streaming request."""
+        """Return the response and the engine that sampled it. `conversation`: what the request continues, if it is not
+        alone; `progress`: for a streaming request."""
         ...
 
     def submit_as_batch(self) -> AbstractContextManager[None]:

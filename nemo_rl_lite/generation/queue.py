@@ -2,180 +2,32 @@
 
 import asyncio
 import itertools
-import time
-from bisect import insort
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.interface import Completion, Progress, Request, RequestError, Unfinished
+from nemo_rl_lite.generation.assignment import Assignment, PendingRequest
+from nemo_rl_lite.generation.interface import (
+    Completion,
+    Conversation,
+    EngineLoad,
+    Progress,
+    Request,
+    RequestError,
+    Unfinished,
+)
 
 # Exchanges in flight per replica: it starts one while it returns the results of another.
 _EXCHANGES = 2
 
 
-@dataclass(eq=False)
-class PendingRequest:
-    """A request that waits for its completion and the replica that sampled it."""
-
-    number: int
-    request: Request
-    answer: asyncio.Future[tuple[Completion, int]]
-    near: int | None
-    progress: Progress | None = None
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Return the place in the queue; the lowest one starts first."""
-        return self.request.step, self.number
-
-
-@dataclass
-class Stopwatch:
-    """Sums the seconds in which it runs."""
-
-    _seconds: float = 0.0
-    _since: float | None = None
-
-    def runs(self, is_running: bool) -> None:
-        self._seconds, self._since = self.seconds, time.perf_counter() if is_running else None
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
-
-
-@dataclass
-class ReplicaLoad:
-    """Requests of one replica: to submit, in progress, and to abort."""
-
-    busy: Stopwatch = field(default_factory=Stopwatch)
-    _new: dict[int, PendingRequest] = field(default_factory=dict)
-    _unfinished: dict[int, PendingRequest] = field(default_factory=dict)
-    aborted: list[int] = field(default_factory=list)
-
-    @property
-    def load(self) -> int:
-        return len(self._new) + len(self._unfinished)
-
-    @property
-    def unfinished(self) -> list[int]:
-        """Return the numbers of requests that the replica still has."""
-        return [*self.aborted, *self._unfinished]
-
-    def give(self, asked: PendingRequest) -> None:
-        self._new[asked.number] = asked
-
-    def hand_over(self) -> tuple[dict[int, Request], list[int]]:
-        """Return the replica's next exchange: new requests by number, and numbers to abort."""
-        new, self._new = self._new, {}
-        aborted, self.aborted = self.aborted, []
-        self._unfinished |= new
-        return {number: asked.request for number, asked in new.items()}, aborted
-
-    def finish(self, number: int) -> PendingRequest | None:
-        """Return the answered request; None if it was dropped."""
-        return self._unfinished.pop(number, None)
-
-    def tell(self, number: int, so_far: Unfinished) -> None:
-        """Report the tokens so far of a streaming request."""
-        asked = self._unfinished.get(number)
-        if asked is not None and asked.progress is not None:
-            asked.progress(so_far)
-
-    def drop(self, asked: PendingRequest) -> None:
-        self._new.pop(asked.number, None)
-        if self._unfinished.pop(asked.number, None):
-            self.aborted.append(asked.number)
-
-    @property
-    def requests(self) -> list[PendingRequest]:
-        return [*self._unfinished.values(), *self._new.values()]
-
-    def clear(self) -> None:
-        self._new, self._unfinished, self.aborted = {}, {}, []
-
-
-class Assignment:
-    """Assigns each request to the replica with the fewest unfinished ones, at most `capacity` to each."""
-
-    def __init__(self, replicas: int, capacity: int):
-        self._capacity = capacity
-        self.alive = set(range(replicas))
-        self.held = [ReplicaLoad() for _ in range(replicas)]
-        self._waiting: list[PendingRequest] = []
-        self.idle = Stopwatch()
-        """Runs while no replica has a request."""
-
-    def time(self, is_paused: bool) -> None:
-        """Update the stopwatches."""
-        self.idle.runs(not any(self.held[replica].load for replica in self.alive))
-        for replica, held in enumerate(self.held):
-            held.busy.runs(not is_paused and replica in self.alive and held.load > 0)
-
-    def add(self, asked: PendingRequest) -> None:
-        insort(self._waiting, asked, key=lambda one: one.place)
-
-    def assign(self) -> None:
-        """Give waiting requests to replicas, in order, while one has room."""
-        while self._waiting and self.alive:
-            asked = self._waiting[0]
-            loads = {replica: self.held[replica].load for replica in self.alive}
-            # Prefer the engine that has the prompt's prefix in its cache.
-            chosen = min(loads, key=lambda replica: (loads[replica], replica))
-            if asked.near in loads and loads[asked.near] < self._capacity:
-                chosen = asked.near
-            if loads[chosen] >= self._capacity:
-                return
-            self.held[chosen].give(asked)
-            self._waiting.pop(0)
-
-    def lose(self, replica: int) -> None:
-        """Requeue the requests of a dead replica."""
-        self.alive.discard(replica)
-        self._requeue(replica)
-
-    def replace(self, replica: int) -> None:
-        """Requeue the requests of a replica that a new engine has replaced."""
-        self._requeue(replica)
-        self.alive.add(replica)
-
-    def _requeue(self, replica: int) -> None:
-        self._waiting = sorted([*self.held[replica].requests, *self._waiting], key=lambda asked: asked.place)
-        self.held[replica].clear()
-
-    def drop(self, asked: PendingRequest) -> None:
-        """Abort a request."""
-        if asked in self._waiting:
-            self._waiting.remove(asked)
-        for replica in self.alive:
-            self.held[replica].drop(asked)
-
-    def clear(self) -> None:
-        self._waiting.clear()
-        for held in self.held:
-            held.clear()
-            held.busy.runs(False)
-
-    def unanswered(self) -> list[PendingRequest]:
-        return [*self._waiting, *(asked for held in self.held for asked in held.requests)]
-
-    def describe(self) -> str:
-        loads = ", ".join(
-            f"engine {replica} has {held.load} requests" if replica in self.alive else f"engine {replica} died"
-            for replica, held in enumerate(self.held)
-        )
-        return f"{loads}; {len(self._waiting)} requests wait for an engine"
-
-
 class Replica(Protocol):
     """An engine as the queue drives it."""
 
-    unfinished_tokens: int
-    """Tokens of unfinished responses after the last step."""
+    load: EngineLoad
+    """The load after the last step."""
 
     async def step(
         self, submitted: Mapping[int, Request], aborted: Sequence[int]
@@ -188,7 +40,8 @@ class Replica(Protocol):
 class RequestQueue:
     """Gives each request to the replica with the fewest unfinished ones, so long responses spread over replicas.
 
-    A replica holds at most `capacity` requests. The others wait, ordered by step, then by arrival.
+    A replica holds at most `capacity` requests, and fewer if they need more KV cache than it has (`Admission`). The
+    others wait in the order of `Assignment`.
     """
 
     def __init__(
@@ -232,7 +85,7 @@ class RequestQueue:
         self._clear()
 
     async def sample(
-        self, request: Request, near: int | None = None, progress: Progress | None = None
+        self, request: Request, conversation: Conversation | None = None, progress: Progress | None = None
     ) -> tuple[Completion, int]:
         """See `Requests.sample`.
 
@@ -244,7 +97,9 @@ class RequestQueue:
         if self._failure is not None:
             raise self._failure
         answer = asyncio.get_running_loop().create_future()
-        asked = PendingRequest(next(self._numbers), request, answer, near, progress)
+        conversation = conversation or Conversation(ended=True)
+        request = conversation.begin_turn(request)
+        asked = PendingRequest(next(self._numbers), request, answer, conversation, progress)
         self._assignment.add(asked)
         self._changed.set()
         try:
@@ -287,7 +142,7 @@ class RequestQueue:
 
     @property
     def unfinished_tokens(self) -> int:
-        return sum(self._replicas[replica].unfinished_tokens for replica in self._assignment.alive)
+        return sum(self._replicas[replica].load.unfinished_tokens for replica in self._assignment.alive)
 
     @property
     def idle_s(self) -> float:
@@ -356,14 +211,15 @@ class RequestQueue:
             for number, completion in finished.items():
                 if isinstance(completion, Unfinished):
                     self._assignment.held[replica].tell(number, completion)
-                    continue
-                asked = self._assignment.held[replica].finish(number)
-                if asked is None or asked.answer.done():
-                    continue
-                if isinstance(completion, RequestError):
-                    asked.answer.set_exception(completion)
+                elif isinstance(completion, RequestError):
+                    asked = self._assignment.refuse(replica, number)
+                    if asked is not None and not asked.answer.done():
+                        asked.answer.set_exception(completion)
                 else:
-                    asked.answer.set_result((completion, replica))
+                    asked = self._assignment.finish(replica, number, completion)
+                    if asked is not None and not asked.answer.done():
+                        asked.answer.set_result((completion, replica))
+            self._assignment.observe(replica, self._replicas[replica].load)
         if not self._running:
             self._quiet.set()
 

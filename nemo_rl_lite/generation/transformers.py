@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.data.tokenizer import load_tokenizer
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Engine, Request, RequestError, Sampling
+from nemo_rl_lite.generation.interface import Completion, Decoded, Engine, EngineLoad, Request, RequestError, Sampling
 from nemo_rl_lite.refit.engine import EngineLoader, Source, WeightsState, connect
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.refit.layout import Named
@@ -28,7 +28,7 @@ class LocalReplica:
     def __init__(self, make: Callable[[], Engine]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.engine = self._thread.submit(make).result()
-        self.unfinished_tokens = 0
+        self.load = EngineLoad()
 
     async def step(
         self, submitted: Mapping[int, Request], aborted: Sequence[int]
@@ -37,7 +37,7 @@ class LocalReplica:
         def work() -> dict[int, Completion | RequestError]:
             self.engine.submit(submitted)
             self.engine.abort(aborted)
-            finished, self.unfinished_tokens = self.engine.poll(_SLICE_S), self.engine.unfinished_tokens()
+            finished, self.load = self.engine.poll(_SLICE_S), self.engine.load()
             return finished
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -90,9 +90,9 @@ class TransformersEngine:
             finished |= zip(batch, completions, strict=True)
         return finished
 
-    def unfinished_tokens(self) -> int:
-        """Return 0: a batch is generated to its end."""
-        return 0
+    def load(self) -> EngineLoad:
+        """Return no load: a batch is generated to its end, and its cache is freed."""
+        return EngineLoad()
 
     def abort(self, numbers: Sequence[int]) -> None:
         for number in numbers:

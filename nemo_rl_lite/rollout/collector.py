@@ -306,6 +306,8 @@ class RolloutCollector:
                     raise DataError(f"{self._play.section}.name: {error}{error.place}; {rule}") from error
                 episode.ending, episode.reward = "error", None
                 environments.add(error, episode)
+            finally:
+                assistant.conversation.ended = True
             if episode.reward is None and episode.ending != "error":
                 await self._judge_episode(episode, rewards)
 

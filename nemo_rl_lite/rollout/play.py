@@ -10,7 +10,7 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.registry import Environments
-from nemo_rl_lite.generation.interface import Request, Requests, Sampling
+from nemo_rl_lite.generation.interface import Conversation, Request, Requests, Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.system.user_errors import as_call_error
@@ -29,7 +29,7 @@ class Assistant:
     sampling: Sampling
     seeds: tuple[int, ...]
     max_length: int
-    _near: int | None = field(default=None, init=False)
+    conversation: Conversation = field(default_factory=Conversation, init=False)
 
     @property
     def room(self) -> int:
@@ -46,8 +46,7 @@ class Assistant:
         seed = int.from_bytes(digest) >> 1
         request = Request((*episode.tokens, *tokens), sampling or self.sampling, seed)
         with episode.waiting("generate") as span:
-            completion, span.place = await self.requests.sample(request, self._near)
-        self._near = span.place
+            completion, span.place = await self.requests.sample(request, self.conversation)
         episode.add_messages(tokens, messages)
         episode.add_turn(completion, self.tokenizer.text(completion.tokens))
 
@@ -74,6 +73,7 @@ class SingleTurn:
 
     async def play(self, episode: Episode, assistant: Assistant) -> None:
         """See `EpisodeRunner.play`."""
+        assistant.conversation.ended = True
         await assistant.respond()
 
 

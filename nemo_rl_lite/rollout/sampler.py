@@ -15,7 +15,7 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError, EngineError
-from nemo_rl_lite.generation.interface import Completion, Progress, Request, Requests, Sampling
+from nemo_rl_lite.generation.interface import Completion, Conversation, Progress, Request, Requests, Sampling
 from nemo_rl_lite.losses.advantages import overlong_penalty
 from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask, Show, check_length
 from nemo_rl_lite.rollout.episode import Episode, Rollout
@@ -161,9 +161,9 @@ class _PrioritizedRequests:
     step: int
 
     async def sample(
-        self, request: Request, near: int | None = None, progress: Progress | None = None
+        self, request: Request, conversation: Conversation | None = None, progress: Progress | None = None
     ) -> tuple[Completion, int]:
-        return await self.requests.sample(replace(request, step=self.step), near, progress)
+        return await self.requests.sample(replace(request, step=self.step), conversation, progress)
 
     @property
     def are_in_work(self) -> bool:

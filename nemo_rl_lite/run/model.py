@@ -223,7 +223,8 @@ def policy_speed(config: Config) -> PolicySpeed:
 def decoding_speed(
     config: Config, shape: ModelShape | None, take_decoded: Callable[[], tuple["Decoded", float]]
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that returns the engines' rates since its last call, with those of speculation. An unknown
+    """Return a function that returns the engines' rates since its last call, with those of speculation, and the use of
+    their KV caches. An unknown
     architecture has no rates."""
     speed, gpu = None, _gpu(config)
     if shape is not None:
@@ -233,7 +234,7 @@ def decoding_speed(
     def take() -> dict[str, float]:
         decoded, seconds = take_decoded()
         rates = speed.metrics(decoded.steps, decoded.cached, seconds) if speed else {}
-        return rates | decoded.drafts.metrics()
+        return rates | decoded.drafts.metrics() | decoded.cache.metrics(decoded.steps)
 
     return take
 

@@ -3,12 +3,12 @@
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nemo_rl_lite.cluster.calls import Call, result, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import EngineError, WorkerError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Request, RequestError
+from nemo_rl_lite.generation.interface import Completion, Decoded, EngineLoad, Request, RequestError
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.ipc import SharedWeights
 
@@ -22,7 +22,7 @@ class RemoteReplica:
 
     group: WorkerGroup
     rank: int
-    unfinished_tokens: int = 0
+    load: EngineLoad = field(default_factory=EngineLoad)
     _before: asyncio.Future[None] | None = None
     """Done when the worker has finished the previous step."""
 
@@ -37,14 +37,14 @@ class RemoteReplica:
         """
         methods: list[tuple[str, tuple]] = [("submit", (submitted,))] if submitted else []
         methods += [("abort", (aborted,))] if aborted else []
-        call = self.group.call_one(self.rank, [*methods, ("poll", (SLICE_S,)), ("unfinished_tokens", ())], "generate")
+        call = self.group.call_one(self.rank, [*methods, ("poll", (SLICE_S,)), ("load", ())], "generate")
         before, own = self._before, asyncio.get_running_loop().create_future()
         self._before = own
         try:
             if before is not None:
                 # The time limit applies only to this step.
                 await before
-            *_, finished, self.unfinished_tokens = await result(call)
+            *_, finished, self.load = await result(call)
         finally:
             own.done() or own.set_result(None)
         for completion in finished.values():

@@ -135,6 +135,11 @@ TABLES = {
             f"{phase}: predicted over measured" for phase in ("generation", "logprob", "train", "refit", "step time")
         ),
     ),
+    "admission table": Table(
+        "analysis/engines",
+        "admission-cpu",
+        columns=("throughput", "rollout", "preemptions", "tokens computed again, per sampled token"),
+    ),
     "engine settings table": Table(
         "analysis/engines",
         "engine-settings-1x-h100",

@@ -11,6 +11,9 @@ from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import engine_share
 from nemo_rl_lite.generation.vllm import extension
 
+# Share of the KV cache that must stay free when a new or preempted request starts. Without it, vLLM starts a preempted
+# request as soon as it fits, and preempts it again a few tokens later.
+WATERMARK = 0.05
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
 
 
@@ -73,7 +76,8 @@ def _own_options(generation: GenerationConfig, policy: PolicyConfig, on_gpu: boo
     else:
         # vLLM's sampler on CPUs fails on a chunked prompt with a seed.
         own = {"enable_chunked_prefill": False}
-    own |= {"max_model_len": policy.max_total_sequence_length} | _configured(generation.vllm_kwargs)
+    own |= {"max_model_len": policy.max_total_sequence_length, "watermark": WATERMARK}
+    own |= _configured(generation.vllm_kwargs)
     if lora is not None:
         own |= extension.engine_options(lora, settings.tensor_parallel_size)
     return with_graph_sizes(own, settings.max_num_seqs) if on_gpu and not settings.enforce_eager else own

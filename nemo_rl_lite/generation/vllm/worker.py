@@ -19,17 +19,26 @@ import numpy as np
 
 from nemo_rl_lite.compat.vllm import (
     PARTS,
+    SchedulerCache,
     finish_begun_steps,
     on_lost_rank,
     record_cpu_experts,
     request_errors,
-    reset_prefix_cache,
     without_tool_servers,
 )
 from nemo_rl_lite.config.engines import EngineHost, engines_serve_adapters
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Drafts, Request, RequestError, Unfinished
+from nemo_rl_lite.generation.interface import (
+    CacheUse,
+    Completion,
+    Decoded,
+    Drafts,
+    EngineLoad,
+    Request,
+    RequestError,
+    Unfinished,
+)
 from nemo_rl_lite.generation.vllm import extension
 from nemo_rl_lite.generation.vllm.arguments import engine_arguments
 from nemo_rl_lite.observability.timer import SETUP
@@ -91,6 +100,9 @@ class VLLMEngine:
         self.version = 0
         self.max_length: int = self._engine.vllm_config.model_config.max_model_len
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
+        self._cache = SchedulerCache(self._engine)
+        # Preemptions that `load` has returned.
+        self._told = 0
         self._adapter = None if self._lora is None else extension.adapter_request()
         self._unfinished: dict[str, UnfinishedResponse] = {}
         self._finished: dict[int, Completion | RequestError] = {}
@@ -106,8 +118,9 @@ class VLLMEngine:
         self._weights.require()
         engine, tasks = self._engine, self._engine.get_supported_tasks()
         for number, request in requests.items():
-            # The salt separates the prefix caches of different weights.
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(self.version))
+            # The salt separates the prefix caches of different weights. A conversation keeps its own.
+            salt = str(self.version if request.cache_version is None else request.cache_version)
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=salt)
             try:
                 core_request = engine.input_processor.process_inputs(
                     str(number), prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
@@ -132,8 +145,11 @@ class VLLMEngine:
         finished, self._finished = self._finished, {}
         return {**so_far, **finished}
 
-    def unfinished_tokens(self) -> int:
-        return sum(len(response.tokens) for response in self._unfinished.values())
+    def load(self) -> EngineLoad:
+        tokens = sum(len(response.tokens) for response in self._unfinished.values())
+        cache, preempted = self._cache, self._cache.preemptions - self._told
+        self._told = cache.preemptions
+        return EngineLoad(tokens, cache.running, cache.waiting, cache.held_tokens, cache.usage, preempted)
 
     def abort(self, numbers: Sequence[int]) -> None:
         names = [str(number) for number in numbers]
@@ -207,16 +223,16 @@ class VLLMEngine:
         self.version = version
         with self._weights.replacing():
             reports: list[RefitReport] = self._engine.collective_rpc("refit_receive")
-            # Otherwise vLLM cannot reset the caches of unfinished requests, and keeps them.
-            was_reset = reset_prefix_cache(self._engine, self._recomputes)
-            if not was_reset and not self._unfinished:
-                raise RuntimeError("vLLM kept its prefix cache of the old weights")
+            # Without this, only conversations of the old weights use their cache, which has their salt.
+            if self._recomputes:
+                self._cache.drop_all()
         for report in reports:
             report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
         return reports
 
     def _step(self) -> None:
         """Run one step: each running request gets a token, or several if drafts are accepted."""
+        before = self._cache.preemptions
         stopped, cached, given = [], 0, self._engine.engine_core.get_output()
         for output in given.outputs:
             response = self._unfinished.get(output.request_id)
@@ -242,7 +258,9 @@ class VLLMEngine:
         if statistics is not None:
             drafts = Drafts(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens)
         # With asynchronous scheduling, the first call returns no outputs.
-        self._decoded += Decoded(int(bool(given.outputs)), cached, drafts)
+        sampled, usage = int(bool(given.outputs)), self._cache.usage
+        use = CacheUse(usage * sampled, usage, self._cache.preemptions - before)
+        self._decoded += Decoded(sampled, cached, drafts, use)
 
 
 class UnfinishedResponse:

@@ -6,6 +6,10 @@ const RATES = [
     "performance/policy_and_reference_logprobs_fp_utilization": "logprobs, MFU",
     "performance/generation_bandwidth_share": "decoding, memory bandwidth",
   }],
+  ["share of the KV cache in use", [0, 1.02], {
+    "performance/kv_cache_usage": "mean",
+    "performance/kv_cache_usage_max": "maximum",
+  }],
   ["TFLOP/s a GPU or rank", null, {
     "performance/train_flops_per_gpu": "training",
     "performance/policy_and_reference_logprobs_flops_per_gpu": "logprobs",

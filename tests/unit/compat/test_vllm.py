@@ -3,12 +3,13 @@
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from nemo_rl_lite.compat import versions
-from nemo_rl_lite.compat.vllm import COMPARED, SCALES, decode_scheduler, keep_first_scales, reset_prefix_cache
+from nemo_rl_lite.compat.vllm import COMPARED, SCALES, SchedulerCache, decode_scheduler, keep_first_scales
 
 
 @pytest.mark.parametrize("version", [*COMPARED, f"{COMPARED[0]}+cu130"])
@@ -44,25 +45,34 @@ def test_scales_are_powers_of_two_where_the_gpu_wants_them_or_the_user_does(monk
 class _Engine:
     """An engine that empties its cache only while it is paused, as vLLM 0.31 does with recorded experts."""
 
-    def __init__(self, state: str):
-        scheduler = SimpleNamespace(pause_state=state, set_pause_state=self.set_state)
-        core = SimpleNamespace(scheduler=scheduler, pause_scheduler=lambda mode, clear_cache: self.set_state(mode))
-        self.engine_core, self.scheduler = SimpleNamespace(engine_core=core), scheduler
+    def __init__(self, state: str, fails: bool):
+        self._fails = fails
+        self.scheduler = SimpleNamespace(
+            pause_state=state, set_pause_state=self.set_state, _preempt_request=lambda request, timestamp: None
+        )
+        core = SimpleNamespace(scheduler=self.scheduler, pause_scheduler=lambda mode, clear_cache: self.set_state(mode))
+        self.engine_core = SimpleNamespace(engine_core=core)
 
     def set_state(self, state: str) -> None:
         self.scheduler.pause_state = state
 
-    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
-        assert self.scheduler.pause_state == "keep"
-        if reset_running_requests:
+    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        assert self.scheduler.pause_state == "keep" and reset_running_requests
+        self.scheduler._preempt_request("one", timestamp=0.0)
+        if self._fails:
             raise RuntimeError("it failed")
-        return True
 
 
 @pytest.mark.parametrize("state", ["running", "asleep"])
-def test_an_engine_pauses_while_its_cache_is_emptied_and_goes_on_as_before(state):
-    engine = _Engine(state)
-    assert reset_prefix_cache(engine, False) and engine.scheduler.pause_state == state
-    with pytest.raises(RuntimeError, match="it failed"):
-        reset_prefix_cache(engine, True)
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_pauses_while_its_cache_is_emptied_and_goes_on_as_before(state, fails):
+    engine = _Engine(state, fails)
+    cache = SchedulerCache(engine)
+    with pytest.raises(RuntimeError, match="it failed") if fails else nullcontext():
+        cache.drop_all()
     assert engine.scheduler.pause_state == state
+    if not fails:
+        # Only a full cache counts.
+        assert cache.preemptions == 0
+        engine.scheduler._preempt_request("one", 0.0)
+        assert cache.preemptions == 1

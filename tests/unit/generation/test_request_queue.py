@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from nemo_rl_lite.errors import EngineError, WorkerError
-from nemo_rl_lite.generation.interface import Completion, Request, Sampling
+from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Request, Sampling
 from nemo_rl_lite.generation.queue import RequestQueue
 
 SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
@@ -29,8 +29,8 @@ class Engine:
         self.under_way, self.most_under_way = 0, 0
 
     @property
-    def unfinished_tokens(self) -> int:
-        return sum(length - left for left, length in self.held.values())
+    def load(self) -> EngineLoad:
+        return EngineLoad(sum(length - left for left, length in self.held.values()))
 
     async def step(self, submitted, aborted):
         self.under_way += 1
@@ -76,7 +76,8 @@ async def paused(requests: RequestQueue):
 async def sample_all(requests: RequestQueue, lengths: list[int], near: int | None = None) -> list[int]:
     async with paused(requests):
         asked = [
-            asyncio.create_task(requests.sample(request(length, place), near)) for place, length in enumerate(lengths)
+            asyncio.create_task(requests.sample(request(length, place), Conversation(ended=True, engine=near)))
+            for place, length in enumerate(lengths)
         ]
     found = await asyncio.gather(*asked)
     assert [len(completion.tokens) for completion, _ in found] == lengths
@@ -258,7 +259,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("nemo_rl_lite.generation.queue.time", clock)
+    monkeypatch.setattr("nemo_rl_lite.generation.assignment.time", clock)
     return clock
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.generation.interface import Completion, EngineLoad, Sampling
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
@@ -21,7 +21,7 @@ LONGEST = 40
 class Replica:
     """Samples a token of each of its requests in an exchange; a response has a length of its own."""
 
-    unfinished_tokens = 0
+    load = EngineLoad()
 
     def __init__(self):
         self.weights, self.held, self.under_way, self.is_dead, self.error = -1, {}, 0, False, None

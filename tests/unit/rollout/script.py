@@ -58,11 +58,15 @@ class Script:
         yield
         self.is_held_back = False
 
-    async def sample(self, request, near=None):
+    async def sample(self, request, conversation):
         turn = request.prompt.count(END)
-        assert (near is None) == (turn == 0) and (turn > 0 or self.is_held_back), "first turns begin together"
+        assert (conversation.tokens == 0) == (turn == 0) and (turn > 0 or self.is_held_back), (
+            "first turns begin together"
+        )
         self.asked[turn].append(request)
-        return completion(self.turns[turn].pop(0)), 0
+        found = completion(self.turns[turn].pop(0))
+        conversation.add_turn(request, found, 0)
+        return found, 0
 
 
 def completion(text: str) -> Completion:

@@ -50,11 +50,13 @@ class Tokens(Script):
         super().__init__(*turns)
         self.tokenizer = tokenizer
 
-    async def sample(self, request, near=None):
-        turn = 0 if near is None else next(place for place, left in enumerate(self.turns) if left)
+    async def sample(self, request, conversation):
+        turn = next(place for place, left in enumerate(self.turns) if left) if conversation.tokens else 0
         self.asked[turn].append(request)
         tokens = (*self.tokenizer._tokens(self.turns[turn].pop(0)), self.tokenizer.end_tokens[0])
-        return Completion(tokens, (-0.5,) * len(tokens), "stop", (0,) * len(tokens)), 0
+        found = Completion(tokens, (-0.5,) * len(tokens), "stop", (0,) * len(tokens))
+        conversation.add_turn(request, found, 0)
+        return found, 0
 
 
 def collect(tokenizer, environment, *turns):

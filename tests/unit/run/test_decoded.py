@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_rl_lite.generation.interface import Decoded, Drafts
+from nemo_rl_lite.generation.interface import CacheUse, Decoded, Drafts
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.memory import DecodingBytes
@@ -86,3 +86,11 @@ def test_drafts_are_told_of_a_model_of_unknown_shape_too(generation):
     take = model.decoding_speed(compose_config([]), None, generation.take_decoded)
     finish(generation, Decoded(10, 100, Drafts(2, 6, 3)), 2.0)
     assert take() == {"speculation_acceptance": 0.5, "speculation_accepted_length": 1.5} and take() == {}
+
+
+def test_the_use_of_the_caches_is_that_of_all_forward_passes(generation):
+    take = model.decoding_speed(compose_config([]), None, generation.take_decoded)
+    finish(generation, Decoded(2, 100, cache=CacheUse(0.75, 0.5, 3)), 2.0)
+    finish(generation, Decoded(1, 100, cache=CacheUse(0.9, 0.9, 0)), 2.5)
+    # Two engines, each with passes at 0.25, 0.5 and 0.9.
+    assert take() == pytest.approx({"kv_cache_usage": 0.55, "kv_cache_usage_max": 0.9, "preemptions": 6.0})

@@ -1,0 +1,294 @@
+"""Assignment of requests to engines, and their order. `queue.py` drives it."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nemo_rl_lite.generation.admission import Admission, ResponseLengths
+from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Progress, Request, Unfinished
+
+# Seconds for which a conversation keeps its place in a full cache between its turns. Computing its prefix again then
+# costs less than the unused part of the cache. That is about the time in which an engine prefills its whole cache.
+_KEPT_S = 15.0
+# Seconds after which newly known lengths change the order.
+_SORTED_S = 1.0
+# Turns that the mean wait remembers.
+_WAITS = 64
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """A request that waits for its completion and the replica that sampled it."""
+
+    number: int
+    request: Request
+    answer: asyncio.Future[tuple[Completion, int]]
+    conversation: Conversation
+    progress: Progress | None = None
+
+
+@dataclass
+class Stopwatch:
+    """Sums the seconds in which it runs."""
+
+    _seconds: float = 0.0
+    _since: float | None = None
+
+    def runs(self, is_running: bool) -> None:
+        self._seconds, self._since = self.seconds, time.perf_counter() if is_running else None
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+
+@dataclass
+class ReplicaLoad:
+    """Requests of one replica: to submit, in progress, and to abort; and its conversations between two turns."""
+
+    admission: Admission
+    capacity: int
+    """Requests in flight that its KV cache allows."""
+    busy: Stopwatch = field(default_factory=Stopwatch)
+    between_turns: set[Conversation] = field(default_factory=set)
+    aborted: list[int] = field(default_factory=list)
+    _new: dict[int, PendingRequest] = field(default_factory=dict)
+    _unfinished: dict[int, PendingRequest] = field(default_factory=dict)
+
+    @property
+    def is_roomy(self) -> bool:
+        """Return whether the cache has room for all requests that the engine may have."""
+        return self.capacity == self.admission.most
+
+    @property
+    def load(self) -> int:
+        return len(self._new) + len(self._unfinished)
+
+    @property
+    def room(self) -> int:
+        """Return how many more requests the engine may have."""
+        return self.admission.most - self.load
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Return the numbers of requests that the replica still has."""
+        return [*self.aborted, *self._unfinished]
+
+    def takes(self, conversation: Conversation | None = None) -> bool:
+        """Return whether the replica takes a request, of this or of any conversation.
+
+        If the cache has no room for all, a conversation keeps its place for a while between its turns. Others then do
+        not evict its prefix.
+        """
+        if self.room <= 0:
+            return False
+        if self.is_roomy or not self.load or conversation in self.between_turns:
+            return True
+        return self.load + len(self.between_turns) < self.capacity
+
+    def give(self, asked: PendingRequest) -> None:
+        self._new[asked.number] = asked
+
+    def hand_over(self) -> tuple[dict[int, Request], list[int]]:
+        """Return the replica's next exchange: new requests by number, and numbers to abort."""
+        new, self._new = self._new, {}
+        aborted, self.aborted = self.aborted, []
+        self._unfinished |= new
+        return {number: asked.request for number, asked in new.items()}, aborted
+
+    def finish(self, number: int) -> PendingRequest | None:
+        """Return the answered request; None if it was dropped."""
+        return self._unfinished.pop(number, None)
+
+    def keep_place(self, conversation: Conversation) -> None:
+        """Keep the place of a conversation for its next turn, if its capacity allows."""
+        if self.is_roomy or self.load + len(self.between_turns) < self.capacity:
+            self.between_turns.add(conversation)
+
+    def tell(self, number: int, so_far: Unfinished) -> None:
+        """Report the tokens so far of a streaming request."""
+        asked = self._unfinished.get(number)
+        if asked is not None and asked.progress is not None:
+            asked.progress(so_far)
+
+    def drop(self, asked: PendingRequest) -> None:
+        self._new.pop(asked.number, None)
+        if self._unfinished.pop(asked.number, None):
+            self.aborted.append(asked.number)
+
+    @property
+    def requests(self) -> list[PendingRequest]:
+        return [*self._unfinished.values(), *self._new.values()]
+
+    def clear(self) -> None:
+        self._new, self._unfinished, self.aborted, self.between_turns = {}, {}, [], set()
+
+
+class Assignment:
+    """Assigns each request to the replica with the fewest unfinished ones, at most `capacity` to each, and fewer where
+    the KV cache has no room.
+
+    Of the waiting requests, the earliest step comes first. Within a step, conversations that have begun come first, and
+    then those with the longest expected responses.
+    """
+
+    def __init__(self, replicas: int, capacity: int, clock: Callable[[], float] = time.monotonic):
+        self.alive = set(range(replicas))
+        self.held = [ReplicaLoad(Admission(capacity), capacity) for _ in range(replicas)]
+        self._waiting: list[PendingRequest] = []
+        # Requests of conversations with a place.
+        self._returning: list[PendingRequest] = []
+        self._sorted_s = -math.inf
+        self._lengths, self._clock = ResponseLengths(), clock
+        # Mean seconds between a turn's end and the next turn.
+        self._wait_s = 0.0
+        self.idle = Stopwatch()
+        """Runs while no replica has a request."""
+
+    def time(self, is_paused: bool) -> None:
+        """Update the stopwatches."""
+        self.idle.runs(not any(self.held[replica].load for replica in self.alive))
+        for replica, held in enumerate(self.held):
+            held.busy.runs(not is_paused and replica in self.alive and held.load > 0)
+
+    def observe(self, replica: int, load: EngineLoad) -> None:
+        """Adapt the replica's capacity to its load."""
+        held = self.held[replica]
+        self._review_places(held)
+        held.capacity = held.admission.capacity(load, [one.tokens for one in held.between_turns])
+
+    def _review_places(self, held: ReplicaLoad) -> None:
+        """Give up the places of conversations that have ended, or whose next turn takes long."""
+        now = self._clock()
+        for conversation in list(held.between_turns):
+            if conversation.ended:
+                self._end(held, conversation)
+            elif not held.is_roomy and now > conversation.turn_ended_s + _KEPT_S:
+                held.between_turns.discard(conversation)
+
+    def add(self, asked: PendingRequest) -> None:
+        conversation, now = asked.conversation, self._clock()
+        if conversation.tokens:
+            self._wait_s += (now - conversation.turn_ended_s - self._wait_s) / _WAITS
+        home = None if conversation.engine is None else self.held[conversation.engine]
+        if home is not None and not home.is_roomy and conversation in home.between_turns:
+            self._returning.append(asked)
+        else:
+            self._wait(asked)
+
+    def _wait(self, asked: PendingRequest) -> None:
+        self._waiting.append(asked)
+        self._sorted_s = -math.inf
+
+    def assign(self) -> None:
+        """Give waiting requests to replicas, in order, while one has room."""
+        alive = [self.held[replica] for replica in sorted(self.alive)]
+        returning, self._returning = self._returning, []
+        for asked in returning:
+            if not self._give(asked):
+                self._wait(asked)
+        if not self._waiting or not any(held.takes() for held in alive):
+            return
+        if all(held.is_roomy for held in alive) and len(self._waiting) <= sum(held.room for held in alive):
+            # The same requests always give the same batches.
+            self._waiting.sort(key=lambda asked: (asked.request.step, asked.number))
+        elif (now := self._clock()) > self._sorted_s + _SORTED_S:
+            self._waiting.sort(key=self._place)
+            self._sorted_s = now
+        given = 0
+        while given < len(self._waiting) and self._give(self._waiting[given]):
+            given += 1
+        del self._waiting[:given]
+
+    def _place(self, asked: PendingRequest) -> tuple[int, bool, float, int]:
+        """Return the place in the queue; the lowest one starts first."""
+        step, conversation = asked.request.step, asked.conversation
+        if not self._keeps_places:
+            # Without prefixes to save, no conversation should fall behind.
+            return step, False, 0.0, asked.number
+        if conversation.tokens:
+            return step, False, -conversation.tokens, asked.number
+        return step, True, -self._lengths.expected(conversation.prompt), asked.number
+
+    @property
+    def _keeps_places(self) -> bool:
+        return self._wait_s < _KEPT_S
+
+    def _give(self, asked: PendingRequest) -> bool:
+        """Give a request to a replica with room, preferably to the one that has the prompt's prefix in its cache.
+        Return whether there is one."""
+        chosen = asked.conversation.engine
+        if chosen not in self.alive or not self.held[chosen].takes(asked.conversation):
+            able = [replica for replica in self.alive if self.held[replica].takes()]
+            chosen = min(able, key=lambda replica: (self.held[replica].load, replica), default=None)
+        if chosen is None:
+            return False
+        if asked.conversation.engine is not None:
+            self.held[asked.conversation.engine].between_turns.discard(asked.conversation)
+        self.held[chosen].give(asked)
+        return True
+
+    def finish(self, replica: int, number: int, completion: Completion) -> PendingRequest | None:
+        """Return the answered request; None if it was dropped."""
+        held = self.held[replica]
+        asked = held.finish(number)
+        if asked is not None:
+            asked.conversation.add_turn(asked.request, completion, replica)
+            asked.conversation.turn_ended_s = self._clock()
+            if asked.conversation.ended:
+                self._end(held, asked.conversation)
+            elif held.is_roomy or self._keeps_places:
+                held.keep_place(asked.conversation)
+        return asked
+
+    def refuse(self, replica: int, number: int) -> PendingRequest | None:
+        """Return the request that the engine rejects; None if it was dropped."""
+        return self.held[replica].finish(number)
+
+    def _end(self, held: ReplicaLoad, conversation: Conversation) -> None:
+        """Give up the place of a conversation that has ended, and note its length."""
+        held.between_turns.discard(conversation)
+        held.admission.end(conversation.tokens)
+        self._lengths.note(conversation.prompt, conversation.tokens - conversation.prompt_tokens)
+
+    def lose(self, replica: int) -> None:
+        """Requeue the requests of a dead replica."""
+        self.alive.discard(replica)
+        self._requeue(replica)
+
+    def replace(self, replica: int) -> None:
+        """Requeue the requests of a replica that a new engine has replaced."""
+        self._requeue(replica)
+        self.alive.add(replica)
+
+    def _requeue(self, replica: int) -> None:
+        for asked in self.held[replica].requests:
+            self._wait(asked)
+        self.held[replica].clear()
+
+    def drop(self, asked: PendingRequest) -> None:
+        """Abort a request."""
+        for waiting in (self._waiting, self._returning):
+            if asked in waiting:
+                waiting.remove(asked)
+        for replica in self.alive:
+            self.held[replica].drop(asked)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._returning.clear()
+        for held in self.held:
+            held.clear()
+            held.busy.runs(False)
+
+    def unanswered(self) -> list[PendingRequest]:
+        return [*self._waiting, *self._returning, *(asked for held in self.held for asked in held.requests)]
+
+    def describe(self) -> str:
+        loads = ", ".join(
+            f"engine {replica} has {held.load} requests" if replica in self.alive else f"engine {replica} died"
+            for replica, held in enumerate(self.held)
+        )
+        return f"{loads}; {len(self._waiting) + len(self._returning)} requests wait for an engine"
