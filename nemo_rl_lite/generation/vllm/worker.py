@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_lite.compat.vllm import (
+    DRAFT_ONLY,
     PARTS,
     decode_scheduler,
     finish_begun_steps,
@@ -27,22 +28,28 @@ from nemo_rl_lite.compat.vllm import (
     repair_cpu_build,
     without_tool_servers,
 )
-from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters
+from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters, has_draft_model, speculation
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import engine_share
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Completion, Decoded, Drafts, Request, RequestError, Unfinished
 from nemo_rl_lite.generation.vllm import extension
+from nemo_rl_lite.generation.vllm.switch import DecodeStep, Drafting
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.refit.engine import Source, WeightsState
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.refit.ipc import SharedWeights
 
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
+DRAFT_EXTENSION = "nemo_rl_lite.generation.vllm.drafts.DraftExtension"
 
 # vLLM's sleep levels: keep nothing if refits bring all weights, or the weights in host memory if they bring adapters.
 KEEPS_NOTHING, KEEPS_WEIGHTS = 2, 1
 GIB = 2**30
+# Load formats whose weights the first refit replaces.
+_RANDOM = ("dummy", DRAFT_ONLY)
+# What vLLM puts in front of a draft's architecture.
+_DRAFT_PREFIXES = {"eagle": "Eagle", "eagle3": "Eagle3"}
 
 # Request number of `sample_now`; the numbers of `submit` are not negative.
 _NOW = -1
@@ -78,29 +85,35 @@ class VLLMEngine:
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         settings = generation.vllm_cfg
         import_model_class(Path(model_path))
+        drafts, self._has_draft = speculation(generation), has_draft_model(generation)
         self._sleeps = on_gpu and generation.colocated.enabled and generation.colocated.sleep is not False
         self._lora = policy.megatron_cfg.peft if engines_serve_adapters(generation, policy) else None
         if on_gpu:
             # The first refit, before the first prompt, brings all weights or raises, so start with dummy weights.
-            load_format = "dummy" if self._lora is None else "auto"
+            dummy = DRAFT_ONLY if self._has_draft else "dummy"
+            load_format = dummy if self._lora is None else "auto"
             own: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": load_format}
         else:
             # vLLM's sampler on CPUs fails on a chunked prompt with a seed.
             own = {"enable_chunked_prefill": False}
         own |= {"max_model_len": policy.max_total_sequence_length} | _configured(generation.vllm_kwargs)
+        if drafts is not None:
+            # vLLM adds entries.
+            own["speculative_config"] = dict(drafts)
+        if drafts is not None and self._has_draft and (folder := Path(str(drafts.get("model")))).is_dir():
+            import_model_class(folder, _DRAFT_PREFIXES.get(str(drafts.get("method")), ""))
         if self._lora is not None:
             own |= extension.engine_options(self._lora, settings.tensor_parallel_size)
-        if on_gpu and not settings.enforce_eager:
-            own = with_graph_sizes(own, settings.max_num_seqs)
-        speculates = own.get("speculative_config") is not None
-        if on_gpu and not speculates and own.get("async_scheduling") is not False:
+        if on_gpu and not settings.enforce_eager and (tokens := _tokens_per_step(drafts, self._has_draft)):
+            own = with_graph_sizes(own, settings.max_num_seqs, tokens)
+        if on_gpu and drafts is None and own.get("async_scheduling") is not False:
             # None selects vLLM's scheduler.
             own.setdefault("scheduler_cls", decode_scheduler())
         if on_gpu and engines_quantize(generation):
             keep_first_scales()
         if not on_gpu:
             repair_cpu_build()
-        self._weights = WeightsState(complete=own.get("load_format") != "dummy" and self._lora is None)
+        self._weights = WeightsState(complete=own.get("load_format") not in _RANDOM and self._lora is None)
         ranks = settings.tensor_parallel_size
         arguments = EngineArgs(
             model=model_path,
@@ -113,11 +126,11 @@ class VLLMEngine:
             gpu_memory_utilization=engine_share(generation),
             seed=seed,
             logprobs_mode="processed_logprobs",
-            worker_extension_cls=EXTENSION,
+            worker_extension_cls=DRAFT_EXTENSION if self._has_draft else EXTENSION,
             # Served requests may have stop strings and JSON schemas.
             skip_tokenizer_init=not (generation.stop_strings or generation.serve.enabled),
             # vLLM's statistics have the accepted draft tokens.
-            disable_log_stats=not speculates,
+            disable_log_stats=drafts is None,
             enable_return_routed_experts=policy.router_replay.enabled,
             **own,
         )
@@ -133,6 +146,7 @@ class VLLMEngine:
         self._unfinished: dict[str, UnfinishedResponse] = {}
         self._finished: dict[int, Completion | RequestError] = {}
         self._decoded = Decoded()
+        self._drafting = None if drafts is None else Drafting(self._engine, self._has_draft)
         # Exclude hundreds of thousands of long-lived objects from later garbage collections.
         gc.freeze()
 
@@ -204,17 +218,21 @@ class VLLMEngine:
         if self._sleeps and not self._engine.is_sleeping():
             if self._lora is None:
                 self._weights.discard()
+            if self._has_draft and self._lora is None:
+                self._engine.collective_rpc("keep_draft")
             self._engine.sleep(level=KEEPS_NOTHING if self._lora is None else KEEPS_WEIGHTS)
 
     def wake_weights(self) -> None:
-        self._wake("weights", "generation_weights")
+        if self._wake("weights", "generation_weights") and self._has_draft:
+            self._engine.collective_rpc("restore_draft")
 
     def wake_cache(self) -> None:
         self._wake("kv_cache", "kv_cache")
 
-    def _wake(self, tag: str, part: str) -> None:
+    def _wake(self, tag: str, part: str) -> bool:
+        """Allocate the memory of one kind; return False if it was not asleep."""
         if not self._sleeps or not self._engine.is_sleeping():
-            return
+            return False
         held = self.memory()
         try:
             self._engine.wake_up(tags=[tag])
@@ -227,6 +245,7 @@ class VLLMEngine:
                 f"{held['device'] / GIB:.1f} GiB of its GPU are in use; set a smaller "
                 "generation.vllm_cfg.gpu_memory_utilization, or offload=pinned"
             ) from error
+        return True
 
     def join_refit(self, sources: Sequence[Source]) -> None:
         scaling = None if self._lora is None else self._lora.alpha / self._lora.dim
@@ -255,7 +274,8 @@ class VLLMEngine:
 
     def _step(self) -> None:
         """Run one step: each running request gets a token, or several if drafts are accepted."""
-        stopped, cached, given = [], 0, self._engine.engine_core.get_output()
+        stopped, cached, prompts, started = [], 0, 0, time.perf_counter()
+        given = self._engine.engine_core.get_output()
         for output in given.outputs:
             response = self._unfinished.get(output.request_id)
             # A step in flight samples one more token of a finished or aborted request.
@@ -263,6 +283,8 @@ class VLLMEngine:
                 continue
             if response.tokens:
                 cached += len(response.request.prompt) + len(response.tokens)
+            else:
+                prompts += 1
             if output.routed_experts is not None:
                 response.routed_experts.append(output.routed_experts)
             response.add_alternatives(output.new_logprobs)
@@ -275,10 +297,11 @@ class VLLMEngine:
                 del self._unfinished[output.request_id]
                 self._finished[int(output.request_id)] = response.completion(reason, self.version)
         self._engine.engine_core.abort_requests(stopped)
-        statistics = None if given.scheduler_stats is None else given.scheduler_stats.spec_decoding_stats
         drafts = Drafts()
-        if statistics is not None:
-            drafts = Drafts(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens)
+        if self._drafting is not None:
+            tokens = sum(len(output.new_token_ids) for output in given.outputs)
+            step = DecodeStep(time.perf_counter() - started, len(given.outputs), tokens)
+            drafts = self._drafting.count(step, decodes=not prompts, statistics=given.scheduler_stats)
         # With asynchronous scheduling, the first call returns no outputs.
         self._decoded += Decoded(int(bool(given.outputs)), cached, drafts)
 
@@ -396,18 +419,27 @@ def _configured(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **made}
 
 
-def with_graph_sizes(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
+def _tokens_per_step(drafts: Mapping[str, Any] | None, has_draft: bool) -> int | None:
+    """Return the tokens of a request in a decode step; None if vLLM's default sizes of CUDA graphs are better."""
+    if drafts is None:
+        return 1
+    # vLLM's older runner, which n-gram drafts need, captures no graphs of one token per request.
+    return 1 + drafts["num_speculative_tokens"] if has_draft and "num_speculative_tokens" in drafts else None
+
+
+def with_graph_sizes(options: Mapping[str, Any], max_num_seqs: int, tokens: int = 1) -> dict[str, Any]:
     """Return an engine's options with fewer CUDA graph sizes than vLLM's default, unless the options set them.
 
     A batch is padded to the next size, which costs little while decoding is bound by memory. Each graph costs start-up
-    time.
+    time. `tokens`: of a request in a step with drafts; vLLM counts sizes in tokens.
     """
     compilation = options.get("compilation_config") or {}
     decides = not isinstance(compilation, Mapping) or any("cudagraph_capture_size" in name for name in compilation)
-    if decides or "performance_mode" in options or "speculative_config" in options:
+    if decides or "performance_mode" in options:
         return dict(options)
     steps = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, 512, 64), *range(512, max_num_seqs, 128)]
     sizes = [size for size in steps if size < max_num_seqs] + [max_num_seqs]
+    sizes = sorted({*sizes, *(size * tokens for size in sizes)})
     return {**options, "compilation_config": {**compilation, "cudagraph_capture_sizes": sizes}}
 
 
