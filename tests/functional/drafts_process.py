@@ -1,0 +1,93 @@
+"""An engine with a draft model in a separate process: samples with drafts that come and go, takes new weights, and
+writes the results to a file."""
+
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nemo_rl_lite.generation.interface import Completion, Request, Sampling
+from nemo_rl_lite.generation.vllm.switch import DecodeStep, DraftSwitch
+from nemo_rl_lite.generation.vllm.worker import VLLMEngine
+from nemo_rl_lite.validation.compose import compose_config
+
+model_folder, source, output, *options = sys.argv[1:]
+config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=64", *options])
+engine = VLLMEngine(config.generation, config.policy, model_folder, seed=0, on_gpu=False)
+prompts = [[1, 5, 6, 7, 8, 41], [1, 9, 41]]
+sampling = Sampling(0.8, 1.0, None, 24, stop_token_ids=(), stop_strings=())
+
+
+class Steady(DraftSwitch):
+    """Drafts from the second decode step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafts = False
+
+    def observe(self, step: DecodeStep) -> None:
+        self.drafts = True
+
+
+class Flipping(DraftSwitch):
+    """Pauses or resumes drafts after every third step."""
+
+    seen = 0
+
+    def observe(self, step: DecodeStep) -> None:
+        self.seen += 1
+        self.drafts = self.seen // 3 % 2 == 0
+
+
+def generate(sampling: Sampling, switch: DraftSwitch) -> tuple[list[Completion], dict[str, float]]:
+    """Two responses to each prompt, and the metrics of their drafts."""
+    engine._drafting._switch = switch
+    asked = [Request(tuple(prompt), sampling, seed) for seed, prompt in enumerate([*prompts, *prompts])]
+    asked = [asked[0], asked[2], asked[1], asked[3]]
+    engine.submit(dict(enumerate(asked)))
+    found: dict[int, Completion] = {}
+    while len(found) < len(asked):
+        found |= engine.poll(0.01)
+    return [done for _, done in sorted(found.items())], engine.take_decoded().drafts.metrics()
+
+
+def refit(name: str) -> None:
+    engine.join_refit([pickle.loads(Path(source + name).read_bytes())])
+    engine.receive_weights(1)
+
+
+def shares_its_embedding(worker) -> bool:
+    draft, policy = worker.model_runner.get_draft_model(), worker.model_runner.get_model()
+    return draft.model.embed_tokens is policy.model.embed_tokens
+
+
+def survives_a_sleep(worker) -> bool:
+    """Whether a draft whose memory was lost is the same after its wake-up, and the policy is not written."""
+    worker.keep_draft()
+    tensors = worker._draft_tensors()
+    before = [tensor.clone() for tensor in tensors]
+    embedding = worker.model_runner.get_model().model.embed_tokens.weight
+    for tensor in tensors:
+        tensor.zero_()
+    embedding.data[0, 0] += 1
+    marked = embedding.data.clone()
+    worker.restore_draft()
+    whole = all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
+    untouched = torch.equal(embedding.data, marked)
+    embedding.data[0, 0] -= 1
+    return bool(tensors) and whole and untouched
+
+
+seen = {
+    "prompts": prompts,
+    "flipping": generate(sampling, Flipping()),
+    "greedy": generate(sampling.greedy(), Steady()),
+}
+refit("")
+seen["refitted"] = generate(replace(sampling, temperature=1.0), Flipping())
+seen["refitted, greedy"] = generate(sampling.greedy(), Steady())
+seen["shares"] = engine._engine.collective_rpc(shares_its_embedding)
+seen["survives"] = engine._engine.collective_rpc(survives_a_sleep)
+Path(output).write_bytes(pickle.dumps(seen))
