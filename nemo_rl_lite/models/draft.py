@@ -22,7 +22,7 @@ class DraftShape:
     layers: int
     kv_heads: int
     head_dim: int
-    file_bytes: int
+    weight_bytes: int
 
 
 def draft_shape(name: str) -> DraftShape | None:
@@ -36,7 +36,7 @@ def draft_shape(name: str) -> DraftShape | None:
         layers=config.get("num_hidden_layers") or 1,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
-        file_bytes=sum(file.stat().st_size for file in files),
+        weight_bytes=sum(file.stat().st_size for file in files),
     )
 
 

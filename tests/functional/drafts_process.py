@@ -1,5 +1,7 @@
-"""An engine with a draft model in a separate process: samples with drafts that come and go, takes new weights, and
-writes the results to a file."""
+"""An engine with a draft model in a separate process.
+
+It starts as on a GPU: with random weights, but the draft's own. Results are written to a file.
+"""
 
 import pickle
 import sys
@@ -8,13 +10,16 @@ from pathlib import Path
 
 import torch
 
+from nemo_rl_lite.compat.vllm import DRAFT_ONLY
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.generation.vllm.switch import DecodeStep, DraftSwitch
 from nemo_rl_lite.generation.vllm.worker import VLLMEngine
 from nemo_rl_lite.validation.compose import compose_config
 
 model_folder, source, output, *options = sys.argv[1:]
-config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=64", *options])
+options += [f"policy.model_name={model_folder}", "policy.max_total_sequence_length=64"]
+options += [f"+generation.vllm_kwargs.load_format={DRAFT_ONLY}"]
+config = compose_config(options)
 engine = VLLMEngine(config.generation, config.policy, model_folder, seed=0, on_gpu=False)
 prompts = [[1, 5, 6, 7, 8, 41], [1, 9, 41]]
 sampling = Sampling(0.8, 1.0, None, 24, stop_token_ids=(), stop_strings=())
@@ -64,7 +69,7 @@ def shares_its_embedding(worker) -> bool:
 
 
 def survives_a_sleep(worker) -> bool:
-    """Whether a draft whose memory was lost is the same after its wake-up, and the policy is not written."""
+    """Return whether a draft is restored after its memory was lost, and the policy not written."""
     worker.keep_draft()
     tensors = worker._draft_tensors()
     before = [tensor.clone() for tensor in tensors]
@@ -80,12 +85,13 @@ def survives_a_sleep(worker) -> bool:
     return bool(tensors) and whole and untouched
 
 
+refit(".old")
 seen = {
     "prompts": prompts,
     "flipping": generate(sampling, Flipping()),
     "greedy": generate(sampling.greedy(), Steady()),
 }
-refit("")
+refit(".new")
 seen["refitted"] = generate(replace(sampling, temperature=1.0), Flipping())
 seen["refitted, greedy"] = generate(sampling.greedy(), Steady())
 seen["shares"] = engine._engine.collective_rpc(shares_its_embedding)

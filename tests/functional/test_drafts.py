@@ -16,7 +16,7 @@ pytestmark = pytest.mark.functional
 
 METHODS = ("eagle3", "draft_model", "mtp")
 # The layer for multi-token prediction of `model_with_own_draft`.
-DRAFT = "model.layers.2."
+DRAFT = "model.layers.4."
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -31,23 +31,32 @@ def seen(request, model_folder, engine_environment, tmp_path_factory):
     else:
         # All of its greedy drafts are right, until the policy has other weights.
         options = [f"generation.draft_model={model_folder}"]
-    weights = changed(policy, folder / "new")
+    change(policy, folder / "new")
     old, new = load(policy).eval(), load(folder / "new").eval()
-    refit = Producer("", weights, shared=True)
-    (folder / "source").write_bytes(pickle.dumps(refit.source))
+    refits = [
+        Producer(".old", own_weights(policy), shared=True),
+        Producer(".new", own_weights(folder / "new"), shared=True),
+    ]
+    for producer in refits:
+        (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.source))
     arguments = [policy, folder / "source", folder / "seen", f"generation.speculation={method}", *options]
     script = Path(__file__).with_name("drafts_process.py")
-    refitted(script, arguments, engine_environment, folder / "log", [refit])
+    refitted(script, arguments, engine_environment, folder / "log", refits)
     return pickle.loads((folder / "seen").read_bytes()) | {"method": method, "models": (old, new)}
 
 
-def changed(policy: Path, target: Path) -> list[tuple[str, torch.Tensor]]:
-    """Write the model with other weights, apart from its draft; return those."""
+def change(policy: Path, target: Path) -> None:
+    """Write the model with other weights, apart from its draft's."""
     shutil.copytree(policy, target)
     weights, generator = load_file(policy / "model.safetensors"), torch.Generator().manual_seed(5)
     for name, weight in weights.items():
-        weight.add_(0.02 * torch.randn(weight.shape, generator=generator) * (not name.startswith(DRAFT)))
+        weight.add_(0.1 * torch.randn(weight.shape, generator=generator) * (not name.startswith(DRAFT)))
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def own_weights(policy: Path) -> list[tuple[str, torch.Tensor]]:
+    """Return the weights that a refit brings."""
+    weights = load_file(policy / "model.safetensors")
     return [(name, weight) for name, weight in weights.items() if not name.startswith(DRAFT)]
 
 
@@ -62,7 +71,7 @@ def model_with_own_draft(folder: Path) -> Path:
         vocab_size=64,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
@@ -77,8 +86,8 @@ def model_with_own_draft(folder: Path) -> Path:
     Glm4MoeForCausalLM(config).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    layer = {name: one.clone() for name, one in weights.items() if name.startswith("model.layers.1.")}
-    weights |= {name.replace("model.layers.1.", DRAFT): one for name, one in layer.items()}
+    layer = {name: one.clone() for name, one in weights.items() if name.startswith("model.layers.3.")}
+    weights |= {name.replace("model.layers.3.", DRAFT): one for name, one in layer.items()}
     ones = torch.ones(64)
     weights |= {f"{DRAFT}{name}.weight": ones.clone() for name in ("enorm", "hnorm", "shared_head.norm")}
     weights |= {f"{DRAFT}eh_proj.weight": 0.1 * torch.randn(64, 128)}
