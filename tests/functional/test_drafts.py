@@ -4,6 +4,8 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -118,3 +120,38 @@ def test_a_draft_without_an_embedding_uses_the_policys(seen):
 
 def test_a_draft_survives_the_sleep_of_its_engine(seen):
     assert seen["survives"] == [True]
+
+
+def test_decoding_with_and_without_drafts_has_graphs(monkeypatch):
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    from nemo_rl_lite.compat.vllm import capture_plain_decoding
+
+    monkeypatch.setattr(CudaGraphManager, "_init_candidates", CudaGraphManager._init_candidates)
+    capture_plain_decoding()
+    capture_plain_decoding()
+
+    def manager(length: int) -> CudaGraphManager:
+        """Return vLLM's manager for steps of up to four requests, with three drafts or of a draft."""
+        made: Any = object.__new__(CudaGraphManager)
+        made.cudagraph_mode, made.max_num_reqs, made.decode_query_len = CUDAGraphMode.FULL_DECODE_ONLY, 4, length
+        sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16], "max_cudagraph_capture_size": 16}
+        made.compilation_config, made.lora_capture_cases = SimpleNamespace(**sizes), [0]
+        speculative = SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False)
+        made.vllm_config = SimpleNamespace(speculative_config=speculative, num_speculative_tokens=3)
+        made._candidates, made._capture_descs, made._graphs_captured = {}, {}, True
+        made._lora_dispatch_map, made.use_breakable_cg = {}, False
+        made._init_candidates()
+        return made
+
+    both = manager(4)
+    assert both.decode_query_len == 4
+    captured = both._capture_descs[CUDAGraphMode.FULL]
+    assert [(one.num_reqs, one.num_tokens) for one in captured] == [(4, 16), (2, 8), (1, 4), (4, 4), (2, 2), (1, 1)]
+    for requests, tokens in [(3, 4), (3, 1), (1, 1), (4, 4)]:
+        found = both.dispatch(requests, requests * tokens, tokens, 0)
+        assert found.cg_mode is CUDAGraphMode.FULL and found.uniform_token_count == tokens
+        assert found.num_reqs >= requests
+    # A draft's own steps have one token per request anyway.
+    assert {one.uniform_token_count for one in manager(1)._capture_descs[CUDAGraphMode.FULL]} == {1}
