@@ -29,6 +29,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import all_gpus, generation_gpus, on_gpus, policy_ranks
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, WorkerError
 from nemo_rl_lite.system.machine import OWN_RAY, RAY_ADDRESS, RAY_ADDRESS_FIX, ray_address
+from nemo_rl_lite.system.obituary import death_is_reported
 from nemo_rl_lite.system.stopping import SIGNALS, interrupt
 
 log = logging.getLogger(__name__)
@@ -155,7 +156,8 @@ def ray_runtime() -> Iterator[None]:
             # Raised by the SIGTERM handler of ray.init.
             interrupt(signal.SIGTERM, None)
         signal.signal(signal.SIGTERM, interrupt)
-        yield
+        with death_is_reported():
+            yield
     finally:
         # A second Ctrl-C must not interrupt the shutdown.
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (*SIGNALS, signal.SIGINT)}

@@ -5,7 +5,6 @@ For the limits on workers' calls see `cluster/calls.py`.
 
 import faulthandler
 import math
-import os
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ from types import FrameType
 import psutil
 
 from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.system.obituary import exit_at_once
 
 PERIOD_S = 0.5
 # Seconds for the main thread to react before the watchdog ends the process.
@@ -120,7 +120,7 @@ def watched(last_words: Callable[[WorkerError], None], lost: Callable[[], str] =
                 for child in psutil.Process().children(recursive=True):
                     with suppress(psutil.Error):
                         child.kill()
-                os._exit(WorkerError.exit_status)
+                exit_at_once(WorkerError.exit_status)
 
     main = threading.main_thread().ident or 0
     previous = signal.signal(_SIGNAL, interrupt)

@@ -1,6 +1,6 @@
 """Compare ways to run the same GRPO task, by whole runs of the command on one machine.
 
-ways.py COMPARISON MODEL [--steps N] [--only WAY ...] [--record NAME] [-- OVERRIDE ...]
+ways.py COMPARISON MODEL [--steps N] [--only WAY ...] [--record NAME] [--other NAME=PATH:...] [-- OVERRIDE ...]
 
 COMPARISON                  MODEL, and the task
 speed                       qwen3-1.7b; 64 x 8 responses of 512 tokens on one GPU; each way adds to those before it
@@ -11,8 +11,9 @@ precision                   a trained model, since random weights have no mismat
 async_1, async_2            qwen3-1.7b; 64 x 8 responses of about 200 tokens on one GPU, or on two
 
 MODEL is a folder with random weights (random_model.py) unless the table says otherwise: responses then have all tokens
-that they may have. A record is written after each run. The first steps do not count, and neither do the last of a run
-whose rollouts are made ahead, because its queue drains.
+that they may have. --other also runs each way with another checkout and other versions of packages, for instance of
+the engine: its paths are the checkout and folders with packages. A record is written after each run. The first steps
+do not count, and neither do the last of a run whose rollouts are made ahead, because its queue drains.
 """
 
 import argparse
@@ -266,6 +267,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=6, help="that count")
     parser.add_argument("--only", nargs="+", metavar="WAY")
     parser.add_argument("--record", help="the name of the record, where it is to be another")
+    parser.add_argument("--other", metavar="NAME=PATH:...", help="a checkout, and folders with packages")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args(arguments)
     compared = COMPARISONS[given.comparison]
@@ -275,22 +277,28 @@ def main(arguments: list[str]) -> None:
     if given.comparison.startswith("async"):
         own += _stops(given.model)
     results: list[dict[str, Any]] = []
-    for way in given.only or compared.ways:
+    other, _, paths = (given.other or "").partition("=")
+    runs = [(way, way, []) for way in given.only or compared.ways]
+    if other:
+        runs = [run for way, _, _ in runs for run in ((f"{way}, {other}", way, paths.split(":")), (way, way, []))]
+    for name, way, there in runs:
         overrides = [*own, *compared.ways[way], *given.overrides]
         # Rollouts that are made ahead fill their queue in two more steps, and use it up in the last two.
         filled = 2 if any(one.startswith("algorithm.rollouts.source=") for one in overrides) else 0
         warm = compared.warm + filled
-        steps, first_s = one_run([*overrides, f"algorithm.max_num_steps={warm + given.steps + filled}"], warm, filled)
+        steps, first_s = one_run(
+            [*overrides, f"algorithm.max_num_steps={warm + given.steps + filled}"], warm, filled, there
+        )
         for line in steps:
             line[WHOLE_RATE] = line["train/global_valid_toks"] / line[STEP]
-        results.append(record.result("command to first step", way, "s", [first_s]))
-        results += results_of(steps, way, compared.quantities)
+        results.append(record.result("command to first step", name, "s", [first_s]))
+        results += results_of(steps, name, compared.quantities)
         medians: Medians = {}
         for one in results:
             medians.setdefault(one["config"], {})[one["name"]] = one["median"]
-        print(way, {name: float(f"{value:.4g}") for name, value in medians[way].items()}, flush=True)
-        name = given.record or compared.record.format(model=given.model.name)
-        print(record.write(name, results, compared.bars(medians), f"model: {given.model.name}"), flush=True)
+        print(name, {one: float(f"{value:.4g}") for one, value in medians[name].items()}, flush=True)
+        kept = given.record or compared.record.format(model=given.model.name)
+        print(record.write(kept, results, compared.bars(medians), f"model: {given.model.name}"), flush=True)
 
 
 def _stops(model: Path) -> list[str]:
@@ -304,6 +312,7 @@ def trial() -> None:
         for name in COMPARISONS:
             model = KNOWN_EXPERTS if name in ("router_replay", "experts") else KNOWN_MODEL
             main([name, model, "--steps", "2"])
+        main(["speed", KNOWN_MODEL, "--steps", "2", "--only", "fast scheduler", "--other", "before=/before:/packages"])
 
 
 if __name__ == "__main__":

@@ -43,17 +43,22 @@ TINY = [
 ]
 
 
-def one_run(overrides: Sequence[str], warm: int, drained: int = 0) -> tuple[list[dict[str, float]], float]:
+def one_run(
+    overrides: Sequence[str], warm: int, drained: int = 0, paths: Sequence[str] = ()
+) -> tuple[list[dict[str, float]], float]:
     """Run the command. Return the metrics of its steps but the first `warm` and the last `drained`, and the seconds
-    from the command to the first step."""
+    from the command to the first step. `paths`: see `run_in`."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.time()
-        steps = run_in(Path(folder) / "run", overrides)
+        steps = run_in(Path(folder) / "run", overrides, paths)
     return steps[warm : len(steps) - drained], steps[0]["time"] - steps[0][STEP] - started
 
 
-def run_in(folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
-    """Run the command in a folder; return the metrics of its steps. Raises SystemExit: it failed."""
+def run_in(folder: Path, overrides: Sequence[str], paths: Sequence[str] = ()) -> list[dict[str, float]]:
+    """Run the command in a folder; return the metrics of its steps. Raises SystemExit: it failed.
+
+    `paths`: another checkout, then folders with other versions of packages.
+    """
     if _trial:
         from nemo_rl_lite.validation.compose import compose_config
 
@@ -62,7 +67,10 @@ def run_in(folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
     else:
         command = [sys.executable, "-m", "nemo_rl_lite.train", *overrides, f"hydra.run.dir={folder}"]
         with tempfile.TemporaryFile("w+") as log:
-            status = subprocess.run(command, cwd=record.ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
+            where: dict[str, Any] = {"cwd": paths[0] if paths else record.ROOT}
+            if paths:
+                where["env"] = os.environ | {"PYTHONPATH": ":".join([*paths, os.environ.get("PYTHONPATH", "")])}
+            status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, **where).returncode
             if status:
                 log.seek(0)
                 raise SystemExit(f"status {status} of {overrides}\n{log.read()[-4000:]}")
