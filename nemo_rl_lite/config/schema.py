@@ -92,6 +92,7 @@ class GenerationConfig:
         Annotated[str, Field(min_length=1)] | None, ActiveIf("generation.speculation", "eagle3", "draft_model")
     ]
     draft_tokens: Annotated[PositiveInt, ActiveIf("generation.speculation")]
+    pause_drafts: Annotated[bool, ActiveIf("generation.backend", "vllm")]
     serve: ServeConfig
     vllm_cfg: VLLMConfig
     vllm_kwargs: Annotated[dict[str, Any], ActiveIf("generation.backend", "vllm")]

@@ -98,15 +98,16 @@ class DraftSwitch:
 class Drafting:
     """Counts an engine's drafts, and pauses them as `DraftSwitch` decides."""
 
-    def __init__(self, engine: Any, has_model: bool):
-        """`engine`: vLLM's `LLMEngine`. `has_model`: its worker processes have a `DraftExtension`."""
-        self._engine, self._has_model = engine, has_model
+    def __init__(self, engine: Any, has_model: bool, pauses: bool):
+        """`engine`: vLLM's `LLMEngine`. `has_model`: its worker processes have a `DraftExtension`. `pauses`: drafts may
+        pause."""
+        self._engine, self._has_model, self._pauses = engine, has_model, pauses
         self._schedule, self._switch = DraftSchedule(engine), DraftSwitch()
 
     def count(self, step: DecodeStep, decodes: bool, statistics: Any) -> Drafts:
         """Return the drafts of a step, given vLLM's `SchedulerStats`. `decodes`: no prompt was prefilled."""
         had, gain = self._switch.drafts, None
-        if decodes and step.requests:
+        if self._pauses and decodes and step.requests:
             gain = self._switch.observe(step)
         if self._switch.drafts != had:
             self._schedule.allow(self._switch.drafts)

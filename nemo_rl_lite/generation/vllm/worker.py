@@ -146,7 +146,7 @@ class VLLMEngine:
         self._unfinished: dict[str, UnfinishedResponse] = {}
         self._finished: dict[int, Completion | RequestError] = {}
         self._decoded = Decoded()
-        self._drafting = None if drafts is None else Drafting(self._engine, self._has_draft)
+        self._drafting = None if drafts is None else Drafting(self._engine, self._has_draft, generation.pause_drafts)
         # Exclude hundreds of thousands of long-lived objects from later garbage collections.
         gc.freeze()
 

@@ -83,7 +83,7 @@ class Engine:
 @pytest.mark.parametrize("has_model", [True, False])
 def test_a_paused_engine_schedules_no_drafts_and_counts_its_steps(has_model):
     engine = Engine()
-    drafting = Drafting(engine, has_model)
+    drafting = Drafting(engine, has_model, pauses=True)
     verified = SimpleNamespace(num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
 
     def count(steps, statistics=None, decodes=True):
@@ -101,3 +101,10 @@ def test_a_paused_engine_schedules_no_drafts_and_counts_its_steps(has_model):
     assert (found.paused, found.measured, found.gains) == (SETTLE + WINDOW, 1, pytest.approx(2 / 3))
     assert engine.calls == ([("shorten_drafts", True)] if has_model else [])
     assert found.metrics() == {"speculation_paused": 1.0, "speculation_gain": pytest.approx(2 / 3)}
+
+
+def test_drafts_do_not_pause_where_seeds_are_to_repeat_responses():
+    drafting, found = Drafting(Engine(), has_model=True, pauses=False), Drafts()
+    for _ in range(MEASURE):
+        found += drafting.count(DecodeStep(1.0, 2, 2), True, None)
+    assert found == Drafts(steps=MEASURE)
