@@ -116,7 +116,7 @@ class Drafts:
     steps: int = 0
     """Forward passes of engines that speculate."""
     paused: int = 0
-    """Of these, the ones that sampled while drafts were paused."""
+    """Steps while drafts were paused."""
     measured: int = 0
     """Comparisons of decoding with and without drafts."""
     gains: float = 0.0
@@ -126,8 +126,8 @@ class Drafts:
         return Drafts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def metrics(self) -> dict[str, float]:
-        """Return the accepted share of draft tokens, the accepted tokens per draft, the share of steps with paused
-        drafts, and the mean gain; empty without speculation."""
+        """Return acceptance, accepted tokens per draft, share of steps with paused drafts, and mean gain. The result is
+        empty without speculation."""
         found = {}
         if self.count:
             found["speculation_acceptance"] = self.accepted / self.tokens
