@@ -150,6 +150,21 @@ class _OfBothLengths:
             graphs.sort(key=lambda graph: graph.num_tokens, reverse=True)
 
 
+def lengthen_head(vllm_config: Any) -> None:
+    """Give a draft head as many positions as the policy's sequences.
+
+    Published heads often have 2,048, and longer sequences read beyond their rotary table (fixed by
+    vllm-project/vllm#49343).
+    """
+    options = vllm_config.speculative_config
+    if options is None or options.method not in ("eagle", "eagle3"):
+        return
+    draft, length = options.draft_model_config, vllm_config.model_config.max_model_len
+    for sizes in (draft.hf_config, draft.hf_text_config):
+        sizes.max_position_embeddings = max(getattr(sizes, "max_position_embeddings", length), length)
+    draft.max_model_len = max(draft.max_model_len, length)
+
+
 class DraftSchedule:
     """The number of draft tokens that an engine's scheduler asks for."""
 

@@ -31,7 +31,8 @@ def draft_shape(name: str) -> DraftShape | None:
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return None
-    files = Path(name).expanduser().glob("*.safetensors")
+    folder = Path(name).expanduser()
+    files = list(folder.glob("*.safetensors")) or folder.glob("*.bin")
     return DraftShape(
         layers=config.get("num_hidden_layers") or 1,
         kv_heads=config.get("num_key_value_heads") or heads,

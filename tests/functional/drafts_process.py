@@ -68,6 +68,12 @@ def shares_its_embedding(worker) -> bool:
     return draft.model.embed_tokens is policy.model.embed_tokens
 
 
+def positions(worker) -> int:
+    """Return the length of the draft's rotary table."""
+    buffers = dict(worker.model_runner.get_draft_model().named_buffers())
+    return min(table.shape[0] for name, table in buffers.items() if name.endswith("cos_sin_cache"))
+
+
 def survives_a_sleep(worker) -> bool:
     """Return whether a draft is restored after its memory was lost, and the policy not written."""
     worker.keep_draft()
@@ -95,5 +101,6 @@ refit(".new")
 seen["refitted"] = generate(replace(sampling, temperature=1.0), Flipping())
 seen["refitted, greedy"] = generate(sampling.greedy(), Steady())
 seen["shares"] = engine._engine.collective_rpc(shares_its_embedding)
+seen["positions"] = engine._engine.collective_rpc(positions)
 seen["survives"] = engine._engine.collective_rpc(survives_a_sleep)
 Path(output).write_bytes(pickle.dumps(seen))

@@ -28,7 +28,9 @@ def seen(request, model_folder, engine_environment, tmp_path_factory):
     if method == "mtp":
         policy, options = model_with_own_draft(folder / "model"), []
     elif method == "eagle3":
-        head = eagle3_head(folder / "head", json.loads((model_folder / "config.json").read_text()), layers=(1, 2, 3))
+        # With fewer positions than the engine's sequences, as published heads have.
+        sizes = json.loads((model_folder / "config.json").read_text()) | {"max_position_embeddings": 16}
+        head = eagle3_head(folder / "head", sizes, layers=(1, 2, 3))
         options = [f"generation.draft_model={head}"]
     else:
         # All of its greedy drafts are right, until the policy has other weights.
@@ -116,6 +118,10 @@ def test_a_refit_changes_the_policy_and_not_its_draft(seen):
 
 def test_a_draft_without_an_embedding_uses_the_policys(seen):
     assert seen["shares"] == [seen["method"] != "draft_model"]
+
+
+def test_a_draft_has_as_many_positions_as_the_policy(seen):
+    assert seen["positions"][0] >= 64
 
 
 def test_a_draft_survives_the_sleep_of_its_engine(seen):
