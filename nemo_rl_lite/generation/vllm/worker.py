@@ -130,18 +130,16 @@ class VLLMEngine:
             worker_extension_cls=DRAFT_EXTENSION if self._has_draft else EXTENSION,
             # Served requests may have stop strings and JSON schemas.
             skip_tokenizer_init=not (generation.stop_strings or generation.serve.enabled),
-            disable_log_stats=drafts is None,
             enable_return_routed_experts=policy.router_replay.enabled,
             **own,
         )
         with StartTimer():
             configured = arguments.create_engine_config(UsageContext.LLM_CLASS)
             lengthen_head(configured)
-            # Stepped in this thread: a separate process for the engine core is slower.
             # vLLM's statistics have the accepted draft tokens.
-            self._engine: Any = LLMEngine.from_vllm_config(
-                configured, usage_context=UsageContext.LLM_CLASS, disable_log_stats=drafts is None
-            )
+            quiet = drafts is None
+            # Stepped in this thread: a separate process for the engine core is slower.
+            self._engine: Any = LLMEngine.from_vllm_config(configured, UsageContext.LLM_CLASS, disable_log_stats=quiet)
         if policy.router_replay.enabled and not on_gpu:
             self._engine.apply_model(record_cpu_experts)
         self.version = 0
