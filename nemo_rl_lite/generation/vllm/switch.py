@@ -1,6 +1,7 @@
 """The switch that pauses drafts where an engine decodes faster without them."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,14 +12,12 @@ from nemo_rl_lite.generation.interface import Drafts
 
 log = logging.getLogger(__name__)
 
-# Steps that are compared, with drafts and without.
-WINDOW = 32
+# Steps with drafts that are compared with as many without, in turns of this many steps.
+WINDOW, TURN = 32, 8
 # Steps after a change that are not counted: some of them were scheduled before it.
-SETTLE = 4
-# Steps until the next comparison if the load stays.
+SETTLE = 2
+# Steps at a load until it is measured again.
 REST = 1000
-# Factor of the number of running requests that is another load.
-OTHER_LOAD = 2.0
 
 
 @dataclass(frozen=True)
@@ -30,69 +29,67 @@ class DecodeStep:
     tokens: int
 
 
-@dataclass(frozen=True)
-class _Window:
-    """Tokens per request and second, and the mean number of running requests."""
+class _Load:
+    """Measurements and decision for numbers of running requests that differ by less than a factor of 2."""
 
-    rate: float
-    load: float
+    def __init__(self) -> None:
+        self.stays, self.rests = True, 0
+        self._steps: dict[bool, list[DecodeStep]] = {True: [], False: []}
 
-    @classmethod
-    def of(cls, steps: Sequence[DecodeStep]) -> "_Window":
-        requests = sum(step.requests for step in steps)
-        # A step that waits for something else would distort a mean.
-        seconds = median(step.seconds for step in steps)
-        return cls(sum(step.tokens for step in steps) / requests / seconds, requests / len(steps))
+    @property
+    def wanted(self) -> bool:
+        """State of the next step: True for drafts."""
+        if self.rests:
+            return self.stays
+        own, other = (len(self._steps[state]) // TURN for state in (self.stays, not self.stays))
+        return self.stays if own <= other else not self.stays
+
+    def add(self, step: DecodeStep, drafts: bool) -> float | None:
+        """Count a step; return the gain once both states were measured."""
+        self._steps[drafts].append(step)
+        if any(len(steps) < WINDOW for steps in self._steps.values()):
+            return None
+        gain = _rate(self._steps[True]) / _rate(self._steps[False])
+        self._steps, self.rests = {True: [], False: []}, REST
+        return gain
+
+
+def _rate(steps: Sequence[DecodeStep]) -> float:
+    """Return tokens per request and second."""
+    # A step that waits for something else would distort a mean of the durations.
+    seconds = median(step.seconds for step in steps)
+    return sum(step.tokens for step in steps) / sum(step.requests for step in steps) / seconds
 
 
 class DraftSwitch:
     """Decides after each decode step whether the next ones have drafts.
 
-    It measures a window of steps in the present state, then one in the other. The gain is the tokens per second with
-    drafts, divided by those without. Below 1, drafts pause. It measures again once the number of running requests has
-    halved or doubled, and after `REST` steps.
+    The gain is the tokens per second with drafts, divided by those without. Below 1, drafts pause. Each load, a range
+    of numbers of running requests, has its own decision. It is measured again after `REST` steps at this load.
     """
 
     def __init__(self) -> None:
         self.drafts = True
-        self._stays = True
-        self._steps: list[DecodeStep] = []
-        self._first: _Window | None = None
-        self._settles, self._rests, self._load = SETTLE, 0, 0.0
+        self._loads: defaultdict[int, _Load] = defaultdict(_Load)
+        self._settles = SETTLE
 
     def observe(self, step: DecodeStep) -> float | None:
         """Count a step, which may change `drafts`. Return the gain if this step completed a measurement."""
-        self._rests = 0 if _differ(step.requests, self._load) else self._rests
-        if self._rests or self._settles:
-            self._rests, self._settles = max(self._rests - 1, 0), max(self._settles - 1, 0)
-            return None
-        self._steps.append(step)
-        if len(self._steps) < WINDOW:
-            return None
-        window, self._steps = _Window.of(self._steps), []
-        first, self._first = self._first, None
-        if first is None:
-            self._first = window
-            self._set(not self.drafts)
-            return None
-        if _differ(window.load, first.load):
-            # The load has changed meanwhile: begin again.
-            self._set(self._stays)
-            return None
-        gain = window.rate / first.rate if self.drafts else first.rate / window.rate
-        self._decide(gain, window.load)
+        gain, load = None, self._loads[step.requests.bit_length()]
+        if self._settles:
+            self._settles -= 1
+        elif load.rests:
+            load.rests -= 1
+        else:
+            gain = load.add(step, self.drafts)
+        if gain is not None and load.stays != (gain >= 1):
+            load.stays = gain >= 1
+            does = "resume" if load.stays else "pause"
+            text = "drafts %s at about %d requests: %.2f times the tokens per second without them"
+            log.info(text, does, step.requests, gain)
+        if load.wanted != self.drafts:
+            self.drafts, self._settles = load.wanted, SETTLE
         return gain
-
-    def _decide(self, gain: float, load: float) -> None:
-        stays, self._stays, self._load, self._rests = self._stays, gain >= 1, load, REST
-        self._set(self._stays)
-        if self._stays != stays:
-            does = "resume" if self._stays else "pause"
-            log.info("drafts %s: %.2f times the tokens per second without them, at %.0f requests", does, gain, load)
-
-    def _set(self, drafts: bool) -> None:
-        if drafts != self.drafts:
-            self.drafts, self._settles = drafts, SETTLE
 
 
 class Drafting:
@@ -119,7 +116,3 @@ class Drafting:
             counts = (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens)
         steps = int(bool(step.requests))
         return Drafts(*counts, steps, steps * (not had), int(gain is not None), gain or 0.0)
-
-
-def _differ(load: float, other: float) -> bool:
-    return max(load, other) >= OTHER_LOAD * min(load, other)

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_rl_lite.generation.interface import Drafts
-from nemo_rl_lite.generation.vllm.switch import REST, SETTLE, WINDOW, DecodeStep, Drafting, DraftSwitch
+from nemo_rl_lite.generation.vllm.switch import REST, SETTLE, TURN, WINDOW, DecodeStep, Drafting, DraftSwitch
 
 # Seconds and tokens of a request in a step, with drafts and without.
 Speeds = dict[bool, tuple[float, int]]
 SLOWER: Speeds = {True: (3.0, 2), False: (1.0, 1)}
 FASTER: Speeds = {True: (1.5, 2), False: (1.0, 1)}
-# Until the end of the first measurement.
-MEASURE = SETTLE + WINDOW + SETTLE + WINDOW
+# Steps of a measurement at the start, and of a later one: the state changes after each turn.
+TURNS = 2 * WINDOW // TURN
+MEASURE = 2 * WINDOW + TURNS * SETTLE
+AGAIN = 2 * WINDOW + (TURNS - 1) * SETTLE
 
 
 def run(switch: DraftSwitch, speeds: Speeds, loads: Iterable[int]) -> list[float]:
@@ -30,42 +32,47 @@ def run(switch: DraftSwitch, speeds: Speeds, loads: Iterable[int]) -> list[float
 def test_drafts_continue_only_where_they_make_decoding_faster(speeds, gain, caplog):
     switch = DraftSwitch()
     with caplog.at_level("INFO"):
-        assert run(switch, speeds, [64] * MEASURE) == [pytest.approx(gain)]
-    assert switch.drafts == (gain > 1)
-    assert [record.getMessage() for record in caplog.records] == (
-        ["drafts pause: 0.67 times the tokens per second without them, at 64 requests"] if gain < 1 else []
-    )
-    # At this load nothing is measured until REST steps have passed.
-    assert run(switch, speeds, [64] * REST) == []
-    assert run(switch, speeds, [64] * (2 * WINDOW + 2 * SETTLE)) == [pytest.approx(gain)]
+        assert run(switch, speeds, [64] * (MEASURE - 1)) == []
+        assert run(switch, speeds, [64]) == [pytest.approx(gain)]
+    line = "drafts pause at about 64 requests: 0.67 times the tokens per second without them"
+    assert [record.getMessage() for record in caplog.records] == ([line] if gain < 1 else [])
+    # Nothing is measured until REST steps have passed at this load.
+    states = []
+    for _ in range(REST):
+        assert run(switch, speeds, [64]) == []
+        states.append(switch.drafts)
+    assert set(states[:-1]) == {gain > 1}
+    assert run(switch, speeds, [64] * (AGAIN + 2 * SETTLE)) == [pytest.approx(gain)]
 
 
-def test_drafts_resume_once_few_requests_are_left(caplog):
+def test_each_load_has_its_decision():
+    """At the tail of a rollout drafts pay, and in the next rollout with many requests they pause at once."""
     switch = DraftSwitch()
     run(switch, SLOWER, [64] * MEASURE)
     assert not switch.drafts
-    # Fewer, but not half of them.
-    assert run(switch, FASTER, [33] * WINDOW) == [] and not switch.drafts
-    with caplog.at_level("INFO"):
-        (gain,) = run(switch, FASTER, [32] * (2 * WINDOW + 2 * SETTLE))
+    (gain,) = run(switch, FASTER, [2] * (MEASURE + SETTLE))
     assert switch.drafts and gain == pytest.approx(4 / 3)
-    assert "drafts resume: 1.33 times" in caplog.text
+    run(switch, SLOWER, [100])
+    assert not switch.drafts
+    run(switch, FASTER, [3])
+    assert switch.drafts
 
 
-def test_a_load_that_changes_within_a_measurement_decides_nothing():
-    """Fewer requests make steps faster, whatever drafts do."""
-    switch = DraftSwitch()
-    assert run(switch, SLOWER, [64] * (SETTLE + WINDOW)) == [] and not switch.drafts
-    assert run(switch, SLOWER, [8] * (SETTLE + WINDOW)) == [] and switch.drafts
-    assert run(switch, SLOWER, [8] * MEASURE) == [pytest.approx(2 / 3)]
+def test_a_measurement_continues_in_the_next_rollout():
+    """Rollouts of a few steps are measured too."""
+    switch, gains = DraftSwitch(), []
+    for _ in range(MEASURE):
+        gains += run(switch, SLOWER, [64, 64, 64, 64, 64, 64, 20, 5])
+    assert gains[0] == pytest.approx(2 / 3)
+    run(switch, SLOWER, [64])
+    assert not switch.drafts
 
 
 def test_one_slow_step_decides_nothing():
     switch = DraftSwitch()
     run(switch, FASTER, [64] * SETTLE)
     switch.observe(DecodeStep(1000.0, 64, 128))
-    run(switch, FASTER, [64] * (MEASURE - SETTLE - 1))
-    assert switch.drafts
+    assert run(switch, FASTER, [64] * (MEASURE - SETTLE - 1)) == [pytest.approx(4 / 3)]
 
 
 class Engine:
@@ -96,11 +103,14 @@ def test_a_paused_engine_schedules_no_drafts_and_counts_its_steps(has_model):
 
     # Steps with prompts are counted, but not measured.
     assert count(5, verified, decodes=False) == Drafts(10, 30, 15, steps=5)
-    assert count(SETTLE + WINDOW, verified).paused == 0 and engine.scheduler.dynamic_sd_lookup == [0, 0, 0, 0]
-    found = count(SETTLE + WINDOW)
-    assert (found.paused, found.measured, found.gains) == (SETTLE + WINDOW, 1, pytest.approx(2 / 3))
+    assert count(SETTLE + TURN, verified).paused == 0 and engine.scheduler.dynamic_sd_lookup == [0, 0, 0, 0]
     assert engine.calls == ([("shorten_drafts", True)] if has_model else [])
-    assert found.metrics() == {"speculation_paused": 1.0, "speculation_gain": pytest.approx(2 / 3)}
+    found = count(SETTLE + TURN)
+    assert found.paused == SETTLE + TURN and engine.scheduler.dynamic_sd_lookup is None
+    found += count(MEASURE - 2 * (SETTLE + TURN))
+    assert (found.measured, found.gains) == (1, pytest.approx(2 / 3))
+    assert engine.scheduler.dynamic_sd_lookup == [0, 0, 0, 0]
+    assert found.metrics()["speculation_gain"] == pytest.approx(2 / 3)
 
 
 def test_drafts_do_not_pause_where_seeds_are_to_repeat_responses():
