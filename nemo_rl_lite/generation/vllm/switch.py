@@ -85,8 +85,8 @@ class DraftSwitch:
         if gain is not None and load.stays != (gain >= 1):
             load.stays = gain >= 1
             does = "resume" if load.stays else "pause"
-            text = "drafts %s at about %d requests: %.2f times the tokens per second without them"
-            log.info(text, does, step.requests, gain)
+            text = "drafts %s: %.2f times the tokens per second without them (running requests: about %d)"
+            log.info(text, does, gain, step.requests)
         if load.wanted != self.drafts:
             self.drafts, self._settles = load.wanted, SETTLE
         return gain

@@ -34,7 +34,7 @@ def test_drafts_continue_only_where_they_make_decoding_faster(speeds, gain, capl
     with caplog.at_level("INFO"):
         assert run(switch, speeds, [64] * (MEASURE - 1)) == []
         assert run(switch, speeds, [64]) == [pytest.approx(gain)]
-    line = "drafts pause at about 64 requests: 0.67 times the tokens per second without them"
+    line = "drafts pause: 0.67 times the tokens per second without them (running requests: about 64)"
     assert [record.getMessage() for record in caplog.records] == ([line] if gain < 1 else [])
     # Nothing is measured until REST steps have passed at this load.
     states = []
