@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +34,8 @@ PARTS = {
 _TOOL_SERVER = "vllm.entrypoints.mcp.tool_server"
 # Whether DeepGEMM, for block-wise scales, gets scales that are powers of two.
 SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
+# Load format of an engine whose refits bring all weights except a draft's.
+DRAFT_ONLY = "draft_only"
 # Compute capability, in tenths, of GPUs that need such scales.
 _BLACKWELL = 100
 
@@ -60,15 +63,15 @@ def without_tool_servers() -> Iterator[None]:
         del sys.modules[_TOOL_SERVER]
 
 
-def import_model_class(model_path: Path) -> None:
-    """Import vLLM's class of the model. Otherwise vLLM inspects it in another process, which imports everything again
-    (24 s with a cold file cache)."""
+def import_model_class(model_path: Path, prefix: str = "") -> None:
+    """Import vLLM's class of the model, whose architecture has this prefix in vLLM. Otherwise vLLM inspects it in
+    another process, which imports everything again (24 s with a cold file cache)."""
     from vllm import ModelRegistry
 
     for architecture in json.loads((model_path / "config.json").read_text()).get("architectures", []):
-        registered = ModelRegistry.models.get(architecture)
+        registered = ModelRegistry.models.get(name := prefix + architecture)
         if registered is not None:
-            ModelRegistry.register_model(architecture, registered.load_model_cls())
+            ModelRegistry.register_model(name, registered.load_model_cls())
 
 
 def keep_first_scales() -> None:
@@ -142,6 +145,110 @@ def finish_begun_steps(engine: Any, step: Callable[[], None]) -> None:
 def on_lost_rank(engine: Any, call: Callable[[], None]) -> None:
     """Call a function, in a thread, when a rank process of the engine on this host has ended."""
     engine.engine_core.engine_core.model_executor.register_failure_callback(call)
+
+
+def load_only_drafts() -> None:
+    """Register the load format `DRAFT_ONLY`: random weights for the model, and the checkpoint's for its draft.
+
+    Runner V2 ignores `SpeculativeConfig.draft_load_config`.
+    """
+    from vllm.model_executor.model_loader import DefaultModelLoader, DummyModelLoader, register_model_loader
+
+    class DraftOnlyLoader(DummyModelLoader):
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            if model_config.runner_type == "draft":
+                loader: Any = DefaultModelLoader(replace(self.load_config, load_format="auto"))
+                loader.load_weights(model, model_config)
+            else:
+                super().load_weights(model, model_config)
+
+    register_model_loader(DRAFT_ONLY)(DraftOnlyLoader)
+
+
+def capture_plain_decoding() -> None:
+    """Make runner V2 also capture CUDA graphs of decoding without drafts, for engines that pause them.
+
+    vLLM does so with a schedule of draft tokens by batch size, but then fails to capture the draft's own graphs
+    (vllm-project/vllm#48494).
+    """
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    original: Any = CudaGraphManager._init_candidates
+    if isinstance(original, _OfBothLengths):
+        return
+    patched: Any = _OfBothLengths(original)
+    CudaGraphManager._init_candidates = lambda self: patched(self)
+
+
+class _OfBothLengths:
+    """Finds the CUDA graphs of steps with drafts, then those of steps with one token per request."""
+
+    def __init__(self, find: Callable[[Any], None]):
+        self._find = find
+
+    def __call__(self, manager: Any) -> None:
+        self._find(manager)
+        length = manager.decode_query_len
+        if length == 1:
+            return
+        drafted, captured = manager._candidates, manager._capture_descs
+        manager._candidates, manager._capture_descs, manager.decode_query_len = {}, {}, 1
+        self._find(manager)
+        manager.decode_query_len = length
+        for both, first in ((manager._candidates, drafted), (manager._capture_descs, captured)):
+            for key, graphs in first.items():
+                both[key] = graphs + [graph for graph in both.get(key, ()) if graph not in graphs]
+        for graphs in manager._capture_descs.values():
+            # vLLM captures the largest first.
+            graphs.sort(key=lambda graph: graph.num_tokens, reverse=True)
+
+
+def lengthen_head(vllm_config: Any) -> None:
+    """Give a draft head as many positions as the policy's sequences.
+
+    Published heads often have 2,048, and longer sequences read beyond their rotary table (fixed by
+    vllm-project/vllm#49343).
+    """
+    options = vllm_config.speculative_config
+    if options is None or options.method not in ("eagle", "eagle3"):
+        return
+    draft, length = options.draft_model_config, vllm_config.model_config.max_model_len
+    for sizes in (draft.hf_config, draft.hf_text_config):
+        sizes.max_position_embeddings = max(getattr(sizes, "max_position_embeddings", length), length)
+    draft.max_model_len = max(draft.max_model_len, length)
+
+
+class DraftSchedule:
+    """The number of draft tokens that an engine's scheduler asks for."""
+
+    def __init__(self, engine: Any):
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        # By the number of requests in a step; None for the configured number.
+        self._own = self._scheduler.dynamic_sd_lookup
+
+    def allow(self, allowed: bool) -> None:
+        """Ask for drafts from the next step on, or no longer."""
+        none = [0] * (self._scheduler.max_num_running_reqs + 1)
+        self._scheduler.dynamic_sd_lookup = self._own if allowed else none
+
+
+def shorten_drafts(model_runner: Any, shortened: bool) -> None:
+    """Make runner V2 compute one draft token only, or as many as configured again. This one keeps the draft's KV cache
+    complete. Runner V1 follows the scheduler (vllm-project/vllm#51510)."""
+    speculator = getattr(model_runner, "speculator", None)
+    if speculator is None:
+        return
+    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import AutoRegressiveSpeculator
+
+    if isinstance(speculator, AutoRegressiveSpeculator):
+        speculator.num_speculative_steps = 1 if shortened else model_runner.num_speculative_steps
+
+
+def rebuild_draft_buffers(draft: nn.Module) -> None:
+    """Compute what vLLM derives from a draft's weights, after these changed."""
+    build = getattr(getattr(draft, "model", None), "_build_fused_kv_buffers", None)
+    if build is not None:
+        build()
 
 
 def adapter_manager(model_runner: Any) -> Any:

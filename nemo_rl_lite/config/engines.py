@@ -7,6 +7,8 @@ a row here. The row has the class's dotted path.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config, GenerationConfig, PolicyConfig
@@ -16,6 +18,10 @@ from nemo_rl_lite.config.sizes import engine_share, engines, on_gpus, samples_pe
 VLLM_QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 # LoRA ranks with a vLLM kernel. Smaller adapters are padded with zeros.
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Longest text that an n-gram draft looks up.
+_LOOKUP = {"prompt_lookup_max": 3}
+# vLLM's methods of speculation that need no draft model.
+_TEXT_METHODS = ("ngram", "ngram_gpu", "suffix")
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Engine:
     """It returns the routed experts of each token."""
     takes_options: bool = False
     """It takes `ServedOptions`: penalties, top logprobs and a JSON schema."""
+    speculates: bool = False
+    """It verifies drafts of several tokens in one pass."""
     least_cpu_head_dim: int = 1
     """Smallest head dimension on a CPU."""
     temperatures: tuple[float, float] = (0.0, math.inf)
@@ -106,6 +114,7 @@ ENGINES: dict[str, Engine] = {
         serves_adapters=True,
         records_experts=True,
         takes_options=True,
+        speculates=True,
         least_cpu_head_dim=32,
         # vLLM rejects T > 2 and clamps T < 0.01, so its logprobs would differ from the policy's.
         temperatures=(0.01, 2.0),
@@ -146,3 +155,25 @@ def engines_share_weights(config: Config) -> bool:
     shares = generates(config) and config.generation.colocated.enabled and on_gpus(config)
     serves = engines_serve_adapters(config.generation, config.policy)
     return shares and serves and config.refit.cuda_ipc and not engines_sleep(config)
+
+
+def speculation(generation: GenerationConfig) -> dict[str, Any] | None:
+    """Return vLLM's `speculative_config`; None without speculation. Entries of `generation.vllm_kwargs` win."""
+    if not ENGINES[generation.backend].speculates:
+        return None
+    own: dict[str, Any] | None = generation.vllm_kwargs.get("speculative_config")
+    if generation.speculation is None or not isinstance(own, dict | None):
+        return own
+    options: dict[str, Any] = {"method": generation.speculation, "num_speculative_tokens": generation.draft_tokens}
+    if generation.speculation == "ngram":
+        options |= _LOOKUP
+    elif generation.speculation != "mtp" and generation.draft_model is not None:
+        folder = Path(generation.draft_model).expanduser()
+        options["model"] = str(folder.resolve()) if folder.is_dir() else generation.draft_model
+    return options | (own or {})
+
+
+def has_draft_model(generation: GenerationConfig) -> bool:
+    """Return whether engines load weights of a draft, which refits do not change."""
+    options = speculation(generation)
+    return options is not None and options.get("method") not in _TEXT_METHODS

@@ -87,6 +87,14 @@ class GenerationConfig:
     top_k: Annotated[PositiveInt | None, NoneIsOff]
     stop_token_ids: Annotated[list[NonNegativeInt], NullIsEmpty]
     stop_strings: Annotated[list[str], NullIsEmpty]
+    speculation: Annotated[
+        Literal["ngram", "eagle3", "mtp", "draft_model"] | None, ActiveIf("generation.backend", "vllm")
+    ]
+    draft_model: Annotated[
+        Annotated[str, Field(min_length=1)] | None, ActiveIf("generation.speculation", "eagle3", "draft_model")
+    ]
+    draft_tokens: Annotated[PositiveInt, ActiveIf("generation.speculation")]
+    pause_drafts: Annotated[bool, ActiveIf("generation.backend", "vllm")]
     serve: ServeConfig
     vllm_cfg: VLLMConfig
     vllm_kwargs: Annotated[dict[str, Any], ActiveIf("generation.backend", "vllm")]

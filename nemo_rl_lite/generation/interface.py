@@ -147,18 +147,30 @@ class Drafts:
     count: int = 0
     tokens: int = 0
     accepted: int = 0
+    steps: int = 0
+    """Forward passes of engines that speculate."""
+    paused: int = 0
+    """Steps while drafts were paused."""
+    measured: int = 0
+    """Comparisons of decoding with and without drafts."""
+    gains: float = 0.0
+    """Sum of their results: tokens per second with drafts, divided by those without."""
 
     def __add__(self, other: "Drafts") -> "Drafts":
-        return Drafts(self.count + other.count, self.tokens + other.tokens, self.accepted + other.accepted)
+        return Drafts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def metrics(self) -> dict[str, float]:
-        """Return the accepted share of draft tokens and the accepted tokens per draft; empty without drafts."""
-        if not self.count:
-            return {}
-        return {
-            "speculation_acceptance": self.accepted / self.tokens,
-            "speculation_accepted_length": self.accepted / self.count,
-        }
+        """Return acceptance, accepted tokens per draft, share of steps with paused drafts, and mean gain. The result is
+        empty without speculation."""
+        found = {}
+        if self.count:
+            found["speculation_acceptance"] = self.accepted / self.tokens
+            found["speculation_accepted_length"] = self.accepted / self.count
+        if self.steps:
+            found["speculation_paused"] = self.paused / self.steps
+        if self.measured:
+            found["speculation_gain"] = self.gains / self.measured
+        return found
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,13 @@ from functools import cache, cached_property
 from math import ceil
 
 from nemo_rl_lite.config.algorithms import generates, has_teacher
-from nemo_rl_lite.config.engines import engine_of, engines_serve_adapters, engines_share_weights
+from nemo_rl_lite.config.engines import (
+    engine_of,
+    engines_serve_adapters,
+    engines_share_weights,
+    has_draft_model,
+    speculation,
+)
 from nemo_rl_lite.config.schema import Config, LoraConfig
 from nemo_rl_lite.config.sizes import (
     VOCABULARY_SLICE,
@@ -48,6 +54,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_together,
     teacher_topk,
 )
+from nemo_rl_lite.models.draft import DraftShape, draft_shape, own_draft_layers
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, find_shape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 
@@ -400,10 +407,12 @@ def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> B
 
 
 def engine_weights(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of weights and served adapters on one of an engine's devices."""
+    """Return the bytes of weights, served adapters and a draft's weights on one of an engine's devices."""
     serves = engines_serve_adapters(config.generation, config.policy)
     adapters = served_adapters(shape, config.policy.megatron_cfg.peft) if serves else 0
-    return (parameter_count(shape) + adapters) * item_bytes(config) // engine_ranks(config)
+    draft = _draft(config, shape)
+    own = (parameter_count(shape) + adapters) * item_bytes(config) + (draft.weight_bytes if draft else 0)
+    return own // engine_ranks(config)
 
 
 def shared_weights(config: Config, shape: ModelShape, stage: int) -> int:
@@ -417,11 +426,32 @@ def shared_weights(config: Config, shape: ModelShape, stage: int) -> int:
 
 
 def token_cache_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of a token in the KV cache of one of an engine's GPUs."""
-    settings = config.generation.vllm_cfg
-    own_heads = -(-shape.kv_heads // settings.tensor_parallel_size)
-    own_layers = -(-shape.layers // settings.pipeline_parallel_size)
-    return 2 * own_layers * own_heads * shape.head_dim * item_bytes(config)
+    """Return the bytes of a token in the KV cache of one of an engine's GPUs, with that of a draft."""
+    settings, draft = config.generation.vllm_cfg, _draft(config, shape)
+    ranks = settings.tensor_parallel_size
+    models = [(-(-shape.layers // settings.pipeline_parallel_size), shape.kv_heads, shape.head_dim)]
+    models += [(draft.layers, draft.kv_heads, draft.head_dim)] if draft else []
+    return sum(2 * layers * -(-heads // ranks) * size * item_bytes(config) for layers, heads, size in models)
+
+
+def _draft(config: Config, shape: ModelShape) -> DraftShape | None:
+    """Return the sizes of the engines' draft; None without one, or if they are unknown."""
+    if not generates(config) or not has_draft_model(config.generation):
+        return None
+    name = (speculation(config.generation) or {}).get("model")
+    if name is not None:
+        return _draft_of(name)
+    layers = own_draft_layers(config.policy.model_name)
+    if not layers:
+        return None
+    fewer = replace(shape, layers=shape.layers - 1, dense_layers=min(shape.dense_layers, shape.layers - 1))
+    one = parameter_count(shape) - parameter_count(fewer)
+    # Each of these layers also projects an embedding and a hidden state.
+    weights = layers * (one + 2 * shape.hidden**2) * item_bytes(config)
+    return DraftShape(layers, shape.kv_heads, shape.head_dim, weights)
+
+
+_draft_of = cache(draft_shape)
 
 
 def teacher_shape(config: Config) -> ModelShape | None:

@@ -334,6 +334,8 @@ def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:
     provider.moe_token_dispatcher_type = "alltoall"
     # Tensor-parallel ranks have whole experts.
     provider.expert_tensor_parallel_size = 1
+    # No loss trains a checkpoint's layers for multi-token prediction.
+    provider.mtp_num_layers = None
     moe.set_fields(provider, parallel)
     if parallel.activation_checkpointing:
         provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1

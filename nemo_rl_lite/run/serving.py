@@ -218,6 +218,9 @@ def _of_run(run: Path, say: Say) -> Served:
     # The exported model has the run's template.
     own = replace(config.policy.tokenizer, chat_template=None)
     config = replace(config, policy=replace(config.policy, tokenizer=own))
+    if config.generation.speculation == "mtp":
+        # An export has no layers for multi-token prediction.
+        config = replace(config, generation=replace(config.generation, speculation=None))
     folder, step = _exported(run, say)
     return Served(run.name, folder, config, step=step, other_names=(config.run_name,))
 

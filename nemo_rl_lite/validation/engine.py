@@ -3,11 +3,19 @@
 import importlib.util
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.engines import VLLM_LORA_RANKS, VLLM_QUANTIZATIONS, engine_of, engines_serve_adapters
+from nemo_rl_lite.config.engines import (
+    VLLM_LORA_RANKS,
+    VLLM_QUANTIZATIONS,
+    engine_of,
+    engines_serve_adapters,
+    has_draft_model,
+    speculation,
+)
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import engine_ranks, generation_gpus, has_endpoint, on_gpus
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.models.draft import draft_troubles, own_draft_layers
 from nemo_rl_lite.validation.compose import rule
 from nemo_rl_lite.validation.layout import MEGATRON, known_shape
 
@@ -125,12 +133,24 @@ def check_vllm_kwargs(config: Config) -> Iterator[Violation]:
     for name in given.keys() & _OWNED.keys():
         fix = f"set {_OWNED[name]} instead" if _OWNED[name] else "remove it"
         yield Violation(f"{_KWARGS}.{name}", None, "is set by the launcher", fix)
-    draft = given.get("speculative_config")
-    method = draft.get("method") if isinstance(draft, dict) else draft
-    if draft is not None and method != "ngram":
-        key, rule_text = f"{_KWARGS}.speculative_config", "must be ngram: refits do not update a draft model"
-        example = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}"
-        yield Violation(f"{key}.method", method, rule_text, f"'+{key}={example}'")
+
+
+@rule("generation", "policy.model_name", options=RolloutAlgorithmConfig)
+def check_speculation(config: Config) -> Iterator[Violation]:
+    generation, key = config.generation, "generation.draft_model"
+    options, policy = speculation(generation), config.policy.model_name
+    method, name = generation.speculation, (options or {}).get("model")
+    if method == "mtp" and name is None and own_draft_layers(policy) == 0:
+        rule_text = f"needs layers for multi-token prediction, and config.json of {policy} names none"
+        yield Violation("generation.speculation", method, rule_text, "generation.speculation=ngram")
+    elif method in ("eagle3", "draft_model") and name is None:
+        fix = f"{key}=FOLDER, or generation.speculation=ngram"
+        yield Violation(key, None, f"must name the draft of generation.speculation={method}", fix)
+    elif options is not None and has_draft_model(generation) and name is not None:
+        key = key if method is not None else f"{_KWARGS}.speculative_config.model"
+        shape = None if options.get("use_heterogeneous_vocab") else known_shape(policy)
+        for trouble in draft_troubles(name, shape, is_head=options.get("method") in ("eagle", "eagle3")):
+            yield Violation(key, name, trouble, f"{key}=FOLDER of a draft that was trained for {policy}")
 
 
 @rule("generation", "cluster", "policy", options=RolloutAlgorithmConfig)

@@ -45,7 +45,10 @@ SPECULATION = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_min: 1, 
 ENGINES = {
     "vllm": ("vllm", []),
     "transformers": ("transformers", []),
-    "vllm that speculates": ("vllm", [f"+generation.vllm_kwargs.speculative_config={SPECULATION}"]),
+    "vllm that speculates": (
+        "vllm",
+        ["generation.pause_drafts=false", f"+generation.vllm_kwargs.speculative_config={SPECULATION}"],
+    ),
 }
 
 
@@ -245,6 +248,7 @@ def test_tokens_of_accepted_and_of_rejected_drafts_are_drawn_from_the_models_dis
     assert drafts.metrics() == {
         "speculation_acceptance": drafts.accepted / drafts.tokens,
         "speculation_accepted_length": drafts.accepted / drafts.count,
+        "speculation_paused": 0.0,
     }
 
 

@@ -28,6 +28,7 @@ METRIC = re.compile(r"(?:train|validation|timing|performance|refit|memory|offloa
 # Examples leave these to the reader: files, a model, code, a token of the hub.
 READERS = {
     "algorithm.loss",
+    "generation.draft_model",
     "data.map",
     "data.train_path",
     "data.validation_path",

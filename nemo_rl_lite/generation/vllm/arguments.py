@@ -5,8 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.compat.vllm import decode_scheduler, import_model_class, keep_first_scales, repair_cpu_build
-from nemo_rl_lite.config.engines import EngineHost, engines_quantize, engines_serve_adapters
+from nemo_rl_lite.compat.vllm import (
+    DRAFT_ONLY,
+    decode_scheduler,
+    import_model_class,
+    keep_first_scales,
+    repair_cpu_build,
+)
+from nemo_rl_lite.config.engines import (
+    EngineHost,
+    engines_quantize,
+    engines_serve_adapters,
+    has_draft_model,
+    speculation,
+)
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import engine_share
 from nemo_rl_lite.generation.vllm import extension
@@ -15,6 +27,11 @@ from nemo_rl_lite.generation.vllm import extension
 # request as soon as it fits, and preempts it again a few tokens later.
 WATERMARK = 0.05
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
+DRAFT_EXTENSION = "nemo_rl_lite.generation.vllm.drafts.DraftExtension"
+# Load formats whose weights the first refit replaces.
+RANDOM = ("dummy", DRAFT_ONLY)
+# What vLLM puts in front of a draft's architecture.
+_DRAFT_PREFIXES = {"eagle": "Eagle", "eagle3": "Eagle3"}
 
 
 def engine_arguments(
@@ -34,10 +51,9 @@ def engine_arguments(
         keep_first_scales()
     if not on_gpu:
         repair_cpu_build()
-    own = _own_options(generation, policy, on_gpu)
-    speculates = own.get("speculative_config") is not None
+    own, drafts = _own_options(generation, policy, on_gpu), speculation(generation)
     single = settings.pipeline_parallel_size == 1
-    if on_gpu and single and not speculates and own.get("async_scheduling") is not False:
+    if on_gpu and single and drafts is None and own.get("async_scheduling") is not False:
         # None selects vLLM's scheduler.
         own.setdefault("scheduler_cls", decode_scheduler())
     if host is not None and len(host.addresses) > 1:
@@ -56,31 +72,37 @@ def engine_arguments(
         gpu_memory_utilization=engine_share(generation),
         seed=seed,
         logprobs_mode="processed_logprobs",
-        worker_extension_cls=EXTENSION,
+        worker_extension_cls=DRAFT_EXTENSION if has_draft_model(generation) else EXTENSION,
         # Served requests may have stop strings and JSON schemas.
         skip_tokenizer_init=not (generation.stop_strings or generation.serve.enabled),
-        # vLLM's statistics have the accepted draft tokens.
-        disable_log_stats=not speculates,
         enable_return_routed_experts=policy.router_replay.enabled,
         **own,
     )
 
 
 def _own_options(generation: GenerationConfig, policy: PolicyConfig, on_gpu: bool) -> dict[str, Any]:
-    settings = generation.vllm_cfg
+    settings, drafts, has_draft = generation.vllm_cfg, speculation(generation), has_draft_model(generation)
     lora = policy.megatron_cfg.peft if engines_serve_adapters(generation, policy) else None
     if on_gpu:
         sleeps = generation.colocated.enabled and generation.colocated.sleep is not False
         # The first refit, before the first prompt, brings all weights or raises, so start with dummy weights.
-        own: dict[str, Any] = {"enable_sleep_mode": sleeps, "load_format": "dummy" if lora is None else "auto"}
+        dummy = DRAFT_ONLY if has_draft else "dummy"
+        own: dict[str, Any] = {"enable_sleep_mode": sleeps, "load_format": dummy if lora is None else "auto"}
     else:
         # vLLM's sampler on CPUs fails on a chunked prompt with a seed.
         own = {"enable_chunked_prefill": False}
     own |= {"max_model_len": policy.max_total_sequence_length, "watermark": WATERMARK}
     own |= _configured(generation.vllm_kwargs)
+    if drafts is not None:
+        # vLLM adds entries.
+        own["speculative_config"] = dict(drafts)
+    if drafts is not None and has_draft and (folder := Path(str(drafts.get("model")))).is_dir():
+        import_model_class(folder, _DRAFT_PREFIXES.get(str(drafts.get("method")), ""))
     if lora is not None:
         own |= extension.engine_options(lora, settings.tensor_parallel_size)
-    return with_graph_sizes(own, settings.max_num_seqs) if on_gpu and not settings.enforce_eager else own
+    if on_gpu and not settings.enforce_eager and (tokens := _tokens_per_step(drafts, has_draft)):
+        return with_graph_sizes(own, settings.max_num_seqs, tokens)
+    return own
 
 
 def _place(host: EngineHost) -> dict[str, Any]:
@@ -103,16 +125,25 @@ def _configured(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **made}
 
 
-def with_graph_sizes(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
+def _tokens_per_step(drafts: Mapping[str, Any] | None, has_draft: bool) -> int | None:
+    """Return the tokens of a request in a decode step; None if vLLM's default sizes of CUDA graphs are better."""
+    if drafts is None:
+        return 1
+    # vLLM's older runner, which n-gram drafts need, captures no graphs of one token per request.
+    return 1 + drafts["num_speculative_tokens"] if has_draft and "num_speculative_tokens" in drafts else None
+
+
+def with_graph_sizes(options: Mapping[str, Any], max_num_seqs: int, tokens: int = 1) -> dict[str, Any]:
     """Return an engine's options with fewer CUDA graph sizes than vLLM's default, unless the options set them.
 
     A batch is padded to the next size, which costs little while decoding is bound by memory. Each graph costs start-up
-    time.
+    time. `tokens`: of a request in a step with drafts; vLLM counts sizes in tokens.
     """
     compilation = options.get("compilation_config") or {}
     decides = not isinstance(compilation, Mapping) or any("cudagraph_capture_size" in name for name in compilation)
-    if decides or "performance_mode" in options or "speculative_config" in options:
+    if decides or "performance_mode" in options:
         return dict(options)
     steps = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, 512, 64), *range(512, max_num_seqs, 128)]
     sizes = [size for size in steps if size < max_num_seqs] + [max_num_seqs]
+    sizes = sorted({*sizes, *(size * tokens for size in sizes)})
     return {**options, "compilation_config": {**compilation, "cudagraph_capture_sizes": sizes}}

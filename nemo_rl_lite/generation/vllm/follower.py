@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from nemo_rl_lite.compat.vllm import lengthen_head
 from nemo_rl_lite.config.engines import EngineHost
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.vllm.arguments import engine_arguments
@@ -33,5 +34,6 @@ class VLLMFollower:
         end_with_first(host.addresses[host.index][1])
         arguments = engine_arguments(generation, policy, model_path, seed, on_gpu, host)
         config = arguments.create_engine_config(UsageContext.LLM_CLASS, headless=True)
+        lengthen_head(config)
         self._executor = Executor.get_class(config)(config)
         self._executor.register_failure_callback(partial(end_process, "a rank of this host has ended"))

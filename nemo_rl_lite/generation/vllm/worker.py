@@ -21,12 +21,13 @@ from nemo_rl_lite.compat.vllm import (
     PARTS,
     SchedulerCache,
     finish_begun_steps,
+    lengthen_head,
     on_lost_rank,
     record_cpu_experts,
     request_errors,
     without_tool_servers,
 )
-from nemo_rl_lite.config.engines import EngineHost, engines_serve_adapters
+from nemo_rl_lite.config.engines import EngineHost, engines_serve_adapters, has_draft_model, speculation
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import (
@@ -40,7 +41,8 @@ from nemo_rl_lite.generation.interface import (
     Unfinished,
 )
 from nemo_rl_lite.generation.vllm import extension
-from nemo_rl_lite.generation.vllm.arguments import engine_arguments
+from nemo_rl_lite.generation.vllm.arguments import RANDOM, engine_arguments
+from nemo_rl_lite.generation.vllm.switch import DecodeStep, Drafting
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.refit.engine import Source, WeightsState
 from nemo_rl_lite.refit.interface import RefitReport
@@ -85,13 +87,18 @@ class VLLMEngine:
         # At every refit vLLM warns about rotary tables, which have no weights.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         settings = generation.vllm_cfg
+        drafts, self._has_draft = speculation(generation), has_draft_model(generation)
         arguments = engine_arguments(generation, policy, model_path, seed, on_gpu, host)
         self._sleeps = arguments.enable_sleep_mode
         self._lora = policy.megatron_cfg.peft if engines_serve_adapters(generation, policy) else None
-        self._weights = WeightsState(complete=arguments.load_format != "dummy" and self._lora is None)
+        self._weights = WeightsState(complete=arguments.load_format not in RANDOM and self._lora is None)
         with StartTimer():
+            configured = arguments.create_engine_config(UsageContext.LLM_CLASS)
+            lengthen_head(configured)
+            # vLLM's statistics have the accepted draft tokens.
+            quiet = drafts is None
             # Stepped in this thread: a separate process for the engine core is slower.
-            self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+            self._engine: Any = LLMEngine.from_vllm_config(configured, UsageContext.LLM_CLASS, disable_log_stats=quiet)
         if host is not None:
             end_with_others(host.addresses[1:])
             on_lost_rank(self._engine, partial(end_process, "a rank of this host has ended"))
@@ -107,6 +114,7 @@ class VLLMEngine:
         self._unfinished: dict[str, UnfinishedResponse] = {}
         self._finished: dict[int, Completion | RequestError] = {}
         self._decoded = Decoded()
+        self._drafting = None if drafts is None else Drafting(self._engine, self._has_draft, generation.pause_drafts)
         # Exclude hundreds of thousands of long-lived objects from later garbage collections.
         gc.freeze()
 
@@ -182,17 +190,21 @@ class VLLMEngine:
         if self._sleeps and not self._engine.is_sleeping():
             if self._lora is None:
                 self._weights.discard()
+            if self._has_draft and self._lora is None:
+                self._engine.collective_rpc("keep_draft")
             self._engine.sleep(level=KEEPS_NOTHING if self._lora is None else KEEPS_WEIGHTS)
 
     def wake_weights(self) -> None:
-        self._wake("weights", "generation_weights")
+        if self._wake("weights", "generation_weights") and self._has_draft:
+            self._engine.collective_rpc("restore_draft")
 
     def wake_cache(self) -> None:
         self._wake("kv_cache", "kv_cache")
 
-    def _wake(self, tag: str, part: str) -> None:
+    def _wake(self, tag: str, part: str) -> bool:
+        """Allocate the memory of one kind; return False if it was not asleep."""
         if not self._sleeps or not self._engine.is_sleeping():
-            return
+            return False
         held = self.memory()
         try:
             self._engine.wake_up(tags=[tag])
@@ -205,6 +217,7 @@ class VLLMEngine:
                 f"{held['device'] / GIB:.1f} GiB of its GPU are in use; set a smaller "
                 "generation.vllm_cfg.gpu_memory_utilization, or offload=pinned"
             ) from error
+        return True
 
     def join_refit(self, sources: Sequence[Source]) -> None:
         scaling = None if self._lora is None else self._lora.alpha / self._lora.dim
@@ -233,7 +246,8 @@ class VLLMEngine:
     def _step(self) -> None:
         """Run one step: each running request gets a token, or several if drafts are accepted."""
         before = self._cache.preemptions
-        stopped, cached, given = [], 0, self._engine.engine_core.get_output()
+        stopped, cached, prompts, started = [], 0, 0, time.perf_counter()
+        given = self._engine.engine_core.get_output()
         for output in given.outputs:
             response = self._unfinished.get(output.request_id)
             # A step in flight samples one more token of a finished or aborted request.
@@ -241,6 +255,8 @@ class VLLMEngine:
                 continue
             if response.tokens:
                 cached += len(response.request.prompt) + len(response.tokens)
+            else:
+                prompts += 1
             if output.routed_experts is not None:
                 response.routed_experts.append(output.routed_experts)
             response.add_alternatives(output.new_logprobs)
@@ -253,10 +269,11 @@ class VLLMEngine:
                 del self._unfinished[output.request_id]
                 self._finished[int(output.request_id)] = response.completion(reason, self.version)
         self._engine.engine_core.abort_requests(stopped)
-        statistics = None if given.scheduler_stats is None else given.scheduler_stats.spec_decoding_stats
         drafts = Drafts()
-        if statistics is not None:
-            drafts = Drafts(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens)
+        if self._drafting is not None:
+            tokens = sum(len(output.new_token_ids) for output in given.outputs)
+            step = DecodeStep(time.perf_counter() - started, len(given.outputs), tokens)
+            drafts = self._drafting.count(step, decodes=not prompts, statistics=given.scheduler_stats)
         # With asynchronous scheduling, the first call returns no outputs.
         sampled, usage = int(bool(given.outputs)), self._cache.usage
         use = CacheUse(usage * sampled, usage, self._cache.preemptions - before)

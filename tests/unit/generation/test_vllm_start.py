@@ -22,6 +22,11 @@ def test_graphs_reach_the_most_sequences_and_pad_little(most):
         assert after - before <= max(32, before / 4)
 
 
+def test_graphs_of_steps_with_drafts_reach_the_most_sequences_too():
+    sizes = with_graph_sizes({}, 64, tokens=4)["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
 @pytest.mark.parametrize(
     "own",
     [
@@ -29,7 +34,6 @@ def test_graphs_reach_the_most_sequences_and_pad_little(most):
         {"compilation_config": {"max_cudagraph_capture_size": 8}},
         {"compilation_config": 3},
         {"performance_mode": "interactivity"},
-        {"speculative_config": {"num_speculative_tokens": 2}},
     ],
 )
 def test_a_user_who_decides_what_is_captured_wins(own):

@@ -16,7 +16,7 @@ from nemo_rl_lite.planning.budget import (
     engines_copy,
     refit_bytes,
 )
-from nemo_rl_lite.planning.memory import Bytes
+from nemo_rl_lite.planning.memory import Bytes, engine_weights, token_cache_bytes
 from nemo_rl_lite.planning.page import largest_micro_batch, preset_budgets
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -52,6 +52,34 @@ def test_a_bucket_is_as_large_as_the_largest_tensor_and_no_larger_than_the_model
     assert planned([*one, "refit.bucket_bytes=90000000000"]).policy_buffers == pytest.approx(weights, rel=0.01)
     three = [*ONE, *APART, "refit.num_buffers=3", "refit.bucket_bytes=1000000000"]
     assert planned(three).policy_buffers == 3_000_000_000
+
+
+def test_an_engines_share_has_room_for_its_draft(tmp_path):
+    sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": 1, "head_dim": 128}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    own = ["generation.speculation=eagle3", f"generation.draft_model={tmp_path}"]
+    plain, drafts = compose_config(ONE), compose_config([*ONE, *own])
+    assert engine_weights(drafts, MODEL) - engine_weights(plain, MODEL) == 1000
+    assert token_cache_bytes(drafts, MODEL) - token_cache_bytes(plain, MODEL) == 2 * 8 * 128 * 2
+    tensor = "generation.vllm_cfg.tensor_parallel_size=2"
+    split = compose_config([*ONE, *own, tensor, "cluster.gpus_per_node=2"])
+    assert token_cache_bytes(split, MODEL) == token_cache_bytes(drafts, MODEL) / 2
+    assert planned([*ONE, *own]).engine_room < planned(ONE).engine_room
+
+
+def test_layers_for_multi_token_prediction_are_a_draft_too(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 100, "max_position_embeddings": 64, "num_nextn_predict_layers": 1, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    shape, length = model_shape(sizes), ["policy.max_total_sequence_length=64", "generation.max_new_tokens=16"]
+    plain = compose_config([*ONE, f"policy.model_name={tmp_path}", *length])
+    drafts = compose_config([*ONE, f"policy.model_name={tmp_path}", *length, "generation.speculation=mtp"])
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert engine_weights(drafts, shape) - engine_weights(plain, shape) == (layer + 2 * 64 * 64) * 2
+    assert token_cache_bytes(drafts, shape) == token_cache_bytes(plain, shape) / 3 * 4
 
 
 def test_an_engine_that_copies_has_one_bucket_in_the_refit():

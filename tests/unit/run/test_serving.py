@@ -58,6 +58,13 @@ def model_of_the_hub(tmp_path, monkeypatch) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(("method", "served"), [("ngram", "ngram"), ("mtp", None)])
+def test_an_export_has_no_layers_for_multi_token_prediction(tmp_path, method, served):
+    (run := tmp_path / "mine").mkdir()
+    exported(run_folder(run, "policy.model_name=a/model", f"generation.speculation={method}"))
+    assert find(run).config.generation.speculation == served
+
+
 def test_a_runs_exported_model_has_its_engine_and_its_sampling(tmp_path):
     (run := tmp_path / "mine").mkdir()
     exported(run_folder(run, "generation=transformers", "generation.max_new_tokens=12", "generation.temperature=0.5"))
