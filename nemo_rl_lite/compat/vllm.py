@@ -173,27 +173,17 @@ def capture_plain_decoding() -> None:
     """
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    original: Any = CudaGraphManager._init_candidates
-    if isinstance(original, _OfBothLengths):
-        return
-    patched: Any = _OfBothLengths(original)
-    CudaGraphManager._init_candidates = lambda self: patched(self)
+    managers: Any = CudaGraphManager
+    find = managers._init_candidates
 
-
-class _OfBothLengths:
-    """Finds the CUDA graphs of steps with drafts, then those of steps with one token per request."""
-
-    def __init__(self, find: Callable[[Any], None]):
-        self._find = find
-
-    def __call__(self, manager: Any) -> None:
-        self._find(manager)
+    def find_both(manager: Any) -> None:
+        find(manager)
         length = manager.decode_query_len
         if length == 1:
             return
         drafted, captured = manager._candidates, manager._capture_descs
         manager._candidates, manager._capture_descs, manager.decode_query_len = {}, {}, 1
-        self._find(manager)
+        find(manager)
         manager.decode_query_len = length
         for both, first in ((manager._candidates, drafted), (manager._capture_descs, captured)):
             for key, graphs in first.items():
@@ -201,6 +191,8 @@ class _OfBothLengths:
         for graphs in manager._capture_descs.values():
             # vLLM captures the largest first.
             graphs.sort(key=lambda graph: graph.num_tokens, reverse=True)
+
+    managers._init_candidates = find_both
 
 
 def lengthen_head(vllm_config: Any) -> None:

@@ -136,7 +136,6 @@ def test_decoding_with_and_without_drafts_has_graphs(monkeypatch):
 
     monkeypatch.setattr(CudaGraphManager, "_init_candidates", CudaGraphManager._init_candidates)
     capture_plain_decoding()
-    capture_plain_decoding()
 
     def manager(length: int) -> CudaGraphManager:
         """Return vLLM's manager for steps of up to four requests, with three drafts or of a draft."""
