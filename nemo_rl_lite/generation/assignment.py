@@ -1,8 +1,8 @@
 """Assignment of requests to engines, and their order. `queue.py` drives it."""
 
 import asyncio
-import math
 import time
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -140,7 +140,7 @@ class Assignment:
         self._waiting: list[PendingRequest] = []
         # Requests of conversations with a place.
         self._returning: list[PendingRequest] = []
-        self._sorted_s = -math.inf
+        self._sorted_s = 0.0
         self._lengths, self._clock = ResponseLengths(), clock
         # Mean seconds between a turn's end and the next turn.
         self._wait_s = 0.0
@@ -179,8 +179,7 @@ class Assignment:
             self._wait(asked)
 
     def _wait(self, asked: PendingRequest) -> None:
-        self._waiting.append(asked)
-        self._sorted_s = -math.inf
+        insort(self._waiting, asked, key=self._place)
 
     def assign(self) -> None:
         """Give waiting requests to replicas, in order, while one has room."""

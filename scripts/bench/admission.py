@@ -21,7 +21,7 @@ import record
 from nemo_rl_lite.generation.admission import Admission
 from nemo_rl_lite.generation.assignment import Assignment, PendingRequest
 from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Request, Sampling
-from nemo_rl_lite.generation.vllm.worker import WATERMARK
+from nemo_rl_lite.generation.vllm.arguments import WATERMARK
 
 # Costs in s of a forward pass, for each cached token that it reads, and for each sequence.
 PASS_S, CACHED_S, SEQUENCE_S = 8e-3, 4.4e-8, 1e-5

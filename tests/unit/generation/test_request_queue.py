@@ -357,3 +357,49 @@ def test_tokens_of_unfinished_responses_are_known():
 
     begun, sampled = asyncio.run(run())
     assert 0 < begun <= sampled
+
+
+def test_turns_of_a_conversation_name_the_weights_that_began_its_cache():
+    engine, talk = Engine(8), Conversation()
+    seen = []
+    hand_over = engine.work
+
+    def work(submitted, aborted):
+        seen.extend(one.cache_version for one in submitted.values())
+        return hand_over(submitted, aborted)
+
+    engine.work = work
+
+    async def serve() -> None:
+        async with queue(engine).serving() as requests:
+            for _ in range(2):
+                await requests.sample(request(3), talk)
+            await requests.sample(request(3))
+
+    asyncio.run(serve())
+    assert seen == [None, 0, None] and talk.engine == 0
+
+
+def test_an_engine_with_a_full_cache_takes_no_more_until_it_has_room():
+    class Preempts(Engine):
+        is_full = True
+
+        @property
+        def load(self) -> EngineLoad:
+            running = len(self.held)
+            return EngineLoad(0, running, 0, 32 * running, min(0.3 * running, 1.0), int(self.is_full and running > 0))
+
+    engine = Preempts(8)
+
+    async def serve() -> None:
+        async with queue(engine).serving() as requests:
+            begun = [asyncio.create_task(requests.sample(request(30))) for _ in range(2)]
+            await all_work(engine)
+            later = [asyncio.create_task(requests.sample(request(30))) for _ in range(4)]
+            await asyncio.gather(*begun)
+            assert engine.most == 2
+            engine.is_full = False
+            await asyncio.gather(*later)
+
+    asyncio.run(serve())
+    assert engine.most > 2

@@ -47,6 +47,7 @@ class Script:
 
     def __init__(self, *turns: list[str]):
         self.turns, self.asked, self.is_held_back = [list(turn) for turn in turns], [[] for _ in turns], False
+        self.conversations, self.ended_before = {}, []
 
     @asynccontextmanager
     async def serving(self):
@@ -64,6 +65,8 @@ class Script:
             "first turns begin together"
         )
         self.asked[turn].append(request)
+        self.conversations[id(conversation)] = conversation
+        self.ended_before.append(conversation.ended)
         found = completion(self.turns[turn].pop(0))
         conversation.add_turn(request, found, 0)
         return found, 0

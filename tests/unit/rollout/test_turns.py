@@ -50,6 +50,21 @@ def test_the_calculator_plays_a_whole_episode_beside_one_that_needs_no_tool():
     assert metrics["truncation_rate"] == 0 and metrics["natural_termination_rate"] == 1
 
 
+def test_a_conversation_lasts_as_long_as_its_episode():
+    """The queue keeps a place in a full cache for it."""
+    script = Script(["<calc>6*7</calc>", "44"], ["43"])
+    collect(script, CALCULATOR)
+    assert script.ended_before == [False] * 3
+    assert [(one.ended, one.tokens) for one in script.conversations.values()] == [(True, 30), (True, 10)]
+
+
+def test_a_conversation_whose_environment_fails_has_ended():
+    script = Script(["1", "2"])
+    with pytest.raises(DataError):
+        collect(script, (f"{HERE}.Broken", {"answer": KeyError("state")}))
+    assert [one.ended for one in script.conversations.values()] == [True, True]
+
+
 def test_each_response_has_a_seed_of_its_own_which_a_repetition_gives_again():
     def asked():
         script = Script(["<calc>1</calc>", "<calc>2</calc>"], ["<calc>3</calc>", "0"], ["43"])

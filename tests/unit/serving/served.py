@@ -12,7 +12,7 @@ import httpx
 
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.config.schema import ServeConfig
-from nemo_rl_lite.generation.interface import RequestError, Sampling, Unfinished
+from nemo_rl_lite.generation.interface import EngineLoad, RequestError, Sampling, Unfinished
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint
@@ -26,6 +26,8 @@ LOCAL = ServeConfig(True, "127.0.0.1", None)
 class Echo:
     """An engine that says what it was asked, a letter an exchange to requests that stream; it never finishes what
     begins with `slow`."""
+
+    load = EngineLoad()
 
     def __init__(self):
         self.asked, self.aborted, self.begun = [], [], threading.Event()

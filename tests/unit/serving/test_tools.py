@@ -8,7 +8,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.generation.interface import Completion, EngineLoad, Sampling
 from nemo_rl_lite.serving.protocol import ChatRequest
 from nemo_rl_lite.serving.public import ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint, bound_socket
@@ -24,6 +24,8 @@ LONGEST = 4000
 
 class Speaking:
     """A model that says the same to each request, and a client of its endpoint."""
+
+    load = EngineLoad()
 
     def __init__(self, tokenizer, endpoint):
         self.tokenizer, self.said, self.ending, self.asked = tokenizer, "", "stop", []
