@@ -42,7 +42,7 @@ def seen(request, model_folder, engine_environment, tmp_path_factory):
         Producer(".new", own_weights(folder / "new"), shared=True),
     ]
     for producer in refits:
-        (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.source))
+        (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.sources[0]))
     arguments = [policy, folder / "source", folder / "seen", f"generation.speculation={method}", *options]
     script = Path(__file__).with_name("drafts_process.py")
     refitted(script, arguments, engine_environment, folder / "log", refits)
