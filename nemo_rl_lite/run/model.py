@@ -223,9 +223,8 @@ def policy_speed(config: Config) -> PolicySpeed:
 def decoding_speed(
     config: Config, shape: ModelShape | None, take_decoded: Callable[[], tuple["Decoded", float]]
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that returns the engines' rates since its last call, with those of speculation, and the use of
-    their KV caches. An unknown
-    architecture has no rates."""
+    """Return a function that returns the engines' rates since its last call, with those of speculation and the use of
+    KV caches. An unknown architecture has no rates."""
     speed, gpu = None, _gpu(config)
     if shape is not None:
         nbytes = DecodingBytes.of(config, shape)

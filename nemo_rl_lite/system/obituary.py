@@ -13,7 +13,7 @@ MESSAGE = (
     "the command was killed, or Ray ended it because Ray's raylet died; often the machine is short of memory. The same "
     "command resumes a run from its last checkpoint"
 )
-# A shell starts in 2 ms. It reads a line or the end of the pipe, whichever comes first.
+# A shell starts sooner than Python. It reads a line or the end of the pipe, whichever comes first.
 _SCRIPT = """trap '' HUP INT TERM; read -r line || echo "$0" >&2"""
 _reporters: list[subprocess.Popen[bytes]] = []
 
