@@ -11,7 +11,7 @@ from nemo_rl_lite.validation.compose import compose_config
 from tests.draft_models import eagle3_head
 from tests.functional.conftest import PYTHONPATH
 from tests.functional.ranks import run_script
-from tests.gpu.test_run import check, run
+from tests.gpu.test_run import SMALL, check, run
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ def head(gpu_model, tmp_path) -> Path:
 
 
 def test_a_head_keeps_its_weights_while_its_engine_sleeps(gpu_model, head, tmp_path):
-    own = ENGINES["vllm"].environment(compose_config().generation, True)
+    own = ENGINES["vllm"].environment(compose_config([*SMALL, "cluster.gpus_per_node=1"]).generation, True)
     environ = dict(os.environ) | own | {"PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"}
     run_script(Path(__file__).with_name("draft_process.py"), [gpu_model, head], environ, tmp_path / "log")
 
