@@ -136,9 +136,20 @@ TABLES = {
         ),
     ),
     "admission table": Table(
-        "analysis/engines",
+        "analysis/full_caches",
         "admission-cpu",
         columns=("throughput", "rollout", "preemptions", "tokens computed again, per sampled token"),
+    ),
+    "full cache table": Table(
+        "analysis/full_caches", "full-cache-1x-h100", columns=("throughput", "rollout", "preemptions")
+    ),
+    "versions table": Table(
+        "analysis/engines",
+        "engines-versions-1x-h100",
+        columns=(
+            *("step time", "generation", "train", "refit", "bandwidth share of decoding"),
+            "command to first step",
+        ),
     ),
     "engine settings table": Table(
         "analysis/engines",
