@@ -5,8 +5,9 @@ import importlib
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import ray
 
 from nemo_rl_lite.cluster.heartbeat import HeartbeatThread
 from nemo_rl_lite.compat.imports import quick_imports
+from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.observability import profiling
 from nemo_rl_lite.observability.timer import SETUP, seconds_since_start
 from nemo_rl_lite.system.machine import free_port, log_to_stderr
@@ -35,8 +37,7 @@ def errors_that_travel() -> Iterator[None]:
         raise
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
-class WorkerActor:
+class WorkerProcess:
     """A process for one worker. Its output goes to `log_file`; `worker` is its name in heartbeats.
 
     `environment` is set before other imports. Ray's runtime environments would start another process first."""
@@ -62,8 +63,9 @@ class WorkerActor:
         """Return the GPUs that Ray has assigned to this process, as in CUDA_VISIBLE_DEVICES."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
-    def load(self, class_path: str, environment: dict[str, str]) -> None:
-        """Set the environment and import the class, so that `start` is quick."""
+    def load(self, class_path: str, environment: dict[str, str], runner_path: str = "") -> None:
+        """Set the environment and import the class, so that `start` is quick. With a runner, `start` passes it a
+        function that constructs the worker."""
         log_to_stderr()
         os.environ.update(environment)
         module_name, _, class_name = class_path.rpartition(".")
@@ -72,6 +74,9 @@ class WorkerActor:
             if hasattr(module, "preload"):
                 module.preload()
             self._class = getattr(module, class_name)
+            if runner_path:
+                runner, kind = imported(runner_path), self._class
+                self._class = lambda **arguments: runner(partial(kind, **arguments))
         # A later garbage collection would walk through all that was imported, for half a second.
         gc.freeze()
 
@@ -91,14 +96,36 @@ class WorkerActor:
 
     def begin_profile(self, tool: profiling.Tool) -> None:
         """Start a trace of this process."""
-        profiling.begin(tool)
+        self._in_workers_thread(partial(profiling.begin, tool))
 
     def end_profile(self, file: str) -> None:
         """Write the trace."""
-        profiling.end(Path(file))
+        self._in_workers_thread(partial(profiling.end, Path(file)))
+
+    def _in_workers_thread(self, work: Callable[[], None]) -> None:
+        # torch records the thread that starts the profiler.
+        getattr(self._worker, "run_in_thread", lambda own: own())(work)
 
     def peak_memory(self) -> int:
         """Return this process's peak resident memory in bytes."""
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_OPTIONS: Any = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+WorkerActor = ray.remote(**_OPTIONS)(WorkerProcess)
+
+
+class ListenedProcess(WorkerProcess):
+    """A process whose worker has a thread of its own, and takes a second call at a time from those who wait for its
+    results."""
+
+    @ray.method(concurrency_group="beside")
+    def call_beside(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the worker that waits, such as for results, beside the other calls."""
+        with errors_that_travel():
+            return getattr(self._worker, method)(*arguments)
+
+
+ListenedActor = ray.remote(**_OPTIONS, concurrency_groups={"beside": 1})(ListenedProcess)

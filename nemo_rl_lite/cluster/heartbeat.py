@@ -15,7 +15,7 @@ import ray
 
 from nemo_rl_lite.compat.ray import kv_get, kv_put
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.observability.liveness import latest_progress
+from nemo_rl_lite.observability.liveness import background_work, latest_progress
 from nemo_rl_lite.observability.system import Sampler, Usage
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Heartbeat:
     at: float
     counts: dict[str, int] = field(default_factory=dict)
     stack: tuple[str, ...] = ()
-    """`file:line function` of the main thread, the innermost frame last."""
+    """`file:line function` of the working thread, the innermost frame last."""
     node: str = ""
     usage: Usage = field(default_factory=Usage)
     """Load of the process's machine and GPUs."""
@@ -83,11 +83,16 @@ class HeartbeatThread:
 
     def _write_all(self) -> None:
         while True:
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            thread, phase, since = threading.main_thread().ident or 0, self._phase, self._since
+            if (work := background_work()) is not None:
+                thread = work.thread
+                if phase == "idle" and work.phase:
+                    phase, since = work.phase, work.since
+            frame = sys._current_frames().get(thread)
             frames = traceback.extract_stack(frame)[-_FRAMES:] if frame else []
             stack = tuple(f"{one.filename}:{one.lineno} {one.name}" for one in frames)
             counts, usage = latest_progress(), self._system.usage
-            heartbeat = Heartbeat(self._worker, self._phase, self._since, time.time(), counts, stack, self._node, usage)
+            heartbeat = Heartbeat(self._worker, phase, since, time.time(), counts, stack, self._node, usage)
             try:
                 kv_put(_key(self._worker), json.dumps(asdict(heartbeat)).encode(), overwrite=True)
             except Exception as error:  # the next heartbeat may succeed

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from nemo_rl_lite.cluster.actor import WorkerActor
+from nemo_rl_lite.cluster.actor import ListenedActor, WorkerActor
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.runtime import Slot
 from nemo_rl_lite.config.schema import ProfileConfig
@@ -29,13 +29,15 @@ class WorkerGroup:
         slots_each: int = 1,
         hosts_each: int = 1,
         limit_s: float | None = None,
+        is_listened: bool = False,
     ):
         """Start an empty process in every slot, with `environment`.
 
         A worker of several GPUs has `slots_each` slots, in equal parts on `hosts_each` nodes. The process in the first
         slot is the worker, the first process on each other node is its follower, and the others reserve GPUs.
-        `limit_s`: time limit of a call.
+        `limit_s`: time limit of a call. `is_listened`: whether workers take calls of `call_beside`.
         """
+        self._actor: Any = ListenedActor if is_listened else WorkerActor
         self.name, self._log_folder, self._environment = name, log_folder, environment
         self._limit_s, self._slots_per_host = limit_s, slots_each // hosts_each
         self._slots = [list(slots[start : start + slots_each]) for start in range(0, len(slots), slots_each)]
@@ -82,23 +84,27 @@ class WorkerGroup:
         return part
 
     def _new_place(self, rank: int) -> list[Any]:
-        actor: Any = WorkerActor
         processes = []
         for index, slot in enumerate(self._slots[rank]):
             worker = _name(self.name, rank, index)
             log_file = f"{self._log_folder}/{self.name}-{rank}{f'-slot-{index}' if index else ''}.log"
-            processes.append(actor.options(**slot).remote(worker, log_file, self._environment))
+            processes.append(self._actor.options(**slot).remote(worker, log_file, self._environment))
         return processes
 
-    def load(self, class_path: str, environments: Sequence[dict[str, str]], follower_path: str = "") -> Call:
-        """Import the classes of workers and followers, each with its own environment."""
-        pairs = zip(self._started(), environments, strict=True)
+    def load(
+        self, class_path: str, environments: Sequence[dict[str, str]], follower_path: str = "", runner_path: str = ""
+    ) -> Call:
+        """Import the classes of workers and followers, each with its own environment. `runner_path`: see
+        `WorkerProcess.load`."""
         return self._start_call(
-            [process.load.remote(follower_path if slot else class_path, own) for (_, slot, process), own in pairs]
+            [
+                process.load.remote(follower_path, own) if slot else process.load.remote(class_path, own, runner_path)
+                for (_, slot, process), own in zip(self._started(), environments, strict=True)
+            ]
         )
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
-        """Construct the loaded workers and followers, each with its own arguments; see `WorkerActor.start`."""
+        """Construct the loaded workers and followers, each with its own arguments; see `WorkerProcess.start`."""
         pairs = zip(self._started(), arguments, strict=True)
         return self._start_call([process.start.remote(own) for (_, _, process), own in pairs])
 
@@ -131,6 +137,11 @@ class WorkerGroup:
         worker, host, limit_s = f"{self.name} rank {self._ranks[place]}", self.hosts[place], self._limit_s
         references = [host.call.remote(method, phase, limit_s, *own) for method, own in methods]
         return Call((worker,) * len(references), phase, tuple(references), limit_s)
+
+    def call_beside(self, place: int, method: str, *arguments: Any, phase: str) -> Call:
+        """Call a method of one worker that waits, beside its other calls."""
+        reference = self.hosts[place].call_beside.remote(method, *arguments)
+        return Call((f"{self.name} rank {self._ranks[place]}",), phase, (reference,), self._limit_s)
 
     def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
         """Return the IP address and a free port of each worker and follower."""

@@ -91,8 +91,12 @@ class ReplicaLoad:
     def give(self, asked: PendingRequest) -> None:
         self._new[asked.number] = asked
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self._new or self.aborted)
+
     def hand_over(self) -> tuple[dict[int, Request], list[int]]:
-        """Return the replica's next exchange: new requests by number, and numbers to abort."""
+        """Return what to send to the replica: new requests by number, and numbers to abort."""
         new, self._new = self._new, {}
         aborted, self.aborted = self.aborted, []
         self._unfinished |= new

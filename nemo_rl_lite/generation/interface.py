@@ -78,7 +78,7 @@ class Request:
     cache_version: int | None = None
     """Weights with which the KV cache of the prompt's beginning was computed; None for the engine's weights."""
     streams: bool = False
-    """True: `Engine.poll` also returns the tokens so far."""
+    """True: reports also have the tokens so far."""
 
 
 @dataclass(eq=False)
@@ -209,15 +209,18 @@ class Decoded:
     """Tokens in the KV caches of a forward pass, summed over the passes. Prefills are not counted."""
     drafts: Drafts = Drafts()
     cache: CacheUse = CacheUse()
+    seconds: float = 0.0
+    """Time in steps."""
 
     def __add__(self, other: "Decoded") -> "Decoded":
         drafts, cache = self.drafts + other.drafts, self.cache + other.cache
-        return Decoded(self.steps + other.steps, self.cached + other.cached, drafts, cache)
+        steps, cached, seconds = self.steps + other.steps, self.cached + other.cached, self.seconds + other.seconds
+        return Decoded(steps, cached, drafts, cache, seconds)
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """An engine's requests and KV cache after a `poll`. Shares of the cache are 0 if the engine does not know them."""
+    """An engine's requests and KV cache after a step. Shares of the cache are 0 if the engine does not know them."""
 
     unfinished_tokens: int = 0
     """Tokens that unfinished responses have so far."""
@@ -233,9 +236,23 @@ class EngineLoad:
     """Preemptions since the last `load`."""
 
 
+@dataclass(frozen=True)
+class EngineReport:
+    """News of an engine that works by itself."""
+
+    finished: Mapping[int, Completion | RequestError]
+    """Completions and rejections since the last report, and an `Unfinished` completion for each request that streams,
+    by the request's number."""
+    load: EngineLoad
+    steps: int
+    """Steps since the engine's start."""
+    stuck_s: float
+    """Seconds since the step in progress began; 0 between two steps."""
+
+
 class Engine(Protocol):
-    """One engine replica in its own process. It works only during calls: without `poll` it is paused and keeps its
-    requests, even during a refit."""
+    """One engine replica in its own process. `EngineLoop` steps it. Between two steps it keeps its requests, even
+    during a refit."""
 
     version: int
     """Training step of the weights."""
@@ -249,9 +266,13 @@ class Engine(Protocol):
         """Add requests, by unique number."""
         ...
 
-    def poll(self, seconds: float) -> dict[int, Completion | RequestError]:
-        """Work until nothing is left to do, or for about `seconds`. Return the completions and rejections since the
-        last call, and an `Unfinished` completion for each request that streams."""
+    def step(self) -> dict[int, Completion | RequestError]:
+        """Advance the requests by one forward pass, or a batch of them to its end. Return the completions and
+        rejections since the last call."""
+        ...
+
+    def so_far(self) -> dict[int, Unfinished]:
+        """Return the tokens so far of each request that streams."""
         ...
 
     def load(self) -> EngineLoad:
@@ -267,7 +288,7 @@ class Engine(Protocol):
         ...
 
     def take_decoded(self) -> Decoded:
-        """Return the work of `poll` since the last call."""
+        """Return the work of `step` since the last call."""
         ...
 
     def sleep(self) -> None:

@@ -2,10 +2,10 @@
 
 import asyncio
 import itertools
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.assignment import Assignment, PendingRequest
@@ -19,21 +19,31 @@ from nemo_rl_lite.generation.interface import (
     Unfinished,
 )
 
-# Exchanges in flight per replica: it starts one while it returns the results of another.
-_EXCHANGES = 2
+_Message = Literal["send", "report", "pause", "resume"]
 
 
 class Replica(Protocol):
-    """An engine as the queue drives it."""
+    """An engine that works by itself, as the queue sees it."""
 
     load: EngineLoad
-    """The load after the last step."""
+    """The load of the last report."""
+    steps: int
+    """Steps of the engine by the last report."""
 
-    async def step(
-        self, submitted: Mapping[int, Request], aborted: Sequence[int]
-    ) -> dict[int, Completion | RequestError]:
-        """Submit and abort requests, let the engine work for a moment, and return its results. Concurrent
-        exchanges run in order."""
+    async def send(self, requests: Mapping[int, Request], aborted: Sequence[int]) -> None:
+        """Hand over requests by number, and numbers to abort. Concurrent calls keep their order."""
+        ...
+
+    async def report(self) -> Mapping[int, Completion | RequestError]:
+        """Wait a moment for results, and return them; return at once if the engine has no requests."""
+        ...
+
+    async def pause(self) -> None:
+        """Return when the engine has stopped. It keeps its requests."""
+        ...
+
+    async def resume(self) -> None:
+        """Let the engine continue."""
         ...
 
 
@@ -56,18 +66,18 @@ class RequestQueue:
         self._replicas, self._on_loss, self._restore = replicas, on_loss, restore
         self._numbers = itertools.count()
         self._assignment = Assignment(len(replicas), capacity)
-        self._running: dict[asyncio.Task[dict[int, Completion | RequestError]], int] = {}
+        # Messages in flight with their replicas, and those that have ended.
+        self._running: dict[asyncio.Task[None], tuple[int, _Message]] = {}
+        self._ended: deque[asyncio.Task[None]] = deque()
         self._paused, self._held_back = False, 0
-        self._changed, self._quiet = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
         self._replaced: deque[int] = deque()
         self._failure: Exception | None = None
-        self.steps = 0
-        """Finished exchanges, as a sign of life."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["RequestQueue"]:
         """Drive the replicas during the block; see `Generation.serving`."""
-        self._changed, self._quiet = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
         self._paused, self._held_back, self._failure = False, 0, None
         driver = asyncio.create_task(self._drive())
         try:
@@ -79,9 +89,9 @@ class RequestQueue:
             self._clear()
             raise
         driver.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
         if self._failure is None:
             await self._forget()
+        await asyncio.gather(*self._running, return_exceptions=True)
         self._clear()
 
     async def sample(
@@ -122,14 +132,17 @@ class RequestQueue:
         """Pause all engines until `resume`; return when all have stopped. They keep their requests, and more may be
         added. Raises as `sample` if the queue has failed."""
         self._paused = True
-        while self._running:
-            self._quiet.clear()
-            await self._quiet.wait()
+        alive = list(self._assignment.alive)
+        pausing = [self._begin(replica, "pause", self._replicas[replica].pause()) for replica in alive]
+        await asyncio.gather(*pausing, return_exceptions=True)
+        self._collect()
         if self._failure is not None:
             raise self._failure
 
     def resume(self) -> None:
         self._paused = False
+        for replica in self._assignment.alive:
+            self._begin(replica, "resume", self._replicas[replica].resume())
         self._changed.set()
 
     @property
@@ -139,6 +152,11 @@ class RequestQueue:
     @property
     def are_in_work(self) -> bool:
         return bool(self._running)
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of all engines, as a sign of life."""
+        return sum(replica.steps for replica in self._replicas)
 
     @property
     def unfinished_tokens(self) -> int:
@@ -160,75 +178,89 @@ class RequestQueue:
 
     async def _drive(self) -> None:
         try:
-            while True:
+            while self._failure is None:
                 self._changed.clear()
                 while self._replaced:
                     self._assignment.replace(self._replaced.popleft())
                 if not self._paused:
                     if not self._held_back:
                         self._assignment.assign()
-                    self._start()
+                    self._exchange()
                 self._assignment.time(self._paused)
-                changed = asyncio.create_task(self._changed.wait())
-                await asyncio.wait([changed, *self._running], return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
+                await self._changed.wait()
                 self._collect()
-        except Exception as error:  # any error must reach the episodes that wait or will ask
-            self._failure = error
-            for task in self._running:
-                task.cancel()
-            self._running.clear()
-            self._quiet.set()
-            for asked in self._assignment.unanswered():
-                if not asked.answer.done():
-                    asked.answer.set_exception(error)
+        except Exception as error:  # reaches the episodes
+            self._fail(error)
 
-    def _start(self) -> None:
-        in_flight = Counter(self._running.values())
+    def _exchange(self) -> None:
+        """Send new requests, and collect the results of each replica that has requests."""
+        in_flight = set(self._running.values())
         for replica in self._assignment.alive:
             held = self._assignment.held[replica]
-            while in_flight[replica] < _EXCHANGES and (held.load or held.aborted):
-                in_flight[replica] += 1
-                step = asyncio.ensure_future(self._replicas[replica].step(*held.hand_over()))
-                # One failure is raised; asyncio would print the others.
-                step.add_done_callback(lambda done: done.cancelled() or done.exception())
-                self._running[step] = replica
+            if held.has_news:
+                self._begin(replica, "send", self._replicas[replica].send(*held.hand_over()))
+            # Before the requests have arrived, the replica would report nothing.
+            elif held.load and not {(replica, "send"), (replica, "report")} & in_flight:
+                self._begin(replica, "report", self._report(replica))
+
+    def _begin(self, replica: int, message: _Message, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._running[task] = replica, message
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._ended.append(task)
+        self._changed.set()
+
+    async def _report(self, replica: int) -> None:
+        finished = await self._replicas[replica].report()
+        for number, completion in finished.items():
+            if isinstance(completion, Unfinished):
+                self._assignment.held[replica].tell(number, completion)
+            elif isinstance(completion, RequestError):
+                asked = self._assignment.refuse(replica, number)
+                if asked is not None and not asked.answer.done():
+                    asked.answer.set_exception(completion)
+            else:
+                asked = self._assignment.finish(replica, number, completion)
+                if asked is not None and not asked.answer.done():
+                    asked.answer.set_result((completion, replica))
+        self._assignment.observe(replica, self._replicas[replica].load)
 
     def _collect(self) -> None:
-        for task in [task for task in self._running if task.done()]:
-            replica = self._running.pop(task, None)
-            if replica is None:
-                # An earlier step has lost its replica.
+        """Handle the errors of messages that have ended."""
+        while self._ended:
+            task = self._ended.popleft()
+            # Otherwise the replica was lost before.
+            if task not in self._running:
                 continue
+            replica, _ = self._running.pop(task)
+            error = None if task.cancelled() else task.exception()
             try:
-                finished = task.result()
-            except WorkerError as error:
-                if not error.lost:
-                    raise
-                self._lose(replica, error)
-                continue
-            self.steps += 1
-            for number, completion in finished.items():
-                if isinstance(completion, Unfinished):
-                    self._assignment.held[replica].tell(number, completion)
-                elif isinstance(completion, RequestError):
-                    asked = self._assignment.refuse(replica, number)
-                    if asked is not None and not asked.answer.done():
-                        asked.answer.set_exception(completion)
-                else:
-                    asked = self._assignment.finish(replica, number, completion)
-                    if asked is not None and not asked.answer.done():
-                        asked.answer.set_result((completion, replica))
-            self._assignment.observe(replica, self._replicas[replica].load)
-        if not self._running:
-            self._quiet.set()
+                if isinstance(error, WorkerError) and error.lost:
+                    self._lose(replica, error)
+                elif error is not None:
+                    raise error
+            except Exception as failure:
+                self._fail(failure)
+
+    def _fail(self, error: Exception) -> None:
+        """End all work; the error reaches the episodes that wait or will ask."""
+        self._failure = self._failure or error
+        for task in self._running:
+            task.cancel()
+        self._running.clear()
+        for asked in self._assignment.unanswered():
+            if not asked.answer.done():
+                asked.answer.set_exception(error)
 
     def _lose(self, replica: int, error: WorkerError) -> None:
         self._on_loss(replica, error)
         self._assignment.lose(replica)
-        for step in [task for task, of in self._running.items() if of == replica]:
-            del self._running[step]
-            step.cancel()
+        for task in [task for task, (of, _) in self._running.items() if of == replica]:
+            del self._running[task]
+            task.cancel()
         if not self._assignment.alive:
             self._restore()
 
@@ -238,15 +270,19 @@ class RequestQueue:
 
     async def _forget(self) -> None:
         """Abort unfinished requests."""
-        for replica in sorted(self._assignment.alive):
-            try:
-                if unfinished := self._assignment.held[replica].unfinished:
-                    await self._replicas[replica].step({}, unfinished)
-            except WorkerError as error:
-                if not error.lost:
-                    raise
-                self._lose(replica, error)
+        left = {replica: self._assignment.held[replica].unfinished for replica in self._assignment.alive}
+        for replica, unfinished in sorted(left.items()):
+            if unfinished:
+                self._begin(replica, "send", self._replicas[replica].send({}, unfinished))
+        self._collect()
+        while self._running and self._failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+            self._collect()
+        if self._failure is not None:
+            raise self._failure
 
     def _clear(self) -> None:
         self._assignment.clear()
         self._running.clear()
+        self._ended.clear()

@@ -1,9 +1,7 @@
 """The reference engine over transformers' `generate`: slow and simple."""
 
-import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +11,18 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.data.tokenizer import load_tokenizer
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Engine, EngineLoad, Request, RequestError, Sampling
+from nemo_rl_lite.generation.interface import (
+    Completion,
+    Decoded,
+    EngineLoad,
+    Request,
+    RequestError,
+    Sampling,
+    Unfinished,
+)
 from nemo_rl_lite.refit.engine import EngineLoader, Source, WeightsState, connect
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.refit.layout import Named
-
-# Seconds of work between checks for new requests.
-_SLICE_S = 0.05
-
-
-class LocalReplica:
-    """A `Replica` over an engine in a thread of this process, which leaves the event loop free."""
-
-    def __init__(self, make: Callable[[], Engine]):
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self.engine = self._thread.submit(make).result()
-        self.load = EngineLoad()
-
-    async def step(
-        self, submitted: Mapping[int, Request], aborted: Sequence[int]
-    ) -> dict[int, Completion | RequestError]:
-
-        def work() -> dict[int, Completion | RequestError]:
-            self.engine.submit(submitted)
-            self.engine.abort(aborted)
-            finished, self.load = self.engine.poll(_SLICE_S), self.engine.load()
-            return finished
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 class TransformersEngine:
@@ -78,17 +60,20 @@ class TransformersEngine:
         self._weights.require()
         self._requests |= requests
 
-    def poll(self, seconds: float) -> dict[int, Completion | RequestError]:
-        """Generate batches; each is generated to its end, even after `seconds`."""
-        finished, ends = dict[int, Completion | RequestError](), time.perf_counter() + seconds
-        while self._requests and time.perf_counter() < ends:
-            sampling = next(iter(self._requests.values())).sampling
-            alike = [number for number, request in self._requests.items() if request.sampling == sampling]
-            batch = {number: self._requests.pop(number) for number in alike[: self._batch_size]}
-            completions = self._generate(list(batch.values()), sampling)
-            self._decoded += _decoded(list(batch.values()), completions)
-            finished |= zip(batch, completions, strict=True)
-        return finished
+    def step(self) -> dict[int, Completion | RequestError]:
+        """Generate a batch to its end."""
+        if not self._requests:
+            return {}
+        sampling = next(iter(self._requests.values())).sampling
+        alike = [number for number, request in self._requests.items() if request.sampling == sampling]
+        batch = {number: self._requests.pop(number) for number in alike[: self._batch_size]}
+        completions = self._generate(list(batch.values()), sampling)
+        self._decoded += _decoded(list(batch.values()), completions)
+        return dict(zip(batch, completions, strict=True))
+
+    def so_far(self) -> dict[int, Unfinished]:
+        """Return nothing: between two steps, no request has begun."""
+        return {}
 
     def load(self) -> EngineLoad:
         """Return no load: a batch is generated to its end, and its cache is freed."""

@@ -153,6 +153,30 @@ def _error(late: Limit) -> WorkerError:
     return WorkerError("launcher", late.what, cause, details="".join(traceback.format_list(stack)))
 
 
+class BackgroundWork:
+    """A thread that works in place of the main thread. Heartbeats show its stack, and its phase."""
+
+    def __init__(self) -> None:
+        global _background
+        self.thread, self.phase, self.since = threading.get_ident(), "", time.time()
+        _background = self
+
+    @contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        self.phase, self.since = phase, time.time()
+        try:
+            yield
+        finally:
+            self.phase, self.since = "", time.time()
+
+
+_background: BackgroundWork | None = None
+
+
+def background_work() -> BackgroundWork | None:
+    return _background
+
+
 _counts: dict[str, int] = {}
 
 

@@ -105,7 +105,7 @@ def unix_time(at: float) -> float:
 
 
 SETUP = Timer()
-"""Timer of a worker process' start, read by `WorkerActor.start`."""
+"""Timer of a worker process' start, read by `WorkerProcess.start`."""
 
 
 _clock: list[float] = []

@@ -223,8 +223,9 @@ def policy_speed(config: Config) -> PolicySpeed:
 def decoding_speed(
     config: Config, shape: ModelShape | None, take_decoded: Callable[[], tuple["Decoded", float]]
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that returns the engines' rates since its last call, with those of speculation and the use of
-    KV caches. An unknown architecture has no rates."""
+    """Return a function that returns the engines' rates since its last call, with those of speculation, the use of KV
+    caches, and the share of time in which engines had requests but did not step. An unknown architecture has no
+    rates."""
     speed, gpu = None, _gpu(config)
     if shape is not None:
         nbytes = DecodingBytes.of(config, shape)
@@ -233,6 +234,8 @@ def decoding_speed(
     def take() -> dict[str, float]:
         decoded, seconds = take_decoded()
         rates = speed.metrics(decoded.steps, decoded.cached, seconds) if speed else {}
+        if seconds:
+            rates["engines_starved_share"] = max(0.0, 1 - decoded.seconds / seconds)
         return rates | decoded.drafts.metrics() | decoded.cache.metrics(decoded.steps)
 
     return take

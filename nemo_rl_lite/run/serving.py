@@ -25,8 +25,8 @@ from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError, UsageError, WorkerError
 from nemo_rl_lite.generation.interface import Engine, Sampling
+from nemo_rl_lite.generation.loop import LocalReplica
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.generation.transformers import LocalReplica
 from nemo_rl_lite.models.folder import check_model_folder, from_hub
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.observability.environment import CONFIG_FILE
@@ -199,7 +199,7 @@ def start_engine(served: Served) -> tuple[RequestQueue, ResponderConfig]:
     replica = LocalReplica(make)
     queue = RequestQueue([replica], config.generation.vllm_cfg.max_num_seqs, _lost, lambda: None)
     sampling = served.flags.applied(Sampling.of(config.generation, tokenizer.end_tokens))
-    return queue, ResponderConfig(tokenizer, sampling, replica.engine.max_length, engine)
+    return queue, ResponderConfig(tokenizer, sampling, replica.loop.engine.max_length, engine)
 
 
 def _lost(replica: int, error: WorkerError) -> None:

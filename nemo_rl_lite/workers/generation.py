@@ -1,19 +1,17 @@
 """Clients of generation engines in Ray actors, for the request queue and for refits."""
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from nemo_rl_lite.cluster.calls import Call, result, wait
+from nemo_rl_lite.cluster.heartbeat import hang
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Decoded, EngineLoad, Request, RequestError
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.ipc import SharedWeights
-
-# Seconds of work between checks for new requests. On a GPU, computation continues between slices.
-SLICE_S = 0.05
 
 
 @dataclass
@@ -23,34 +21,37 @@ class RemoteReplica:
     group: WorkerGroup
     rank: int
     load: EngineLoad = field(default_factory=EngineLoad)
-    _before: asyncio.Future[None] | None = None
-    """Done when the worker has finished the previous step."""
+    steps: int = 0
 
-    async def step(
-        self, submitted: Mapping[int, Request], aborted: Sequence[int]
-    ) -> dict[int, Completion | RequestError]:
-        """Submit, abort and poll in one exchange.
+    async def send(self, requests: Mapping[int, Request], aborted: Sequence[int]) -> None:
+        """See `EngineLoop.send`. Raises WorkerError: the engine failed, died or hangs."""
+        await self._call("send", requests, aborted)
+
+    async def report(self) -> Mapping[int, Completion | RequestError]:
+        """See `EngineLoop.report`.
 
         Raises:
             EngineError: a sampled token's logprob is not finite.
-            WorkerError: the engine failed, died or hangs.
+            WorkerError: the engine failed or died, or a step does not end.
         """
-        methods: list[tuple[str, tuple]] = [("submit", (submitted,))] if submitted else []
-        methods += [("abort", (aborted,))] if aborted else []
-        call = self.group.call_one(self.rank, [*methods, ("poll", (SLICE_S,)), ("load", ())], "generate")
-        before, own = self._before, asyncio.get_running_loop().create_future()
-        self._before = own
-        try:
-            if before is not None:
-                # The time limit applies only to this step.
-                await before
-            *_, finished, self.load = await result(call)
-        finally:
-            own.done() or own.set_result(None)
-        for completion in finished.values():
+        call = self.group.call_beside(self.rank, "report", phase="generate")
+        [report] = await result(call)
+        if call.limit_s is not None and report.stuck_s > call.limit_s:
+            raise hang(call.workers, call.phase, f"its step is not done within {call.limit_s:g} s")
+        self.load, self.steps = report.load, report.steps
+        for completion in report.finished.values():
             if isinstance(completion, Completion):
                 _require_finite(self.rank, completion)
-        return finished
+        return report.finished
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def _call(self, method: str, *arguments: Any) -> None:
+        await result(self.group.call_one(self.rank, [(method, arguments)], "generate"))
 
 
 class RemoteGeneration:
@@ -71,7 +72,7 @@ class RemoteGeneration:
     def start_probe(self, request: Request) -> list[Call]:
         """Make every engine sample the request, each with its own seed, before later requests."""
         seeds = range(request.seed, request.seed + self.engines)
-        asked = [[("sample_now", (replace(request, seed=seed),))] for seed in seeds]
+        asked = [[("call", ("sample_now", replace(request, seed=seed)))] for seed in seeds]
         return [self.group.call_one(rank, own, "generate") for rank, own in enumerate(asked)]
 
     def collect_probe(self, begun: Sequence[Call]) -> dict[int, Completion]:
@@ -95,10 +96,10 @@ class RemoteGeneration:
 
     def finish_generation(self) -> dict[str, float]:
         """Put engines that share a GPU with the policy to sleep; return memory metrics from before."""
-        answers = wait(self.group.call("memory"), self.group.call("take_decoded"))
+        answers = wait(self._call("memory"), self.group.call("take_decoded"))
         held = max(answers[: self.engines], key=lambda own: own.get("device", 0))
         self._decoded = sum(answers[self.engines :], self._decoded)
-        wait(self.group.call("sleep"))
+        wait(self._call("sleep"))
         return engine_memory(held, self._shares_device) if held else {}
 
     def take_decoded(self) -> Decoded:
@@ -108,25 +109,29 @@ class RemoteGeneration:
 
     def weight_bytes(self) -> int:
         """Return the largest bytes of weights on an engine's GPU; 0 on CPUs."""
-        return max(held.get("generation_weights", 0) for held in wait(self.group.call("memory")))
+        return max(held.get("generation_weights", 0) for held in wait(self._call("memory")))
 
     def share_weights(self) -> list[SharedWeights]:
         """Return the shared weights of all ranks, engine by engine; see `ipc.share_weights`."""
-        return [rank for engine in wait(self.group.call("share_weights")) for rank in engine]
+        return [rank for engine in wait(self._call("share_weights")) for rank in engine]
 
     def wake_weights(self) -> None:
-        wait(self.group.call("wake_weights"))
+        wait(self._call("wake_weights"))
 
     def wake_cache(self) -> None:
-        wait(self.group.call("wake_cache"))
+        wait(self._call("wake_cache"))
 
     def join_refit(self, sources: Sequence[Sequence[Source]]) -> Call:
         """Connect each engine's ranks to their producers; ends after the producers' `join_refit`."""
-        return self.group.call_each("join_refit", [(own,) for own in sources])
+        return self.group.call_each("call", [("join_refit", own) for own in sources], phase="join_refit")
 
     def receive_weights(self, version: int) -> Call:
         """Receive new weights; ends after the producers' `send_weights`."""
-        return self.group.call("receive_weights", version, phase="refit")
+        return self._call("receive_weights", version, phase="refit")
+
+    def _call(self, method: str, *arguments: Any, phase: str = "") -> Call:
+        """Call a method of every engine between two of its steps."""
+        return self.group.call("call", method, *arguments, phase=phase or method)
 
 
 def _require_finite(rank: int, completion: Completion) -> None:

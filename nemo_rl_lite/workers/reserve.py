@@ -33,6 +33,7 @@ from nemo_rl_lite.system.machine import ON_CPUS
 log = logging.getLogger(__name__)
 POLICY_CLASS = "nemo_rl_lite.policy.worker.MegatronWorker"
 TEACHER_CLASS = "nemo_rl_lite.policy.teacher.TeacherWorker"
+ENGINE_LOOP = "nemo_rl_lite.generation.loop.EngineLoop"
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def generation_group(config: Config, placement: Placement, run_folder: Path) -> 
         engine_ranks(config),
         engine_hosts(config),
         config.cluster.phase_timeout_s,
+        is_listened=True,
     )
 
 
@@ -166,7 +168,7 @@ def load_generation(config: Config, generation: WorkerGroup) -> Call:
         for gpus in generation.gpus(config.cluster.start_timeout_s)
     ]
     own = engine_of(config)
-    return generation.load(own.worker, visible, own.follower or "")
+    return generation.load(own.worker, visible, own.follower or "", ENGINE_LOOP)
 
 
 def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from whole_runs import tiny_model
 
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.generation.interface import Conversation, Request, Requests, Sampling
+from nemo_rl_lite.generation.loop import LocalReplica
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.generation.transformers import LocalReplica
 from nemo_rl_lite.system.machine import gpu_name
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -49,7 +49,7 @@ class Rollouts:
     """Rollouts of a task on an engine in this process."""
 
     def __init__(self, replica: LocalReplica, way: admission.Way, most: int):
-        self._engine: Any = replica.engine
+        self._engine: Any = replica.loop.engine
         self._queue = RequestQueue([replica], most, _fail, _fail)
         if not way.orders:
             self._queue._assignment = admission.InOrder(1, most)

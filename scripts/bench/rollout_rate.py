@@ -102,7 +102,7 @@ def measure(model: Path, overrides: list[str], prompts: int, samples: int) -> Fo
         begun, done = time.perf_counter(), {}
         engine.submit(dict(enumerate(requests)))
         while len(done) < len(requests):
-            done |= engine.poll(3600)
+            done |= engine.step()
         if any(len(one.tokens) != tokens for one in done.values()):
             raise RuntimeError("the engine did not sample what it was asked for")
         return time.perf_counter() - begun

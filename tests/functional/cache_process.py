@@ -13,8 +13,8 @@ from typing import Any
 
 from nemo_rl_lite.generation.admission import Admission
 from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Request, Sampling
+from nemo_rl_lite.generation.loop import LocalReplica
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.generation.transformers import LocalReplica
 from nemo_rl_lite.generation.vllm.worker import VLLMEngine
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -61,7 +61,7 @@ def sample(queue: RequestQueue) -> list[tuple[int, ...]]:
 replica = LocalReplica(
     lambda: VLLMEngine(config.generation, config.policy, model_folder, seed=0, on_gpu=False)  # pyrefly: ignore
 )
-engine: Any = replica.engine
+engine: Any = replica.loop.engine
 manager = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
 seen: dict[str, Any] = {"headroom": manager.watermark_blocks}
 
@@ -105,7 +105,7 @@ def turns(recomputes: bool) -> list[int]:
         engine.submit({0: request})
         found: dict[int, Completion] = {}
         while not found:
-            found = engine.poll(0.1)
+            found = engine.step()
         conversation.add_turn(request, found[0], 0)
         return tokens + found[0].tokens
 

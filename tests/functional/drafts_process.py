@@ -54,7 +54,7 @@ def generate(sampling: Sampling, switch: DraftSwitch) -> tuple[list[Completion],
     engine.submit(dict(enumerate(asked)))
     found: dict[int, Completion] = {}
     while len(found) < len(asked):
-        found |= engine.poll(0.01)
+        found |= engine.step()
     return [done for _, done in sorted(found.items())], engine.take_decoded().drafts.metrics()
 
 

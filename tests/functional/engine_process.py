@@ -44,7 +44,7 @@ def finished(asked: dict[int, Request]) -> dict[int, Completion]:
     engine.submit(asked)
     found: dict[int, Completion] = {}
     while len(found) < len(asked):
-        found |= engine.poll(0.01)
+        found |= engine.step()
     return found
 
 
@@ -63,8 +63,8 @@ def aborted() -> tuple[list[int], list[Completion]]:
     engine.abort(list(range(0, len(asked), 2)))
     found: dict[int, Completion] = {}
     while len(found) < len(asked) // 2:
-        found |= engine.poll(0.01)
-    return sorted(found | engine.poll(0.01)), [done for _, done in sorted(found.items())]
+        found |= engine.step()
+    return sorted(found | engine.step()), [done for _, done in sorted(found.items())]
 
 
 seen = {
@@ -126,7 +126,7 @@ def midway(name: str, recomputes: bool) -> list[Completion]:
     alone = engine.sample_now(replace(asked[0], seed=5))
     found: dict[int, Completion] = {}
     while len(found) < len(asked):
-        found |= engine.poll(0.01)
+        found |= engine.step()
     return [alone, *(done for _, done in sorted(found.items()))]
 
 

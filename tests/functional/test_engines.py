@@ -306,7 +306,7 @@ def test_the_models_own_end_tokens_end_a_response_of_the_transformers_engine(mod
 
     def generate(sampling):
         engine.submit({0: Request((1, 5, 41), sampling, seed=1)})
-        return engine.poll(1.0)[0]
+        return engine.step()[0]
 
     ended = generate(sampling)
     assert ended.finish_reason == "stop" and len(ended.tokens) == 1

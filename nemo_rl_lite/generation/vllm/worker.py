@@ -144,14 +144,15 @@ class VLLMEngine:
             self._unfinished[str(number)] = UnfinishedResponse(request, detokenizer)
             engine.engine_core.add_request(core_request)
 
-    def poll(self, seconds: float) -> dict[int, Completion | RequestError]:
-        ends = time.perf_counter() + seconds
-        while self._unfinished and time.perf_counter() < ends:
+    def step(self) -> dict[int, Completion | RequestError]:
+        if self._unfinished:
             self._step()
-        begun = ((name, one) for name, one in self._unfinished.items() if one.request.streams and one.tokens)
-        so_far = {int(name): one.so_far(self.version) for name, one in begun}
         finished, self._finished = self._finished, {}
-        return {**so_far, **finished}
+        return finished
+
+    def so_far(self) -> dict[int, Unfinished]:
+        begun = ((name, one) for name, one in self._unfinished.items() if one.request.streams and one.tokens)
+        return {int(name): one.so_far(self.version) for name, one in begun}
 
     def load(self) -> EngineLoad:
         tokens = sum(len(response.tokens) for response in self._unfinished.values())

@@ -9,6 +9,7 @@ import pytest
 from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Request, Sampling
 from nemo_rl_lite.generation.queue import RequestQueue
+from tests.unit.generation.stepped import Stepped
 
 SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
 LOST = WorkerError("generation rank 1", "generate", "the process died", lost=True)
@@ -19,27 +20,18 @@ def request(length: int, prompt: int = 0, step: int = 0) -> Request:
     return Request((prompt, length), SAMPLING, length, step)
 
 
-class Engine:
-    """Samples one token of each of its requests in an exchange; fails from the exchange `fails_at` on."""
+class Engine(Stepped):
+    """Samples one token of each of its requests in a report; fails from the exchange `fails_at` on."""
 
     def __init__(self, capacity: int, fails_at: int | None = None, error: Exception = LOST):
+        super().__init__()
         self.capacity, self.fails_at, self.error = capacity, fails_at, error
         self.held: dict[int, list] = {}
         self.sampled, self.exchanges, self.most, self.aborted, self.prompts = 0, 0, 0, [], []
-        self.under_way, self.most_under_way = 0, 0
 
     @property
     def load(self) -> EngineLoad:
         return EngineLoad(sum(length - left for left, length in self.held.values()))
-
-    async def step(self, submitted, aborted):
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
-        try:
-            await asyncio.sleep(0.0005)
-            return self.work(submitted, aborted)
-        finally:
-            self.under_way -= 1
 
     def work(self, submitted, aborted):
         self.exchanges += 1
@@ -299,12 +291,6 @@ def test_a_pause_ends_with_the_error_of_an_engine():
                 await requests.pause()
 
     asyncio.run(serve())
-
-
-def test_an_engine_has_its_next_exchange_before_the_results_of_the_last_are_read():
-    engine = Engine(8)
-    run(queue(engine), [5, 9])
-    assert engine.most_under_way == 2
 
 
 @pytest.mark.parametrize(

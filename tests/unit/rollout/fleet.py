@@ -1,41 +1,31 @@
 """Engines in this process that say which weights sampled each token, behind the real queue of requests."""
 
-import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.interface import Completion, EngineLoad, Sampling
+from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.validation.compose import compose_config
+from tests.unit.generation.stepped import Stepped
 from tests.unit.rollout.script import Letters, judged_by
 
 LOST = WorkerError("generation rank 0", "generate", "the process died", lost=True)
 LONGEST = 40
 
 
-class Replica:
-    """Samples a token of each of its requests in an exchange; a response has a length of its own."""
+class Replica(Stepped):
+    """Samples a token of each of its requests in a report; a response has a length of its own."""
 
-    load = EngineLoad()
+    seconds = 0.0003
 
     def __init__(self):
-        self.weights, self.held, self.under_way, self.is_dead, self.error = -1, {}, 0, False, None
-        self.may_work = asyncio.Event()
-        self.may_work.set()
-
-    async def step(self, submitted, aborted):
-        self.under_way += 1
-        try:
-            await asyncio.sleep(0.0003)
-            await self.may_work.wait()
-            return self.work(submitted, aborted)
-        finally:
-            self.under_way -= 1
+        super().__init__()
+        self.weights, self.held, self.is_dead, self.error = -1, {}, False, None
 
     def work(self, submitted, aborted):
         if self.is_dead:

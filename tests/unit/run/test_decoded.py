@@ -30,8 +30,9 @@ class Group:
     def __len__(self):
         return 2
 
-    def call(self, method):
-        return {"memory": [{}, {}], "take_decoded": [self.own, self.own], "sleep": [None, None]}[method]
+    def call(self, method, *arguments, phase=""):
+        asked = arguments[0] if method == "call" else method
+        return {"memory": [{}, {}], "take_decoded": [self.own, self.own], "sleep": [None, None]}[asked]
 
 
 @pytest.fixture
@@ -73,9 +74,10 @@ def test_a_step_has_the_rates_of_its_engines(generation, monkeypatch, overrides,
     monkeypatch.setattr(model, "gpu_name", lambda: name)
     config = compose_config(overrides)
     take, nbytes = model.decoding_speed(config, SHAPE, generation.take_decoded), DecodingBytes.of(config, SHAPE)
-    finish(generation, Decoded(10, 100), 2.0)
+    finish(generation, Decoded(10, 100, seconds=0.75), 2.0)
     rate = (20 * nbytes.step + 200 * nbytes.token) / 2.0
-    expected = {"generation_read_gb_per_sec_per_gpu": rate / 1e9}
+    # Two engines had requests for 2 s together, and worked for 1.5 s.
+    expected = {"generation_read_gb_per_sec_per_gpu": rate / 1e9, "engines_starved_share": 0.25}
     expected |= {} if bandwidth is None else {"generation_bandwidth_share": rate / bandwidth}
     assert take() == pytest.approx(expected) and take() == {}
     peak = model.policy_speed(config).peak
@@ -84,13 +86,15 @@ def test_a_step_has_the_rates_of_its_engines(generation, monkeypatch, overrides,
 
 def test_drafts_are_told_of_a_model_of_unknown_shape_too(generation):
     take = model.decoding_speed(compose_config([]), None, generation.take_decoded)
-    finish(generation, Decoded(10, 100, Drafts(2, 6, 3)), 2.0)
-    assert take() == {"speculation_acceptance": 0.5, "speculation_accepted_length": 1.5} and take() == {}
+    finish(generation, Decoded(10, 100, Drafts(2, 6, 3), seconds=1.0), 2.0)
+    drafts = {"speculation_acceptance": 0.5, "speculation_accepted_length": 1.5}
+    assert take() == drafts | {"engines_starved_share": 0.0} and take() == {}
 
 
 def test_the_use_of_the_caches_is_that_of_all_forward_passes(generation):
     take = model.decoding_speed(compose_config([]), None, generation.take_decoded)
-    finish(generation, Decoded(2, 100, cache=CacheUse(0.75, 0.5, 3)), 2.0)
-    finish(generation, Decoded(1, 100, cache=CacheUse(0.9, 0.9, 0)), 2.5)
+    finish(generation, Decoded(2, 100, cache=CacheUse(0.75, 0.5, 3), seconds=1.0), 2.0)
+    finish(generation, Decoded(1, 100, cache=CacheUse(0.9, 0.9, 0), seconds=0.25), 2.5)
     # Two engines, each with passes at 0.25, 0.5 and 0.9.
-    assert take() == pytest.approx({"kv_cache_usage": 0.55, "kv_cache_usage_max": 0.9, "preemptions": 6.0})
+    used = {"kv_cache_usage": 0.55, "kv_cache_usage_max": 0.9, "preemptions": 6.0}
+    assert take() == pytest.approx(used | {"engines_starved_share": 0.0})

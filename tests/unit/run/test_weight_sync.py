@@ -75,8 +75,8 @@ def engines(monkeypatch, *logprobs: float | WorkerError) -> RemoteGeneration:
 
     class Group(list):
         def call_one(self, place, methods, phase):
-            [(method, (asked,))] = methods
-            assert method == "sample_now" and asked.seed == 1 + place
+            [(call, (method, asked))] = methods
+            assert (call, method) == ("call", "sample_now") and asked.seed == 1 + place
             return self[place]
 
     monkeypatch.setattr(remote_generation, "wait", wait)

@@ -12,10 +12,11 @@ import httpx
 
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.config.schema import ServeConfig
-from nemo_rl_lite.generation.interface import EngineLoad, RequestError, Sampling, Unfinished
+from nemo_rl_lite.generation.interface import RequestError, Sampling, Unfinished
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint
+from tests.unit.generation.stepped import Stepped
 from tests.unit.rollout.script import END, Letters, completion
 
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=40, stop_token_ids=(END,), stop_strings=())
@@ -23,23 +24,23 @@ SPEAKER = ResponderConfig(Letters(), SAMPLING, max_length=100, engine=ENGINES["v
 LOCAL = ServeConfig(True, "127.0.0.1", None)
 
 
-class Echo:
-    """An engine that says what it was asked, a letter an exchange to requests that stream; it never finishes what
+class Echo(Stepped):
+    """An engine that says what it was asked, a letter a report to requests that stream; it never finishes what
     begins with `slow`."""
 
-    load = EngineLoad()
+    seconds = 0.001
 
     def __init__(self):
+        super().__init__()
         self.asked, self.aborted, self.begun = [], [], threading.Event()
         self.streams = {}
 
-    async def step(self, submitted, aborted):
+    def work(self, submitted, aborted):
         self.asked += submitted.values()
         self.aborted += aborted
         texts = {number: "".join(map(chr, request.prompt[:-1])) for number, request in submitted.items()}
         if any(text.startswith("slow") for text in texts.values()):
             self.begun.set()
-        await asyncio.sleep(0.001)
         said = {number: completion(text[:39]) for number, text in texts.items() if not text.startswith("slow")}
         for number, request in submitted.items():
             options = request.sampling.options

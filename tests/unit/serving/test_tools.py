@@ -8,11 +8,12 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.generation.interface import Completion, EngineLoad, Sampling
+from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.serving.protocol import ChatRequest
 from nemo_rl_lite.serving.public import ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint, bound_socket
 from nemo_rl_lite.serving.stream import StreamWriter
+from tests.unit.generation.stepped import Stepped
 from tests.unit.rollout.test_tool_turns import HERMES, LLAMA, TAGS, template, tokenizer_of
 from tests.unit.serving.served import LOCAL, answering
 
@@ -22,17 +23,16 @@ ASKED = {"role": "user", "content": "1+1?"}
 LONGEST = 4000
 
 
-class Speaking:
+class Speaking(Stepped):
     """A model that says the same to each request, and a client of its endpoint."""
 
-    load = EngineLoad()
-
     def __init__(self, tokenizer, endpoint):
+        super().__init__()
         self.tokenizer, self.said, self.ending, self.asked = tokenizer, "", "stop", []
         web = httpx.Client(trust_env=False)
         self.client = OpenAI(base_url=endpoint.url, api_key=endpoint.token, http_client=web, max_retries=0)
 
-    async def step(self, submitted, aborted):
+    def work(self, submitted, aborted):
         self.asked += submitted.values()
         tokens = (*self.tokenizer._tokens(self.said), *self.tokenizer.end_tokens[:1])
         said = Completion(tokens, (-0.5,) * len(tokens), self.ending, (0,) * len(tokens))
