@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,10 @@ class _Message:
     done: Future[Any]
 
 
+class _ClosedError(Exception):
+    """The loop was closed."""
+
+
 class EngineLoop:
     """Makes an engine and steps it, in a thread of its own, while it has requests and is not paused.
 
@@ -57,7 +62,8 @@ class EngineLoop:
         self.engine: Engine
         """The engine. Only its thread may use it."""
         made: Future[None] = Future()
-        threading.Thread(target=self._run, args=(make, made), name="engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(make, made), name="engine", daemon=True)
+        self._thread.start()
         made.result()
 
     def send(self, requests: Mapping[int, Request], aborted: Sequence[int] = ()) -> None:
@@ -130,6 +136,16 @@ class EngineLoop:
         """Run `work` in the engine's thread between two steps; return its result, or raise its error."""
         return self._post(work, "call").result()
 
+    def close(self) -> None:
+        """End the thread, and drop the engine."""
+        with suppress(_ClosedError):
+            self._post(self._close, "close").result()
+        self._thread.join()
+        del self.engine
+
+    def _close(self) -> None:
+        raise _ClosedError
+
     @property
     def _has_news(self) -> bool:
         return bool(self._finished or self._so_far or self._failure)
@@ -178,6 +194,8 @@ class EngineLoop:
                     message.done.set_result(message.work())
             except BaseException as error:  # raised in the asking thread
                 message.done.set_exception(error)
+                if isinstance(error, _ClosedError):
+                    raise
             if self._failure is not None:
                 raise self._failure
         return handled

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from functools import cache
+from functools import cache, partial
 from multiprocessing import Pipe, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -80,10 +80,13 @@ class Worker:
         self._class: Any = None
         self._worker: Any = None
 
-    def load(self, class_path: str, environment: dict[str, str]) -> None:
+    def load(self, class_path: str, environment: dict[str, str], runner_path: str = "") -> None:
         os.environ.update(environment)
         with _importing:
-            self._class = import_class(class_path)
+            self._class = kind = import_class(class_path)
+            if runner_path:
+                runner = import_class(runner_path)
+                self._class = lambda **arguments: runner(partial(kind, **arguments))
 
     def start(self, arguments: dict[str, Any]) -> dict[str, float]:
         self._worker = self._class(**arguments)
@@ -112,14 +115,15 @@ class Elsewhere:
     """A worker of another process, which serves it (see `serve`)."""
 
     def __init__(self, connection: Connection):
-        self._connection = connection
+        self._connection, self._one_by_one = connection, Lock()
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self._ask(name, *arguments)
 
     def _ask(self, *request: Any) -> Any:
-        self._connection.send_bytes(pickle.dumps(request))
-        answer, error = pickle.loads(self._connection.recv_bytes())
+        with self._one_by_one:
+            self._connection.send_bytes(pickle.dumps(request))
+            answer, error = pickle.loads(self._connection.recv_bytes())
         if error is not None:
             raise error
         return answer
@@ -169,6 +173,7 @@ class GroupHere:
         slots_each: int = 1,
         hosts_each: int = 1,
         limit_s: float | None = None,
+        is_listened: bool = False,
     ):
         self.name, self._limit_s = name, limit_s
         self.processes = [f"{name} rank {rank}" for rank in range(len(slots))]
@@ -180,6 +185,7 @@ class GroupHere:
         assert len(self.workers) == len(slots), f"there are no processes for {len(slots)} ranks"
         self._starting: list[Future] = []
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=worker) for worker in self.processes]
+        self._beside = [ThreadPoolExecutor(1, thread_name_prefix=worker) for worker in self.processes]
         os.environ.update(environment)
         Path(log_folder).mkdir(parents=True, exist_ok=True)
         self._log = logging.FileHandler(Path(log_folder) / f"{name}-0.log")
@@ -192,11 +198,13 @@ class GroupHere:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def load(self, class_path: str, environments: Sequence[dict[str, str]], follower_path: str = "") -> Call:
+    def load(
+        self, class_path: str, environments: Sequence[dict[str, str]], follower_path: str = "", runner_path: str = ""
+    ) -> Call:
         # Two threads that import transformers at once can leave it half-imported.
         if isinstance(self.workers[0], Worker):
             import_class(class_path)
-        return self._each("load", [(class_path, own) for own in environments], "start")
+        return self._each("load", [(class_path, own, runner_path) for own in environments], "start")
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
         # Not while the launcher, in this process too, reads its data.
@@ -224,6 +232,10 @@ class GroupHere:
         futures = tuple(_as_reference(thread.submit(worker.call, method, *own)) for method, own in methods)
         return Call((self.processes[place],) * len(futures), phase, futures, self._limit_s)
 
+    def call_beside(self, place: int, method: str, *arguments: Any, phase: str) -> Call:
+        future = _as_reference(self._beside[place].submit(self.workers[place].call, method, *arguments))
+        return Call((self.processes[place],), phase, (future,), self._limit_s)
+
     def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
         return [("127.0.0.1", free_port()) for _ in self.workers]
 
@@ -237,13 +249,14 @@ class GroupHere:
 
     def close(self) -> None:
         calls.wait(self._each("close", [()] * len(self), "end"))
-        for thread in self._threads:
+        for thread in [*self._threads, *self._beside]:
             thread.shutdown()
         logging.getLogger().removeHandler(self._log)
         self._log.close()
 
     def _is_ours(self, record: logging.LogRecord) -> bool:
-        return record.threadName.startswith(self.processes[0])
+        own = "engine" if self.name == "generation" else self.processes[0]
+        return record.threadName.startswith((own, self.processes[0]))
 
     def _each(self, what: str, arguments: Sequence[Sequence[Any]], phase: str, limit_s: float | None = None) -> Call:
         asked = zip(self._threads, self.workers, arguments, strict=True)
