@@ -143,6 +143,11 @@ TABLES = {
     "full cache table": Table(
         "analysis/full_caches", "full-cache-1x-h100", columns=("throughput", "rollout", "preemptions")
     ),
+    "own thread table": Table(
+        "analysis/engines",
+        "engines-alone-1x-h200",
+        columns=("step time", "generation", "train", "refit", "bandwidth share of decoding"),
+    ),
     "versions table": Table(
         "analysis/engines",
         "engines-versions-1x-h100",
