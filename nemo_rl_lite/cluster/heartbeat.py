@@ -66,6 +66,7 @@ class HeartbeatThread:
 
     def __init__(self, worker: str, gpus: Sequence[str] = ()):
         self._worker, self._phase, self._since = worker, "idle", time.time()
+        self._limit_s: float | None = None
         self._node, self._system = ray.get_runtime_context().get_node_id(), Sampler(gpus)
         threading.Thread(target=self._write_all, name="heartbeat", daemon=True).start()
 
@@ -73,6 +74,7 @@ class HeartbeatThread:
     def during(self, phase: str, limit_s: float | None) -> Iterator[None]:
         """Report the block as `phase`. After `limit_s`, write all stacks to the log, even if Python hangs."""
         self._phase, self._since = phase, time.time()
+        self._limit_s = limit_s or self._limit_s
         if limit_s is not None:
             faulthandler.dump_traceback_later(limit_s, file=sys.stderr)
         try:
@@ -80,6 +82,12 @@ class HeartbeatThread:
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._phase, self._since = "idle", time.time()
+            self._watch_background()
+
+    def _watch_background(self) -> None:
+        """Write all stacks to the log if a background thread keeps Python, heartbeats included, from running."""
+        if background_work() is not None and self._limit_s is not None:
+            faulthandler.dump_traceback_later(self._limit_s, file=sys.stderr)
 
     def _write_all(self) -> None:
         while True:
@@ -88,6 +96,7 @@ class HeartbeatThread:
                 thread = work.thread
                 if phase == "idle" and work.phase:
                     phase, since = work.phase, work.since
+                self._watch_background()
             frame = sys._current_frames().get(thread)
             frames = traceback.extract_stack(frame)[-_FRAMES:] if frame else []
             stack = tuple(f"{one.filename}:{one.lineno} {one.name}" for one in frames)

@@ -83,7 +83,7 @@ class EngineLoop:
             self._open |= requests.keys()
             self._streams |= {number for number, request in requests.items() if request.streams}
             self._forget(aborted)
-        self._post(work, "submit")
+            self._post(work, "submit")
 
     def report(self, seconds: float = REPORT_S) -> EngineReport:
         """Wait for results, at most for `seconds`, and not at all without requests; return them. Raises what has ended

@@ -1,5 +1,6 @@
 """A rank that hangs is named, with its stack, and the launcher does not wait for ever; so is one that dies."""
 
+import asyncio
 import os
 import re
 import signal
@@ -14,6 +15,9 @@ from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.heartbeat import last_heartbeats
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.generation.interface import Request, Sampling
+from nemo_rl_lite.workers.generation import RemoteReplica
+from nemo_rl_lite.workers.reserve import ENGINE_LOOP
 from tests.functional.conftest import PYTHONPATH
 from tests.functional.ranks import free_ports
 
@@ -88,3 +92,33 @@ def test_one_that_dies_is_named_and_not_the_neighbour_whose_collective_fails(tmp
         wait(call)
     assert caught.value.worker == "victim rank 1" and caught.value.lost and "died" in str(caught.value)
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("keeps_python", [False, True])
+def test_a_step_of_an_engine_that_does_not_end_is_named_with_its_stack(tmp_path, monkeypatch, keeps_python):
+    monkeypatch.setattr(heartbeat, "SILENT_S", 5)
+    name = f"generation-{keeps_python}"
+    group = WorkerGroup(name, [{}], str(tmp_path), {"PYTHONPATH": PYTHONPATH}, limit_s=4.0, is_listened=True)
+    wait(group.load("tests.functional.workers.StuckEngine", [{}], runner_path=ENGINE_LOOP), timeout_s=200)
+    wait(group.start([{"keeps_python": keeps_python}]), timeout_s=200)
+    replica = RemoteReplica(group, 0)
+    wait(group.call("call", "load"))
+    # The process has set its own time limit with a heartbeat.
+    time.sleep(1.5 * heartbeat.PERIOD_S)
+
+    async def sample() -> None:
+        await replica.send({0: Request((1,), Sampling(1.0, 1.0, None, 8, (), ()), seed=1)}, [])
+        while True:
+            await replica.report()
+
+    with pytest.raises(WorkerError) as caught:
+        asyncio.run(sample())
+    error = caught.value
+    assert error.worker == f"{name} rank 0" and error.phase == "generate" and not error.lost
+    if keeps_python:
+        # No thread of Python can tell more: the process itself has written to its log.
+        assert "no sign of life" in str(error) or "not done within 4 s" in str(error)
+        log = tmp_path / f"{name}-0.log"
+        until(lambda: "Timeout (0:00:04)!" in log.read_text() and "compute_in_c" in log.read_text())
+    else:
+        assert "its step is not done within 4 s" in str(error) and "step" in error.details

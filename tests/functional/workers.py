@@ -1,5 +1,6 @@
 """Workers for tests of what the launcher makes of them."""
 
+import ctypes
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from nemo_rl_lite.config.engines import EngineHost
+from nemo_rl_lite.generation.interface import EngineLoad
 from nemo_rl_lite.observability.liveness import note_progress
 
 
@@ -91,3 +93,25 @@ class OtherHost:
 
 def _here(index: int) -> tuple[int, str, str]:
     return index, ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+class StuckEngine:
+    """An engine whose first step does not end: in Python code, or in C code that keeps Python from running."""
+
+    def __init__(self, keeps_python: bool):
+        self.keeps_python = keeps_python
+
+    def submit(self, requests): ...
+
+    def abort(self, numbers): ...
+
+    def load(self):
+        return EngineLoad()
+
+    def step(self):
+        compute_in_c() if self.keeps_python else time.sleep(600)
+
+
+def compute_in_c() -> None:
+    # A `PyDLL` keeps the GIL.
+    ctypes.PyDLL(None).sleep(600)
