@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -283,12 +284,9 @@ def main(arguments: list[str]) -> None:
         match given.what:
             case "engines":
                 script = Script(given.step, round(given.step * 40), given.tokens)
-                kinds = [
-                    (count, each or count) for count in given.engines for each in given.each if each < count or not each
-                ]
-                write_engines(
-                    [one for kind in kinds for one in measure_engines(*kind, script, given.seconds, given.reps)]
-                )
+                kinds = dict.fromkeys((count, min(each, count)) for each in given.each for count in given.engines)
+                results = [measure_engines(*kind, script, given.seconds, given.reps) for kind in kinds]
+                write_engines(list(chain.from_iterable(results)))
             case "launcher":
                 write_launcher(measure_launcher(32, (given.tokens // 8, given.tokens), given.reps))
             case "replay":

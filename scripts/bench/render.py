@@ -143,6 +143,17 @@ TABLES = {
     "full cache table": Table(
         "analysis/full_caches", "full-cache-1x-h100", columns=("throughput", "rollout", "preemptions")
     ),
+    "queues table": Table(
+        "analysis/plane",
+        "plane-engines-cpu-2cores",
+        columns=("busy", "requests in flight", "tokens per second", "CPU of the queues"),
+    ),
+    "launcher table": Table(
+        "analysis/plane",
+        "plane-launcher-cpu-2cores",
+        ("CPU per token", "CPU per episode", "bytes per token", "bytes per episode"),
+    ),
+    "replay bytes table": Table("analysis/plane", "plane-replay-cpu-2cores"),
     "versions table": Table(
         "analysis/engines",
         "engines-versions-1x-h100",
