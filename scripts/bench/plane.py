@@ -150,8 +150,8 @@ def _window(engines: Engines, clients: WorkerGroup, script: Script, seconds: flo
 class InLauncher:
     """The launcher collects rollouts: engines send it all tokens, and it sends them to the policy."""
 
-    def __init__(self, actors: Actors, prompts: int, script: Script, engines: int = 4):
-        self._banks = actors.start_engines(engines, script, "scripted.CountingBank")
+    def __init__(self, actors: Actors, prompts: int, engines: int = 4):
+        self._banks = actors.start_engines(engines, Script(0.01, 1), "scripted.CountingBank")
         self._ranks = actors.start(WorkerGroup, "scripted.CountingPolicy", [{}])
         self._policy = RemotePolicy(self._ranks, prompts * SAMPLES)
         self._files = RolloutFiles(actors.folder, None, 0)
@@ -166,6 +166,10 @@ class InLauncher:
         problems = tuple(Problem(chat("word7 " * 300), str(number)) for number in range(prompts))
         order = PromptOrder(FileSet(problems, 0, shuffle=True), PromptCooldown(0, 0), {"position": 0})
         self._sampler = Sampler(self._config, collector, Sampling(1.0, 1.0, None, LONGEST, (0,), ()), [], order)
+
+    def follow(self, script: Script) -> None:
+        """Change what engines do."""
+        wait(self._banks.banks.call("follow", script))
 
     def step(self, step: int) -> Rollout:
         """Do what the launcher does with a step's rollout."""
@@ -214,7 +218,10 @@ def measure_launcher(prompts: int, lengths: tuple[int, int], reps: int) -> list[
         {"CPU per token": "ns", "CPU per episode": "us", "bytes per token": "B", "bytes per episode": "B"},
     )
     for name, way in WAYS.items():
-        costs = [list(_steps(way, prompts, Script(0.01, max(length // 20, 1), length), reps)) for length in lengths]
+        scripts = [Script(0.01, max(length // 20, 1), length) for length in lengths]
+        with Actors() as actors:
+            launcher = way(actors, prompts)
+            costs = [list(_steps(launcher, script, reps)) for script in scripts]
         fitted: dict[str, list[float]] = {unit: [] for unit in units}
         for (tokens, *short), (more_tokens, *long) in zip(*costs, strict=True):
             for what, scale, low, high in zip(("CPU", "bytes"), (1e-9, 1), short, long, strict=True):
@@ -230,17 +237,21 @@ def measure_launcher(prompts: int, lengths: tuple[int, int], reps: int) -> list[
     return results
 
 
-def _steps(way: type[InLauncher], prompts: int, script: Script, reps: int) -> Iterator[tuple[int, float, int]]:
+def _steps(launcher: InLauncher, script: Script, reps: int) -> Iterator[tuple[int, float, int]]:
     """Yield tokens, CPU time of this process and bytes of its messages, for each step after the first."""
-    with Actors() as actors:
-        launcher = way(actors, prompts, script)
-        launcher.step(1)
-        launcher.take_bytes()
-        for step in range(2, reps + 2):
-            began = time.process_time()
-            rollout = launcher.step(step)
-            cpu_s = time.process_time() - began
-            yield rollout.generated, cpu_s, launcher.take_bytes()
+    for step in _warmed_up(launcher, script, reps):
+        began = time.process_time()
+        rollout = launcher.step(step)
+        cpu_s = time.process_time() - began
+        yield rollout.generated, cpu_s, launcher.take_bytes()
+
+
+def _warmed_up(launcher: InLauncher, script: Script, reps: int) -> range:
+    """Take a step with the script, and return the numbers of the next ones."""
+    launcher.follow(script)
+    launcher.step(1)
+    launcher.take_bytes()
+    return range(2, reps + 2)
 
 
 def measure_replay(prompts: int, length: int, reps: int) -> list[dict[str, Any]]:
@@ -248,7 +259,9 @@ def measure_replay(prompts: int, length: int, reps: int) -> list[dict[str, Any]]
     plain = Script(0.01, max(length // 20, 1), length)
     results = []
     for name, way in WAYS.items():
-        without, experts = (list(_sizes(way, prompts, one, reps)) for one in (plain, replace(plain, experts=EXPERTS)))
+        with Actors() as actors:
+            launcher = way(actors, prompts)
+            without, experts = (list(_sizes(launcher, one, reps)) for one in (plain, replace(plain, experts=EXPERTS)))
         for place, what in enumerate(("messages", "peak of memory")):
             more = [(much[place + 1] - one[place + 1]) / one[0] for one, much in zip(without, experts, strict=True)]
             results.append(record.result(what, name, "B per token", more))
@@ -256,18 +269,14 @@ def measure_replay(prompts: int, length: int, reps: int) -> list[dict[str, Any]]
     return results
 
 
-def _sizes(way: type[InLauncher], prompts: int, script: Script, reps: int) -> Iterator[tuple[int, int, int]]:
+def _sizes(launcher: InLauncher, script: Script, reps: int) -> Iterator[tuple[int, int, int]]:
     """Yield tokens of prompts and responses, bytes of messages and the peak of memory, for each step after the
     first."""
-    with Actors() as actors:
-        launcher = way(actors, prompts, script)
-        launcher.step(1)
-        launcher.take_bytes()
-        for step in range(2, reps + 2):
-            tracemalloc.start()
-            rollout, (_, peak) = launcher.step(step), tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            yield int(rollout.metrics()["total_num_tokens"]), launcher.take_bytes(), peak
+    for step in _warmed_up(launcher, script, reps):
+        tracemalloc.start()
+        rollout, (_, peak) = launcher.step(step), tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        yield int(rollout.metrics()["total_num_tokens"]), launcher.take_bytes(), peak
 
 
 def main(arguments: list[str]) -> None:

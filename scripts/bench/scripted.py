@@ -38,13 +38,13 @@ from nemo_rl_lite.workers.generation import RemoteReplica
 
 # Requests in flight of an engine, engines of a bank, and the size of the vocabulary.
 IN_FLIGHT, BANK, VOCABULARY = 256, 64, 150_000
-# Most tokens of a response.
+# Maximum tokens of a response.
 LONGEST = 65_536
 
 
 @dataclass(frozen=True)
 class Script:
-    """What scripted engines do."""
+    """Steps and responses of scripted engines."""
 
     step_s: float
     """Time of a step, during which the engine's thread sleeps."""
@@ -62,11 +62,15 @@ class ScriptedEngine:
     version, max_length = 0, LONGEST
 
     def __init__(self, script: Script):
-        self._script, self._step, self._decoded = script, 0, Decoded()
+        self._step, self._decoded = 0, Decoded()
+        self.follow(script)
         # Requests by number, and the numbers that end in a step.
         self._held: dict[int, tuple[Request, int]] = {}
         self._ends: dict[int, list[int]] = defaultdict(list)
-        self._longest = _longest_response(script.experts)
+
+    def follow(self, script: Script) -> None:
+        """Change the script, while the engine has no requests."""
+        self._script, self._longest = script, _longest_response(script.experts)
 
     def submit(self, requests: Mapping[int, Request]) -> None:
         for number, request in requests.items():
@@ -145,6 +149,11 @@ class EngineBank:
 
     def report(self, engine: int) -> EngineReport:
         return self._loops[engine].report()
+
+    def follow(self, script: Script) -> None:
+        """Change the script of idle engines."""
+        for loop in self._loops:
+            loop.call("follow", script)
 
     def work(self) -> list[Work]:
         """Return the work of each engine since the last call."""
