@@ -23,7 +23,7 @@ from typing import Any
 
 import ray
 import record
-from scripted import BANK, IN_FLIGHT, LONGEST, VOCABULARY, BankGroup, Script, Seat, Work
+from scripted import BANK, IN_FLIGHT, LONGEST, VOCABULARY, BankGroup, Script, Seat, Work, raise_loss
 
 from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.runtime import ray_runtime
@@ -156,13 +156,11 @@ class InLauncher:
         self._policy = RemotePolicy(self._ranks, prompts * SAMPLES)
         self._files = RolloutFiles(actors.folder, None, 0)
         config = compose_config(["reward=exact_match"])
-        self._config = replace(
-            config.options(GRPOConfig), num_prompts_per_step=prompts, num_generations_per_prompt=SAMPLES
-        )
-        queue = RequestQueue([seat.replica() for seat in self._banks.seats], IN_FLIGHT, _raise_loss, _raise_loss)
-        tokenizer = large_tokenizer()
-        judge, longest = make_judge(config.reward), 2 * LONGEST
-        collector = RolloutCollector(queue, tokenizer, judge, longest, ErrorShares(0.0, 0.0))  # pyrefly: ignore
+        sizes = {"num_prompts_per_step": prompts, "num_generations_per_prompt": SAMPLES}
+        self._config = replace(config.options(GRPOConfig), **sizes)
+        queue = RequestQueue([seat.replica() for seat in self._banks.seats], IN_FLIGHT, raise_loss, raise_loss)
+        judge, shares = make_judge(config.reward), ErrorShares(0.0, 0.0)
+        collector = RolloutCollector(queue, large_tokenizer(), judge, 2 * LONGEST, shares)  # pyrefly: ignore
         problems = tuple(Problem(chat("word7 " * 300), str(number)) for number in range(prompts))
         order = PromptOrder(FileSet(problems, 0, shuffle=True), PromptCooldown(0, 0), {"position": 0})
         self._sampler = Sampler(self._config, collector, Sampling(1.0, 1.0, None, LONGEST, (0,), ()), [], order)
@@ -185,10 +183,6 @@ class InLauncher:
     def take_bytes(self) -> int:
         """Return the bytes of the last step's messages."""
         return sum(wait(self._banks.banks.call("take_bytes"), self._ranks.call("take_bytes")))
-
-
-def _raise_loss(*lost: Any) -> None:
-    raise RuntimeError(f"an engine was lost: {lost}")
 
 
 # The ways in which tokens reach the policy.

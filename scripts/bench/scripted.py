@@ -268,13 +268,13 @@ class FullQueues:
                 await queue.sample(Request(prompt, sampling, draw.getrandbits(32)))
 
         replicas = [seat.replica() for seat in seats]
-        async with RequestQueue(replicas, IN_FLIGHT, _end, _end).serving() as queue:
+        async with RequestQueue(replicas, IN_FLIGHT, raise_loss, raise_loss).serving() as queue:
             with queue.submit_as_batch():
                 asked = [asyncio.create_task(ask_again()) for _ in range(IN_FLIGHT * len(seats))]
                 await asyncio.sleep(0)
             await asyncio.gather(*asked)
 
 
-def _end(*lost: Any) -> None:
-    """End the measurement: no engine should be lost."""
+def raise_loss(*lost: Any) -> None:
+    """End the measurement, because no engine should be lost."""
     raise RuntimeError(f"an engine was lost: {lost}")
