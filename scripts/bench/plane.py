@@ -289,16 +289,17 @@ def main(arguments: list[str]) -> None:
                 script = Script(given.step, round(given.step * 40), given.tokens)
                 kinds = dict.fromkeys((count, min(each, count)) for each in given.each for count in given.engines)
                 results = [measure_engines(*kind, script, given.seconds, given.reps) for kind in kinds]
-                write_engines(list(chain.from_iterable(results)))
+                write_engines(list(chain.from_iterable(results)), script)
             case "launcher":
                 write_launcher(measure_launcher(32, (given.tokens // 8, given.tokens), given.reps))
             case "replay":
                 write_replay(measure_replay(8, given.tokens // 16, given.reps))
 
 
-def write_engines(results: list[dict[str, Any]]) -> None:
+def write_engines(results: list[dict[str, Any]], script: Script) -> None:
     busy = [one for one in results if one["name"] == "busy"]
-    record.write("plane-engines", results, [record.bar(f"busy, {busy[-1]['config']}", busy[-1]["median"], 0.98, True)])
+    bars = [record.bar(f"busy, {busy[-1]['config']}", busy[-1]["median"], 0.98, True)]
+    record.write(f"plane-engines-{script.mean}-tokens", results, bars)
 
 
 def write_launcher(results: list[dict[str, Any]]) -> None:
@@ -317,7 +318,8 @@ def write_replay(results: list[dict[str, Any]]) -> None:
 
 def trial() -> None:
     with runtime():
-        write_engines(measure_engines(4, 2, Script(0.02, 4, 100), 0.5, 1))
+        script = Script(0.02, 4, 100)
+        write_engines(measure_engines(4, 2, script, 0.5, 1), script)
         write_launcher(measure_launcher(2, (20, 200), 1))
         write_replay(measure_replay(2, 50, 1))
 

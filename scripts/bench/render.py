@@ -145,7 +145,12 @@ TABLES = {
     ),
     "queues table": Table(
         "analysis/plane",
-        "plane-engines-cpu-2cores",
+        "plane-engines-8000-tokens-cpu-2cores",
+        columns=("busy", "requests in flight", "tokens per second", "CPU of the queues"),
+    ),
+    "short responses table": Table(
+        "analysis/plane",
+        "plane-engines-1000-tokens-cpu-2cores",
         columns=("busy", "requests in flight", "tokens per second", "CPU of the queues"),
     ),
     "launcher table": Table(
