@@ -117,7 +117,7 @@ def measure_engines(count: int, each: int, script: Script, seconds: float, reps:
         found = [_window(engines, clients, script, seconds) for _ in range(reps)]
     which = "one queue" if len(queues) == 1 else f"queues of {each}"
     setting = f"{count} engines, {which}"
-    units = {"tokens per second": "tokens/s", "CPU of the queues": "cores"}
+    units = {"throughput": "tokens/s", "CPU of the queues": "cores"}
     results = [record.result(name, setting, units.get(name, ""), [one[name] for one in found]) for name in found[0]]
     print(setting, {one["name"]: one["reps"] for one in results}, flush=True)
     return results
@@ -141,7 +141,7 @@ def _window(engines: Engines, clients: WorkerGroup, script: Script, seconds: flo
     return {
         "busy": statistics.mean(one.stepping_s / one.wall_s for one in work),
         "requests in flight": statistics.mean(one.in_flight for one in work),
-        "tokens per second": sum(one.steps * one.in_flight for one in work) * IN_FLIGHT * script.burst / wall,
+        "throughput": sum(one.steps * one.in_flight for one in work) * IN_FLIGHT * script.burst / wall,
         "CPU of the queues": cpu_s / wall,
         "step over its script": sum(one.stepping_s for one in work) / max(steps, 1) / script.step_s,
     }

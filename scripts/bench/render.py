@@ -146,12 +146,12 @@ TABLES = {
     "queues table": Table(
         "analysis/plane",
         "plane-engines-8000-tokens-cpu-2cores",
-        columns=("busy", "requests in flight", "tokens per second", "CPU of the queues"),
+        columns=("busy", "requests in flight", "throughput", "CPU of the queues"),
     ),
     "short responses table": Table(
         "analysis/plane",
         "plane-engines-1000-tokens-cpu-2cores",
-        columns=("busy", "requests in flight", "tokens per second", "CPU of the queues"),
+        columns=("busy", "requests in flight", "throughput", "CPU of the queues"),
     ),
     "launcher table": Table(
         "analysis/plane",
