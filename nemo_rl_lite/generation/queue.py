@@ -141,6 +141,7 @@ class RequestQueue:
 
     def resume(self) -> None:
         self._paused = False
+        self._adopt_replaced()
         for replica in self._assignment.alive:
             self._begin(replica, "resume", self._replicas[replica].resume())
         self._changed.set()
@@ -180,8 +181,7 @@ class RequestQueue:
         try:
             while self._failure is None:
                 self._changed.clear()
-                while self._replaced:
-                    self._assignment.replace(self._replaced.popleft())
+                self._adopt_replaced()
                 if not self._paused:
                     if not self._held_back:
                         self._assignment.assign()
@@ -267,6 +267,10 @@ class RequestQueue:
     def replaced(self, replicas: Sequence[int]) -> None:
         """Note that new engines have replaced these. Another thread may call this while the engines are paused."""
         self._replaced.extend(replicas)
+
+    def _adopt_replaced(self) -> None:
+        while self._replaced:
+            self._assignment.replace(self._replaced.popleft())
 
     async def _forget(self) -> None:
         """Abort unfinished requests."""

@@ -148,6 +148,22 @@ TABLES = {
         "engines-alone-1x-h200",
         columns=("step time", "generation", "train", "refit", "bandwidth share of decoding"),
     ),
+    "queues table": Table(
+        "analysis/plane",
+        "plane-engines-8000-tokens-cpu-2cores",
+        columns=("busy", "requests in flight", "throughput", "CPU of the queues"),
+    ),
+    "short responses table": Table(
+        "analysis/plane",
+        "plane-engines-1000-tokens-cpu-2cores",
+        columns=("busy", "requests in flight", "throughput", "CPU of the queues"),
+    ),
+    "launcher table": Table(
+        "analysis/plane",
+        "plane-launcher-cpu-2cores",
+        ("CPU per token", "CPU per episode", "bytes per token", "bytes per episode"),
+    ),
+    "replay bytes table": Table("analysis/plane", "plane-replay-cpu-2cores"),
     "versions table": Table(
         "analysis/engines",
         "engines-versions-1x-h100",

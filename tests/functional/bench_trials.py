@@ -15,6 +15,8 @@ from tests.functional.here import run_here
 
 # Their ranks are forked before anything else has run here.
 FIRST = ("longest_context", "refit")
+# Starts Ray, whose threads a later fork would not have.
+LAST = ("plane",)
 
 
 def tiny_run_here(whole_runs) -> Path:
@@ -32,7 +34,7 @@ if __name__ == "__main__":
     whole_runs = importlib.import_module("whole_runs")
     whole_runs.processes = lambda on_gpus: multiprocessing.get_context("fork")
     whole_runs.tiny_run = functools.cache(functools.partial(tiny_run_here, whole_runs))
-    for name in sorted(names, key=lambda name: name not in FIRST):
+    for name in sorted(names, key=lambda name: (name not in FIRST, name in LAST)):
         error = ""
         try:
             importlib.import_module(name).trial()

@@ -94,7 +94,7 @@ def test_an_engine_on_two_nodes_starts_on_both_and_again_after_a_loss(cluster, t
     def seen(part: WorkerGroup) -> None:
         wait(load_generation(config, part), timeout_s=300)
         wait(start_engines(config, part, tmp_path), timeout_s=300)
-        first, second = wait(part.call("seen"))[0]
+        first, second = wait(part.call("call", "seen"))[0]
         assert (first[0], second[0]) == (0, 1) and first[1] != second[1]
         assert {first[2], second[2]} == {"0,1", "2,3"}
 

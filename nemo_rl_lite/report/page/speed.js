@@ -6,6 +6,9 @@ const RATES = [
     "performance/policy_and_reference_logprobs_fp_utilization": "logprobs, MFU",
     "performance/generation_bandwidth_share": "decoding, memory bandwidth",
   }],
+  ["share of the time in which engines had requests", [0, 1.02], {
+    "performance/engines_starved_share": "without a step",
+  }],
   ["share of the KV cache in use", [0, 1.02], {
     "performance/kv_cache_usage": "mean",
     "performance/kv_cache_usage_max": "maximum",
