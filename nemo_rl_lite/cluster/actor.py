@@ -118,12 +118,11 @@ WorkerActor = ray.remote(**_OPTIONS)(WorkerProcess)
 
 
 class ListenedProcess(WorkerProcess):
-    """A process whose worker has a thread of its own, and takes a second call at a time from those who wait for its
-    results."""
+    """A process whose worker has its own thread. It takes a second call at a time, which waits for results."""
 
     @ray.method(concurrency_group="beside")
     def call_beside(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the worker that waits, such as for results, beside the other calls."""
+        """Call a method of the worker concurrently with another call."""
         with errors_that_travel():
             return getattr(self._worker, method)(*arguments)
 

@@ -139,7 +139,7 @@ class WorkerGroup:
         return Call((worker,) * len(references), phase, tuple(references), limit_s)
 
     def call_beside(self, place: int, method: str, *arguments: Any, phase: str) -> Call:
-        """Call a method of one worker that waits, beside its other calls."""
+        """Call a method of one worker concurrently with its other calls."""
         reference = self.hosts[place].call_beside.remote(method, *arguments)
         return Call((f"{self.name} rank {self._ranks[place]}",), phase, (reference,), self._limit_s)
 

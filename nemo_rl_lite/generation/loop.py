@@ -41,10 +41,10 @@ class _ClosedError(Exception):
 
 
 class EngineLoop:
-    """Makes an engine and steps it, in a thread of its own, while it has requests and is not paused.
+    """Makes an engine and steps it, in its own thread, while it has requests and is not paused.
 
-    Nobody polls the engine: `send` brings requests, and `report` collects results whenever somebody has time. Every
-    other call is a message that the thread handles between two steps. Requests keep their order.
+    `send` brings requests, and `report` collects results. A late report does not delay the engine. Every other call is
+    a message that the thread handles between two steps. Requests keep their order.
     """
 
     def __init__(self, make: Callable[[], Engine]):

@@ -223,8 +223,8 @@ def policy_speed(config: Config) -> PolicySpeed:
 def decoding_speed(
     config: Config, shape: ModelShape | None, take_decoded: Callable[[], tuple["Decoded", float]]
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that returns the engines' rates since its last call, with those of speculation, the use of KV
-    caches, and the share of time in which engines had requests but did not step. An unknown architecture has no
+    """Return a function that returns the engines' rates since its last call. It adds rates of speculation, the use of
+    KV caches, and the share of time in which engines had requests but did not step. An unknown architecture has no
     rates."""
     speed, gpu = None, _gpu(config)
     if shape is not None:
