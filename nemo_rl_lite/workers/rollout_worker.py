@@ -90,7 +90,7 @@ class RolloutWorker:
         self._lost: dict[int, WorkerError] = {}
         self._error: LauncherError | None = None
         self._progress: dict[int, PlayProgress] = {}
-        self._reported = self._summed = 0.0
+        self._reported, self._summed, self._session = 0.0, 0.0, 0
         self._writing: list[Future[list[str]]] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._stack = ExitStack()
@@ -117,16 +117,22 @@ class RolloutWorker:
         """See `Generation.finish_generation`, which is the launcher's part."""
         return {}
 
-    def enter(self) -> None:
-        """Play groups until `leave`."""
-        self._error, self._finished, self._lost = None, {}, {}
+    def enter(self, session: int) -> None:
+        """Play groups until `leave`. `session`: a unique number."""
+        with self._changed:
+            self._error, self._finished, self._lost, self._session = None, {}, {}, session
+            self._changed.notify_all()
+        self._groups.clear()
         self._loop = BackgroundLoop("rollouts", self._players.serving)
         self._loop.start()
 
     def leave(self) -> WorkerReport:
         """Abort what is unfinished, and return the last report."""
         self._loop.end()
-        return self._now()
+        with self._changed:
+            self._session = 0
+            self._changed.notify_all()
+            return self._now()
 
     def play(self, tasks: Mapping[int, PromptTask]) -> None:
         """Start groups by the launcher's numbers."""
@@ -136,13 +142,15 @@ class RolloutWorker:
         """Abort groups; return their episodes so far."""
         return self._loop.wait(self._stop(numbers), lambda: None)
 
-    def report(self) -> WorkerReport:
-        """Wait a moment for news, and return them."""
+    def report(self, session: int) -> WorkerReport:
+        """Wait a moment for news of a session, and return them. Those of a later one are not lost to its listener."""
         with self._changed:
-            self._changed.wait_for(self._has_news, _REPORT_S)
+            self._changed.wait_for(lambda: self._has_news() or session != self._session, _REPORT_S)
             # Collect several groups.
             early = self._reported + _PERIOD_S - time.monotonic()
-            self._changed.wait_for(lambda: self._error is not None, max(early, 0.0))
+            self._changed.wait_for(lambda: self._error is not None or session != self._session, max(early, 0.0))
+            if session != self._session:
+                return WorkerReport()
             self._reported = time.monotonic()
             return self._now()
 

@@ -89,7 +89,7 @@ class RolloutWorkers:
             self._connect(member)
         self._numbers = itertools.count()
         self._unplaced: dict[int, Group] = {}
-        self._held_back, self._is_paused = 0, False
+        self._held_back, self._is_paused, self._session = 0, False, 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: Exception | None = None
@@ -97,6 +97,7 @@ class RolloutWorkers:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["RolloutWorkers"]:
         self._loop, self._failure, self._is_paused, self._tasks = asyncio.get_running_loop(), None, False, set()
+        self._session = time.time_ns()
         try:
             await asyncio.gather(*(self._enter(member) for member in self._members))
             self._raise_failure()
@@ -280,7 +281,7 @@ class RolloutWorkers:
 
     async def _enter(self, member: _Member) -> None:
         try:
-            await result(self._call(member, "enter"))
+            await result(self._call(member, "enter", self._session))
         except WorkerError as error:
             self._lose(member, error)
         else:
@@ -325,7 +326,7 @@ class RolloutWorkers:
         """Collect the reports of a worker's process."""
         while member.is_alive and self._failure is None:
             with self._handling(member):
-                [report] = await result(self.group.call_beside(member.rank, "report", phase="rollouts"))
+                [report] = await result(self.group.call_beside(member.rank, "report", self._session, phase="rollouts"))
                 self._read(member, report)
 
     @contextmanager
@@ -390,7 +391,7 @@ class RolloutWorkers:
     async def _replace(self, member: _Member, loss: WorkerError) -> None:
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._start_again, member)
-            await result(self._call(member, "enter"))
+            await result(self._call(member, "enter", self._session))
             if self._is_paused:
                 await result(self._call(member, "pause"))
         except Exception as error:  # the loss reaches the groups
