@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 # Replaces secrets in files.
 HIDDEN = "REDACTED"
@@ -116,6 +117,9 @@ class WorkerError(LauncherError):
         self.worker, self.phase, self.cause, self.details = worker, phase, cause, details
         self.lost, self.raised, self.others_running = lost, raised, False
         super().__init__(f"worker error: {worker} failed in phase '{phase}': {cause}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerError, (self.worker, self.phase, self.cause, self.details, self.lost, self.raised)
 
 
 def printable(text: object, kept: str = "") -> str:

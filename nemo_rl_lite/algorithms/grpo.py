@@ -6,6 +6,7 @@ On-policy distillation uses the same loop: a teacher computes logprobs in the lo
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -19,14 +20,25 @@ from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.observability.trackers import under
 from nemo_rl_lite.offload.mover import Move, move_metrics
 from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
-from nemo_rl_lite.rollout.episode import Rollout, pass_at_k, passes
+from nemo_rl_lite.rollout.episode import Rollout, Split, pass_at_k, passes
 from nemo_rl_lite.rollout.source import RolloutSource
-from nemo_rl_lite.rollout.store import Split
 
 log = logging.getLogger(__name__)
 
 # Metrics of divergences, and their labels on the terminal.
 _SHOWN_KL = {"kl_penalty": "kl", "teacher_kl": "kl to teacher"}
+
+
+class RolloutLog(Protocol):
+    """Record of the rollouts."""
+
+    def begin(self, step: int, split: Split, rollout: Rollout) -> None:
+        """Start to record a complete rollout."""
+        ...
+
+    def end(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase]) -> None:
+        """Record a rollout and the phases of its step, and free the memory of its episodes."""
+        ...
 
 
 @dataclass
@@ -47,8 +59,7 @@ class GRPO:
     """Decoding rates of the engines since the last call."""
     check: Callable[[], dict[str, float]]
     """Compares the engines' probe after the last refit with the policy, which is in its logprob or training phase."""
-    keep: Callable[[int, Split, Rollout, Sequence[Phase]], None]
-    """Records a rollout and the phases of its step."""
+    log: RolloutLog
     held_out: int
     """Number of held-out problems."""
     held_out_label: str
@@ -90,6 +101,7 @@ class GRPO:
             with timer("advantage_calculation"):
                 rewards_PG = rollout.rewards_B.view(-1, config.num_generations_per_prompt)
                 advantages_PG = self._advantages(rollout, rewards_PG)
+            self.log.begin(step, "train", rollout)
             rows = rollout.rows(advantages_PG.flatten().tolist(), step - 1)
             with timer("logprob_inference_prep"):
                 scores = self.scored or self.teacher is not None
@@ -148,7 +160,7 @@ class GRPO:
         )
         for sentence in self.signals.news(sampled):
             self.report.console.say(f"step {step}: {sentence}")
-        self.keep(step, "train", rollout, timer.phases)
+        self.log.end(step, "train", rollout, timer.phases)
 
     def _advantages(self, rollout: Rollout, rewards_PG: Tensor) -> Tensor:
         config, baseline = self.config, self.config.use_leave_one_out_baseline
@@ -171,7 +183,8 @@ class GRPO:
             measured["pass_at_k"] = float(pass_at_k(passed_P, samples, samples).mean())
         at_k = f", pass@{samples} {measured['pass_at_k']:.3f}" if samples > 1 else ""
         self.report.validation(step, measured, timer, f"{self.held_out_label} {measured['accuracy']:.3f}{at_k}")
-        self.keep(step, "validation", rollout, timer.phases)
+        self.log.begin(step, "validation", rollout)
+        self.log.end(step, "validation", rollout, timer.phases)
         return measured
 
     def _prepare_to_save(self) -> None:

@@ -83,6 +83,13 @@ class WorkerGroup:
         part.places = [self.places[rank] for rank in ranks]
         return part
 
+    def one(self, place: int) -> "WorkerGroup":
+        """Return a group of this worker alone, which can be sent to other workers."""
+        part = copy.copy(self)
+        part._ranks, part.places = [self._ranks[place]], [self.places[place]]
+        part._actor, part._slots = None, []
+        return part
+
     def _new_place(self, rank: int) -> list[Any]:
         processes = []
         for index, slot in enumerate(self._slots[rank]):

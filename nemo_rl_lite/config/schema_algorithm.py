@@ -146,6 +146,7 @@ class RewardShapingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class RolloutsConfig:
+    num_workers: NonNegativeInt | Auto
     source: Literal["on_policy", "one_step_off", "queue"]
     max_trajectory_age_steps: Annotated[int, Field(ge=1, le=64), ActiveIf(".source", "queue")]
     in_flight_weight_updates: Annotated[bool, ActiveIf(".source", "queue")]

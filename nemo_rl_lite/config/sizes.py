@@ -258,6 +258,21 @@ def engines(config: Config) -> int:
     return generation_gpus(config) // engine_ranks(config)
 
 
+def rollout_workers(config: Config) -> int:
+    """Return the number of rollout workers, at most one for each engine; 0 if the launcher plays the episodes."""
+    if not isinstance(config.algorithm, GRPOConfig):
+        return 0
+    count = config.algorithm.rollouts.num_workers
+    if count != "auto":
+        return min(count, engines(config))
+    if config.generation.serve.enabled:
+        return 0
+    nodes = config.cluster.num_nodes
+    if on_gpus(config):
+        nodes = -(-generation_gpus(config) // config.cluster.gpus_per_node)
+    return min(nodes, engines(config)) if nodes > 1 and engines(config) > 1 else 0
+
+
 def engine_ranks(config: Config) -> int:
     """Return the processes per engine, one per GPU."""
     settings = config.generation.vllm_cfg

@@ -33,11 +33,11 @@ from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import watched
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
 from nemo_rl_lite.rollout.collector import Group, RolloutTask
-from nemo_rl_lite.rollout.episode import RESAMPLES, Episode, Rollout, interval, ks, pass_at_k, passes
+from nemo_rl_lite.rollout.episode import RESAMPLES, Episode, Rollout, fetched, interval, ks, pass_at_k, passes
+from nemo_rl_lite.rollout.playing import Playing
 from nemo_rl_lite.rollout.sampler import fitting_prompts
 from nemo_rl_lite.rollout.store import RolloutFiles, SavedRollout, load_rollouts, save_rollouts
 from nemo_rl_lite.run.folder import is_run, locked
-from nemo_rl_lite.run.jobs import Playing
 from nemo_rl_lite.run.model import chat_tokenizer
 from nemo_rl_lite.run.serving import Served, start_engine
 from nemo_rl_lite.validation.notes import notes_here, show_notes
@@ -184,7 +184,7 @@ class Journal:
         if not at_once and time.monotonic() - self._kept_at < _EVERY_S:
             return
         new = {
-            number: group.episodes
+            number: fetched(group.episodes, None)
             for number, group in enumerate(groups)
             if group.is_done
             and number not in self._kept

@@ -85,6 +85,12 @@ class EngineLoop:
             self._forget(aborted)
             self._post(work, "submit")
 
+    def clear(self) -> None:
+        """Abort all requests."""
+        with self._changed:
+            unfinished = sorted({*self._open, *self._finished})
+        self.send({}, unfinished)
+
     def report(self, seconds: float = REPORT_S) -> EngineReport:
         """Wait for results, at most for `seconds`, and not at all without requests; return them. Raises what has ended
         the loop."""

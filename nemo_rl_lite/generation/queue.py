@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -60,12 +61,21 @@ class RequestQueue:
         capacity: int,
         on_loss: Callable[[int, WorkerError], None],
         restore: Callable[[], None],
+        dead: Sequence[int] = (),
     ):
-        """`on_loss` is called when a replica's process dies, and may raise. The other replicas get its requests.
-        `restore` is called when no replica is left, and may replace them (see `replaced`). Until then requests wait."""
+        """Create a queue.
+
+        Args:
+            on_loss: is called when a replica's process dies, and may raise. The other replicas get its requests.
+            restore: is called when no replica is left, and may replace them (see `replaced`). Until then requests wait.
+            dead: replicas without an engine, until they are replaced.
+        """
         self._replicas, self._on_loss, self._restore = replicas, on_loss, restore
-        self._numbers = itertools.count()
+        # An engine may have requests of a queue that has died.
+        self._numbers = itertools.count(time.time_ns())
         self._assignment = Assignment(len(replicas), capacity)
+        for replica in dead:
+            self._assignment.lose(replica)
         # Messages in flight with their replicas, and those that have ended.
         self._running: dict[asyncio.Task[None], tuple[int, _Message]] = {}
         self._ended: deque[asyncio.Task[None]] = deque()

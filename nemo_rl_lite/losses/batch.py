@@ -3,9 +3,11 @@
 Shapes: B sequences, T tokens, k vocabulary entries.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, overload
+from functools import cached_property
+from typing import Any, Protocol, overload
 
 import numpy as np
 import torch
@@ -78,6 +80,8 @@ class TokenRows(Sequence[TokenRow]):
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
         if isinstance(rows, TokenRows):
             return rows
+        if isinstance(rows, CountedRows):
+            return rows.fetched
 
         def joined(name: str) -> np.ndarray:
             parts = [np.asarray(getattr(row, name), OF_TOKENS[name]) for row in rows]
@@ -89,6 +93,13 @@ class TokenRows(Sequence[TokenRow]):
             there = rows and getattr(rows[0], field) is not None
             own[name] = np.array([getattr(row, field) for row in rows], np.float64) if there else None
         return cls(np.array([len(row.tokens) for row in rows], np.int64), **own)
+
+    @classmethod
+    def concatenated(cls, parts: Sequence["TokenRows"]) -> "TokenRows":
+        """Join batches that have the same fields."""
+        present = {name for name, _ in parts[0].present([one.name for one in fields(cls)])}
+        own = {name: np.concatenate([getattr(part, name) for part in parts]) for name in present}
+        return replace(parts[0], **own)
 
     @property
     def ends(self) -> np.ndarray:
@@ -127,6 +138,83 @@ class TokenRows(Sequence[TokenRow]):
     def present(self, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
         """Return name and value of each of these fields that is not None."""
         return ((name, getattr(self, name)) for name in names if getattr(self, name) is not None)
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """The rows of a share of a batch: references to batches elsewhere, and the index of each row in their
+    concatenation."""
+
+    parts: tuple[Any, ...]
+    order: tuple[int, ...]
+
+
+class RowSource(Protocol):
+    """Gives the rows of a `CountedRows`."""
+
+    def share(self, shares: Sequence[Sequence[int]]) -> list[SharedRows]:
+        """Return references to the rows of each share, by index."""
+        ...
+
+    def fetch(self, index: Sequence[int]) -> TokenRows:
+        """Return the rows at `index`."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class CountedRows(Sequence[TokenRow]):
+    """Rows that are elsewhere, of which this process knows the counts. Reading a row fetches it."""
+
+    source: RowSource
+    places: np.ndarray
+    """Indices of the rows in the source, [B]."""
+    lengths: np.ndarray
+    """[B]."""
+    rewards: np.ndarray
+    """[B]."""
+    ages: Sequence[Mapping[int, int]]
+    """Number of trained tokens of each row by staleness."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "CountedRows": ...
+
+    def __getitem__(self, index: int | slice) -> "TokenRow | CountedRows":
+        if not isinstance(index, slice):
+            return self.fetched[index]
+        own = self.places[index], self.lengths[index], self.rewards[index], self.ages[index]
+        return CountedRows(self.source, *own)
+
+    @cached_property
+    def fetched(self) -> TokenRows:
+        """The rows."""
+        return self.source.fetch(self.places.tolist())
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Number of trained tokens of each row, [B]."""
+        return np.array([sum(own.values()) for own in self.ages], np.int64)
+
+    @property
+    def tokens_by_age(self) -> dict[int, int]:
+        """Number of trained tokens by staleness."""
+        total = Counter[int]()
+        for own in self.ages:
+            total.update(own)
+        return {age: total[age] for age in sorted(total)}
+
+    def share(self, shares: Sequence[Sequence[int]]) -> list[SharedRows]:
+        """Return references to the rows of each share, by index."""
+        return self.source.share([self.places[list(own)].tolist() for own in shares])
+
+
+RowBatch = TokenRows | CountedRows
+"""Rows of a batch, here or elsewhere."""
 
 
 @dataclass(frozen=True)

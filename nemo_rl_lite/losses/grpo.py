@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, LossConfig
-from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import Batch, CountedRows, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Metrics, Need, Normalizers, count_masked, masked_sum, mean_over_tokens
 
 # Counts of an optimizer step, and a metric that `GRPOLoss.summarize` replaces.
@@ -266,6 +266,16 @@ def _outside(ratios: Tensor, low: float, high: float) -> Tensor:
     return (ratios < low) | (ratios > high)
 
 
+def _count_positive(rows: Sequence[TokenRow]) -> int:
+    """Count the trained tokens of rows with a positive reward."""
+    if isinstance(rows, CountedRows):
+        return int(rows.trained[rows.rewards > 0].sum())
+    joined = TokenRows.of(rows)
+    if joined.rewards is None:
+        raise ValueError("positive_example_nll_weight needs rows with rewards")
+    return int((np.repeat(joined.rewards > 0, joined.lengths) & joined.mask).sum())
+
+
 @dataclass(frozen=True)
 class GRPOLoss:
     """Policy terms, KL penalty, entropy bonus, and negative log likelihood (NLL) of responses with a positive reward.
@@ -288,10 +298,7 @@ class GRPOLoss:
         if self.config.policy_loss in ("clip_cov", "kl_cov"):
             own |= _count_covariances(self.config, rows)
         if self.config.positive_example_nll_weight:
-            joined = TokenRows.of(rows)
-            if joined.rewards is None:
-                raise ValueError("positive_example_nll_weight needs rows with rewards")
-            own[_POSITIVE] = max(float((np.repeat(joined.rewards > 0, joined.lengths) & joined.mask).sum()), 1.0)
+            own[_POSITIVE] = max(float(_count_positive(rows)), 1.0)
         return replace(count_masked(rows), own=own)
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:

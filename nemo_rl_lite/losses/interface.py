@@ -19,7 +19,7 @@ from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.schema_algorithm import AlgorithmConfig
 from nemo_rl_lite.config.user_code import imported, own_name
 from nemo_rl_lite.errors import ConfigError, TrainingError, Violation
-from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import Batch, CountedRows, TokenRow, TokenRows
 
 Metrics = dict[str, Tensor]
 Need = Literal["entropy", "topk_logits", "student_topk_logprobs"]
@@ -39,12 +39,19 @@ class Normalizers:
 
 def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
     """Count the rows' tokens and sequences; both are at least 1."""
+    if isinstance(rows, CountedRows):
+        trained = rows.trained
+        return _at_least_one(int(trained.sum()), int((trained > 0).sum()), rows.tokens_by_age)
     joined = TokenRows.of(rows)
     tokens = int(joined.mask.sum())
     ages, counts = np.unique(() if joined.ages is None else joined.ages[joined.mask], return_counts=True)
     before = np.concatenate([[0], joined.mask.cumsum()])
     sequences = int((before[joined.ends] > before[joined.ends - joined.lengths]).sum())
     by_age = {int(age): count for age, count in zip(ages, counts.tolist(), strict=True)}
+    return _at_least_one(tokens, sequences, by_age)
+
+
+def _at_least_one(tokens: int, sequences: int, by_age: dict[int, int]) -> Normalizers:
     return Normalizers(max(float(tokens), 1.0), max(float(sequences), 1.0), by_age)
 
 

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
-from nemo_rl_lite.losses.batch import TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import RowBatch, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.offload.mover import Move
 
@@ -21,7 +21,7 @@ class BatchRef:
     """Batch on the workers: each replica has its rows and their scores."""
 
     name: str
-    rows: TokenRows
+    rows: RowBatch
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TeacherScores:
 class Teacher(Protocol):
     """Ranks of a teacher."""
 
-    def scored(self, rows: TokenRows) -> TokenRows:
+    def scored(self, rows: RowBatch) -> TokenRows:
         """Return the rows with the teacher's scores, in the policy's logprob phase. The teacher's weights are on the
         device only during this call."""
 

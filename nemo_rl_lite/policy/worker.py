@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl_lite.compat.megatron import auto_bridge, hide_wandb
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
-from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.grpo import mismatch_metrics
 from nemo_rl_lite.losses.interface import Loss, Normalizers, combine_metrics, floats, loss_of
 from nemo_rl_lite.models.folder import adapter_folder, base_name
@@ -132,6 +132,10 @@ class MegatronWorker:
     def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> None:
         """Keep this replica's rows of a batch, padded to the longest."""
         self._held[name] = Batch.padded(rows)
+
+    def put_parts(self, name: str, order: Sequence[int], *parts: TokenRows) -> None:
+        """Keep this replica's rows of a batch: those at `order` in the concatenation of `parts`."""
+        self.put_batch(TokenRows.concatenated(parts).select(order), name)
 
     def score(
         self, which: Sequence[str], counts: Normalizers, name: str = "train", first: int = 0

@@ -1,25 +1,20 @@
-"""Sample and score episodes for problems, with any engine. Each episode is a coroutine."""
+"""Collect rollouts of groups, with dynamic sampling."""
 
 import asyncio
+import itertools
 import logging
 import math
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.errors import DataError, printable
-from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
-from nemo_rl_lite.losses.advantages import differ
+from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.observability.liveness import note_state, progressed
-from nemo_rl_lite.rewards.judge import Judge, RewardResult
-from nemo_rl_lite.rewards.registry import RewardError, WrongReward
-from nemo_rl_lite.rollout.episode import Episode, Rollout
-from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, SingleTurn
-from nemo_rl_lite.system.user_errors import CallError
+from nemo_rl_lite.rollout.episode import Episode, Rollout, Sampled
+from nemo_rl_lite.rollout.groups import Failure, Group, Players, Playground, PlayProgress, PromptTask
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +24,7 @@ _LEAST_SHARE = 1 / 8
 _LOOK_S = 0.5
 Show = Callable[[str], None]
 """Shows the progress of a rollout."""
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -41,65 +37,35 @@ class ErrorShares:
 
 @dataclass
 class _Failures:
-    """Errors of one kind in a rollout. The first is logged, all are counted."""
+    """Failures of one kind in a rollout. The first is logged."""
 
     what: str
     key: str
     limit: float
-    errors: list[Exception] = field(default_factory=list)
-    _failed: set[int] = field(default_factory=set)
+    first: Failure | None = None
 
-    def add(self, error: Exception, episode: Episode) -> None:
-        """Count an episode's error."""
-        self.errors.append(error)
-        self._failed.add(id(episode))
-        if len(self.errors) == 1:
-            log.warning("%s failed on %s: %s", self.what, _shown(episode), printable(error))
-            if isinstance(error, CallError | RewardError) and error.details:
-                log.info("%s", error.details)
-
-    def has(self, episode: Episode) -> bool:
-        return id(episode) in self._failed
+    def note(self, failures: Sequence[Failure]) -> None:
+        """Log the first failure."""
+        if self.first is None and failures:
+            self.first = failures[0]
+            log.warning("%s failed on %s: %s", self.what, self.first.shown, self.first.text)
+            if self.first.details:
+                log.info("%s", self.first.details)
 
     def check(self, failed: int, episodes: int) -> None:
         """Raise DataError if too many episodes failed."""
         if failed > self.limit * episodes:
-            first = f"; first with {printable(self.errors[0])}" if self.errors else ""
+            first = f"; first with {self.first.text}" if self.first else ""
             raise DataError(
                 f"{self.what} failed on {failed} of {episodes} samples, more than the share "
                 f"{self.key} = {self.limit:g}{first}"
             )
 
 
-def _shown(episode: Episode) -> str:
-    return f"{episode.response[-200:]!r} (answer {episode.problem.answer!r})"
-
-
-def count_errors(episodes: Sequence[Episode]) -> tuple[int, int]:
+def count_errors(episodes: Sequence[Sampled]) -> tuple[int, int]:
     """Count the episodes without a reward, and those whose environment or agent failed."""
     failed = sum(episode.ending == "error" for episode in episodes)
     return sum(episode.reward is None for episode in episodes) - failed, failed
-
-
-@dataclass(eq=False)
-class Group:
-    """The samples of one prompt."""
-
-    episodes: list[Episode]
-    played: asyncio.Future
-    _useful: bool | None = field(default=None, init=False)
-
-    @property
-    def is_done(self) -> bool:
-        # An aborted group ends with CancelledError.
-        return self.played.done() and not self.played.cancelled() and self.played.exception() is None
-
-    @property
-    def is_useful(self) -> bool:
-        """True if the group is done and its rewards differ."""
-        if self._useful is None and self.is_done:
-            self._useful = differ([math.nan if one.reward is None else one.reward for one in self.episodes])
-        return bool(self._useful)
 
 
 @dataclass(eq=False)
@@ -128,7 +94,11 @@ class RolloutTask:
     """Episodes that an earlier run has scored, by the number of their prompt."""
     begun: int = 0
     """Number of prompts that an earlier run had started."""
+    step: int = 0
+    """Step that trains on the rollout."""
     groups: list[Group] = field(default_factory=list, init=False)
+    players: Players | None = field(default=None, init=False)
+    number: int = field(default_factory=_NUMBERS.__next__, init=False)
     began: float = field(default_factory=time.perf_counter, init=False)
 
     def missing(self) -> int:
@@ -162,6 +132,7 @@ class RolloutTask:
             tuple(group.is_useful for group in groups[: last + 1]),
             dropped=tuple(episode for group in dropped for episode in group.episodes),
             took_s=time.perf_counter() - self.began,
+            store=None if self.players is None else self.players.store,
         )
 
     def kept(self) -> list[Group] | None:
@@ -182,40 +153,38 @@ class RolloutTask:
         """Describe prompts done, tokens per second, and what episodes wait for. `unfinished_tokens`: tokens of
         responses in flight."""
         groups, seconds = list(self.groups), time.perf_counter() - self.began
-        episodes = [episode for group in groups for episode in group.episodes]
-        done = sum(group.is_done for group in groups)
+        done, now = sum(group.is_done for group in groups), self.live()
         said = [f"{done} of {max(self.count, len(groups))} prompts"]
         before = sum(episode.generated for own in self.done.values() for episode in own)
-        if tokens := sum(episode.generated for episode in episodes) - before + unfinished_tokens:
+        if tokens := now.generated - before + unfinished_tokens:
             said.append(f"{tokens / seconds:,.0f} tokens/s")
-        waiting = [episode for episode in episodes if episode.waits_for]
-        if generating := [episode.spans[-1].seconds for episode in waiting if episode.waits_for == "generate"]:
-            said.append(f"{len(generating)} responses in flight, the oldest for {max(generating):.0f} s")
-        counts = Counter(episode.waits_for for episode in waiting)
-        said += [f"{counts[what]} wait for the {what}" for what in ("environment", "reward") if counts[what]]
+        if generating := now.waiting.get("generate"):
+            said.append(f"{generating} responses in flight, the oldest for {now.oldest_s:.0f} s")
+        said += [
+            f"{count} wait for the {what}" for what in ("environment", "reward") if (count := now.waiting.get(what))
+        ]
         return ", ".join(said)
+
+    def live(self) -> PlayProgress:
+        """Return the progress of all groups."""
+        return PlayProgress() if self.players is None else self.players.progress(list(self.groups))
 
     @property
     def answers(self) -> int:
         """Count the answers of engines, environments, agents and rewards: a sign of life."""
-        episodes = (episode for group in list(self.groups) for episode in group.episodes)
-        return sum(len(episode.spans) - (episode.waits_for is not None) for episode in episodes)
+        return self.live().answers
+
+    def prompt(self, number: int) -> PromptTask:
+        """Return the task of a prompt."""
+        problem, done = self.problem(number), self.done.get(number)
+        return PromptTask(self.number, number, problem, self.samples, self.sampling, self.seed, self.step, done)
 
 
 class RolloutCollector:
-    """Samples episodes and scores each as it ends. No episode waits for another."""
+    """Samples and scores rollouts."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        tokenizer: ChatTokenizer,
-        judge: Judge,
-        max_length: int,
-        shares: ErrorShares,
-        play: EpisodeRunner | None = None,
-    ):
-        self.generation, self._tokenizer, self._judge = generation, tokenizer, judge
-        self._max_length, self._shares, self._play = max_length, shares, play or SingleTurn()
+    def __init__(self, playground: Playground, shares: ErrorShares):
+        self.playground, self._shares = playground, shares
 
     def collect(self, task: RolloutTask, show: Show = lambda _: None) -> Rollout:
         """Sample and score a rollout; `show` gets its progress twice a second.
@@ -227,23 +196,23 @@ class RolloutCollector:
         """
         found: list[Rollout] = []
 
-        async def show_life(requests: Requests) -> None:
+        async def show_life(players: Players) -> None:
             answers = -1
             while True:
                 # Calls of engines have their own time limit.
-                if requests.are_in_work or answers != task.answers:
+                if players.are_in_work or answers != task.answers:
                     progressed()
                 answers = task.answers
                 await asyncio.sleep(_LOOK_S)
-                show(progress := task.progress(requests.unfinished_tokens))
+                show(progress := task.progress(players.unfinished_tokens))
                 note_state(progress)
 
         # Return nothing: asyncio formats the result when it restores the SIGINT handler, which takes time.
         async def run() -> None:
-            async with self.generation.serving() as requests:
-                alive = asyncio.create_task(show_life(requests))
+            async with self.playground.serving() as players:
+                alive = asyncio.create_task(show_life(players))
                 try:
-                    found.append(await self.gather(task, requests))
+                    found.append(await self.gather(task, players))
                 finally:
                     alive.cancel()
                     await asyncio.gather(alive, return_exceptions=True)
@@ -252,84 +221,53 @@ class RolloutCollector:
         asyncio.run(run())
         return found[0]
 
-    async def gather(self, task: RolloutTask, requests: Requests) -> Rollout:
-        """Sample and score a rollout while the engines serve. Raises what `collect` raises."""
+    async def gather(self, task: RolloutTask, players: Players) -> Rollout:
+        """Sample and score a rollout with these players. A task that has been gathered before gets what it has lost
+        since. Raises what `collect` raises."""
+        section, groups, task.players = self.playground.section, task.groups, players
         rewards = _Failures("the reward", "reward.max_failure_fraction", self._shares.reward)
-        section, groups = self._play.section, task.groups
-        ended: asyncio.Queue[asyncio.Future] = asyncio.Queue()
         environments = _Failures(f"the {section}", f"{section}.max_failure_fraction", self._shares.environment)
+        ended: asyncio.Queue[Group] = asyncio.Queue()
+        while groups and groups[-1].played.cancelled():
+            groups.pop()
+        for group in groups:
+            group.on_end = ended.put_nowait
+            if group.played.cancelled():
+                players.play_again(group)
         try:
-            while missing := max(task.missing(), task.begun - len(groups)):
-                # Deterministic batches in the engines.
-                with requests.submit_as_batch():
-                    for number in range(len(groups), len(groups) + missing):
-                        group = self._begin(number, task, requests, environments, rewards)
-                        group.played.add_done_callback(ended.put_nowait)
-                        groups.append(group)
-                    await asyncio.sleep(0)
+            while task.kept() is None:
+                if missing := max(task.missing(), task.begun - len(groups)):
+                    # Deterministic batches in the engines.
+                    with players.submit_as_batch():
+                        for number in range(len(groups), len(groups) + missing):
+                            group = players.play(task.prompt(number))
+                            group.on_end = ended.put_nowait
+                            groups.append(group)
+                        await asyncio.sleep(0)
                 while not task.missing() and task.kept() is None:
-                    (await ended.get()).result()
-                    while not ended.empty():
-                        ended.get_nowait().result()
+                    for group in [await ended.get(), *_waiting(ended)]:
+                        group.played.result()
+                        environments.note([one for one in group.failures if one.kind == "play"])
+                        rewards.note([one for one in group.failures if one.kind == "reward"])
         finally:
             for group in groups:
-                group.played.cancel()
-            await asyncio.gather(*(group.played for group in groups), return_exceptions=True)
-        sampled = [episode for group in groups if group.is_done for episode in group.episodes]
-        played = [episode for episode in sampled if episode.ending != "error"]
-        environments.check(len(sampled) - len(played), len(sampled))
+                group.on_end = None
+            await players.stop(groups)
+        sampled = [group for group in groups if group.is_done]
+        episodes = [episode for group in sampled for episode in group.episodes]
+        played = [episode for episode in episodes if episode.ending != "error"]
+        environments.check(len(episodes) - len(played), len(episodes))
         # Timeouts with reward 0 count as failures.
-        rewards.check(sum(one.reward is None or rewards.has(one) for one in played), len(played))
+        late = sum(_is_late(one, group) for group in sampled for one in group.failures)
+        rewards.check(sum(one.reward is None for one in played) + late, len(played))
         return task.rollout()
 
-    def _begin(
-        self, number: int, task: RolloutTask, requests: Requests, environments: _Failures, rewards: _Failures
-    ) -> Group:
-        """Start the samples of prompt `number`, or take those of an earlier run."""
-        problem, sampling = task.problem(number), task.sampling
-        if number in task.done:
-            played = asyncio.get_running_loop().create_future()
-            played.set_result(None)
-            return Group(task.done[number], played)
-        prompt = self._tokenizer.prompt(problem.messages, problem.tools)
-        check_length(problem, len(prompt), sampling.max_new_tokens, self._max_length)
-        episodes = [Episode(problem, list(prompt), len(prompt)) for _ in range(task.samples)]
 
-        async def run(sample: int, episode: Episode) -> None:
-            seeds = (task.seed, number, sample)
-            assistant = Assistant(episode, requests, self._tokenizer, sampling, seeds, self._max_length)
-            try:
-                await self._play.play(episode, assistant)
-            except CallError as error:
-                if error.is_fault:
-                    rule = "correct the code: this error does not depend on the response"
-                    raise DataError(f"{self._play.section}.name: {error}{error.place}; {rule}") from error
-                episode.ending, episode.reward = "error", None
-                environments.add(error, episode)
-            finally:
-                assistant.conversation.ended = True
-            if episode.reward is None and episode.ending != "error":
-                await self._judge_episode(episode, rewards)
-
-        return Group(episodes, asyncio.gather(*(run(sample, episode) for sample, episode in enumerate(episodes))))
-
-    async def _judge_episode(self, episode: Episode, rewards: _Failures) -> None:
-        with episode.waiting("reward"):
-            verdict = await self._judge(episode.response, episode.problem)
-        if isinstance(verdict, WrongReward):
-            raise DataError(f"{verdict.section}.name: {verdict}; the response was {_shown(episode)}")
-        if failure := verdict if isinstance(verdict, RewardError) else verdict.late:
-            rewards.add(failure, episode)
-        if isinstance(verdict, RewardResult):
-            episode.reward, episode.reward_parts = verdict.reward, verdict.parts
+def _waiting(ended: asyncio.Queue[Group]) -> Iterator[Group]:
+    while not ended.empty():
+        yield ended.get_nowait()
 
 
-def check_length(problem: Problem, tokens: int, max_new_tokens: int, max_length: int) -> None:
-    """Raise DataError if a prompt of `tokens` tokens leaves no room for `max_new_tokens` within `max_length`."""
-    if tokens + max_new_tokens > max_length:
-        start = problem.messages[-1]["content"][:60]
-        raise DataError(
-            f"a prompt of {tokens} tokens and generation.max_new_tokens = {max_new_tokens} exceed "
-            f"policy.max_total_sequence_length = {max_length}: {start!r}. Raise the limit, lower "
-            "generation.max_new_tokens, or leave such prompts out: data.too_long=drop."
-        )
+def _is_late(failure: Failure, group: Group) -> bool:
+    """Return whether a reward has failed and is 0."""
+    return failure.kind == "reward" and group.episodes[failure.sample].reward is not None

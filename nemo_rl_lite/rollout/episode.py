@@ -2,10 +2,12 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -15,8 +17,9 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.advantages import reward_shares
-from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, RowBatch, TokenRow, TokenRows
 from nemo_rl_lite.observability.sinks import Sample, spread, text_of
+from nemo_rl_lite.observability.timer import unix_time
 
 Ending = Literal["stop", "length", "turns", "error"]
 """Ended by policy, environment or agent; truncated; no turn left; environment or agent failed."""
@@ -39,8 +42,77 @@ class Span:
         return (time.perf_counter() if self.end is None else self.end) - self.begin
 
 
+class _Judged:
+    """What follows from an episode's reward."""
+
+    reward: float | None
+    length_penalty: float
+    is_left_out: bool
+
+    @property
+    def shaped_reward(self) -> float | None:
+        """The reward with the length penalty, for training."""
+        return None if self.reward is None else self.reward + self.length_penalty
+
+    @property
+    def is_trained(self) -> bool:
+        return self.reward is not None and not self.is_left_out
+
+
 @dataclass
-class Episode:
+class EpisodeRecord(_Judged):
+    """Summary of an episode that a rollout worker keeps. Its properties are those of the `Episode`."""
+
+    worker: int
+    """Rank of the rollout worker."""
+    number: int
+    """Number of the episode there."""
+    length: int
+    prompt_length: int
+    generated: int
+    turn_count: int
+    last_turn_tokens: int
+    versions: Mapping[int, int]
+    waits: Mapping[Activity, float]
+    """Seconds of waits."""
+    began: float | None
+    """Unix time of the first wait."""
+    experts: tuple[int, ...] | None
+    """See `Episode.expert_shape`."""
+    reward: float | None
+    reward_parts: Mapping[str, float]
+    ending: Ending
+    is_left_out: bool = False
+    length_penalty: float = 0.0
+
+    @classmethod
+    def of(cls, episode: "Episode", worker: int, number: int) -> "EpisodeRecord":
+        """Return the record of an episode that `worker` keeps by this number."""
+        return cls(
+            worker,
+            number,
+            length=episode.length,
+            prompt_length=episode.prompt_length,
+            generated=episode.generated,
+            turn_count=episode.turn_count,
+            last_turn_tokens=episode.last_turn_tokens,
+            versions=episode.versions,
+            waits={what: episode.seconds(what) for what in get_args(Activity)},
+            began=episode.began,
+            experts=episode.expert_shape,
+            reward=episode.reward,
+            reward_parts=episode.reward_parts,
+            ending=episode.ending,
+            is_left_out=episode.is_left_out,
+            length_penalty=episode.length_penalty,
+        )
+
+    def seconds(self, what: Activity) -> float:
+        return self.waits[what]
+
+
+@dataclass
+class Episode(_Judged):
     """A sequence that grows turn by turn. Sampled tokens are never tokenized again."""
 
     problem: Problem
@@ -91,9 +163,40 @@ class Episode:
         return next((said["content"] for said in reversed(self.said) if said["role"] == "assistant"), "")
 
     @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+    @property
     def generated(self) -> int:
         """Number of sampled tokens."""
         return sum(len(completion.tokens) for _, completion in self.turns)
+
+    @property
+    def turn_count(self) -> int:
+        """Number of assistant turns."""
+        return len(self.turns)
+
+    @property
+    def last_turn_tokens(self) -> int:
+        """Number of tokens of the last assistant turn."""
+        return len(self.turns[-1][1].tokens) if self.turns else 0
+
+    @property
+    def versions(self) -> Mapping[int, int]:
+        """Number of sampled tokens by version of the weights."""
+        return Counter(version for _, turn in self.turns for version in turn.versions)
+
+    @property
+    def expert_shape(self) -> tuple[int, ...] | None:
+        """Shape (layers, k) of the routed experts of a token; None if no engine reported them."""
+        reported = (turn.routed_experts for _, turn in self.turns)
+        return next((experts.shape[1:] for experts in reported if experts is not None), None)
+
+    @property
+    def began(self) -> float | None:
+        """Unix time of the first wait; None without one."""
+        return unix_time(self.spans[0].begin) if self.spans else None
 
     @contextmanager
     def waiting(self, what: Activity) -> Iterator[Span]:
@@ -112,15 +215,6 @@ class Episode:
     def seconds(self, what: Activity) -> float:
         """Seconds that the episode waited for `what`, over all turns."""
         return sum(span.seconds for span in self.spans if span.what == what)
-
-    @property
-    def shaped_reward(self) -> float | None:
-        """The reward with the length penalty, for training."""
-        return None if self.reward is None else self.reward + self.length_penalty
-
-    @property
-    def is_trained(self) -> bool:
-        return self.reward is not None and not self.is_left_out
 
     def row(self, advantage: float, version: int, experts: tuple[int, ...] | None = None) -> TokenRow:
         """Return the training row for a policy of this version. The mask selects the sampled tokens of a trained
@@ -149,11 +243,55 @@ class Episode:
         return found
 
 
+Sampled = Episode | EpisodeRecord
+"""An episode, here or in a rollout worker."""
+
+
+Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """The samples of a rollout in the run's folder."""
+
+    folder: Path
+    step: int
+    split: Split
+    samples_per_prompt: int
+    began: float | None
+    """Unix time of the rollout's first wait."""
+
+
+class EpisodeStore(Protocol):
+    """The episodes of records. Raises WorkerError: a rollout worker has failed or died."""
+
+    def rows(self, records: Sequence[EpisodeRecord], advantages: Sequence[float], version: int) -> RowBatch:
+        """See `Rollout.rows`."""
+        ...
+
+    def fetch(self, records: Sequence[EpisodeRecord]) -> list[Episode]:
+        """Return the episodes of the records."""
+        ...
+
+    def write(self, target: SampleFile, records: Sequence[EpisodeRecord]) -> Callable[[], list[str]]:
+        """Start to write the samples of a rollout's first records. Return a function that waits for it, and returns
+        errors of file systems."""
+        ...
+
+    def release(self, records: Sequence[EpisodeRecord]) -> None:
+        """Forget the episodes of the records."""
+        ...
+
+    def has(self, record: EpisodeRecord) -> bool:
+        """Return whether the worker that played the episode still lives."""
+        ...
+
+
 @dataclass
 class Rollout:
     """Scored episodes. The samples of a prompt are adjacent."""
 
-    episodes: list[Episode]
+    episodes: Sequence[Sampled]
     samples_per_prompt: int
     reward_errors: int
     """Number of episodes whose reward failed."""
@@ -167,8 +305,10 @@ class Rollout:
     """Seconds from the first request to the last reward."""
     engines_idle_s: float | None = None
     """Seconds in which the engines had no request since the previous rollout; None in synchronous runs."""
-    dropped: tuple[Episode, ...] = ()
+    dropped: tuple[Sampled, ...] = ()
     """Episodes of replaced prompts, whose rewards are all equal, and then of surplus prompts."""
+    store: EpisodeStore | None = None
+    """Where the episodes of records are; None if all are here."""
 
     @property
     def rewards_B(self) -> Tensor:
@@ -176,7 +316,7 @@ class Rollout:
         return _rewards(episode.shaped_reward for episode in self.episodes)
 
     @property
-    def sampled(self) -> list[Episode]:
+    def sampled(self) -> list[Sampled]:
         """Episodes of kept and replaced prompts. Surplus prompts are excluded: they will be sampled again, and timing
         decides which of them are complete."""
         replaced = len(self.taught) * self.samples_per_prompt - len(self.episodes)
@@ -207,21 +347,49 @@ class Rollout:
         """Number of sampled tokens."""
         return sum(episode.generated for episode in self.episodes)
 
-    def rows(self, advantages: Sequence[float], version: int) -> TokenRows:
+    @property
+    def records(self) -> list[EpisodeRecord]:
+        """The episodes that rollout workers keep."""
+        return [one for one in self.episodes if isinstance(one, EpisodeRecord)]
+
+    def rows(self, advantages: Sequence[float], version: int) -> RowBatch:
         """Return the training rows for a policy of this version, with an advantage per episode."""
-        each = zip(self.episodes, advantages, strict=True)
-        turns = (turn for one in self.episodes for _, turn in one.turns)
-        experts = next((turn.routed_experts.shape[1:] for turn in turns if turn.routed_experts is not None), None)
+        if self.store is not None:
+            return self.store.rows(self.records, advantages, version)
+        each = list(zip(self.whole(), advantages, strict=True))
+        experts = next((shape for one, _ in each if (shape := one.expert_shape) is not None), None)
         return TokenRows.of([episode.row(advantage, version, experts) for episode, advantage in each])
+
+    def whole(self, places: Sequence[int] | None = None) -> list[Episode]:
+        """Return all episodes, or those at `places`, from wherever they are."""
+        chosen = self.episodes if places is None else [self.episodes[place] for place in places]
+        return fetched(chosen, self.store)
+
+    def fetched(self) -> "Rollout":
+        """Return the rollout with all its episodes here."""
+        if self.store is None:
+            return self
+        return replace(self, episodes=self.whole(), dropped=tuple(fetched(self.dropped, self.store)), store=None)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if a rollout worker has died with some of the episodes."""
+        store = self.store
+        return store is not None and not all(map(store.has, self.records))
+
+    def release(self) -> None:
+        """Let rollout workers forget the episodes."""
+        if self.store is not None:
+            self.store.release([one for one in (*self.episodes, *self.dropped) if isinstance(one, EpisodeRecord)])
 
     def metrics(self) -> dict[str, float]:
         """Return rollout metrics under NeMo-RL's names: unshaped rewards of all sampled prompts, all else of kept
         episodes."""
         samples, generated = len(self.episodes), self.generated
-        turns = [len(episode.turns) for episode in self.episodes]
+        turns = [episode.turn_count for episode in self.episodes]
         endings = [episode.ending for episode in self.episodes]
         prompt_tokens = sum(episode.prompt_length for episode in self.episodes)
-        total = sum(len(episode.tokens) for episode in self.episodes)
+        total = sum(episode.length for episode in self.episodes)
         trained = [episode.generated for episode in self.episodes if episode.is_trained]
         valid, dropped = float(sum(map(bool, trained))), sum(episode.generated for episode in self.dropped)
         return self._reward_metrics() | {
@@ -266,9 +434,12 @@ class Rollout:
     def ages(self, version: int) -> dict[str, float]:
         """Return mean and maximum staleness over tokens: steps from the weights that sampled a token to `version`, with
         which its training step begins."""
-        ages = [version - own for one in self.episodes for _, turn in one.turns for own in turn.versions]
-        mean = sum(ages) / max(len(ages), 1)
-        return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(ages, default=0))}
+        tokens = Counter[int]()
+        for episode in self.episodes:
+            tokens.update(episode.versions)
+        total = sum((version - own) * count for own, count in tokens.items())
+        mean = total / max(tokens.total(), 1)
+        return {"trajectory_age_mean": mean, "trajectory_age_max": float(version - min(tokens, default=version))}
 
     def seconds(self) -> dict[str, float]:
         """Return mean and maximum seconds that episodes waited for responses, environments (or agents) and rewards, and
@@ -280,9 +451,17 @@ class Rollout:
 
     def samples(self, count: int) -> list[Sample]:
         """Choose `count` samples to show, from the lowest reward to the highest."""
-        judged = [(one, one.reward) for one in self.episodes if one.reward is not None]
-        shown = [judged[place] for place in spread([reward for _, reward in judged], count)]
-        return [Sample(text_of(one.prompt), text_of(one.said), reward) for one, reward in shown]
+        judged = [(place, one.reward) for place, one in enumerate(self.episodes) if one.reward is not None]
+        shown = [judged[index] for index in spread([reward for _, reward in judged], count)]
+        found = zip(self.whole([place for place, _ in shown]), shown, strict=True)
+        return [Sample(text_of(one.prompt), text_of(one.said), reward) for one, (_, reward) in found]
+
+
+def fetched(episodes: Sequence[Sampled], store: EpisodeStore | None) -> list[Episode]:
+    """Return the episodes, from wherever they are."""
+    here = [one for one in episodes if isinstance(one, Episode)]
+    records = [one for one in episodes if isinstance(one, EpisodeRecord)]
+    return [*here, *store.fetch(records)] if store is not None and records else here
 
 
 def _rewards(rewards: Iterable[float | None]) -> Tensor:

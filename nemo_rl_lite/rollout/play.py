@@ -29,6 +29,8 @@ class Assistant:
     sampling: Sampling
     seeds: tuple[int, ...]
     max_length: int
+    step: int = 0
+    """Step that waits for the response."""
     conversation: Conversation = field(default_factory=Conversation, init=False)
 
     @property
@@ -44,7 +46,7 @@ class Assistant:
         episode = self.episode
         digest = hashlib.blake2b(repr((*self.seeds, len(episode.turns))).encode(), digest_size=4).digest()
         seed = int.from_bytes(digest) >> 1
-        request = Request((*episode.tokens, *tokens), sampling or self.sampling, seed)
+        request = Request((*episode.tokens, *tokens), sampling or self.sampling, seed, self.step)
         with episode.waiting("generate") as span:
             completion, span.place = await self.requests.sample(request, self.conversation)
         episode.add_messages(tokens, messages)

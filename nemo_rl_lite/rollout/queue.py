@@ -2,84 +2,49 @@
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_lite.errors import EngineError, WorkerError
-from nemo_rl_lite.generation.interface import Requests
-from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.observability.liveness import note_state, progressed
+from nemo_rl_lite.rollout.background import BackgroundLoop
 from nemo_rl_lite.rollout.collector import RolloutTask, Show
-from nemo_rl_lite.rollout.episode import Rollout
+from nemo_rl_lite.rollout.episode import Episode, Rollout, fetched
+from nemo_rl_lite.rollout.groups import Players
 from nemo_rl_lite.rollout.sampler import PendingRollout, Sampler
 from nemo_rl_lite.rollout.source import Engines
 from nemo_rl_lite.rollout.store import SavedRollout, save_rollouts
 
 log = logging.getLogger(__name__)
 
-# Seconds between two checks of the waiting main thread.
+# Seconds between two checks for engines.
 _LOOK_S = 0.25
-# Seconds for the thread to end.
-_END_S = 10.0
 
 
-class BackgroundLoop[Served]:
-    """An event loop in a thread. It enters `serving()` once, and runs coroutines for the main thread."""
+class EngineQueue(Protocol):
+    """The queues of all engines, as an asynchronous source controls them: see `RequestQueue`."""
 
-    def __init__(self, name: str, serving: Callable[[], AbstractAsyncContextManager[Served]]):
-        self._serving = serving
-        self._started: Future[Served] = Future()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._main: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    @property
+    def has_engines(self) -> bool: ...
 
-    def start(self) -> Served:
-        """Start the thread; return what `serving()` yields. Raises what `serving()` raises."""
-        self._thread.start()
-        return self._started.result()
+    @property
+    def steps(self) -> int: ...
 
-    def wait[Result](self, coroutine: Coroutine[Any, Any, Result], look: Callable[[], None]) -> Result:
-        """Run a coroutine in the thread. `look` is called several times per second, and its errors end the wait."""
-        if self._loop is None:
-            raise RuntimeError("the thread has not started")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            while not wait([future], _LOOK_S).done:
-                if not self._thread.is_alive():
-                    raise RuntimeError(f"the thread {self._thread.name!r} has ended")
-                look()
-        except BaseException:
-            future.cancel()
-            raise
-        return future.result()
+    @property
+    def unfinished_tokens(self) -> int: ...
 
-    def close(self) -> None:
-        """End the thread and all its coroutines."""
-        if self._loop is not None and self._main is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._main.cancel)
-            self._thread.join(_END_S)
+    @property
+    def idle_s(self) -> float: ...
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except asyncio.CancelledError:
-            pass
-        except BaseException as error:  # reaches the thread that waits for the start
-            if not self._started.done():
-                self._started.set_exception(error)
+    async def pause(self) -> None: ...
 
-    async def _serve(self) -> None:
-        self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
-        async with self._serving() as served:
-            self._started.set_result(served)
-            await asyncio.Event().wait()
+    def resume(self) -> None: ...
+
+    def describe(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +74,7 @@ class _RolloutPrefetcher:
     def __init__(
         self,
         sampler: Sampler,
-        queue: RequestQueue,
+        queue: EngineQueue,
         staleness: Staleness,
         done: int,
         steps: int,
@@ -118,7 +83,7 @@ class _RolloutPrefetcher:
         self._sampler, self._queue, self._staleness, self._steps = sampler, queue, staleness, steps
         self._saved = self._young_enough(saved)
         self._next, self.version = done + 1, done
-        self.requests: Requests | None = None
+        self.players: Players | None = None
         """None until the engines have weights."""
         self._begun: dict[int, _Begun] = {}
         # True if no other rollout may start.
@@ -128,8 +93,13 @@ class _RolloutPrefetcher:
         """Wait for the rollout of a step."""
         if step not in self._begun:
             raise RuntimeError(f"no rollout of step {step} was started, only those of {sorted(self._begun)}")
-        await asyncio.wait([self._begun[step].rollout])
-        return self._begun.pop(step).rollout.result()
+        one = self._begun[step]
+        await asyncio.wait([one.rollout])
+        rollout = one.rollout.result()
+        while one.task is not None and rollout.is_lost:
+            rollout = await self._sample(one.draft, one.task)
+        del self._begun[step]
+        return rollout
 
     async def wait_until_idle(self) -> None:
         """Start no rollout until `release`, and wait for the unfinished ones."""
@@ -162,19 +132,23 @@ class _RolloutPrefetcher:
 
     async def gather(self, task: RolloutTask, step: int) -> Rollout:
         """Sample a task of a step, such as a validation."""
-        if self.requests is None:
+        if self.players is None:
             raise RuntimeError("the engines have no weights yet")
-        return await self._sampler.gather(task, step, self.requests)
+        return await self._sampler.gather(task, step, self.players)
 
     async def snapshot(self) -> tuple[dict[str, Any], list[SavedRollout]]:
         """Return the sampler's state, and the rollouts of later steps."""
         self._raise_failed()
         found = []
         for step, one in sorted(self._begun.items()):
-            groups = [] if one.task is None else one.task.groups
-            done = {number: group.episodes for number, group in enumerate(groups) if group.is_done}
-            rollout = one.rollout.result() if one.rollout.done() else None
-            found.append(SavedRollout(step, list(one.draft.draws), rollout, done))
+            draws = list(one.draft.draws)
+            try:
+                found.append(SavedRollout(step, draws, *_fetched(one)))
+            except WorkerError as error:
+                if not error.lost:
+                    raise
+                log.warning("%s: only the prompts of its rollout of step %d are saved", error, step)
+                found.append(SavedRollout(step, draws, None, {}))
         return self._sampler.state(), [*found, *self._saved.values()]
 
     def tasks(self) -> list[RolloutTask]:
@@ -227,11 +201,22 @@ class _RolloutPrefetcher:
                 one.rollout.result()
 
 
+def _fetched(one: _Begun) -> tuple[Rollout | None, dict[int, list[Episode]]]:
+    """Return a rollout with all its episodes here, or the episodes of its finished prompts."""
+    if one.rollout.done():
+        return one.rollout.result().fetched(), {}
+    groups = [] if one.task is None else one.task.groups
+    done = {number: group.episodes for number, group in enumerate(groups) if group.is_done}
+    store = None if one.task is None or one.task.players is None else one.task.players.store
+    episodes = iter(fetched(list(chain.from_iterable(done.values())), store))
+    return None, {number: list(islice(episodes, len(own))) for number, own in done.items()}
+
+
 class QueuedEngines(Engines, Protocol):
     """Engines with a request queue."""
 
     @property
-    def queue(self) -> RequestQueue: ...
+    def queue(self) -> EngineQueue: ...
 
 
 class AsyncRolloutSource:
@@ -258,7 +243,7 @@ class AsyncRolloutSource:
         self._sampler, self._engines, self._staleness = sampler, engines, staleness
         self._stall_s, self._saves_begun = stall_s, saves_begun
         self._prefetcher = _RolloutPrefetcher(sampler, engines.queue, staleness, done, steps, saved)
-        self._thread_loop = BackgroundLoop("rollouts", sampler.collector.generation.serving)
+        self._thread_loop = BackgroundLoop("rollouts", sampler.collector.playground.serving)
         self._validation: RolloutTask | None = None
         self._memory: dict[str, float] = {}
         self._idle_before = 0.0
@@ -277,9 +262,9 @@ class AsyncRolloutSource:
             self._wait(self._prefetcher.wait_until_idle(), show, restores=False)
 
     def publish(self, step: int) -> dict[str, float]:
-        if self._prefetcher.requests is None:
+        if self._prefetcher.players is None:
             metrics, stopped = self._engines.refit(step), 0.0
-            self._prefetcher.requests = self._thread_loop.start()
+            self._prefetcher.players = self._thread_loop.start()
         else:
             began = time.perf_counter()
             self._run(self._prefetcher.pause())

@@ -5,7 +5,7 @@ import json
 import logging
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -15,10 +15,11 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError, EngineError
-from nemo_rl_lite.generation.interface import Completion, Conversation, Progress, Request, Requests, Sampling
+from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import overlong_penalty
-from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask, Show, check_length
+from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask, Show
 from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.groups import Players, check_length
 
 log = logging.getLogger(__name__)
 
@@ -153,30 +154,6 @@ class PendingRollout:
     draws: list[list[int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _PrioritizedRequests:
-    """`Requests` of a step. Earlier steps have priority."""
-
-    requests: Requests
-    step: int
-
-    async def sample(
-        self, request: Request, conversation: Conversation | None = None, progress: Progress | None = None
-    ) -> tuple[Completion, int]:
-        return await self.requests.sample(replace(request, step=self.step), conversation, progress)
-
-    @property
-    def are_in_work(self) -> bool:
-        return self.requests.are_in_work
-
-    @property
-    def unfinished_tokens(self) -> int:
-        return self.requests.unfinished_tokens
-
-    def submit_as_batch(self) -> AbstractContextManager[None]:
-        return self.requests.submit_as_batch()
-
-
 @dataclass
 class Sampler:
     """Samples prompts with the engines' current weights. The weights, the seed, the step and `order` determine a
@@ -201,10 +178,10 @@ class Sampler:
         with _naming(step):
             return self.collector.collect(self.held_out_task(step), show)
 
-    async def gather(self, task: RolloutTask, step: int, requests: Requests) -> Rollout:
+    async def gather(self, task: RolloutTask, step: int, players: Players) -> Rollout:
         """Sample a task of a step while the engines serve. Several steps may overlap."""
         with _naming(step):
-            return await self.collector.gather(task, _PrioritizedRequests(requests, step))
+            return await self.collector.gather(task, players)
 
     def task(self, draft: PendingRollout, done: Mapping[int, list[Episode]] | None = None) -> RolloutTask:
         """Return the task of a rollout. `done`: see `RolloutTask`."""
@@ -227,6 +204,7 @@ class Sampler:
             most=int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
             done=done or {},
             begun=len(draft.draws),
+            step=draft.step,
         )
 
     def held_out_task(self, step: int) -> RolloutTask:
@@ -234,7 +212,7 @@ class Sampler:
         temperature = self.config.val_temperature
         sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
         count, samples = len(self.validation), self.config.val_samples_per_problem
-        return RolloutTask(self.validation.__getitem__, count, samples, sampling, self._seed(step))
+        return RolloutTask(self.validation.__getitem__, count, samples, sampling, self._seed(step), step=step)
 
     def finish(self, draft: PendingRollout, rollout: Rollout) -> Rollout:
         """Note which prompts of a complete rollout had mixed rewards, and shape its rewards."""
@@ -252,8 +230,7 @@ class Sampler:
             most, penalty = self.sampling.max_new_tokens, shaping.overlong_buffer_penalty
             for episode in rollout.episodes:
                 if episode.reward is not None:
-                    tokens = len(episode.turns[-1][1].tokens)
-                    episode.length_penalty = overlong_penalty(tokens, most, buffer, penalty)
+                    episode.length_penalty = overlong_penalty(episode.last_turn_tokens, most, buffer, penalty)
         return rollout
 
     def state(self) -> dict[str, Any]:

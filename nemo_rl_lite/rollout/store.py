@@ -3,10 +3,10 @@
 import io
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,11 +16,11 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
-from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.episode import Episode, Rollout, Sampled, SampleFile, Split, fetched
 
 log = logging.getLogger(__name__)
 ROLLOUTS = "rollouts"
-Split = Literal["train", "validation"]
+_FILES = "step-*.parquet"
 
 # `other`: further fields such as tool calls, as JSON.
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("other", pa.string())])
@@ -64,40 +64,62 @@ class Times:
 
 
 class RolloutFiles:
-    """Writes `rollouts/step-<step>-<split>.parquet` atomically. Files of steps after `done`, which will be repeated,
-    move to `rollouts-undone/`."""
+    """Writes `rollouts/step-<step>-<split>.parquet` atomically. Rollout workers write their samples beside it, to
+    `step-<step>-<worker>-<split>.parquet`. Files of steps after `done`, which will be repeated, move to
+    `rollouts-undone/`."""
 
     def __init__(self, run_folder: Path, limit: int | None, done: int):
         """`limit`: maximum number of samples per rollout, the first ones (None: all)."""
         self._folder, self._limit = run_folder / ROLLOUTS, limit
+        self._written: dict[tuple[int, Split], Callable[[], list[str]]] = {}
         for cut_short in self._folder.glob(".*"):
             cut_short.unlink()
-        set_aside([file for file in rollout_files(run_folder) if step_of(file) > done], run_folder / "rollouts-undone")
+        files = [file for file in self._folder.glob(_FILES) if step_of(file) > done]
+        set_aside(sorted(files), run_folder / "rollouts-undone")
+
+    def begin(self, step: int, split: Split, rollout: Rollout) -> None:
+        """Let rollout workers write their samples, before they may be lost."""
+        if self._limit != 0 and rollout.store is not None:
+            target = SampleFile(self._folder, step, split, rollout.samples_per_prompt, _began(rollout.episodes))
+            self._written[step, split] = rollout.store.write(target, rollout.records[: self._limit])
 
     def write(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase] = ()) -> None:
-        """Write one file, with the step's phases in its metadata. A full disk is only a warning."""
+        """Write one file, with the step's phases in its metadata. A full disk is only a warning. Raises WorkerError: a
+        rollout worker died before it wrote its samples."""
         if self._limit == 0:
             return
-        # Readers of the folder skip names that begin with a dot, so they see only complete files.
-        file = self._folder / f"step-{step:08d}-{split}.parquet"
-        partial = file.with_name(f".{file.name}")
-        try:
-            self._folder.mkdir(exist_ok=True)
-            rows = rollout_rows(step, split, rollout)[: self._limit]
-            began = _began(rollout)
-            times = {
-                "began": None if began is None else unix_time(began),
-                "phases": [(one.name, unix_time(one.begin), unix_time(one.end)) for one in phases],
-            }
-            table = pa.Table.from_pylist(rows, _SCHEMA.with_metadata({_TIMES: json.dumps(times)}))
-            parquet.write_table(table, partial, compression="zstd")
-            partial.replace(file)
-        except OSError as error:
+        errors = self._written.pop((step, split), list)()
+        began = _began(rollout.episodes)
+        target = SampleFile(self._folder, step, split, rollout.samples_per_prompt, began)
+        here = [] if rollout.store is not None else list(enumerate(rollout.whole()))[: self._limit]
+        errors += write_samples(target, here, phases)
+        for error in errors:
             log.warning("the rollout of step %d cannot be written to %s: %s", step, self._folder, error)
 
 
+def write_samples(
+    target: SampleFile, samples: Sequence[tuple[int, Episode]], phases: Sequence[Phase] = (), worker: int | None = None
+) -> list[str]:
+    """Write the samples, each with its number in the rollout, and return the errors of the file system. `worker`: the
+    rollout worker that keeps them."""
+    part = "" if worker is None else f"{worker}-"
+    # Readers of the folder skip names that begin with a dot, so they see only complete files.
+    file = target.folder / f"step-{target.step:08d}-{part}{target.split}.parquet"
+    partial = file.with_name(f".{file.name}")
+    phases_at = [(one.name, unix_time(one.begin), unix_time(one.end)) for one in phases]
+    schema = _SCHEMA.with_metadata({_TIMES: json.dumps({"began": target.began, "phases": phases_at})})
+    try:
+        target.folder.mkdir(exist_ok=True)
+        parquet.write_table(pa.Table.from_pylist(_sample_rows(target, samples), schema), partial, compression="zstd")
+        partial.replace(file)
+    except OSError as error:
+        return [str(error)]
+    return []
+
+
 def rollout_files(run_folder: Path) -> list[Path]:
-    return sorted((run_folder / ROLLOUTS).glob("step-*.parquet"))
+    """Return one file for each rollout; `read_rollout` also reads those of rollout workers."""
+    return sorted(file for file in (run_folder / ROLLOUTS).glob(_FILES) if file.stem.count("-") == 2)
 
 
 def step_of(file: Path) -> int:
@@ -105,8 +127,9 @@ def step_of(file: Path) -> int:
 
 
 def read_rollout(file: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file. Raises OSError or pyarrow.ArrowException: it cannot be read."""
-    return parquet.read_table(file).to_pylist()
+    """Read the rows of a rollout. Raises OSError or pyarrow.ArrowException: a file cannot be read."""
+    rows = [row for one in _parts(file) for row in parquet.read_table(one).to_pylist()]
+    return sorted(rows, key=lambda row: (row["problem"], row["sample"]))
 
 
 def read_times(file: Path) -> Times | None:
@@ -116,47 +139,54 @@ def read_times(file: Path) -> Times | None:
 
 
 def read_spans(file: Path) -> list[dict[str, Any]]:
-    """Read the spans of all samples of a file. Raises what `read_rollout` raises."""
-    samples = parquet.read_table(file, columns=["spans"]).column("spans").to_pylist()
-    return [span for spans in samples for span in spans or []]
+    """Read the spans of all samples of a rollout. Raises what `read_rollout` raises."""
+    tables = [parquet.read_table(one, columns=["spans"]) for one in _parts(file)]
+    return [span for table in tables for spans in table.column("spans").to_pylist() for span in spans or []]
 
 
-def _began(rollout: Rollout) -> float | None:
-    return min((span.begin for episode in rollout.episodes for span in episode.spans), default=None)
+def _parts(file: Path) -> list[Path]:
+    step, split = f"step-{step_of(file):08d}", file.stem.rpartition("-")[2]
+    return [file, *sorted(file.parent.glob(f"{step}-*-{split}.parquet"))]
+
+
+def _began(episodes: Sequence[Sampled]) -> float | None:
+    return min((one.began for one in episodes if one.began is not None), default=None)
 
 
 def rollout_rows(step: int, split: Split, rollout: Rollout) -> list[dict[str, Any]]:
     """Return one row per sample, with the columns of the files."""
-    return [{"step": step, "split": split, **row} for row in _rows(rollout)]
+    began = _began(rollout.episodes)
+    target = SampleFile(Path(), step, split, rollout.samples_per_prompt, began)
+    return _sample_rows(target, list(enumerate(rollout.whole())))
 
 
-def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    began = _began(rollout) or 0.0
-    for index, episode in enumerate(rollout.episodes):
-        place, sample = divmod(index, rollout.samples_per_prompt)
-        yield {
-            "problem": place,
-            "sample": sample,
-            "prompt": [_message(message) for message in episode.prompt],
-            "tools": json.dumps(episode.problem.tools) if episode.problem.tools else None,
-            "answer": str(episode.problem.answer),
-            "response": episode.response,
-            "turns": [_message(message) for message in episode.said],
-            "reward": episode.reward,
-            "length_penalty": episode.length_penalty,
-            "prompt_tokens": episode.prompt_length,
-            "tokens": episode.generated,
-            "ending": episode.ending,
-            "spans": [
-                {
-                    "what": one.what,
-                    "begin": one.begin - began,
-                    "end": one.begin - began + one.seconds,
-                    "place": one.place,
-                }
-                for one in episode.spans
-            ],
-        }
+def _sample_rows(target: SampleFile, samples: Sequence[tuple[int, Episode]]) -> list[dict[str, Any]]:
+    # The spans have this process' clock.
+    began = 0.0 if target.began is None else target.began - unix_time(0.0)
+    return [_row(target, *divmod(index, target.samples_per_prompt), episode, began) for index, episode in samples]
+
+
+def _row(target: SampleFile, place: int, sample: int, episode: Episode, began: float) -> dict[str, Any]:
+    return {
+        "step": target.step,
+        "split": target.split,
+        "problem": place,
+        "sample": sample,
+        "prompt": [_message(message) for message in episode.prompt],
+        "tools": json.dumps(episode.problem.tools) if episode.problem.tools else None,
+        "answer": str(episode.problem.answer),
+        "response": episode.response,
+        "turns": [_message(message) for message in episode.said],
+        "reward": episode.reward,
+        "length_penalty": episode.length_penalty,
+        "prompt_tokens": episode.prompt_length,
+        "tokens": episode.generated,
+        "ending": episode.ending,
+        "spans": [
+            {"what": one.what, "begin": one.begin - began, "end": one.begin - began + one.seconds, "place": one.place}
+            for one in episode.spans
+        ],
+    }
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +244,7 @@ class SavedRollout:
     def oldest(self) -> int:
         """The oldest version of the weights that sampled a token; the rollout's step without tokens."""
         episodes = self.rollout.episodes if self.rollout else [one for own in self.done.values() for one in own]
-        versions = (version for one in episodes for _, turn in one.turns for version in turn.versions)
+        versions = (version for one in episodes for version in one.versions)
         return min(versions, default=self.step)
 
 
@@ -224,7 +254,8 @@ def save_rollouts(rollouts: Sequence[SavedRollout], folder: Path) -> None:
         try:
             parts = [(own, number, False) for number, own in one.done.items()]
             if one.rollout is not None:
-                parts = [(one.rollout.episodes, None, False), (one.rollout.dropped, None, True)]
+                dropped = fetched(one.rollout.dropped, None)
+                parts = [(one.rollout.whole(), None, False), (dropped, None, True)]
             rows = [_saved_row(episode, number, dropped) for own, number, dropped in parts for episode in own]
         except (TypeError, ValueError) as error:
             cause = f"its messages or rows cannot be written as JSON: {error}"

@@ -1,10 +1,8 @@
 """The jobs of all algorithms: data, workers and loop of GRPO and distillation, and of SFT, DPO, ORPO and KTO."""
 
-import json
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,38 +17,34 @@ from nemo_rl_lite.checkpoint.store import Checkpoints, SaveRollouts
 from nemo_rl_lite.cluster.heartbeat import SystemUsage
 from nemo_rl_lite.cluster.workers import StepProfiler, WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, has_teacher
-from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
-from nemo_rl_lite.config.sizes import all_gpus, has_endpoint, policy_ranks, previous_passes, repeats_first_pass
+from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
-from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
-from nemo_rl_lite.environments.agents import Agents, check_agent
-from nemo_rl_lite.environments.registry import check_environment, make_environments, try_environment
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.generation.interface import Generation, Sampling
+from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.interface import make_loss
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.signal import WeakSignals
-from nemo_rl_lite.observability.timer import Phase, Timer, seconds_since_start
+from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Policy, Scored
-from nemo_rl_lite.rewards.judge import Judge, make_judge, terms_of, try_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
-from nemo_rl_lite.rollout.episode import Rollout
-from nemo_rl_lite.rollout.play import EpisodeRunner, SingleTurn, Turns
+from nemo_rl_lite.rewards.judge import make_judge, terms_of, try_reward
+from nemo_rl_lite.rollout.collector import RolloutCollector
+from nemo_rl_lite.rollout.playing import Playing, error_shares
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler, fitting_prompts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
-from nemo_rl_lite.rollout.store import RolloutFiles, Split, load_rollouts, rollout_rows
+from nemo_rl_lite.rollout.store import RolloutFiles, load_rollouts
 from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
+from nemo_rl_lite.run.rollout_log import RolloutLog
 from nemo_rl_lite.system.stopping import Stopping, seconds
 from nemo_rl_lite.validation.data import check_epochs
 from nemo_rl_lite.validation.notes import note_total_steps
@@ -60,88 +54,12 @@ from nemo_rl_lite.workers.policy import RemotePolicy
 from nemo_rl_lite.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.workers.reserve import StartingWorkers
 
-ENDPOINT_FILE = "endpoint.json"
-# Numbers of samples for the terminal (worst and best) and for trackers.
-SHOWN, TRACKED = 2, 16
 # Keys that change the content of rollouts.
 _OF_ROLLOUTS = (
     *("algorithm.seed.", "algorithm.num_", "algorithm.use_dynamic_sampling.", "algorithm.overlong_filtering."),
     *("algorithm.reward_shaping.", "data.", "reward.", "environment.", "agent.", "generation."),
     *("policy.model_name.", "policy.max_total_sequence_length."),
 )
-
-
-class Playing:
-    """User code in episodes: an environment, tools or an agent. Its processes start while the run reads its data."""
-
-    def __init__(self, config: Config):
-        """Raises ConfigError: the code is invalid."""
-        self.tools = check_environment(config.environment)
-        """Tools that the environment offers in every episode."""
-        check_agent(config.agent)
-        self._config = config
-        self._environments = make_environments(config.environment)
-        # Shared by all attempts of a run, so that session numbers stay unique.
-        self._play: EpisodeRunner = (
-            SingleTurn() if self._environments is None else Turns(self._environments, config.environment.max_turns)
-        )
-        self._agents = None if config.agent.name is None else Agents(config.agent, config.generation.serve.host)
-
-    def try_environment(self, problem: Problem) -> None:
-        """Take one step in the environment, if there is one. Raises ConfigError: its code is wrong."""
-        if self._environments is not None:
-            try_environment(self._environments, self._config.environment.name or "", problem)
-
-    @contextmanager
-    def collecting(
-        self,
-        generation: Generation,
-        tokenizer: ChatTokenizer,
-        judge: Judge,
-        folder: Path,
-        say: Callable[[str], None],
-    ) -> Iterator[RolloutCollector]:
-        """Yield the collector of rollouts. The endpoint, if the run has one, ends with the block.
-
-        Raises:
-            ConfigError: the endpoint's address cannot be used.
-        """
-        config, play, longest = self._config, self._play, self._config.policy.max_total_sequence_length
-        with ExitStack() as stack:
-            if has_endpoint(config):
-                # FastAPI takes a second to import.
-                from nemo_rl_lite.rollout.agents import AgentPlay
-                from nemo_rl_lite.serving.public import ResponderConfig
-                from nemo_rl_lite.serving.server import Endpoint, ServedGeneration, bound_socket
-
-                sampling = Sampling.of(config.generation, tokenizer.end_tokens)
-                bound, responder = stack.enter_context(bound_socket(config.generation.serve)), None
-                endpoint = Endpoint(bound, tokenizer, [config.run_name], longest)
-                stack.enter_context(endpoint.running())
-                if config.generation.serve.enabled:
-                    responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config))
-                    address = {"base_url": endpoint.url, "api_key": endpoint.token, "model": endpoint.model}
-                    file = folder / ENDPOINT_FILE
-                    say(f"serving at {endpoint.url} during rollouts; the token is in {file}")
-                    stack.enter_context(_written(file, address))
-                generation = ServedGeneration(generation, endpoint, responder)
-                if self._agents is not None:
-                    play = AgentPlay(self._agents, endpoint, sampling)
-            taking_part = config.agent if play.section == "agent" else config.environment
-            shares = ErrorShares(config.reward.max_failure_fraction, taking_part.max_failure_fraction)
-            yield RolloutCollector(generation, tokenizer, judge, longest, shares, play)
-
-
-@contextmanager
-def _written(file: Path, content: Mapping[str, str]) -> Iterator[None]:
-    """Keep a file, readable by this user only, during the block."""
-    file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-        opened.write(json.dumps(content, indent=2) + "\n")
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
 
 
 class _AlgorithmJob:
@@ -244,15 +162,23 @@ class GRPOJob(_AlgorithmJob):
             probe_prompt = self._tokenizer.prompt(first.messages, first.tools)
             workers = launch(begun, probe_prompt, start.policy, setup, console.say)
         report_start(setup, start.steps, metrics, console)
-        with self._playing.collecting(
-            workers.generation, self._tokenizer, self._judge, self._folder, console.say
-        ) as collector:
+        with self._collecting(workers) as collector:
             loop = self._loop(metrics, start, workers, collector, callbacks)
             try:
                 loop.run()
             finally:
                 loop.rollouts.close()
         return self._finish(workers.policy, loop.steps, workers.groups)
+
+    @contextmanager
+    def _collecting(self, workers: Workers) -> Iterator[RolloutCollector]:
+        """Yield the collector of rollouts, which rollout workers or this process play."""
+        if workers.rollouts is not None:
+            yield RolloutCollector(workers.rollouts, error_shares(self._config))
+            return
+        own = self._tokenizer, self._judge, self._folder, self._console.say
+        with self._playing.collecting(workers.generation, *own) as collector:
+            yield collector
 
     def _loop(
         self,
@@ -272,6 +198,7 @@ class GRPOJob(_AlgorithmJob):
         sampler = Sampler(options, collector, sampling, self._validation, order, saved.get("useful_share", 1.0))
         rollouts = self._source(sampler, workers.generation, start)
         steps = self._steps(metrics, start, workers.policy, groups, callbacks, rollouts.save)
+        files = RolloutFiles(self._folder, config.logger.log_samples, start.steps)
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
         return GRPO(
@@ -285,7 +212,7 @@ class GRPOJob(_AlgorithmJob):
             scored=_scored(config),
             decoding_speed=decoding_speed(config, described_shape(self._model_path), workers.generation.take_decoded),
             check=workers.weights.verify_with_probe,
-            keep=self._rollout_log(metrics, start, callbacks),
+            log=RolloutLog(files, config.logger.show_samples_period, console, metrics, callbacks),
             held_out=len(self._validation),
             held_out_label=held_out_label(values),
             steps=steps,
@@ -309,21 +236,6 @@ class GRPOJob(_AlgorithmJob):
         stall_s = self._config.cluster.phase_timeout_s or math.inf
         saves = options.rollouts.checkpoint_inflight
         return AsyncRolloutSource(sampler, generation, staleness, start.steps, self._total, ahead, stall_s, saves)
-
-    def _rollout_log(
-        self, metrics: MetricsLog, start: Start, callbacks: Callbacks
-    ) -> Callable[[int, Split, Rollout, Sequence[Phase]], None]:
-        options, console = self._config.logger, self._console
-        files, period = RolloutFiles(self._folder, options.log_samples, start.steps), options.show_samples_period
-
-        def keep(step: int, split: Split, rollout: Rollout, phases: Sequence[Phase]) -> None:
-            files.write(step, split, rollout, phases)
-            if split == "train" and period and step % period == 0:
-                console.samples(step, rollout.samples(SHOWN))
-                metrics.log_samples(step, rollout.samples(TRACKED))
-            callbacks.rollout_done(step, lambda: rollout_rows(step, split, rollout))
-
-        return keep
 
 
 def _scored(config: Config) -> list[Scored]:

@@ -201,7 +201,7 @@ class _Attempts:
                     model_path = self._model
                     config = with_teacher(config, console)
                     config = settled(config, model_path, console)
-                    begun = begin(replace(reserved, config=config), model_path)
+                    begun = begin(replace(reserved, config=config), model_path, folder)
                 with setup("data"):
                     self._job = self._job or make_job(config, folder, console, begun.model_path)
                 for line in self._job.resume_lines(start):

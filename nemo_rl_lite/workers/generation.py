@@ -19,7 +19,9 @@ class RemoteReplica:
     """A `generation.queue.Replica` over one worker of a group."""
 
     group: WorkerGroup
+    place: int
     rank: int
+    """Rank of the engine among all."""
     load: EngineLoad = field(default_factory=EngineLoad)
     steps: int = 0
 
@@ -34,7 +36,7 @@ class RemoteReplica:
             EngineError: a sampled token's logprob is not finite.
             WorkerError: the engine failed or died, or a step does not end.
         """
-        call = self.group.call_beside(self.rank, "report", phase="generate")
+        call = self.group.call_beside(self.place, "report", phase="generate")
         [report] = await result(call)
         if call.limit_s is not None and report.stuck_s > call.limit_s:
             raise hang(call.workers, call.phase, f"its step is not done within {call.limit_s:g} s")
@@ -50,8 +52,12 @@ class RemoteReplica:
     async def resume(self) -> None:
         await self._call("resume")
 
+    async def clear(self) -> None:
+        """Abort the requests of an earlier queue."""
+        await self._call("clear")
+
     async def _call(self, method: str, *arguments: Any) -> None:
-        await result(self.group.call_one(self.rank, [(method, arguments)], "generate"))
+        await result(self.group.call_one(self.place, [(method, arguments)], "generate"))
 
 
 class RemoteGeneration:
@@ -67,7 +73,7 @@ class RemoteGeneration:
 
     @property
     def replicas(self) -> list[RemoteReplica]:
-        return [RemoteReplica(self.group, rank) for rank in range(self.engines)]
+        return [RemoteReplica(self.group, rank, rank) for rank in range(self.engines)]
 
     def start_probe(self, request: Request) -> list[Call]:
         """Make every engine sample the request, each with its own seed, before later requests."""

@@ -7,7 +7,8 @@ from pathlib import Path
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.sizes import generates_ahead, on_gpus, sequences_per_optimizer_step, sequences_together
-from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.errors import CheckpointError, WorkerError
+from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.planning.memory import SequenceFlops
@@ -16,6 +17,7 @@ from nemo_rl_lite.workers.generation import RemoteGeneration
 from nemo_rl_lite.workers.policy import RemotePolicy, RemoteTeacher
 from nemo_rl_lite.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.workers.reserve import StartingWorkers, load_generation, start_engines, start_policy, start_teacher
+from nemo_rl_lite.workers.rollouts import RolloutWorkers
 from nemo_rl_lite.workers.weight_sync import ProbeSettings, WeightSync
 
 
@@ -28,11 +30,17 @@ class Workers:
     generation: RecoveringGeneration
     engines: WorkerGroup
     weights: WeightSync
+    rollouts: RolloutWorkers | None
+    """Rollout workers, if any."""
 
     @property
     def groups(self) -> list[WorkerGroup]:
         """Return all workers."""
-        return [self.policy.group, *([self.teacher.group] if self.teacher else []), self.engines]
+        return [self.policy.group, *([self.teacher.group] if self.teacher else []), self.engines, *self._rollouts]
+
+    @property
+    def _rollouts(self) -> list[WorkerGroup]:
+        return [self.rollouts.group] if self.rollouts else []
 
 
 def launch(
@@ -58,14 +66,14 @@ def launch(
     remote_generation = RemoteGeneration(generation, config.generation.colocated.enabled)
     if begun.policy is None:
         with setup("generation_init"):
-            _built(setup, limit, begun.engines)
+            _built(setup, limit, begun.engines, *_if_any(begun.rollout_workers))
             remote_generation.finish_generation()
         with setup("policy_init"):
             teachers = [start_teacher(config, begun.teacher_group)] if begun.teacher_group else []
             _built(setup, limit, start_policy(config, begun.policy_group, begun.model_path), *teachers)
     else:
         with setup("policy_and_generation_init"):
-            _built(setup, limit, begun.policy, begun.engines, *([begun.teacher] if begun.teacher else []))
+            _built(setup, limit, begun.policy, begun.engines, *_if_any(begun.teacher), *_if_any(begun.rollout_workers))
     remote_policy = _ready_policy(begun, saved, setup)
     with setup("connect"):
         teacher = None if begun.teacher_group is None else RemoteTeacher.of(config, begun.teacher_group)
@@ -77,12 +85,28 @@ def launch(
 
     # If an engine holds the policy's weights and dies, the policy must restart too.
     restarts = 0 if weights.shares_weights else config.cluster.max_restarts
-    capacity = config.generation.vllm_cfg.max_num_seqs
-    policy_waits = not generates_ahead(config)
+    policy_waits, rollouts = not generates_ahead(config), list[RolloutWorkers]()
+
+    def make_queue(
+        on_loss: Callable[[int, WorkerError], None],
+        restore: Callable[[], None],
+        on_worker_loss: Callable[[WorkerError], None],
+    ) -> RequestQueue | RolloutWorkers:
+        if begun.rollouts is None:
+            capacity = config.generation.vllm_cfg.max_num_seqs
+            return RequestQueue(remote_generation.replicas, capacity, on_loss, restore)
+        groups, folders = (begun.rollouts, generation), (begun.model_path, begun.folder)
+        rollouts.append(RolloutWorkers(*groups, config, *folders, on_loss, restore, on_worker_loss, say))
+        return rollouts[0]
+
     recovering = RecoveringGeneration(
-        remote_generation, weights, restart_engines, restarts, capacity, policy_waits, say
+        remote_generation, weights, restart_engines, restarts, make_queue, policy_waits, say
     )
-    return Workers(remote_policy, teacher, recovering, generation, weights)
+    return Workers(remote_policy, teacher, recovering, generation, weights, next(iter(rollouts), None))
+
+
+def _if_any(call: Call | None) -> list[Call]:
+    return [] if call is None else [call]
 
 
 def launch_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> RemotePolicy:

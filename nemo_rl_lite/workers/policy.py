@@ -14,7 +14,7 @@ from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config, RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
-from nemo_rl_lite.losses.batch import TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import CountedRows, RowBatch, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, mean_of_steps, summary
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
@@ -67,13 +67,17 @@ class RemotePolicy:
         wait(self.group.call("prepare_for_logprob"))
 
     def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
-        rows = TokenRows.of(rows)
+        rows = rows if isinstance(rows, CountedRows) else TokenRows.of(rows)
         last = len(rows) - self._together
-        shards = [
-            (rows.select([index if index < len(rows) else last + index % self._together for index in own]),)
+        shares = [
+            [index if index < len(rows) else last + index % self._together for index in own]
             for own in self._split(rows)
         ]
-        self._replicas.call("put_batch", shards, name)
+        if isinstance(rows, CountedRows):
+            parts = [(name, share.order, *share.parts) for share in rows.share(shares)]
+            self._replicas.call("put_parts", parts, phase="put_batch", stored=True)
+        else:
+            self._replicas.call("put_batch", [(rows.select(own),) for own in shares], name)
         self._held[name], self._mismatch[name] = BatchRef(name, rows), []
         self._unscored.add(name)
         return self._held[name]
@@ -123,7 +127,8 @@ class RemotePolicy:
 
     def train(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         steps, share, name = [], self._global_batch // self._replicas.count, self._name(batch)
-        compared = name in self._unscored and batch.rows[0].generation_logprobs is not None
+        sampled = isinstance(batch.rows, CountedRows) or batch.rows[0].generation_logprobs is not None
+        compared = name in self._unscored and sampled
         mismatch = self._mismatch[name]
         for step, start in enumerate(range(0, len(batch.rows), self._global_batch)):
             counts = loss.counts(batch.rows[start : start + self._global_batch])
@@ -206,7 +211,7 @@ class RemotePolicy:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 
-    def _split(self, rows: TokenRows) -> list[list[int]]:
+    def _split(self, rows: RowBatch) -> list[list[int]]:
         """Return each replica's row indices, step by step. Shares of a full step are equal in number and nearly equal
         in work. A partial last step is split in order, padded with indices of `len(rows)` or more."""
         together, count = self._together, self._replicas.count
@@ -243,8 +248,9 @@ class RemoteTeacher:
         shape = described_shape(Path(str(config.teacher.model_name)))
         return cls(group) if shape is None else cls(group, lambda tokens: forward_flops(shape, tokens))
 
-    def scored(self, rows: TokenRows) -> TokenRows:
+    def scored(self, rows: RowBatch) -> TokenRows:
         """Return the rows with the teacher's logprobs. Copies of the last row fill up the replicas."""
+        rows = TokenRows.of(rows)
         count, lengths, replicas, phase = len(rows), rows.lengths, self._replicas.count, "teacher logprobs"
         index = np.arange(-(-count // replicas) * replicas).clip(max=count - 1)
         shares = even_shares([self._cost(int(lengths[row])) for row in index], replicas)
@@ -292,10 +298,18 @@ class Replicas:
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self.count = self._places[0].data_size
 
-    def call(self, method: str, own: Sequence[Sequence[Any]] | None = None, *common: Any, phase: str = "") -> list[Any]:
+    def call(
+        self,
+        method: str,
+        own: Sequence[Sequence[Any]] | None = None,
+        *common: Any,
+        phase: str = "",
+        stored: bool = False,
+    ) -> list[Any]:
         """Call a method of every rank; return one result per replica, in order. Each replica's `own` arguments are
-        stored once for its ranks."""
-        shared = [[self._group.put(value) for value in values] for values in own or [()] * self.count]
+        stored once for its ranks, unless they are `stored` already."""
+        put = (lambda value: value) if stored else self._group.put
+        shared = [[put(value) for value in values] for values in own or [()] * self.count]
         arguments = [(*shared[place.data_rank], *common) for place in self._places]
         results = wait(self._group.call_each(method, arguments, phase))
         reported = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}

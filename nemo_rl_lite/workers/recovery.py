@@ -1,15 +1,22 @@
 """Restarts engines that died, and continues their requests."""
 
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Decoded
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.workers.generation import RemoteGeneration
+from nemo_rl_lite.workers.rollouts import RolloutWorkers
 from nemo_rl_lite.workers.weight_sync import WeightSync
+
+MakeQueue = Callable[
+    [Callable[[int, WorkerError], None], Callable[[], None], Callable[[WorkerError], None]],
+    RequestQueue | RolloutWorkers,
+]
 
 
 class RecoveringGeneration:
@@ -26,7 +33,7 @@ class RecoveringGeneration:
         weights: WeightSync,
         start: Callable[[WorkerGroup], None],
         max_restarts: int,
-        capacity: int,
+        make_queue: MakeQueue,
         policy_waits: bool,
         say: Callable[[str], None],
     ):
@@ -34,23 +41,22 @@ class RecoveringGeneration:
 
         Args:
             start: starts engines in empty processes.
-            capacity: maximum number of requests of an engine.
+            make_queue: creates the queue of requests, with `on_loss` and `restore` of `RequestQueue`, and a function
+                that is called when a rollout worker dies.
             policy_waits: the policy is idle during generation and can send weights at any time. Otherwise requests wait
                 for the next refit when the last engine has died.
         """
         self._generation, self._weights, self._start = generation, weights, start
         self._left, self._say = max_restarts, say
-        self.queue = RequestQueue(
-            generation.replicas, capacity, self._note_loss, self._restore if policy_waits else lambda: None
-        )
+        restore = self._restore if policy_waits else lambda: None
+        self.queue = make_queue(self._note_loss, restore, self._note_lost_worker)
         self._lost: dict[int, WorkerError] = {}
         # `queue.busy_s` at the last `take_decoded` and at the last `finish_generation`.
         self._taken_s = self._finished_s = 0.0
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[RequestQueue]:
-        async with self.queue.serving() as queue:
-            yield queue
+    def serving(self) -> AbstractAsyncContextManager[Any]:
+        """Accept requests or, with rollout workers, groups."""
+        return self.queue.serving()
 
     def finish_generation(self) -> dict[str, float]:
         """End the generation phase, and restart engines that died in the rollout."""
@@ -78,6 +84,14 @@ class RecoveringGeneration:
         self._lost[rank] = error
         if len(self._lost) < self._generation.engines:
             self._say(f"{error}; other engines take over its requests, and it restarts before the next refit")
+
+    def _note_lost_worker(self, error: WorkerError) -> None:
+        """Count the restart of a rollout worker. Raises the error if no restart is left."""
+        if not self._left:
+            raise error
+        self._left -= 1
+        again = f"restarting it, and its episodes are sampled again ({self._left} more restarts allowed"
+        self._say(f"{error}; {again}, cluster.max_restarts)")
 
     def _restore(self) -> None:
         """Restart all engines in the middle of a rollout."""

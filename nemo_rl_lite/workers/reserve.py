@@ -24,6 +24,7 @@ from nemo_rl_lite.config.sizes import (
     on_gpus,
     parallel_dims,
     policy_ranks,
+    rollout_workers,
     sequences_together,
     teacher_topk,
 )
@@ -33,6 +34,7 @@ from nemo_rl_lite.system.machine import ON_CPUS
 log = logging.getLogger(__name__)
 POLICY_CLASS = "nemo_rl_lite.policy.worker.MegatronWorker"
 TEACHER_CLASS = "nemo_rl_lite.policy.teacher.TeacherWorker"
+ROLLOUT_CLASS = "nemo_rl_lite.workers.rollout_worker.RolloutWorker"
 ENGINE_LOOP = "nemo_rl_lite.generation.loop.EngineLoop"
 
 
@@ -44,6 +46,8 @@ class AllocatedWorkers:
     policy_group: WorkerGroup
     teacher_group: WorkerGroup | None
     generation: WorkerGroup | None
+    rollouts: WorkerGroup | None
+    """Rollout workers, if any."""
     imports: tuple[Call, ...]
 
 
@@ -55,7 +59,9 @@ class StartingWorkers(AllocatedWorkers):
     """
 
     model_path: Path
+    folder: Path
     engines: Call | None
+    rollout_workers: Call | None
     policy: Call | None
     teacher: Call | None
 
@@ -75,22 +81,30 @@ def reserve(config: Config, run_folder: Path) -> AllocatedWorkers:
     imports = [_load_policy(config, policy, POLICY_CLASS)]
     if teacher is not None:
         imports.append(_load_policy(config, teacher, TEACHER_CLASS))
+    rollouts = None
     if generation is not None:
         imports.append(load_generation(config, generation))
-    return AllocatedWorkers(config, policy, teacher, generation, tuple(imports))
+        rollouts = _rollout_group(config, placement, run_folder)
+    if rollouts is not None:
+        imports.append(load_rollout_workers(rollouts))
+    return AllocatedWorkers(config, policy, teacher, generation, rollouts, tuple(imports))
 
 
-def begin(reserved: AllocatedWorkers, model_path: Path) -> StartingWorkers:
+def begin(reserved: AllocatedWorkers, model_path: Path, run_folder: Path) -> StartingWorkers:
     """Build the workers once they have imported, except a policy that waits for colocated engines."""
     config, generation = reserved.config, reserved.generation
     engines_built = None if generation is None else start_engines(config, generation, model_path)
     # An engine measures free GPU memory at start, so a colocated policy starts when the engine sleeps.
     waits = generation is not None and on_gpus(config) and config.generation.colocated.enabled
     policy_built = None if waits else start_policy(config, reserved.policy_group, model_path)
-    teacher = reserved.teacher_group
+    teacher, rollouts = reserved.teacher_group, reserved.rollouts
+    playing = None
+    if rollouts is not None:
+        playing = start_rollout_workers(config, rollouts, model_path, run_folder, range(len(rollouts)))
     teacher_built = None if teacher is None or waits else start_teacher(config, teacher)
-    groups = (reserved.policy_group, teacher, generation)
-    return StartingWorkers(config, *groups, reserved.imports, model_path, engines_built, policy_built, teacher_built)
+    groups, folders = (reserved.policy_group, teacher, generation, rollouts), (model_path, run_folder)
+    built = engines_built, playing, policy_built, teacher_built
+    return StartingWorkers(config, *groups, reserved.imports, *folders, *built)
 
 
 def start_policy(config: Config, policy: WorkerGroup, model_path: Path) -> Call:
@@ -119,6 +133,39 @@ def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> 
     return generation.start(
         [arguments | {"host": EngineHost(index, own)} for own in of_engines for index in range(hosts)]
     )
+
+
+def load_rollout_workers(rollouts: WorkerGroup) -> Call:
+    return rollouts.load(ROLLOUT_CLASS, [{}] * len(rollouts))
+
+
+def start_rollout_workers(
+    config: Config, rollouts: WorkerGroup, model_path: Path, run_folder: Path, ranks: Sequence[int]
+) -> Call:
+    """Build rollout workers of these ranks."""
+    if rollout_workers(config) > 1:
+        # Each has an endpoint for its agents.
+        serve = replace(config.generation.serve, port=None)
+        config = replace(config, generation=replace(config.generation, serve=serve))
+    arguments = {
+        "config": config,
+        "model_path": str(model_path),
+        "folder": str(run_folder),
+        "current_folder": str(Path.cwd()),
+    }
+    return rollouts.start([arguments | {"rank": rank, "name": f"{rollouts.name} rank {rank}"} for rank in ranks])
+
+
+def _rollout_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup | None:
+    """Start an empty process for every rollout worker, on the node of its first engine."""
+    count, whole = rollout_workers(config), engines(config)
+    first = [-(-worker * whole // count) * engine_ranks(config) for worker in range(count)]
+    slots = [placement.generation[slot] | ({"num_gpus": 0} if on_gpus(config) else {}) for slot in first]
+    if not slots:
+        return None
+    environment = {"OMP_NUM_THREADS": "1"}
+    limit_s = config.cluster.phase_timeout_s
+    return WorkerGroup("rollouts", slots, str(run_folder / "logs"), environment, limit_s=limit_s, is_listened=True)
 
 
 def policy_group(config: Config, slots: Sequence[Slot], run_folder: Path, name: str = "policy") -> WorkerGroup:

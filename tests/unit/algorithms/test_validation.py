@@ -25,7 +25,7 @@ def validated(rewards: list[float], samples: int) -> tuple[dict[str, float], str
         config=SimpleNamespace(val_samples_per_problem=samples),
         rollouts=SimpleNamespace(held_out=lambda step, show: rollout),
         report=SimpleNamespace(console=RunConsole(), validation=lambda step, values, timer, told: said.append(told)),
-        keep=lambda *arguments: None,
+        log=SimpleNamespace(begin=lambda *_: None, end=lambda *_: None),
     )
     return GRPO.validate(loop, 1), said[0]  # pyrefly: ignore
 

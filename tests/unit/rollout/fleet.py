@@ -8,11 +8,11 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.collector import ErrorShares
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.generation.stepped import Stepped
-from tests.unit.rollout.script import Letters, judged_by
+from tests.unit.rollout.script import collected_by, judged_by
 
 LOST = WorkerError("generation rank 0", "generate", "the process died", lost=True)
 LONGEST = 40
@@ -94,9 +94,7 @@ def sampler(fleet, state=None, prompts=3, samples=2, epoch=0, **options) -> Samp
     """With an `epoch` of some prompts, those that teach nothing rest for up to four epochs."""
     config = compose_config([f"algorithm.num_generations_per_prompt={samples}"]).options(GRPOConfig)
     config = replace(config, num_prompts_per_step=prompts, **options)
-    collector = RolloutCollector(
-        fleet, Letters(), judged_by(lambda response, _: float(response[0] == "1")), 64, ErrorShares(0.0, 0.0)
-    )
+    collector = collected_by(fleet, judged_by(lambda response, _: float(response[0] == "1")), 64, ErrorShares(0.0, 0.0))
     held_out = [Problem(chat(f"held out {number}"), "1") for number in range(2)]
     state = {"position": 0, **(state or {})}
     resting = PromptCooldown(4, epoch, state.get("resting"), state["position"])

@@ -8,6 +8,9 @@ from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.batch import OF_TOKENS
 from nemo_rl_lite.rewards.judge import Judge, RewardCalls, Term, sum_of
 from nemo_rl_lite.rewards.registry import Reward
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.groups import GroupPlayer, LocalPlayers
+from nemo_rl_lite.rollout.play import EpisodeRunner, SingleTurn
 
 END = 0
 
@@ -37,6 +40,14 @@ class Letters:
 
     def piece(self, token):
         return chr(token)
+
+
+def collected_by(
+    generation, judge: Judge, max_length: int, shares: ErrorShares, play: EpisodeRunner | None = None, tokenizer=None
+) -> RolloutCollector:
+    """A collector whose episodes are played here."""
+    player = GroupPlayer(tokenizer or Letters(), judge, play or SingleTurn(), max_length)  # pyrefly: ignore
+    return RolloutCollector(LocalPlayers(generation, player), shares)
 
 
 class Script:

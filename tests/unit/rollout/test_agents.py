@@ -12,11 +12,11 @@ from nemo_rl_lite.environments.registry import InThisProcess
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.agents import AgentPlay
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutTask
 from nemo_rl_lite.rollout.play import Turns
 from nemo_rl_lite.serving.server import Endpoint, ServedGeneration, bound_socket
 from tests.unit.pages import DOCS, blocks
-from tests.unit.rollout.script import Letters, completion, judged_by, plain
+from tests.unit.rollout.script import Letters, collected_by, completion, judged_by, plain
 from tests.unit.serving.served import LOCAL, SAMPLING
 
 PLAYERS = "tests.unit.rollout.players"
@@ -67,7 +67,7 @@ def collect(engines, agent, share=0.0, max_length=200, samples=1):
 
 def collector(generation, play, share=0.0, max_length=200):
     judge = judged_by(find_reward("exact_match", {}))
-    return RolloutCollector(generation, Letters(), judge, max_length, ErrorShares(0.0, share), play)
+    return collected_by(generation, judge, max_length, ErrorShares(0.0, share), play)
 
 
 def task(samples):

@@ -11,10 +11,10 @@ import pytest
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutTask
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.validation.compose import compose_config
-from tests.unit.rollout.script import Letters, judged_by
+from tests.unit.rollout.script import collected_by, judged_by
 
 SAMPLES = 4
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=())
@@ -63,7 +63,7 @@ def source(texts, position=0, resting=None, **options):
     config = replace(config, num_prompts_per_step=3, **{"use_dynamic_sampling": True, **options})
     sampling, engine = Sampling(1.0, 1.0, None, 8, (0,), ()), Engine()
     judge = judged_by(lambda response, problem: float(response[:1] == "1"))
-    collector = RolloutCollector(engine, Letters(), judge, 64, ErrorShares(0.0, 0.0))
+    collector = collected_by(engine, judge, 64, ErrorShares(0.0, 0.0))
     order = PromptOrder(Data(texts), resting or PromptCooldown(0, 0), {"position": position})
     return Sampler(config, collector, sampling, [], order), engine
 

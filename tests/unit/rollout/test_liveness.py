@@ -9,9 +9,9 @@ from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.observability import liveness
 from nemo_rl_lite.observability.liveness import limited, watched
 from nemo_rl_lite.rollout import collector
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutTask
 from nemo_rl_lite.rollout.play import SingleTurn
-from tests.unit.rollout.script import Letters, Script, completion, judged_by
+from tests.unit.rollout.script import Script, collected_by, completion, judged_by
 from tests.unit.rollout.test_turns import SAMPLING
 
 LIMIT_S = 0.6
@@ -34,7 +34,7 @@ def collect(play, reward=lambda *_: 1.0, script=None):
     def stop(error: WorkerError) -> None:
         raise AssertionError("the main thread reacts")
 
-    made = RolloutCollector(script or Script(["43"]), Letters(), judged_by(reward), 200, ErrorShares(0, 0), play)
+    made = collected_by(script or Script(["43"]), judged_by(reward), 200, ErrorShares(0, 0), play)
     task = RolloutTask([Problem(chat("?"), "43")].__getitem__, 1, 1, SAMPLING, 5)
     with watched(stop), limited("the launcher's own work", LIMIT_S):
         return made.collect(task)

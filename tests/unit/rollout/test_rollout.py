@@ -10,14 +10,14 @@ from nemo_rl_lite.rewards.judge import RewardResult
 from nemo_rl_lite.rewards.registry import LateReward, checked_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Episode, Rollout
-from tests.unit.rollout.script import Letters, Script, judged_by
+from tests.unit.rollout.script import Script, collected_by, judged_by
 
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=())
 ANSWERS = ["A", "BBBB...", "XYZ", ""]
 
 
 def collector(judge, max_length=32, max_failure_fraction=0.0) -> RolloutCollector:
-    return RolloutCollector(Script(ANSWERS), Letters(), judge, max_length, ErrorShares(max_failure_fraction, 0.0))
+    return collected_by(Script(ANSWERS), judge, max_length, ErrorShares(max_failure_fraction, 0.0))
 
 
 def collect(judge, max_failure_fraction=0.0) -> Rollout:

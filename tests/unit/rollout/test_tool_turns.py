@@ -17,10 +17,10 @@ from nemo_rl_lite.environments.tools import Functions, Python
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.models.embedded import build_tokenizer
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutTask
 from nemo_rl_lite.rollout.play import Turns
 from nemo_rl_lite.rollout.store import RolloutFiles, rollout_files
-from tests.unit.rollout.script import Script, judged_by
+from tests.unit.rollout.script import Script, collected_by, judged_by
 
 LIMITS = {"call": "tool", "seconds": 20, "memory_mib": 512, "max_characters": 200}
 FUNCTIONS = {"tools": ["tests.unit.environments.test_tools.add"], "max_characters": 100}
@@ -63,13 +63,13 @@ def collect(tokenizer, environment, *turns):
     name, kwargs = environment
     problem = Problem(chat("6*7?"), "42", tools=OFFERED[name])
     path = {"python": "nemo_rl_lite.environments.tools.Python", "tools": "nemo_rl_lite.environments.tools.Functions"}
-    collector = RolloutCollector(
+    collector = collected_by(
         script := Tokens(tokenizer, *([turn] for turn in turns)),
-        tokenizer,
         judged_by(find_reward("exact_match", {})),
         2000,
         ErrorShares(0.0, 0.0),
         Turns(InThisProcess(path[name], kwargs), 5),
+        tokenizer,
     )
     sampling = Sampling(1.0, 1.0, None, 100, tokenizer.end_tokens, ())
     return collector.collect(RolloutTask([problem].__getitem__, 1, 1, sampling, 1)), script

@@ -11,9 +11,9 @@ from nemo_rl_lite.environments.registry import InThisProcess, try_environment
 from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutTask
 from nemo_rl_lite.rollout.play import Turns
-from tests.unit.rollout.script import END, Letters, Script, judged_by
+from tests.unit.rollout.script import END, Script, collected_by, judged_by
 
 HERE = "tests.unit.rollout.test_turns"
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=40, stop_token_ids=(END,), stop_strings=())
@@ -23,7 +23,7 @@ CALCULATOR = ("calculator", {"role": "user"})
 def collect(script, environment, max_turns=4, max_length=200, reward="exact_match", max_failure_fraction=0.0):
     judge = judged_by(find_reward(reward, {}))
     turns = Turns(InThisProcess(*environment), max_turns)
-    collector = RolloutCollector(script, Letters(), judge, max_length, ErrorShares(0.0, max_failure_fraction), turns)
+    collector = collected_by(script, judge, max_length, ErrorShares(0.0, max_failure_fraction), turns)
     return collector.collect(RolloutTask([Problem(chat("6*7+1?"), "43")].__getitem__, 1, 2, SAMPLING, 5))
 
 

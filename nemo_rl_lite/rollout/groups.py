@@ -1,0 +1,305 @@
+"""Groups: the episodes of one prompt, and who plays them."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.errors import DataError, printable
+from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
+from nemo_rl_lite.losses.advantages import differ
+from nemo_rl_lite.rewards.judge import Judge, RewardResult
+from nemo_rl_lite.rewards.registry import RewardError, WrongReward
+from nemo_rl_lite.rollout.episode import Activity, Episode, EpisodeRecord, EpisodeStore, Sampled
+from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, Section
+from nemo_rl_lite.system.user_errors import CallError
+
+
+@dataclass(frozen=True)
+class PromptTask:
+    """One prompt of a rollout, to play `samples` times."""
+
+    rollout: int
+    """Number of the rollout's task in this process."""
+    number: int
+    """Number of the prompt in the rollout."""
+    problem: Problem
+    samples: int
+    sampling: Sampling
+    seed: int
+    """Seed of the responses, together with the numbers of prompt, sample and turn."""
+    step: int
+    """Step that trains on the rollout. Earlier steps have priority."""
+    done: Sequence[Episode] | None = None
+    """Episodes that an earlier run has scored."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of an episode's reward, or of its environment or agent."""
+
+    kind: Literal["reward", "play"]
+    sample: int
+    text: str
+    details: str
+    shown: str
+    """The end of the response, and the problem's answer."""
+
+    @classmethod
+    def of(cls, kind: Literal["reward", "play"], sample: int, error: Exception, episode: Episode) -> "Failure":
+        details = error.details if isinstance(error, CallError | RewardError) else ""
+        return cls(kind, sample, printable(error), details, shown(episode))
+
+
+@dataclass(frozen=True)
+class PlayedGroup:
+    """The scored episodes of one prompt, with their failures."""
+
+    episodes: Sequence[Sampled]
+    failures: Sequence[Failure] = ()
+
+
+@dataclass(frozen=True)
+class PlayProgress:
+    """Progress of episodes."""
+
+    generated: int = 0
+    """Sampled tokens of complete turns."""
+    answers: int = 0
+    """Answers of engines, environments, agents and rewards: a sign of life."""
+    waiting: Mapping[Activity, int] = field(default_factory=dict)
+    """Number of waiting episodes by what they wait for."""
+    oldest_s: float = 0.0
+    """Longest wait for a response."""
+
+    @classmethod
+    def of(cls, episodes: Sequence[Sampled]) -> "PlayProgress":
+        generated, answers, oldest, waiting = 0, 0, 0.0, Counter[Activity]()
+        for episode in episodes:
+            generated += episode.generated
+            if isinstance(episode, EpisodeRecord):
+                answers += 1
+                continue
+            what = episode.waits_for
+            answers += len(episode.spans) - (what is not None)
+            if what is not None:
+                waiting[what] += 1
+            if what == "generate":
+                oldest = max(oldest, episode.spans[-1].seconds)
+        return cls(generated, answers, waiting, oldest)
+
+    def __add__(self, other: "PlayProgress") -> "PlayProgress":
+        waiting, oldest = Counter(self.waiting) + Counter(other.waiting), max(self.oldest_s, other.oldest_s)
+        return PlayProgress(self.generated + other.generated, self.answers + other.answers, waiting, oldest)
+
+
+@dataclass(eq=False)
+class Group:
+    """A prompt in play. `episodes` grow meanwhile if they are here, otherwise they are there when the group is done."""
+
+    task: PromptTask
+    played: asyncio.Future[Any]
+    """Ends when all episodes are scored, or with the error of one."""
+    episodes: Sequence[Sampled] = ()
+    failures: Sequence[Failure] = ()
+    on_end: Callable[["Group"], None] | None = None
+    """Called at the end of `played`."""
+    _useful: bool | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.played.add_done_callback(self._ended)
+
+    @property
+    def result(self) -> PlayedGroup:
+        return PlayedGroup(self.episodes, self.failures)
+
+    @property
+    def is_done(self) -> bool:
+        # An aborted group ends with CancelledError.
+        return self.played.done() and not self.played.cancelled() and self.played.exception() is None
+
+    @property
+    def is_useful(self) -> bool:
+        """True if the group is done and its rewards differ."""
+        if self._useful is None and self.is_done:
+            self._useful = differ([math.nan if one.reward is None else one.reward for one in self.episodes])
+        return bool(self._useful)
+
+    def end(self, result: PlayedGroup) -> None:
+        """End a group that was played elsewhere."""
+        self.episodes, self.failures = result.episodes, result.failures
+        if not self.played.done():
+            self.played.set_result(None)
+
+    def restart(self) -> None:
+        """Wait for the group again, because it was stopped or its episodes are lost."""
+        self.episodes, self.failures, self._useful = (), (), None
+        self.played = asyncio.get_running_loop().create_future()
+        self.played.add_done_callback(self._ended)
+
+    def _ended(self, played: asyncio.Future[Any]) -> None:
+        if self.on_end is not None:
+            self.on_end(self)
+
+
+class Players(Protocol):
+    """Plays groups, in this process or in rollout workers."""
+
+    store: EpisodeStore | None
+    """Where the episodes of records are."""
+
+    @property
+    def are_in_work(self) -> bool:
+        """See `Requests.are_in_work`."""
+        ...
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """See `Requests.unfinished_tokens`."""
+        ...
+
+    def submit_as_batch(self) -> AbstractContextManager[None]:
+        """See `Requests.submit_as_batch`."""
+        ...
+
+    def play(self, task: PromptTask) -> Group:
+        """Start a group."""
+        ...
+
+    def play_again(self, group: Group) -> None:
+        """Play a group again that was stopped."""
+        ...
+
+    async def stop(self, groups: Sequence[Group]) -> None:
+        """Abort the unfinished groups of a rollout, which is complete."""
+        ...
+
+    def progress(self, groups: Sequence[Group]) -> PlayProgress:
+        """Return the progress of a rollout's groups."""
+        ...
+
+
+class Playground(Protocol):
+    """Where groups are played."""
+
+    section: Section
+    """Section of the configuration with the user code of episodes."""
+
+    def serving(self) -> AbstractAsyncContextManager[Players]:
+        """Play groups during the block."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupPlayer:
+    """Plays and scores the episodes of a group. No episode waits for another."""
+
+    tokenizer: ChatTokenizer
+    judge: Judge
+    runner: EpisodeRunner
+    max_length: int
+
+    def begin(self, task: PromptTask, requests: Requests) -> Group:
+        """Start a group in the running event loop. Raises DataError: the prompt leaves no room for the response."""
+        if task.done is not None:
+            played = asyncio.get_running_loop().create_future()
+            played.set_result(None)
+            return Group(task, played, task.done)
+        problem = task.problem
+        prompt = self.tokenizer.prompt(problem.messages, problem.tools)
+        check_length(problem, len(prompt), task.sampling.max_new_tokens, self.max_length)
+        episodes = [Episode(problem, list(prompt), len(prompt)) for _ in range(task.samples)]
+        failures: list[Failure] = []
+        each = (self._run(task, sample, one, requests, failures) for sample, one in enumerate(episodes))
+        return Group(task, asyncio.gather(*each), episodes, failures)
+
+    async def _run(
+        self, task: PromptTask, sample: int, episode: Episode, requests: Requests, failures: list[Failure]
+    ) -> None:
+        seeds = (task.seed, task.number, sample)
+        options = requests, self.tokenizer, task.sampling, seeds, self.max_length, task.step
+        assistant = Assistant(episode, *options)
+        try:
+            await self.runner.play(episode, assistant)
+        except CallError as error:
+            if error.is_fault:
+                rule = "correct the code: this error does not depend on the response"
+                raise DataError(f"{self.runner.section}.name: {error}{error.place}; {rule}") from error
+            episode.ending, episode.reward = "error", None
+            failures.append(Failure.of("play", sample, error, episode))
+        finally:
+            assistant.conversation.ended = True
+        if episode.reward is None and episode.ending != "error":
+            await self._score(sample, episode, failures)
+
+    async def _score(self, sample: int, episode: Episode, failures: list[Failure]) -> None:
+        with episode.waiting("reward"):
+            verdict = await self.judge(episode.response, episode.problem)
+        if isinstance(verdict, WrongReward):
+            raise DataError(f"{verdict.section}.name: {verdict}; the response was {shown(episode)}")
+        if error := verdict if isinstance(verdict, RewardError) else verdict.late:
+            failures.append(Failure.of("reward", sample, error, episode))
+        if isinstance(verdict, RewardResult):
+            episode.reward, episode.reward_parts = verdict.reward, verdict.parts
+
+
+class LocalPlayers:
+    """`Playground` and `Players` of this process."""
+
+    store: EpisodeStore | None = None
+
+    def __init__(self, generation: Generation, player: GroupPlayer):
+        self._generation, self._player = generation, player
+        self.section: Section = player.runner.section
+        self._requests: Requests
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["LocalPlayers"]:
+        async with self._generation.serving() as self._requests:
+            yield self
+
+    @property
+    def are_in_work(self) -> bool:
+        return self._requests.are_in_work
+
+    @property
+    def unfinished_tokens(self) -> int:
+        return self._requests.unfinished_tokens
+
+    def submit_as_batch(self) -> AbstractContextManager[None]:
+        return self._requests.submit_as_batch()
+
+    def play(self, task: PromptTask) -> Group:
+        return self._player.begin(task, self._requests)
+
+    def play_again(self, group: Group) -> None:
+        raise RuntimeError("groups of this process are not lost")
+
+    async def stop(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.played.cancel()
+        await asyncio.gather(*(group.played for group in groups), return_exceptions=True)
+
+    def progress(self, groups: Sequence[Group]) -> PlayProgress:
+        return PlayProgress.of([episode for group in groups for episode in group.episodes])
+
+
+def shown(episode: Episode) -> str:
+    """Return the end of a response and the problem's answer, for an error."""
+    return f"{episode.response[-200:]!r} (answer {episode.problem.answer!r})"
+
+
+def check_length(problem: Problem, tokens: int, max_new_tokens: int, max_length: int) -> None:
+    """Raise DataError if a prompt of `tokens` tokens leaves no room for `max_new_tokens` within `max_length`."""
+    if tokens + max_new_tokens > max_length:
+        start = problem.messages[-1]["content"][:60]
+        raise DataError(
+            f"a prompt of {tokens} tokens and generation.max_new_tokens = {max_new_tokens} exceed "
+            f"policy.max_total_sequence_length = {max_length}: {start!r}. Raise the limit, lower "
+            "generation.max_new_tokens, or leave such prompts out: data.too_long=drop."
+        )

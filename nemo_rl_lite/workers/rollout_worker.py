@@ -1,0 +1,288 @@
+"""Rollout worker: plays and keeps the episodes of some engines. `cluster/` hosts it in an actor."""
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.errors import EngineError, LauncherError, WorkerError
+from nemo_rl_lite.generation.queue import RequestQueue
+from nemo_rl_lite.losses.batch import TokenRows
+from nemo_rl_lite.rewards.judge import make_judge
+from nemo_rl_lite.rollout.background import BackgroundLoop
+from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, SampleFile
+from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup, PlayProgress, PromptTask
+from nemo_rl_lite.rollout.playing import Playing
+from nemo_rl_lite.rollout.store import write_samples
+from nemo_rl_lite.workers.generation import RemoteReplica
+
+log = logging.getLogger(__name__)
+
+# Seconds that a report waits for news, the least time between two with news, and between two sums of progress.
+_REPORT_S, _PERIOD_S, _PROGRESS_S = 0.2, 0.02, 0.5
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An episode that the worker keeps, with what the launcher decides about it."""
+
+    number: int
+    advantage: float
+    is_left_out: bool
+    length_penalty: float
+
+    @classmethod
+    def of(cls, record: EpisodeRecord, advantage: float = 0.0) -> "Kept":
+        return cls(record.number, advantage, record.is_left_out, record.length_penalty)
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """News of a rollout worker."""
+
+    finished: Mapping[int, PlayedGroup] = field(default_factory=dict)
+    """Groups that have ended since the last report, by the launcher's number."""
+    lost: Mapping[int, WorkerError] = field(default_factory=dict)
+    """Engines that have died since the last report, by rank."""
+    error: LauncherError | None = None
+    """What has ended the worker's play."""
+    progress: Mapping[int, PlayProgress] = field(default_factory=dict)
+    """Progress of unfinished groups, by the number of their rollout."""
+    are_in_work: bool = False
+    unfinished_tokens: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
+    idle_s: float = 0.0
+    description: str = ""
+
+
+class RolloutWorker:
+    """Queue of some engines, with tokenizer, tool parsing, environments, agents and rewards of their episodes.
+
+    Groups come in by `play`, and `report` collects their records. Episodes stay here until `release`.
+    """
+
+    def __init__(self, config: Config, model_path: str, folder: str, rank: int, name: str, current_folder: str):
+        # Paths of user code may be relative.
+        os.chdir(current_folder)
+        self._config, self._folder, self._rank, self._name = config, Path(folder), rank, name
+        self._tokenizer = ChatTokenizer(Path(model_path), config.policy.tokenizer.chat_template_kwargs)
+        self._judge, self._playing = make_judge(config.reward), Playing(config)
+        self._groups: dict[int, Group] = {}
+        self._episodes: dict[int, Episode] = {}
+        self._changed = threading.Condition()
+        self._finished: dict[int, PlayedGroup] = {}
+        self._lost: dict[int, WorkerError] = {}
+        self._error: LauncherError | None = None
+        self._progress: dict[int, PlayProgress] = {}
+        self._reported, self._summed, self._session = 0.0, 0.0, 0
+        self._writing: list[Future[list[str]]] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._stack = ExitStack()
+
+    def connect(self, engines: Mapping[int, WorkerGroup], dead: Sequence[int], first: int) -> None:
+        """Take over engines by rank, whose earlier requests are aborted. `dead`: ranks that have no engine. `first`:
+        number of the first episode."""
+        self._numbers, self._ranks = itertools.count(first), list(engines)
+        self._replicas = [RemoteReplica(group, 0, rank) for rank, group in engines.items()]
+        gone = [self._ranks.index(rank) for rank in dead]
+        capacity = self._config.generation.vllm_cfg.max_num_seqs
+        self._queue = RequestQueue(self._replicas, capacity, self._note_loss, lambda: None, gone)
+        asyncio.run(self._clear(gone))
+        playing = self._playing.players(self, self._tokenizer, self._judge, self._folder, log.info)
+        self._players: LocalPlayers = self._stack.enter_context(playing)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[RequestQueue]:
+        """See `Generation.serving`."""
+        async with self._queue.serving() as queue:
+            yield queue
+
+    def finish_generation(self) -> dict[str, float]:
+        """See `Generation.finish_generation`, which is the launcher's part."""
+        return {}
+
+    def enter(self, session: int) -> None:
+        """Play groups until `leave`. `session`: a unique number."""
+        with self._changed:
+            self._error, self._finished, self._lost, self._session = None, {}, {}, session
+            self._changed.notify_all()
+        self._groups.clear()
+        self._loop = BackgroundLoop("rollouts", self._players.serving)
+        self._loop.start()
+
+    def leave(self) -> WorkerReport:
+        """Abort what is unfinished, and return the last report."""
+        self._loop.end()
+        with self._changed:
+            self._session = 0
+            self._changed.notify_all()
+            return self._now()
+
+    def play(self, tasks: Mapping[int, PromptTask]) -> None:
+        """Start groups by the launcher's numbers."""
+        self._loop.post(self._begin(tasks))
+
+    def stop(self, numbers: Sequence[int]) -> dict[int, PlayedGroup]:
+        """Abort groups; return their episodes so far."""
+        return self._loop.wait(self._stop(numbers), lambda: None)
+
+    def report(self, session: int) -> WorkerReport:
+        """Wait a moment for news of a session, and return them. Those of a later one are not lost to its listener."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_news() or session != self._session, _REPORT_S)
+            # Collect several groups.
+            early = self._reported + _PERIOD_S - time.monotonic()
+            self._changed.wait_for(lambda: self._error is not None or session != self._session, max(early, 0.0))
+            if session != self._session:
+                return WorkerReport()
+            self._reported = time.monotonic()
+            return self._now()
+
+    def pause(self) -> None:
+        """See `RequestQueue.pause`."""
+        try:
+            self._loop.wait(self._queue.pause(), lambda: None)
+        except (EngineError, WorkerError) as error:
+            self._fail(error)
+
+    def resume(self) -> None:
+        """See `RequestQueue.resume`."""
+        self._loop.post(self._resume())
+
+    def replaced(self, rank: int, engine: WorkerGroup) -> None:
+        """See `RequestQueue.replaced`."""
+        place = self._ranks.index(rank)
+        self._replicas[place].group = engine
+        self._queue.replaced([place])
+
+    def rows(self, shares: Sequence[Sequence[Kept]], version: int, experts: tuple[int, ...] | None) -> list[list[Any]]:
+        """Store the training rows of each share; return a reference to each. Ray resolves no references in lists."""
+        return [[ray.put(self.own_rows(share, version, experts))] if share else [] for share in shares]
+
+    def own_rows(self, share: Sequence[Kept], version: int, experts: tuple[int, ...] | None) -> TokenRows:
+        """Return training rows; see `Episode.row`."""
+        return TokenRows.of([self._kept(one).row(one.advantage, version, experts) for one in share])
+
+    def write(self, target: SampleFile, samples: Sequence[tuple[int, Kept]]) -> None:
+        """Write samples, each with its number in the rollout, in a thread."""
+        chosen = [(index, replace(self._kept(one))) for index, one in samples]
+        self._writing.append(self._writer.submit(write_samples, target, chosen, worker=self._rank))
+
+    def written(self) -> list[str]:
+        """Wait for all writes; return their errors."""
+        writing, self._writing = self._writing, []
+        return [error for one in writing for error in one.result()]
+
+    def fetch(self, chosen: Sequence[Kept]) -> list[Episode]:
+        """Return episodes."""
+        return [self._kept(one) for one in chosen]
+
+    def release(self, numbers: Sequence[int]) -> None:
+        """Forget episodes."""
+        for number in numbers:
+            self._episodes.pop(number, None)
+
+    def _kept(self, one: Kept) -> Episode:
+        episode = self._episodes[one.number]
+        episode.is_left_out, episode.length_penalty = one.is_left_out, one.length_penalty
+        return episode
+
+    async def _clear(self, gone: Sequence[int]) -> None:
+        await asyncio.gather(*(one.clear() for place, one in enumerate(self._replicas) if place not in gone))
+
+    async def _begin(self, tasks: Mapping[int, PromptTask]) -> None:
+        try:
+            with self._players.submit_as_batch():
+                for number, task in tasks.items():
+                    group = self._groups[number] = self._players.play(task)
+                    group.on_end = partial(self._end, number)
+                await asyncio.sleep(0)
+        except Exception as error:  # raised in the launcher
+            self._fail(error)
+
+    async def _stop(self, numbers: Sequence[int]) -> dict[int, PlayedGroup]:
+        groups = {number: self._groups.pop(number) for number in numbers if number in self._groups}
+        for group in groups.values():
+            group.on_end = None
+        await self._players.stop(list(groups.values()))
+        with self._changed:
+            ended = {number: self._finished.pop(number) for number in numbers if number in self._finished}
+        return ended | {number: self._played(group) for number, group in groups.items()}
+
+    async def _resume(self) -> None:
+        self._queue.resume()
+
+    def _end(self, number: int, group: Group) -> None:
+        del self._groups[number]
+        if group.is_done:
+            played = self._played(group)
+            with self._changed:
+                self._finished[number] = played
+                self._changed.notify_all()
+        elif not group.played.cancelled() and (error := group.played.exception()) is not None:
+            self._fail(error)
+
+    def _played(self, group: Group) -> PlayedGroup:
+        records = []
+        for episode in group.episodes:
+            if isinstance(episode, Episode):
+                number = next(self._numbers)
+                self._episodes[number] = episode
+                records.append(EpisodeRecord.of(episode, self._rank, number))
+        return PlayedGroup(records, list(group.failures))
+
+    def _fail(self, error: BaseException) -> None:
+        """Report an error, which ends the run's rollouts."""
+        if not isinstance(error, LauncherError):
+            log.error("an episode failed", exc_info=error)
+            kind, text = type(error).__name__, "".join(traceback.format_exception(error))
+            error = WorkerError(self._name, "rollouts", f"{kind}: {error}", details=text, raised=kind)
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _note_loss(self, place: int, error: WorkerError) -> None:
+        with self._changed:
+            self._lost[self._ranks[place]] = error
+            self._changed.notify_all()
+
+    def _has_news(self) -> bool:
+        return bool(self._finished or self._lost or self._error)
+
+    def _now(self) -> WorkerReport:
+        if (now := time.monotonic()) > self._summed + _PROGRESS_S:
+            self._summed, self._progress = now, {}
+            for group in list(self._groups.values()):
+                before = self._progress.get(group.task.rollout, PlayProgress())
+                self._progress[group.task.rollout] = before + PlayProgress.of(group.episodes)
+        finished, self._finished = self._finished, {}
+        lost, self._lost = self._lost, {}
+        queue = self._queue
+        return WorkerReport(
+            finished,
+            lost,
+            self._error,
+            self._progress,
+            queue.are_in_work,
+            queue.unfinished_tokens,
+            queue.steps,
+            queue.busy_s,
+            queue.idle_s,
+            queue.describe(),
+        )
