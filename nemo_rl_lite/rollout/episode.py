@@ -15,7 +15,7 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.advantages import reward_shares
-from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import OF_TOKENS, TokenRow, TokenRows
 from nemo_rl_lite.observability.sinks import Sample, spread, text_of
 
 Ending = Literal["stop", "length", "turns", "error"]
@@ -71,7 +71,7 @@ class Episode:
     def add_turn(self, completion: Completion, text: str) -> None:
         """Add an assistant turn. A truncated one is the last."""
         self.turns.append((len(self.tokens), completion))
-        self.tokens += completion.tokens
+        self.tokens += completion.tokens.tolist()
         self.said.append({"role": "assistant", "content": text})
         self.ending = completion.finish_reason
 
@@ -122,31 +122,43 @@ class Episode:
     def is_trained(self) -> bool:
         return self.reward is not None and not self.is_left_out
 
-    def row(self, advantage: float, version: int, experts: tuple[int, ...] | None = None) -> TokenRow:
+    def row(self, advantage: float, version: int, no_experts: np.ndarray | None = None) -> TokenRow:
         """Return the training row for a policy of this version. The mask selects the sampled tokens of a trained
-        episode. `experts`: shape (layers, k) of routed experts that the engines report."""
-        length = len(self.tokens)
-        mask, logprobs, ages = (np.zeros(length, OF_TOKENS[name]) for name in ("mask", "generation_logprobs", "ages"))
-        for start, completion in self.turns:
-            own = slice(start, start + len(completion.tokens))
-            mask[own], logprobs[own] = self.is_trained, completion.logprobs
-            ages[own] = version - np.asarray(completion.versions, OF_TOKENS["ages"])
-        tokens = np.asarray(self.tokens, OF_TOKENS["tokens"])
+        episode. `no_experts`: routed experts of 0 tokens, if the engines report them."""
+        mask, ages = (np.zeros(len(self.tokens), OF_TOKENS[name]) for name in ("mask", "ages"))
+        for start, length, sampled_by in self.sampled_runs():
+            own = slice(start, start + length)
+            mask[own], ages[own] = self.is_trained, version - sampled_by
+        tokens, logprobs = np.asarray(self.tokens, OF_TOKENS["tokens"]), self.generation_logprobs()
         shaped = self.shaped_reward
         reward, own = (0.0, 0.0) if shaped is None else (shaped, advantage)
-        return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=self._experts(experts))
+        return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=self._experts(no_experts))
 
-    def _experts(self, shape: tuple[int, ...] | None) -> np.ndarray | None:
-        """Return the routed experts of each token, [tokens, *shape], from the first turn that read it. `NO_EXPERT`
-        marks the last token, which no engine has read."""
-        if shape is None:
+    def sampled_runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the runs of tokens that one version of the weights sampled: position, number of tokens, version."""
+        for start, completion in self.turns:
+            for version, length in completion.versions:
+                yield start, length, version
+                start += length
+
+    def generation_logprobs(self) -> np.ndarray:
+        """Return the engines' logprob of each token, float32; 0 for tokens that they did not sample."""
+        logprobs = np.zeros(len(self.tokens), OF_TOKENS["generation_logprobs"])
+        for start, completion in self.turns:
+            logprobs[start : start + len(completion.logprobs)] = completion.logprobs
+        return logprobs
+
+    def _experts(self, no_experts: np.ndarray | None) -> np.ndarray | None:
+        """Return the routed experts of all tokens that an engine has read, from the first turn that read each. No
+        engine has read the last token."""
+        if no_experts is None:
             return None
-        found, known = np.full((len(self.tokens), *shape), NO_EXPERT, OF_TOKENS["routed_experts"]), 0
+        parts, known = [no_experts], 0
         for _, completion in self.turns:
             if completion.routed_experts is not None:
-                found[known : len(completion.routed_experts)] = completion.routed_experts[known:]
+                parts.append(completion.routed_experts[known:])
                 known = len(completion.routed_experts)
-        return found
+        return np.concatenate(parts)
 
 
 @dataclass
@@ -169,6 +181,8 @@ class Rollout:
     """Seconds in which the engines had no request since the previous rollout; None in synchronous runs."""
     dropped: tuple[Episode, ...] = ()
     """Episodes of replaced prompts, whose rewards are all equal, and then of surplus prompts."""
+    advantages: Sequence[float] | None = None
+    """Advantage of each episode; None before training and outside it."""
 
     @property
     def rewards_B(self) -> Tensor:
@@ -211,8 +225,8 @@ class Rollout:
         """Return the training rows for a policy of this version, with an advantage per episode."""
         each = zip(self.episodes, advantages, strict=True)
         turns = (turn for one in self.episodes for _, turn in one.turns)
-        experts = next((turn.routed_experts.shape[1:] for turn in turns if turn.routed_experts is not None), None)
-        return TokenRows.of([episode.row(advantage, version, experts) for episode, advantage in each])
+        no_experts = next((turn.routed_experts[:0] for turn in turns if turn.routed_experts is not None), None)
+        return TokenRows.of([episode.row(advantage, version, no_experts) for episode, advantage in each])
 
     def metrics(self) -> dict[str, float]:
         """Return rollout metrics under NeMo-RL's names: unshaped rewards of all sampled prompts, all else of kept
@@ -266,9 +280,9 @@ class Rollout:
     def ages(self, version: int) -> dict[str, float]:
         """Return mean and maximum staleness over tokens: steps from the weights that sampled a token to `version`, with
         which its training step begins."""
-        ages = [version - own for one in self.episodes for _, turn in one.turns for own in turn.versions]
-        mean = sum(ages) / max(len(ages), 1)
-        return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(ages, default=0))}
+        runs = [(version - own, count) for one in self.episodes for _, count, own in one.sampled_runs()]
+        mean = sum(age * count for age, count in runs) / max(sum(count for _, count in runs), 1)
+        return {"trajectory_age_mean": mean, "trajectory_age_max": float(max((age for age, _ in runs), default=0))}
 
     def seconds(self) -> dict[str, float]:
         """Return mean and maximum seconds that episodes waited for responses, environments (or agents) and rewards, and

@@ -25,6 +25,7 @@ Split = Literal["train", "validation"]
 # `other`: further fields such as tool calls, as JSON.
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("other", pa.string())])
 _SPAN = pa.struct([("what", pa.string()), ("begin", pa.float32()), ("end", pa.float32()), ("place", pa.int32())])
+_RUN = pa.struct([("start", pa.int32()), ("length", pa.int32()), ("version", pa.int32())])
 _SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -47,8 +48,18 @@ _SCHEMA = pa.schema(
         ("ending", pa.string()),
         # Waits (generate, environment, reward) in seconds since the rollout's start; `place` is the engine.
         ("spans", pa.list_(_SPAN)),
+        # Of training samples.
+        ("advantage", pa.float32()),
+        # The whole sequence.
+        ("token_ids", pa.list_(pa.int32())),
+        # One for each token id; 0 for tokens that no engine sampled.
+        ("generation_logprobs", pa.list_(pa.float32())),
+        # Runs of sampled tokens of one version of the weights: index in `token_ids`, number of tokens, step.
+        ("versions", pa.list_(_RUN)),
     ]
 )
+# Columns with an entry per token.
+_OF_TOKENS = ("token_ids", "generation_logprobs")
 # Key of `Times` in a file's metadata.
 _TIMES = b"times"
 
@@ -104,9 +115,11 @@ def step_of(file: Path) -> int:
     return int(file.stem.split("-")[1])
 
 
-def read_rollout(file: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file. Raises OSError or pyarrow.ArrowException: it cannot be read."""
-    return parquet.read_table(file).to_pylist()
+def read_rollout(file: Path, tokens: bool = False) -> list[dict[str, Any]]:
+    """Read the rows of a file, on request with the columns that have an entry per token. Raises OSError or
+    pyarrow.ArrowException: it cannot be read."""
+    columns = [name for name in parquet.read_schema(file).names if tokens or name not in _OF_TOKENS]
+    return parquet.read_table(file, columns=columns).to_pylist()
 
 
 def read_times(file: Path) -> Times | None:
@@ -126,7 +139,7 @@ def _began(rollout: Rollout) -> float | None:
 
 
 def rollout_rows(step: int, split: Split, rollout: Rollout) -> list[dict[str, Any]]:
-    """Return one row per sample, with the columns of the files."""
+    """Return one row per sample, with the columns of the files. `token_ids` and `generation_logprobs` are arrays."""
     return [{"step": step, "split": split, **row} for row in _rows(rollout)]
 
 
@@ -156,6 +169,13 @@ def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
                 }
                 for one in episode.spans
             ],
+            "advantage": None if rollout.advantages is None else rollout.advantages[index],
+            "token_ids": np.asarray(episode.tokens, np.int32),
+            "generation_logprobs": episode.generation_logprobs(),
+            "versions": [
+                {"start": start, "length": length, "version": version}
+                for start, length, version in episode.sampled_runs()
+            ],
         }
 
 
@@ -168,13 +188,14 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_COUNTED = pa.struct([("version", pa.int32()), ("count", pa.int32())])
 _TURN = pa.struct(
     [
-        ("start", pa.int64()),
-        ("length", pa.int64()),
-        ("logprobs", pa.list_(pa.float64())),
+        ("start", pa.int32()),
+        ("length", pa.int32()),
+        ("logprobs", pa.list_(pa.float32())),
         ("finish_reason", pa.string()),
-        ("versions", pa.list_(pa.int64())),
+        ("versions", pa.list_(_COUNTED)),
         # A .npy file.
         ("routed_experts", pa.binary()),
     ]
@@ -186,7 +207,7 @@ _SAVED_SCHEMA = pa.schema(
         ("is_dropped", pa.bool_()),
         # JSON: messages, answer, metadata, tools, and the agent's own prompt or null.
         ("problem", pa.string()),
-        ("tokens", pa.list_(pa.int64())),
+        ("tokens", pa.list_(pa.int32())),
         ("prompt_length", pa.int64()),
         ("turns", pa.list_(_TURN)),
         ("said", pa.string()),
@@ -214,7 +235,7 @@ class SavedRollout:
     def oldest(self) -> int:
         """The oldest version of the weights that sampled a token; the rollout's step without tokens."""
         episodes = self.rollout.episodes if self.rollout else [one for own in self.done.values() for one in own]
-        versions = (version for one in episodes for _, turn in one.turns for version in turn.versions)
+        versions = (version for one in episodes for _, turn in one.turns for version, _ in turn.versions)
         return min(versions, default=self.step)
 
 
@@ -272,7 +293,7 @@ def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str,
                 "length": len(turn.tokens),
                 "logprobs": turn.logprobs,
                 "finish_reason": turn.finish_reason,
-                "versions": turn.versions,
+                "versions": [{"version": version, "count": count} for version, count in turn.versions],
                 "routed_experts": None if turn.routed_experts is None else _array_bytes(turn.routed_experts),
             }
             for start, turn in episode.turns
@@ -299,10 +320,10 @@ def _episode(row: dict[str, Any]) -> Episode:
         (
             turn["start"],
             Completion(
-                tuple(tokens[turn["start"] : turn["start"] + turn["length"]]),
-                tuple(turn["logprobs"]),
+                np.array(tokens[turn["start"] : turn["start"] + turn["length"]], np.int32),
+                np.array(turn["logprobs"], np.float32),
                 turn["finish_reason"],
-                tuple(turn["versions"]),
+                tuple((run["version"], run["count"]) for run in turn["versions"]),
                 None if turn["routed_experts"] is None else np.load(io.BytesIO(turn["routed_experts"])),
             ),
         )

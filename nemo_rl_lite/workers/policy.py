@@ -70,10 +70,10 @@ class RemotePolicy:
         rows = TokenRows.of(rows)
         last = len(rows) - self._together
         shards = [
-            (rows.select([index if index < len(rows) else last + index % self._together for index in own]),)
+            rows.select([index if index < len(rows) else last + index % self._together for index in own])
             for own in self._split(rows)
         ]
-        self._replicas.call("put_batch", shards, name)
+        self._replicas.put_batch(shards, name)
         self._held[name], self._mismatch[name] = BatchRef(name, rows), []
         self._unscored.add(name)
         return self._held[name]
@@ -291,6 +291,17 @@ class Replicas:
         self._group = group
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self.count = self._places[0].data_size
+
+    def put_batch(self, shards: Sequence[TokenRows], name: str) -> None:
+        """Send each replica's rows to its ranks, with the routed experts of a rank's layers. They are stored once for
+        the ranks with the same layers."""
+        stored, refs = {}, []
+        for place in self._places:
+            key = place.data_rank, place.replayed_layers
+            if key not in stored:
+                stored[key] = self._group.put(shards[place.data_rank].with_layers(place.replayed_layers))
+            refs.append(stored[key])
+        wait(self._group.call_each("put_batch", [(ref, name) for ref in refs]))
 
     def call(self, method: str, own: Sequence[Sequence[Any]] | None = None, *common: Any, phase: str = "") -> list[Any]:
         """Call a method of every rank; return one result per replica, in order. Each replica's `own` arguments are
