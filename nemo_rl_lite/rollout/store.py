@@ -101,7 +101,8 @@ class RolloutFiles:
                 "phases": [(one.name, unix_time(one.begin), unix_time(one.end)) for one in phases],
             }
             table = pa.Table.from_pylist(rows, _SCHEMA.with_metadata({_TIMES: json.dumps(times)}))
-            parquet.write_table(table, partial, compression="zstd")
+            # Dictionaries of token ids and logprobs would be larger than the values.
+            parquet.write_table(table, partial, compression="zstd", use_dictionary=False)
             partial.replace(file)
         except OSError as error:
             log.warning("the rollout of step %d cannot be written to %s: %s", step, self._folder, error)
