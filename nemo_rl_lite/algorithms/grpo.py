@@ -101,8 +101,9 @@ class GRPO:
             with timer("advantage_calculation"):
                 rewards_PG = rollout.rewards_B.view(-1, config.num_generations_per_prompt)
                 advantages_PG = self._advantages(rollout, rewards_PG)
+            rollout.advantages = advantages_PG.flatten().tolist()
             self.log.begin(step, "train", rollout)
-            rows = rollout.rows(advantages_PG.flatten().tolist(), step - 1)
+            rows = rollout.rows(rollout.advantages, step - 1)
             with timer("logprob_inference_prep"):
                 scores = self.scored or self.teacher is not None
                 (self.policy.prepare_for_logprob if scores else self.policy.prepare_for_training)()

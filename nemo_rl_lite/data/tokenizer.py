@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from nemo_rl_lite.data.chat_template import ChatTemplate
 from nemo_rl_lite.data.formats import Conversation, Example
 from nemo_rl_lite.data.messages import Message
@@ -139,16 +141,18 @@ class ChatTokenizer:
             fix = f"a model whose template supports tools, such as Qwen3, or {needs_none}"
             raise ConfigError([Violation("environment.name", None, rule, fix)])
 
-    def tool_calls(self, tokens: Sequence[int], tools: Sequence[Tool], turn: int) -> list[dict[str, Any]]:
+    def tool_calls(self, tokens: Sequence[int] | np.ndarray, tools: Sequence[Tool], turn: int) -> list[dict[str, Any]]:
         """Return the calls in a response, as `checked_calls` describes them; `turn` counts the episode's responses."""
         return checked_calls(self.written_calls(tokens)[1], tools, turn)
 
-    def written_calls(self, tokens: Sequence[int]) -> tuple[str, list[WrittenCall]]:
+    def written_calls(self, tokens: Sequence[int] | np.ndarray) -> tuple[str, list[WrittenCall]]:
         """Return the text of a response before its first call, and the unchecked calls."""
         found = self.template.tool_format
         if found is None:
             return "", []
-        sampled = list(tokens[:-1] if tokens and tokens[-1] in self.end_tokens else tokens)
+        sampled = np.asarray(tokens).tolist()
+        if sampled and sampled[-1] in self.end_tokens:
+            del sampled[-1]
         # In some models, call markers are special tokens. Calls within the reasoning do not count.
         text = self._tokenizer.decode(sampled, skip_special_tokens=False)
         thoughts, end, answer = text.rpartition("</think>")
@@ -198,9 +202,9 @@ class ChatTokenizer:
         added = tokens[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(self._tokenizer.eos_token)
         return tokens[:-1] if added else tokens
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def text(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of a response, without special tokens."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
 
     def piece(self, token: int) -> str:
         """Return the text of one token, which may be special."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.interface import RefitReport
 
 FinishReason = Literal["stop", "length"]
+Versions = tuple[tuple[int, int], ...]
+"""Versions of the weights that sampled tokens, run-length encoded: pairs of version and number of tokens. A version is
+the training step of the weights."""
 
 
 class RequestError(Exception):
@@ -110,28 +114,55 @@ class Conversation:
         """Note a turn's completion and its engine."""
         self.engine, self.tokens = engine, len(request.prompt) + len(completion.tokens)
         if self.cache_version is None and completion.versions:
-            self.cache_version = completion.versions[0]
+            self.cache_version = completion.versions[0][0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Completion:
     """One sampled response. Each token, the end token included, has a logprob and a version of the weights.
 
-    A version is the training step of the weights.
+    The constructor converts any sequences, and one version per token to pairs. Two completions are equal if their
+    contents are, routed experts aside.
     """
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: np.ndarray
+    """int32."""
+    logprobs: np.ndarray
+    """float32."""
     finish_reason: FinishReason
-    versions: tuple[int, ...]
-    routed_experts: np.ndarray | None = field(default=None, compare=False)
-    """Experts chosen for each token of prompt and response, [tokens - 1, layers, k]. The last token has none, as no
-    forward pass has seen it. None if the engine does not report them."""
+    versions: Versions
+    routed_experts: np.ndarray | None = None
+    """Experts chosen for each token of prompt and response, [tokens - 1, layers, k], uint8 or int16. The last token has
+    none, as no forward pass has seen it. None if the engine does not report them."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Tokens and logprobs of `ServedOptions.top_logprobs` at each position, the most likely first."""
 
+    def __post_init__(self) -> None:
+        each: Any = self.versions
+        if each and not isinstance(each[0], tuple):
+            each = tuple((version, len(list(run))) for version, run in groupby(each))
+        converted = {
+            "tokens": np.asarray(self.tokens, np.int32),
+            "logprobs": np.asarray(self.logprobs, np.float32),
+            "versions": each,
+        }
+        if self.routed_experts is not None and self.routed_experts.dtype != np.uint8:
+            converted["routed_experts"] = self.routed_experts.astype(np.int16)
+        for name, value in converted.items():
+            object.__setattr__(self, name, value)
 
-@dataclass(frozen=True)
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Completion):
+            return NotImplemented
+        same = ("finish_reason", "versions", "top_logprobs")
+        return (
+            np.array_equal(self.tokens, other.tokens)
+            and np.array_equal(self.logprobs, other.logprobs)
+            and all(getattr(self, name) == getattr(other, name) for name in same)
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class Unfinished(Completion):
     """All tokens so far of a streaming response. The finish reason has no meaning."""
 

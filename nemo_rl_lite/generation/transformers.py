@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,7 +169,8 @@ class TransformersEngine:
             if tokens[end - 1] in stops or any(stop in text for stop in strings):
                 length, reason = end, "stop"
                 break
-        return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), reason, (self.version,) * length)
+        sampled = np.array(tokens[:length], np.int32), np.array(logprobs[:length], np.float32)
+        return Completion(*sampled, reason, ((self.version, length),))
 
 
 def _decoded(requests: Sequence[Request], completions: Sequence[Completion]) -> Decoded:

@@ -22,12 +22,9 @@ OF_TOKENS = {
     "teacher_logprobs": np.float32,
     "teacher_topk_logits": np.float32,
     "teacher_topk_ids": np.int32,
-    "routed_experts": np.int16,
 }
 # Their types in a `Batch`.
 _PADDED = OF_TOKENS | {"tokens": np.int64, "mask": np.float32, "ages": np.int64, "teacher_topk_ids": np.int64}
-# An expert that no engine reported.
-NO_EXPERT = -1
 # Fields of `TokenRows` with one entry per row -> the field of `TokenRow`.
 _OF_ROWS = {"advantages": "advantage", "rewards": "reward"}
 
@@ -53,15 +50,52 @@ class TokenRow:
     """The teacher's k largest logits for each token; 0 for the first."""
     teacher_topk_ids: Sequence[Sequence[int]] | np.ndarray | None = None
     routed_experts: np.ndarray | None = None
-    """Experts chosen by the engine, [tokens, layers, k], or `NO_EXPERT`; undefined in layers without experts."""
+    """Experts chosen by the engine for the first tokens, [tokens, layers, k], uint8 or int16; undefined in layers
+    without experts."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
+    """Experts that engines chose for the first tokens of B rows, without padding."""
+
+    values: np.ndarray
+    """[N, layers, k], with N tokens in total."""
+    counts: np.ndarray
+    """Number of tokens of each row, [B]."""
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray]) -> "RoutedExperts":
+        return cls(np.concatenate(rows), np.array([len(own) for own in rows], np.int64))
+
+    def __getitem__(self, place: int) -> np.ndarray:
+        end = int(self.counts[: place + 1].sum())
+        return self.values[end - int(self.counts[place]) : end]
+
+    def rows(self, index: np.ndarray | slice) -> "RoutedExperts":
+        """Return the rows at `index`, in its order; consecutive rows are a view."""
+        rows = np.arange(len(self.counts))[index]
+        return RoutedExperts(self.values[_places(self.counts, rows)], self.counts[rows])
+
+    def of_layers(self, layers: Sequence[int]) -> "RoutedExperts":
+        """Return the experts of these layers, in this order; consecutive layers are a view."""
+        whole = range(layers[0], layers[-1] + 1)
+        index: Any = slice(whole.start, whole.stop) if list(layers) == list(whole) else list(layers)
+        return RoutedExperts(self.values[:, index], self.counts)
+
+
+def _places(lengths: np.ndarray, rows: np.ndarray) -> Any:
+    """Return the places of these rows in concatenated rows of `lengths`: a slice if the rows are consecutive."""
+    starts, own = (lengths.cumsum() - lengths)[rows], lengths[rows]
+    if len(rows) and (np.diff(rows) == 1).all():
+        return slice(int(starts[0]), int(starts[0] + own.sum()))
+    return np.arange(own.sum()) + np.repeat(starts - (own.cumsum() - own), own)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRows(Sequence[TokenRow]):
     """Concatenated rows with N tokens in total: one array per field, None for a field that the rows lack.
 
-    `lengths`, `advantages` and `rewards` are [B]; the others [N], [N, k] or, for experts, [N, layers, k]. Single rows
-    are views.
+    `lengths`, `advantages` and `rewards` are [B]; the others [N] or [N, k]. Single rows are views.
     """
 
     lengths: np.ndarray
@@ -74,7 +108,7 @@ class TokenRows(Sequence[TokenRow]):
     teacher_logprobs: np.ndarray | None = None
     teacher_topk_logits: np.ndarray | None = None
     teacher_topk_ids: np.ndarray | None = None
-    routed_experts: np.ndarray | None = None
+    routed_experts: RoutedExperts | None = None
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
@@ -92,13 +126,19 @@ class TokenRows(Sequence[TokenRow]):
         for name, field in _OF_ROWS.items():
             there = rows and getattr(rows[0], field) is not None
             own[name] = np.array([getattr(row, field) for row in rows], np.float64) if there else None
+        if rows and rows[0].routed_experts is not None:
+            own["routed_experts"] = RoutedExperts.of([row.routed_experts for row in rows])  # pyrefly: ignore
         return cls(np.array([len(row.tokens) for row in rows], np.int64), **own)
 
     @classmethod
     def concatenated(cls, parts: Sequence["TokenRows"]) -> "TokenRows":
         """Join batches that have the same fields."""
-        present = {name for name, _ in parts[0].present([one.name for one in fields(cls)])}
-        own = {name: np.concatenate([getattr(part, name) for part in parts]) for name in present}
+        present = {name for name, _ in parts[0].present([one.name for one in fields(cls)])} - {"routed_experts"}
+        own: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in present}
+        if parts[0].routed_experts is not None:
+            experts = [part.routed_experts for part in parts if part.routed_experts is not None]
+            counts = np.concatenate([one.counts for one in experts])
+            own["routed_experts"] = RoutedExperts(np.concatenate([one.values for one in experts]), counts)
         return replace(parts[0], **own)
 
     @property
@@ -122,18 +162,23 @@ class TokenRows(Sequence[TokenRow]):
         end = int(self.ends[place])
         own = slice(end - int(self.lengths[place]), end)
         found: dict[str, Any] = {_OF_ROWS[name]: float(values[place]) for name, values in self.present(_OF_ROWS)}
-        return TokenRow(**found, **{name: values[own] for name, values in self.present(OF_TOKENS)})
+        found |= {name: values[own] for name, values in self.present(OF_TOKENS)}
+        return TokenRow(**found, routed_experts=None if self.routed_experts is None else self.routed_experts[place])
 
     def select(self, index: Sequence[int]) -> "TokenRows":
         """Return the rows at `index`, in its order; consecutive rows are a view."""
         rows = np.asarray(index, np.int64)
-        starts, lengths = (self.ends - self.lengths)[rows], self.lengths[rows]
-        places: Any = np.arange(lengths.sum()) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
-        if len(rows) and (np.diff(rows) == 1).all():
-            places = slice(int(starts[0]), int(starts[0] + lengths.sum()))
+        places = _places(self.lengths, rows)
         own = {name: values[places] for name, values in self.present(OF_TOKENS)}
         own |= {name: values[rows] for name, values in self.present(_OF_ROWS)}
-        return replace(self, lengths=lengths, **own)
+        experts = None if self.routed_experts is None else self.routed_experts.rows(rows)
+        return replace(self, lengths=self.lengths[rows], **own, routed_experts=experts)
+
+    def with_layers(self, layers: Sequence[int]) -> "TokenRows":
+        """Return the rows with the routed experts of these layers only, in this order; without any, if there are no
+        layers."""
+        experts = self.routed_experts.of_layers(layers) if self.routed_experts is not None and layers else None
+        return replace(self, routed_experts=experts)
 
     def present(self, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
         """Return name and value of each of these fields that is not None."""
@@ -149,11 +194,15 @@ class SharedRows:
     order: tuple[int, ...]
 
 
+Share = tuple[Sequence[int], tuple[int, ...]]
+"""Indices of rows, and the layers whose routed experts are read."""
+
+
 class RowSource(Protocol):
     """Gives the rows of a `CountedRows`."""
 
-    def share(self, shares: Sequence[Sequence[int]]) -> list[SharedRows]:
-        """Return references to the rows of each share, by index."""
+    def share(self, shares: Sequence[Share]) -> list[SharedRows]:
+        """Return references to the rows of each share, by index, with the routed experts of its layers."""
         ...
 
     def fetch(self, index: Sequence[int]) -> TokenRows:
@@ -208,9 +257,9 @@ class CountedRows(Sequence[TokenRow]):
             total.update(own)
         return {age: total[age] for age in sorted(total)}
 
-    def share(self, shares: Sequence[Sequence[int]]) -> list[SharedRows]:
-        """Return references to the rows of each share, by index."""
-        return self.source.share([self.places[list(own)].tolist() for own in shares])
+    def share(self, shares: Sequence[Share]) -> list[SharedRows]:
+        """See `RowSource.share`."""
+        return self.source.share([(self.places[list(own)].tolist(), layers) for own, layers in shares])
 
 
 RowBatch = TokenRows | CountedRows
@@ -256,8 +305,6 @@ class Batch:
     """Largest logits [B, T, k] of the teacher for token t, in descending order."""
     teacher_topk_ids: Tensor | None = None
     """Tokens of `teacher_topk_logits`, [B, T, k], int64."""
-    routed_experts: Tensor | None = None
-    """[B, T, layers, k], int16, on the host: see `TokenRow`."""
     student_topk_logprobs: Tensor | None = None
     """Logprobs [B, T, k] of `teacher_topk_ids` as token t under the trained policy; entry 0 is 0."""
 

@@ -9,7 +9,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -130,7 +130,6 @@ class MicroBatchGraphs:
         """See `passes.forward_backward`. The layout is in buckets."""
         self._drop_stale()
         self._model.train_mode(True)
-        batch = replace(batch, routed_experts=None)
         micro_batches = cut_equally(self._model, batch.tokens, batch.lengths, layout)
         self._model.clock.begin()
         parts, kind = [], (pickle.dumps(loss), temperature)

@@ -193,13 +193,13 @@ class ModelInput:
             hidden |= sequence[:, None] != sequence[None, :]
         return hidden[None, None]
 
-    def lay(self, of_token_bT: Tensor, outside: int) -> Tensor:
-        """Place values [b, width, ...] of tokens in the input's layout, [n, S, ...], with `outside` elsewhere."""
-        place = torch.arange(self.width)
-        index = (self.starts[:, None] + place)[inside := place < self.lengths[:, None]]
-        laid = of_token_bT.new_full((self.tokens_nS.numel(), *of_token_bT.shape[2:]), outside)
-        laid[index] = of_token_bT[:, : self.width][inside]
-        return laid.view(*self.tokens_nS.shape, *of_token_bT.shape[2:])
+    def lay(self, values: Tensor, counts: Tensor, outside: int) -> Tensor:
+        """Place values of the first tokens of each sequence in the input's layout, [n, S, ...], with `outside`
+        elsewhere. `counts`: tokens of each sequence that have values, whose sum is `len(values)`."""
+        first = self.starts[: len(counts)] - (counts.cumsum(0) - counts)
+        laid = values.new_full((self.tokens_nS.numel(), *values.shape[1:]), outside)
+        laid[first.repeat_interleave(counts) + torch.arange(len(values))] = values
+        return laid.view(*self.tokens_nS.shape, *values.shape[1:])
 
     def pack(self, of_token_bTk: Tensor) -> Tensor:
         """Invert `unpack`: values [b, width, k] of each token -> [N, k], at the previous token."""

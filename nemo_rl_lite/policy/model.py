@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -133,6 +133,8 @@ class ParallelPlace:
     has_logits: bool
     is_whole: bool
     context_rank: int = 0
+    replayed_layers: tuple[int, ...] = ()
+    """Layers whose routers replay the engine's experts."""
 
     @property
     def reports(self) -> bool:
@@ -241,6 +243,7 @@ def build_model(
         log.info("LoRA: %d of %d parameters are trained on this rank", trained, total)
     if config.router_replay.enabled:
         model.replay = moe.replaying(model.chunks, parallel, model.context, device)
+        model.place = replace(model.place, replayed_layers=model.replay.layers)
     if model.place.has_logits:
         check_scorable(unwrap_model(model.chunks[-1]))
     return model

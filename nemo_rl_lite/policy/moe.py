@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import MegatronConfig
-from nemo_rl_lite.losses.batch import NO_EXPERT
+from nemo_rl_lite.losses.batch import RoutedExperts
 from nemo_rl_lite.policy.context import ContextRanks
 from nemo_rl_lite.policy.micro_batches import ModelInput, sent
+
+# An expert that no engine reported.
+NO_EXPERT = -1
 
 
 @dataclass(eq=False)
@@ -72,17 +75,22 @@ class RouterReplay:
     """Tensor-parallel ranks that split each sequence."""
     device: torch.device
 
-    def begin(self, micro: ModelInput, experts_BTLk: Tensor | None, trains: bool) -> None:
-        """Set the experts of the next forward pass, over `micro`, from those of the whole batch, on the host."""
-        experts = self._own(micro, experts_BTLk) if experts_BTLk is not None else [None] * len(self.routers)
-        for router, own in zip(self.routers, experts, strict=True):
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the routers, in their order."""
+        return tuple(router.layer for router in self.routers)
+
+    def begin(self, micro: ModelInput, experts: RoutedExperts | None, trains: bool) -> None:
+        """Set the experts of the next forward pass, over `micro`, from those of the whole batch in `layers`."""
+        chosen = self._own(micro, experts) if experts is not None else [None] * len(self.routers)
+        for router, own in zip(self.routers, chosen, strict=True):
             router.begin(own, trains)
 
-    def _own(self, micro: ModelInput, experts_BTLk: Tensor) -> Sequence[Tensor]:
+    def _own(self, micro: ModelInput, experts: RoutedExperts) -> Sequence[Tensor]:
         """Return the experts [M, k] at the positions of each router, in position order."""
-        layers = torch.tensor([router.layer for router in self.routers], dtype=torch.long)
-        experts_bTLk = experts_BTLk[micro.rows, : micro.width][:, :, layers]
-        laid_nSLk = self.context.own(micro.lay(experts_bTLk, NO_EXPERT), micro)
+        own = experts.rows(micro.rows.numpy())
+        laid_nSLk = micro.lay(torch.tensor(own.values, dtype=torch.int16), torch.from_numpy(own.counts), NO_EXPERT)
+        laid_nSLk = self.context.own(laid_nSLk, micro)
         laid_SnLk = laid_nSLk.transpose(0, 1).chunk(self.sequence_size)[self.sequence_rank]
         return sent(laid_SnLk.flatten(0, 1).transpose(0, 1).contiguous(), self.device).unbind()
 

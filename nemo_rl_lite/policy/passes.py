@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_lite.losses.batch import Batch
+from nemo_rl_lite.losses.batch import Batch, RoutedExperts
 from nemo_rl_lite.losses.grpo import mismatch_metrics
 from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of
 from nemo_rl_lite.observability.liveness import note_progress
@@ -66,13 +66,13 @@ def forward_scores(
     temperature: float,
     before: Before = None,
     loss: Loss | TopLogits | None = None,
-    experts_BTLk: Tensor | None = None,
+    experts: RoutedExperts | None = None,
 ) -> dict[str, Tensor] | None:
     """Return `logprobs` [B, T] at `temperature`, and the other scores that `loss` needs by `Batch`'s field names, on
     the CPU; None on ranks without logits.
 
-    Entry t is log p(token t | tokens before t); entry 0 and entries beyond a sequence's end are 0. `experts_BTLk`: see
-    `Batch.routed_experts`.
+    Entry t is log p(token t | tokens before t); entry 0 and entries beyond a sequence's end are 0. `experts`: routed
+    experts of the rank's layers.
     """
     model.train_mode(False)
     micro_batches = cut_equally(model, tokens_BT, lengths_B, layout)
@@ -89,7 +89,7 @@ def forward_scores(
         return scores_of(shard, temperature, loss, model.gather.wait_for), on_host
 
     with torch.no_grad(), activation_offload.suspended(model.chunks):
-        parts = _run(model, announced(micro_batches, before, pace), micro_batches, score, experts_BTLk, trains=False)
+        parts = _run(model, announced(micro_batches, before, pace), micro_batches, score, experts, trains=False)
     model.clock.end()
     if not model.place.has_logits:
         return None
@@ -114,6 +114,7 @@ def forward_backward(
     loss: Loss,
     counts: Normalizers,
     mismatch_counts: Normalizers | None = None,
+    experts: RoutedExperts | None = None,
 ) -> list[Trained]:
     """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks. Returns the metrics of
     each micro-batch.
@@ -125,7 +126,6 @@ def forward_backward(
     of the global loss, so both are multiplied back. For context-parallel ranks, megatron-core does so itself.
     """
     model.train_mode(True)
-    experts_BTLk, batch = batch.routed_experts, replace(batch, routed_experts=None)
     micro_batches = cut_equally(model, batch.tokens, batch.lengths, layout)
     model.clock.begin()
     scale = len(micro_batches) * model.place.data_size
@@ -142,7 +142,7 @@ def forward_backward(
         return scores_of(shard, temperature, loss, wait_for, ids, model.keep_logits), scaled_loss
 
     with activation_offload.training_pass(model.chunks, len(micro_batches)):
-        return _run(model, announced(micro_batches), micro_batches, train, experts_BTLk, trains=True)
+        return _run(model, announced(micro_batches), micro_batches, train, experts, trains=True)
 
 
 def cut_equally(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
@@ -177,7 +177,7 @@ def _run(
     feed: Iterator[ModelInput],
     micro_batches: Sequence[ModelInput],
     last: Callable[[Shard], LastStage],
-    experts_BTLk: Tensor | None,
+    experts: RoutedExperts | None,
     trains: bool,
 ) -> list[Any]:
     """Run megatron-core's schedule on the micro-batches of `feed`."""
@@ -186,7 +186,7 @@ def _run(
     def step(own: Iterator[ModelInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         host = next(own)
         if model.replay is not None:
-            model.replay.begin(host, experts_BTLk, trains)
+            model.replay.begin(host, experts, trains)
         shard = Shard.of(host, model.context, model.device)
         seen = sent_together(view_of(host, model.device, model.context), model.device)
         scores, on_scores = last(shard)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl_lite.compat.megatron import auto_bridge, hide_wandb
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
-from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import Batch, RoutedExperts, TokenRow, TokenRows
 from nemo_rl_lite.losses.grpo import mismatch_metrics
 from nemo_rl_lite.losses.interface import Loss, Normalizers, combine_metrics, floats, loss_of
 from nemo_rl_lite.models.folder import adapter_folder, base_name
@@ -90,6 +90,7 @@ class MegatronWorker:
         self._memory = MemoryMeter(self._phases.device_bytes)
         self._graphs = MicroBatchGraphs(self._model, CudaRecorder()) if self._train_layout.in_buckets else None
         self._held: dict[str, Batch] = {}
+        self._experts: dict[str, RoutedExperts | None] = {}
         self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts)
 
     def place(self) -> ParallelPlace:
@@ -130,8 +131,10 @@ class MegatronWorker:
         return scored["logprobs"].numpy() if scored is not None and self._model.place.reports else None
 
     def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> None:
-        """Keep this replica's rows of a batch, padded to the longest."""
-        self._held[name] = Batch.padded(rows)
+        """Keep this replica's rows of a batch, padded to the longest. Routed experts are those of the rank's layers
+        (`ParallelPlace.replayed_layers`), and are not padded."""
+        joined = TokenRows.of(rows)
+        self._held[name], self._experts[name] = Batch.padded(joined), joined.routed_experts
 
     def put_parts(self, name: str, order: Sequence[int], *parts: TokenRows) -> None:
         """Keep this replica's rows of a batch: those at `order` in the concatenation of `parts`."""
@@ -144,19 +147,19 @@ class MegatronWorker:
         of `mismatch_metrics`, if engines sampled the rows and they have previous logprobs."""
         batch, measured = self._held[name], {}
         if "previous" in which:
-            later, previous_BT = batch.rows(slice(first, None)), torch.zeros(batch.tokens.shape)
-            scored_BT = self._pass_logprobs(later, then_train="reference" not in which)
+            rows, previous_BT = slice(first, None), torch.zeros(batch.tokens.shape)
+            scored_BT = self._pass_logprobs(name, rows, then_train="reference" not in which)
             if scored_BT is not None:
                 previous_BT[first:] = scored_BT
                 batch = replace(batch, previous_logprobs=previous_BT)
                 if batch.generation_logprobs is not None:
-                    measured = mismatch_metrics(batch.rows(slice(first, None)), counts)
+                    measured = mismatch_metrics(batch.rows(rows), counts)
         if "reference" in which:
             if self._reference is None:
                 raise RuntimeError("the worker was started without reference weights (keep_reference)")
             require_weights(self._model, self._phases)
             with self._reference():
-                batch = replace(batch, reference_logprobs=self._pass_logprobs(batch, then_train=True))
+                batch = replace(batch, reference_logprobs=self._pass_logprobs(name, then_train=True))
         self._held[name] = batch
         return floats([measured])[0] if self._model.place.reports else None
 
@@ -195,7 +198,8 @@ class MegatronWorker:
             self._optimizer.zero_grad()
             biases = expert_biases(self._model.chunks)
             before = [bias.clone() for bias in biases]
-            run = partial(forward_backward, self._model) if self._graphs is None else self._graphs.forward_backward
+            eager = partial(forward_backward, self._model, experts=self._experts_of(name, rows))
+            run = eager if self._graphs is None else self._graphs.forward_backward
             parts = run(batch, self._train_layout, self._temperature, loss, counts, mismatch_counts)
             self._model.clock.keep("train")
             self._phases.arrive(Component.OPTIMIZER_STATES)
@@ -293,8 +297,13 @@ class MegatronWorker:
         self.__dict__.clear()
         leave_groups()
 
-    def _pass_logprobs(self, batch: Batch, then_train: bool) -> Tensor | None:
-        scored = self._scores(batch.tokens, batch.lengths, then_train=then_train, experts_BTLk=batch.routed_experts)
+    def _experts_of(self, name: str, rows: slice) -> RoutedExperts | None:
+        experts = self._experts[name]
+        return None if experts is None else experts.rows(rows)
+
+    def _pass_logprobs(self, name: str, rows: slice = slice(None), *, then_train: bool) -> Tensor | None:
+        batch, experts = self._held[name].rows(rows), self._experts_of(name, rows)
+        scored = self._scores(batch.tokens, batch.lengths, then_train=then_train, experts=experts)
         self._model.clock.keep("logprob")
         return None if scored is None else scored["logprobs"]
 
@@ -305,7 +314,7 @@ class MegatronWorker:
         phase: str = "logprob",
         then_train: bool = False,
         loss: Loss | None = None,
-        experts_BTLk: Tensor | None = None,
+        experts: RoutedExperts | None = None,
     ) -> dict[str, Tensor] | None:
         """See `forward_scores`. `then_train`: training follows, so its components may be reloaded meanwhile."""
         require_weights(self._model, self._phases)
@@ -314,7 +323,7 @@ class MegatronWorker:
         layout, temperature = self._logprob_layout, self._temperature
         with self._memory.phase(phase):
             inputs = tokens_BT, lengths_B, layout, temperature
-            return forward_scores(self._model, *inputs, between, loss, experts_BTLk)
+            return forward_scores(self._model, *inputs, between, loss, experts)
 
     def _seed_step(self) -> None:
         """Seed random numbers, such as dropout's, by run, step and rank; context-parallel ranks differ too."""

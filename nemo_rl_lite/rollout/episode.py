@@ -17,7 +17,7 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.advantages import reward_shares
-from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, RowBatch, TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import OF_TOKENS, RowBatch, TokenRow, TokenRows
 from nemo_rl_lite.observability.sinks import Sample, spread, text_of
 from nemo_rl_lite.observability.timer import unix_time
 
@@ -77,8 +77,8 @@ class EpisodeRecord(_Judged):
     """Seconds of waits."""
     began: float | None
     """Unix time of the first wait."""
-    experts: tuple[int, ...] | None
-    """See `Episode.expert_shape`."""
+    no_experts: np.ndarray | None
+    """See `Episode.no_experts`."""
     reward: float | None
     reward_parts: Mapping[str, float]
     ending: Ending
@@ -99,7 +99,7 @@ class EpisodeRecord(_Judged):
             versions=episode.versions,
             waits={what: episode.seconds(what) for what in get_args(Activity)},
             began=episode.began,
-            experts=episode.expert_shape,
+            no_experts=episode.no_experts,
             reward=episode.reward,
             reward_parts=episode.reward_parts,
             ending=episode.ending,
@@ -143,7 +143,7 @@ class Episode(_Judged):
     def add_turn(self, completion: Completion, text: str) -> None:
         """Add an assistant turn. A truncated one is the last."""
         self.turns.append((len(self.tokens), completion))
-        self.tokens += completion.tokens
+        self.tokens += completion.tokens.tolist()
         self.said.append({"role": "assistant", "content": text})
         self.ending = completion.finish_reason
 
@@ -185,13 +185,16 @@ class Episode(_Judged):
     @property
     def versions(self) -> Mapping[int, int]:
         """Number of sampled tokens by version of the weights."""
-        return Counter(version for _, turn in self.turns for version in turn.versions)
+        found = Counter[int]()
+        for _, length, version in self.sampled_runs():
+            found[version] += length
+        return found
 
     @property
-    def expert_shape(self) -> tuple[int, ...] | None:
-        """Shape (layers, k) of the routed experts of a token; None if no engine reported them."""
+    def no_experts(self) -> np.ndarray | None:
+        """Routed experts of 0 tokens, [0, layers, k]; None if no engine reported any."""
         reported = (turn.routed_experts for _, turn in self.turns)
-        return next((experts.shape[1:] for experts in reported if experts is not None), None)
+        return next((experts[:0].copy() for experts in reported if experts is not None), None)
 
     @property
     def began(self) -> float | None:
@@ -216,31 +219,43 @@ class Episode(_Judged):
         """Seconds that the episode waited for `what`, over all turns."""
         return sum(span.seconds for span in self.spans if span.what == what)
 
-    def row(self, advantage: float, version: int, experts: tuple[int, ...] | None = None) -> TokenRow:
+    def row(self, advantage: float, version: int, no_experts: np.ndarray | None = None) -> TokenRow:
         """Return the training row for a policy of this version. The mask selects the sampled tokens of a trained
-        episode. `experts`: shape (layers, k) of routed experts that the engines report."""
-        length = len(self.tokens)
-        mask, logprobs, ages = (np.zeros(length, OF_TOKENS[name]) for name in ("mask", "generation_logprobs", "ages"))
-        for start, completion in self.turns:
-            own = slice(start, start + len(completion.tokens))
-            mask[own], logprobs[own] = self.is_trained, completion.logprobs
-            ages[own] = version - np.asarray(completion.versions, OF_TOKENS["ages"])
-        tokens = np.asarray(self.tokens, OF_TOKENS["tokens"])
+        episode. `no_experts`: routed experts of 0 tokens, if the engines report them."""
+        mask, ages = (np.zeros(len(self.tokens), OF_TOKENS[name]) for name in ("mask", "ages"))
+        for start, length, sampled_by in self.sampled_runs():
+            own = slice(start, start + length)
+            mask[own], ages[own] = self.is_trained, version - sampled_by
+        tokens, logprobs = np.asarray(self.tokens, OF_TOKENS["tokens"]), self.generation_logprobs()
         shaped = self.shaped_reward
         reward, own = (0.0, 0.0) if shaped is None else (shaped, advantage)
-        return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=self._experts(experts))
+        return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=self._experts(no_experts))
 
-    def _experts(self, shape: tuple[int, ...] | None) -> np.ndarray | None:
-        """Return the routed experts of each token, [tokens, *shape], from the first turn that read it. `NO_EXPERT`
-        marks the last token, which no engine has read."""
-        if shape is None:
+    def sampled_runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the runs of tokens that one version of the weights sampled: position, number of tokens, version."""
+        for start, completion in self.turns:
+            for version, length in completion.versions:
+                yield start, length, version
+                start += length
+
+    def generation_logprobs(self) -> np.ndarray:
+        """Return the engines' logprob of each token, float32; 0 for tokens that they did not sample."""
+        logprobs = np.zeros(len(self.tokens), OF_TOKENS["generation_logprobs"])
+        for start, completion in self.turns:
+            logprobs[start : start + len(completion.logprobs)] = completion.logprobs
+        return logprobs
+
+    def _experts(self, no_experts: np.ndarray | None) -> np.ndarray | None:
+        """Return the routed experts of all tokens that an engine has read, from the first turn that read each. No
+        engine has read the last token."""
+        if no_experts is None:
             return None
-        found, known = np.full((len(self.tokens), *shape), NO_EXPERT, OF_TOKENS["routed_experts"]), 0
+        parts, known = [no_experts], 0
         for _, completion in self.turns:
             if completion.routed_experts is not None:
-                found[known : len(completion.routed_experts)] = completion.routed_experts[known:]
+                parts.append(completion.routed_experts[known:])
                 known = len(completion.routed_experts)
-        return found
+        return np.concatenate(parts)
 
 
 Sampled = Episode | EpisodeRecord
@@ -273,9 +288,11 @@ class EpisodeStore(Protocol):
         """Return the episodes of the records."""
         ...
 
-    def write(self, target: SampleFile, records: Sequence[EpisodeRecord]) -> Callable[[], list[str]]:
-        """Start to write the samples of a rollout's first records. Return a function that waits for it, and returns
-        errors of file systems."""
+    def write(
+        self, target: SampleFile, records: Sequence[EpisodeRecord], advantages: Sequence[float | None]
+    ) -> Callable[[], list[str]]:
+        """Start to write the samples of a rollout's first records, with their advantages. Return a function that waits
+        for it, and returns errors of file systems."""
         ...
 
     def release(self, records: Sequence[EpisodeRecord]) -> None:
@@ -309,6 +326,8 @@ class Rollout:
     """Episodes of replaced prompts, whose rewards are all equal, and then of surplus prompts."""
     store: EpisodeStore | None = None
     """Where the episodes of records are; None if all are here."""
+    advantages: Sequence[float] | None = None
+    """Advantage of each episode; None before training and outside it."""
 
     @property
     def rewards_B(self) -> Tensor:
@@ -357,8 +376,8 @@ class Rollout:
         if self.store is not None:
             return self.store.rows(self.records, advantages, version)
         each = list(zip(self.whole(), advantages, strict=True))
-        experts = next((shape for one, _ in each if (shape := one.expert_shape) is not None), None)
-        return TokenRows.of([episode.row(advantage, version, experts) for episode, advantage in each])
+        no_experts = next((found for one, _ in each if (found := one.no_experts) is not None), None)
+        return TokenRows.of([episode.row(advantage, version, no_experts) for episode, advantage in each])
 
     def whole(self, places: Sequence[int] | None = None) -> list[Episode]:
         """Return all episodes, or those at `places`, from wherever they are."""

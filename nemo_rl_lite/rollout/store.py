@@ -25,6 +25,7 @@ _FILES = "step-*.parquet"
 # `other`: further fields such as tool calls, as JSON.
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("other", pa.string())])
 _SPAN = pa.struct([("what", pa.string()), ("begin", pa.float32()), ("end", pa.float32()), ("place", pa.int32())])
+_RUN = pa.struct([("start", pa.int32()), ("length", pa.int32()), ("version", pa.int32())])
 _SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -47,8 +48,18 @@ _SCHEMA = pa.schema(
         ("ending", pa.string()),
         # Waits (generate, environment, reward) in seconds since the rollout's start; `place` is the engine.
         ("spans", pa.list_(_SPAN)),
+        # Of training samples.
+        ("advantage", pa.float32()),
+        # The whole sequence.
+        ("token_ids", pa.list_(pa.int32())),
+        # One for each token id; 0 for tokens that no engine sampled.
+        ("generation_logprobs", pa.list_(pa.float32())),
+        # Runs of sampled tokens of one version of the weights: index in `token_ids`, number of tokens, step.
+        ("versions", pa.list_(_RUN)),
     ]
 )
+# Columns with an entry per token.
+_OF_TOKENS = ("token_ids", "generation_logprobs")
 # Key of `Times` in a file's metadata.
 _TIMES = b"times"
 
@@ -81,7 +92,8 @@ class RolloutFiles:
         """Let rollout workers write their samples, before they may be lost."""
         if self._limit != 0 and rollout.store is not None:
             target = SampleFile(self._folder, step, split, rollout.samples_per_prompt, _began(rollout.episodes))
-            self._written[step, split] = rollout.store.write(target, rollout.records[: self._limit])
+            advantages = rollout.advantages or [None] * len(rollout.episodes)
+            self._written[step, split] = rollout.store.write(target, rollout.records[: self._limit], advantages)
 
     def write(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase] = ()) -> None:
         """Write one file, with the step's phases in its metadata. A full disk is only a warning. Raises WorkerError: a
@@ -91,17 +103,20 @@ class RolloutFiles:
         errors = self._written.pop((step, split), list)()
         began = _began(rollout.episodes)
         target = SampleFile(self._folder, step, split, rollout.samples_per_prompt, began)
-        here = [] if rollout.store is not None else list(enumerate(rollout.whole()))[: self._limit]
+        here = [] if rollout.store is not None else _with_advantages(rollout)[: self._limit]
         errors += write_samples(target, here, phases)
         for error in errors:
             log.warning("the rollout of step %d cannot be written to %s: %s", step, self._folder, error)
 
 
 def write_samples(
-    target: SampleFile, samples: Sequence[tuple[int, Episode]], phases: Sequence[Phase] = (), worker: int | None = None
+    target: SampleFile,
+    samples: Sequence[tuple[int, Episode, float | None]],
+    phases: Sequence[Phase] = (),
+    worker: int | None = None,
 ) -> list[str]:
-    """Write the samples, each with its number in the rollout, and return the errors of the file system. `worker`: the
-    rollout worker that keeps them."""
+    """Write the samples, each with its number in the rollout and its advantage. Return the errors of the file system.
+    `worker`: the rollout worker that keeps them."""
     part = "" if worker is None else f"{worker}-"
     # Readers of the folder skip names that begin with a dot, so they see only complete files.
     file = target.folder / f"step-{target.step:08d}-{part}{target.split}.parquet"
@@ -110,7 +125,9 @@ def write_samples(
     schema = _SCHEMA.with_metadata({_TIMES: json.dumps({"began": target.began, "phases": phases_at})})
     try:
         target.folder.mkdir(exist_ok=True)
-        parquet.write_table(pa.Table.from_pylist(_sample_rows(target, samples), schema), partial, compression="zstd")
+        table = pa.Table.from_pylist(_sample_rows(target, samples), schema)
+        # Dictionaries of token ids and logprobs would be larger than the values.
+        parquet.write_table(table, partial, compression="zstd", use_dictionary=False)
         partial.replace(file)
     except OSError as error:
         return [str(error)]
@@ -126,10 +143,16 @@ def step_of(file: Path) -> int:
     return int(file.stem.split("-")[1])
 
 
-def read_rollout(file: Path) -> list[dict[str, Any]]:
-    """Read the rows of a rollout. Raises OSError or pyarrow.ArrowException: a file cannot be read."""
-    rows = [row for one in _parts(file) for row in parquet.read_table(one).to_pylist()]
+def read_rollout(file: Path, tokens: bool = False) -> list[dict[str, Any]]:
+    """Read the rows of a rollout, on request with the columns that have an entry per token. Raises OSError or
+    pyarrow.ArrowException: a file cannot be read."""
+    rows = [row for one in _parts(file) for row in _read(one, tokens)]
     return sorted(rows, key=lambda row: (row["problem"], row["sample"]))
+
+
+def _read(file: Path, tokens: bool) -> list[dict[str, Any]]:
+    columns = [name for name in parquet.read_schema(file).names if tokens or name not in _OF_TOKENS]
+    return parquet.read_table(file, columns=columns).to_pylist()
 
 
 def read_times(file: Path) -> Times | None:
@@ -154,19 +177,28 @@ def _began(episodes: Sequence[Sampled]) -> float | None:
 
 
 def rollout_rows(step: int, split: Split, rollout: Rollout) -> list[dict[str, Any]]:
-    """Return one row per sample, with the columns of the files."""
+    """Return one row per sample, with the columns of the files. `token_ids` and `generation_logprobs` are arrays."""
     began = _began(rollout.episodes)
-    target = SampleFile(Path(), step, split, rollout.samples_per_prompt, began)
-    return _sample_rows(target, list(enumerate(rollout.whole())))
+    return _sample_rows(SampleFile(Path(), step, split, rollout.samples_per_prompt, began), _with_advantages(rollout))
 
 
-def _sample_rows(target: SampleFile, samples: Sequence[tuple[int, Episode]]) -> list[dict[str, Any]]:
+def _with_advantages(rollout: Rollout) -> list[tuple[int, Episode, float | None]]:
+    """Return each episode with its number and its advantage."""
+    advantages = rollout.advantages or [None] * len(rollout.episodes)
+    return [(index, one, advantages[index]) for index, one in enumerate(rollout.whole())]
+
+
+def _sample_rows(target: SampleFile, samples: Sequence[tuple[int, Episode, float | None]]) -> list[dict[str, Any]]:
     # The spans have this process' clock.
     began = 0.0 if target.began is None else target.began - unix_time(0.0)
-    return [_row(target, *divmod(index, target.samples_per_prompt), episode, began) for index, episode in samples]
+    places = [divmod(index, target.samples_per_prompt) for index, _, _ in samples]
+    each = zip(places, samples, strict=True)
+    return [_row(target, *place, episode, advantage, began) for place, (_, episode, advantage) in each]
 
 
-def _row(target: SampleFile, place: int, sample: int, episode: Episode, began: float) -> dict[str, Any]:
+def _row(
+    target: SampleFile, place: int, sample: int, episode: Episode, advantage: float | None, began: float
+) -> dict[str, Any]:
     return {
         "step": target.step,
         "split": target.split,
@@ -186,6 +218,12 @@ def _row(target: SampleFile, place: int, sample: int, episode: Episode, began: f
             {"what": one.what, "begin": one.begin - began, "end": one.begin - began + one.seconds, "place": one.place}
             for one in episode.spans
         ],
+        "advantage": advantage,
+        "token_ids": np.asarray(episode.tokens, np.int32),
+        "generation_logprobs": episode.generation_logprobs(),
+        "versions": [
+            {"start": start, "length": length, "version": version} for start, length, version in episode.sampled_runs()
+        ],
     }
 
 
@@ -198,13 +236,14 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_COUNTED = pa.struct([("version", pa.int32()), ("count", pa.int32())])
 _TURN = pa.struct(
     [
-        ("start", pa.int64()),
-        ("length", pa.int64()),
-        ("logprobs", pa.list_(pa.float64())),
+        ("start", pa.int32()),
+        ("length", pa.int32()),
+        ("logprobs", pa.list_(pa.float32())),
         ("finish_reason", pa.string()),
-        ("versions", pa.list_(pa.int64())),
+        ("versions", pa.list_(_COUNTED)),
         # A .npy file.
         ("routed_experts", pa.binary()),
     ]
@@ -216,7 +255,7 @@ _SAVED_SCHEMA = pa.schema(
         ("is_dropped", pa.bool_()),
         # JSON: messages, answer, metadata, tools, and the agent's own prompt or null.
         ("problem", pa.string()),
-        ("tokens", pa.list_(pa.int64())),
+        ("tokens", pa.list_(pa.int32())),
         ("prompt_length", pa.int64()),
         ("turns", pa.list_(_TURN)),
         ("said", pa.string()),
@@ -303,7 +342,7 @@ def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str,
                 "length": len(turn.tokens),
                 "logprobs": turn.logprobs,
                 "finish_reason": turn.finish_reason,
-                "versions": turn.versions,
+                "versions": [{"version": version, "count": count} for version, count in turn.versions],
                 "routed_experts": None if turn.routed_experts is None else _array_bytes(turn.routed_experts),
             }
             for start, turn in episode.turns
@@ -330,10 +369,10 @@ def _episode(row: dict[str, Any]) -> Episode:
         (
             turn["start"],
             Completion(
-                tuple(tokens[turn["start"] : turn["start"] + turn["length"]]),
-                tuple(turn["logprobs"]),
+                np.array(tokens[turn["start"] : turn["start"] + turn["length"]], np.int32),
+                np.array(turn["logprobs"], np.float32),
                 turn["finish_reason"],
-                tuple(turn["versions"]),
+                tuple((run["version"], run["count"]) for run in turn["versions"]),
                 None if turn["routed_experts"] is None else np.load(io.BytesIO(turn["routed_experts"])),
             ),
         )

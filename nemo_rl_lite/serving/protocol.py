@@ -190,9 +190,9 @@ def _answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: st
     return {
         "created": int(time.time()),
         "model": model,
-        "system_fingerprint": f"step-{max(one.versions[-1] for one in responses)}",
+        "system_fingerprint": f"step-{max(one.versions[-1][0] for one in responses)}",
         "choices": [
-            {"index": index, "finish_reason": one.finish_reason, "token_ids": list(one.tokens), **choice}
+            {"index": index, "finish_reason": one.finish_reason, "token_ids": one.tokens.tolist(), **choice}
             for index, (choice, one) in enumerate(zip(choices, responses, strict=True))
         ],
         "usage": {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)},
@@ -314,7 +314,7 @@ class ChatRequest(ApiRequest):
             piece = tokenizer.piece(token)
             return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
 
-        sampled = zip(completion.tokens, completion.logprobs, strict=True)
+        sampled = _sampled(completion)
         tops = _top_logprobs(completion, self.most_likely)
         content = [
             {**entry(*one), "top_logprobs": [entry(*pair) for pair in top]}
@@ -364,17 +364,16 @@ class CompletionRequest(ApiRequest):
     def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
-        pieces = [tokenizer.piece(token) for token in completion.tokens]
+        sampled = [(tokenizer.piece(token), logprob) for token, logprob in _sampled(completion)]
+        pieces = [piece for piece, _ in sampled]
         # As in OpenAI's API, the sampled token is there too, also if it is less likely.
         tops = [
             {tokenizer.piece(token): logprob for token, logprob in top} | {piece: logprob}
-            for top, piece, logprob in zip(
-                _top_logprobs(completion, self.most_likely), pieces, completion.logprobs, strict=True
-            )
+            for top, (piece, logprob) in zip(_top_logprobs(completion, self.most_likely), sampled, strict=True)
         ]
         return {
             "tokens": pieces,
-            "token_logprobs": list(completion.logprobs),
+            "token_logprobs": completion.logprobs.tolist(),
             "top_logprobs": tops if self.logprobs else None,
             "text_offset": list(accumulate(map(len, pieces[:-1]), initial=0)),
         }
@@ -424,7 +423,12 @@ def _top_logprobs(completion: Completion, count: int) -> Sequence[Sequence[tuple
     sampled token is the most likely one."""
     if completion.top_logprobs or not count:
         return completion.top_logprobs or [()] * len(completion.tokens)
-    return [[pair] for pair in zip(completion.tokens, completion.logprobs, strict=True)]
+    return [[pair] for pair in _sampled(completion)]
+
+
+def _sampled(completion: Completion) -> list[tuple[int, float]]:
+    """Return each sampled token with its logprob."""
+    return list(zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True))
 
 
 def _characters(content: Any) -> int:

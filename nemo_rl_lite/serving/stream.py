@@ -2,9 +2,11 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.generation.interface import Completion
@@ -27,7 +29,7 @@ class _Sent:
     _start: int = 0
     _end: int = 0
 
-    def decode(self, tokens: Sequence[int], tokenizer: ChatTokenizer) -> None:
+    def decode(self, tokens: np.ndarray, tokenizer: ChatTokenizer) -> None:
         """Add the text of new tokens, unless it ends within a character. Earlier tokens are decoded with them, because
         some decoders drop a leading space."""
         old, new = tokenizer.text(tokens[self._start : self._end]), tokenizer.text(tokens[self._start :])
@@ -52,7 +54,7 @@ class StreamWriter:
         if shown > sent.characters:
             yield from self._opening(index, sent, so_far)
             text, sent.characters = sent.text[sent.characters : shown], shown
-            yield self._chunk(index, self._asked.delta(text), so_far.versions[-1], self._tokens(sent, so_far))
+            yield self._chunk(index, self._asked.delta(text), so_far.versions[-1][0], self._tokens(sent, so_far))
 
     def ended(self, answer: Answer) -> Iterator[Chunk]:
         """Yield the unsent rest of the choices with their finish reasons, then the usage if requested."""
@@ -62,14 +64,14 @@ class StreamWriter:
             yield from self._opening(index, sent, completion)
             rest = {"finish_reason": choice["finish_reason"], **self._tokens(sent, completion)}
             last = self._asked.last_delta(choice, sent.characters)
-            yield self._chunk(index, last, completion.versions[-1], rest)
+            yield self._chunk(index, last, completion.versions[-1][0], rest)
         if (self._asked.stream_options or {}).get("include_usage"):
             yield {**self._head(), "choices": [], "usage": body["usage"]}
 
     def _opening(self, index: int, sent: _Sent, so_far: Completion) -> Iterator[Chunk]:
         """Yield a choice's first chunk, which has the role, if nothing was sent yet."""
         if not sent.tokens and (opening := self._asked.opening_delta()):
-            yield self._chunk(index, opening, so_far.versions[-1], {})
+            yield self._chunk(index, opening, so_far.versions[-1][0], {})
 
     def _tokens(self, sent: _Sent, so_far: Completion) -> dict[str, Any]:
         """Return the ids and logprobs of the unsent tokens."""
@@ -80,7 +82,7 @@ class StreamWriter:
             logprobs=so_far.logprobs[first:],
             top_logprobs=so_far.top_logprobs[first:],
         )
-        return {"token_ids": list(new.tokens), "logprobs": self._asked.logprobs_of(new, self._tokenizer)}
+        return {"token_ids": new.tokens.tolist(), "logprobs": self._asked.logprobs_of(new, self._tokenizer)}
 
     def _chunk(self, index: int, delta: Mapping[str, Any], version: int, rest: Mapping[str, Any]) -> Chunk:
         choice = {"index": index, "finish_reason": None, **delta, **rest}

@@ -1,9 +1,10 @@
 """Clients of generation engines in Ray actors, for the request queue and for refits."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from nemo_rl_lite.cluster.calls import Call, result, wait
 from nemo_rl_lite.cluster.heartbeat import hang
@@ -142,13 +143,13 @@ class RemoteGeneration:
 
 def _require_finite(rank: int, completion: Completion) -> None:
     """Raise EngineError if a sampled token's logprob is not finite."""
-    for place, logprob in enumerate(completion.logprobs):
-        if not math.isfinite(logprob):
-            token = completion.tokens[place]
-            raise EngineError(
-                f"generation rank {rank} sampled token {token} (position {place + 1} of its response) with logprob "
-                f"{logprob}: its weights or activations are not finite"
-            )
+    wrong = np.flatnonzero(~np.isfinite(completion.logprobs))
+    if len(wrong):
+        place = wrong[0]
+        raise EngineError(
+            f"generation rank {rank} sampled token {completion.tokens[place]} (position {place + 1} of its response) "
+            f"with logprob {completion.logprobs[place]}: its weights or activations are not finite"
+        )
 
 
 def engine_memory(held: Mapping[str, int], shares_device: bool) -> dict[str, float]:

@@ -73,11 +73,7 @@ class RemotePolicy:
             [index if index < len(rows) else last + index % self._together for index in own]
             for own in self._split(rows)
         ]
-        if isinstance(rows, CountedRows):
-            parts = [(name, share.order, *share.parts) for share in rows.share(shares)]
-            self._replicas.call("put_parts", parts, phase="put_batch", stored=True)
-        else:
-            self._replicas.call("put_batch", [(rows.select(own),) for own in shares], name)
+        self._replicas.put_batch(rows, shares, name)
         self._held[name], self._mismatch[name] = BatchRef(name, rows), []
         self._unscored.add(name)
         return self._held[name]
@@ -298,18 +294,24 @@ class Replicas:
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self.count = self._places[0].data_size
 
-    def call(
-        self,
-        method: str,
-        own: Sequence[Sequence[Any]] | None = None,
-        *common: Any,
-        phase: str = "",
-        stored: bool = False,
-    ) -> list[Any]:
+    def put_batch(self, rows: RowBatch, shares: Sequence[Sequence[int]], name: str) -> None:
+        """Give each replica's rows to its ranks, with the routed experts of a rank's layers. They are stored once for
+        the ranks with the same layers."""
+        wanted = [(place.data_rank, place.replayed_layers) for place in self._places]
+        kinds = list(dict.fromkeys(wanted))
+        if isinstance(rows, CountedRows):
+            found = rows.share([(shares[replica], layers) for replica, layers in kinds])
+            method, given = "put_parts", [(name, one.order, *one.parts) for one in found]
+        else:
+            parts = [rows.select(shares[replica]).with_layers(layers) for replica, layers in kinds]
+            method, given = "put_batch", [(self._group.put(part), name) for part in parts]
+        of_kind = dict(zip(kinds, given, strict=True))
+        wait(self._group.call_each(method, [of_kind[kind] for kind in wanted], "put_batch"))
+
+    def call(self, method: str, own: Sequence[Sequence[Any]] | None = None, *common: Any, phase: str = "") -> list[Any]:
         """Call a method of every rank; return one result per replica, in order. Each replica's `own` arguments are
-        stored once for its ranks, unless they are `stored` already."""
-        put = (lambda value: value) if stored else self._group.put
-        shared = [[put(value) for value in values] for values in own or [()] * self.count]
+        stored once for its ranks."""
+        shared = [[self._group.put(value) for value in values] for values in own or [()] * self.count]
         arguments = [(*shared[place.data_rank], *common) for place in self._places]
         results = wait(self._group.call_each(method, arguments, phase))
         reported = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}

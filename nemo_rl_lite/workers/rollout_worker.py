@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from nemo_rl_lite.cluster.workers import WorkerGroup
@@ -42,12 +43,12 @@ class Kept:
     """An episode that the worker keeps, with what the launcher decides about it."""
 
     number: int
-    advantage: float
+    advantage: float | None
     is_left_out: bool
     length_penalty: float
 
     @classmethod
-    def of(cls, record: EpisodeRecord, advantage: float = 0.0) -> "Kept":
+    def of(cls, record: EpisodeRecord, advantage: float | None = None) -> "Kept":
         return cls(record.number, advantage, record.is_left_out, record.length_penalty)
 
 
@@ -171,17 +172,23 @@ class RolloutWorker:
         self._replicas[place].group = engine
         self._queue.replaced([place])
 
-    def rows(self, shares: Sequence[Sequence[Kept]], version: int, experts: tuple[int, ...] | None) -> list[list[Any]]:
-        """Store the training rows of each share; return a reference to each. Ray resolves no references in lists."""
-        return [[ray.put(self.own_rows(share, version, experts))] if share else [] for share in shares]
+    def rows(
+        self, shares: Sequence[tuple[Sequence[Kept], tuple[int, ...]]], version: int, no_experts: np.ndarray | None
+    ) -> list[list[Any]]:
+        """Store the training rows of each share, with the routed experts of its layers; return a reference to each. Ray
+        resolves no references in lists."""
+        return [
+            [ray.put(self.own_rows(own, version, no_experts).with_layers(layers))] if own else []
+            for own, layers in shares
+        ]
 
-    def own_rows(self, share: Sequence[Kept], version: int, experts: tuple[int, ...] | None) -> TokenRows:
+    def own_rows(self, chosen: Sequence[Kept], version: int, no_experts: np.ndarray | None) -> TokenRows:
         """Return training rows; see `Episode.row`."""
-        return TokenRows.of([self._kept(one).row(one.advantage, version, experts) for one in share])
+        return TokenRows.of([self._kept(one).row(one.advantage or 0.0, version, no_experts) for one in chosen])
 
     def write(self, target: SampleFile, samples: Sequence[tuple[int, Kept]]) -> None:
         """Write samples, each with its number in the rollout, in a thread."""
-        chosen = [(index, replace(self._kept(one))) for index, one in samples]
+        chosen = [(index, replace(self._kept(one)), one.advantage) for index, one in samples]
         self._writing.append(self._writer.submit(write_samples, target, chosen, worker=self._rank))
 
     def written(self) -> list[str]:

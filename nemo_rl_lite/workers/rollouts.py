@@ -15,7 +15,7 @@ from nemo_rl_lite.cluster.calls import Call, result, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.losses.batch import CountedRows, SharedRows, TokenRows
+from nemo_rl_lite.losses.batch import CountedRows, Share, SharedRows, TokenRows
 from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, EpisodeStore, SampleFile
 from nemo_rl_lite.rollout.groups import Group, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.play import Section
@@ -231,7 +231,8 @@ class RolloutWorkers:
         ages = [
             {version - own: count for own, count in one.versions.items()} if one.is_trained else {} for one in records
         ]
-        source = _Rows(self, records, kept, version, next((one.experts for one in records if one.experts), None))
+        no_experts = next((one.no_experts for one in records if one.no_experts is not None), None)
+        source = _Rows(self, records, kept, version, no_experts)
         lengths = np.array([one.length for one in records], np.int64)
         return CountedRows(source, np.arange(len(records)), lengths, np.array(rewards, np.float64), ages)
 
@@ -242,10 +243,12 @@ class RolloutWorkers:
             found |= zip(places, episodes, strict=True)
         return [found[place] for place in range(len(records))]
 
-    def write(self, target: SampleFile, records: Sequence[EpisodeRecord]) -> Callable[[], list[str]]:
+    def write(
+        self, target: SampleFile, records: Sequence[EpisodeRecord], advantages: Sequence[float | None]
+    ) -> Callable[[], list[str]]:
         members = []
         for member, places in self._by_member(records):
-            samples = [(place, Kept.of(records[place])) for place in places]
+            samples = [(place, Kept.of(records[place], advantages[place])) for place in places]
             wait(self._call(member, "write", target, samples))
             members.append(member)
         return lambda: [error for member in members for error in wait(self._call(member, "written"))[0]]
@@ -432,23 +435,23 @@ class _Rows:
     records: Sequence[EpisodeRecord]
     kept: Sequence[Kept]
     version: int
-    experts: tuple[int, ...] | None
+    no_experts: np.ndarray | None
 
-    def share(self, shares: Sequence[Sequence[int]]) -> list[SharedRows]:
+    def share(self, shares: Sequence[Share]) -> list[SharedRows]:
         """See `RowSource.share`."""
         calls, owned = [], []
         for member, _ in self.workers._by_member(self.records):
-            own = [[row for row in share if self.records[row].worker == member.rank] for share in shares]
-            asked = [[self.kept[row] for row in share] for share in own]
-            calls.append(self.workers._call(member, "rows", asked, self.version, self.experts))
+            own = [[row for row in rows if self.records[row].worker == member.rank] for rows, _ in shares]
+            asked = [([self.kept[row] for row in rows], layers) for rows, (_, layers) in zip(own, shares, strict=True)]
+            calls.append(self.workers._call(member, "rows", asked, self.version, self.no_experts))
             owned.append(own)
         references = wait(*calls)
         found = []
-        for number, share in enumerate(shares):
+        for number, (rows, _) in enumerate(shares):
             joined = [row for own in owned for row in own[number]]
             place = {row: index for index, row in enumerate(joined)}
             parts = tuple(reference for own in references for reference in own[number])
-            found.append(SharedRows(parts, tuple(place[row] for row in share)))
+            found.append(SharedRows(parts, tuple(place[row] for row in rows)))
         return found
 
     def fetch(self, index: Sequence[int]) -> TokenRows:
@@ -458,6 +461,6 @@ class _Rows:
             own = [row for row in index if row in set(places)]
             if own:
                 chosen = [self.kept[row] for row in own]
-                parts += wait(self.workers._call(member, "own_rows", chosen, self.version, self.experts))
+                parts += wait(self.workers._call(member, "own_rows", chosen, self.version, self.no_experts))
                 joined += own
         return TokenRows.concatenated(parts).select([joined.index(row) for row in index])

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from nemo_rl_lite.cluster.calls import Call, wait
@@ -136,10 +137,10 @@ class WeightSync:
         prompt, probed = self._probe.prompt, self._generation.collect_probe(begun)
         if not probed:
             return {}
-        sequences = torch.tensor([[*prompt, *completion.tokens] for completion in probed.values()])
+        sequences = torch.tensor([[*prompt, *completion.tokens.tolist()] for completion in probed.values()])
         lengths = torch.full((len(probed),), sequences.shape[1])
         scored = self._policy.logprobs(sequences, lengths, phase="probe")[:, len(prompt) :]
-        sampled = torch.tensor([completion.logprobs for completion in probed.values()])
+        sampled = torch.from_numpy(np.stack([completion.logprobs for completion in probed.values()]))
         differences = (scored - sampled).abs().mean(dim=1).tolist()
         for engine, difference in zip(probed, differences, strict=True):
             # Also true for NaN.

@@ -91,7 +91,7 @@ async def _play(episode: admission.Episode, task: admission.Task, seed: int, req
         sampling = Sampling(1.0, 1.0, None, length, (), ())
         completion, _ = await requests.sample(Request(prompt, sampling, seed * 1000 + turn), conversation)
         sampled += len(completion.tokens)
-        prompt += completion.tokens + tuple(4 + place % 50 for place in range(task.answer))
+        prompt += tuple(completion.tokens.tolist()) + tuple(4 + place % 50 for place in range(task.answer))
         await asyncio.sleep(task.waits_s)
     conversation.ended = True
     return sampled

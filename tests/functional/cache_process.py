@@ -47,13 +47,13 @@ def fail(*lost: Any) -> None:
 def sample(queue: RequestQueue) -> list[tuple[int, ...]]:
     """The tokens of requests that need four times the cache."""
 
-    async def serve() -> list[tuple[int, ...]]:
+    async def serve() -> list[list[int]]:
         async with queue.serving() as requests:
             with requests.submit_as_batch():
                 asked = [Request((1, 5, 6, 4 + number, 41), sampling, number) for number in range(REQUESTS)]
                 begun = [asyncio.create_task(requests.sample(one)) for one in asked]
                 await asyncio.sleep(0)
-            return [completion.tokens for completion, _ in await asyncio.gather(*begun)]
+            return [completion.tokens.tolist() for completion, _ in await asyncio.gather(*begun)]
 
     return asyncio.run(serve())
 

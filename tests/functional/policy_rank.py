@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
-from nemo_rl_lite.losses.batch import NO_EXPERT, TokenRow
+from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.models.shape import read_model_shape
 from nemo_rl_lite.policy.export import export_weights, find_export
@@ -41,14 +41,14 @@ def run(config: Config, worker: MegatronWorker, output_folder: str, name: str) -
     lengths[1] = length
     advantages = torch.randn(rows, generator=source)
     generation = -4 + 0.3 * torch.randn(rows, length, generator=source)
-    experts = forged_experts(config.policy.model_name, rows, length) if config.policy.router_replay.enabled else None
+    experts = forged_experts(config.policy.model_name, lengths) if config.policy.router_replay.enabled else None
     batch = [
         TokenRow(
             tokens[row, :own].tolist(),
             [place >= 5 for place in range(own)],
             generation[row, :own].tolist(),
             advantages[row].item(),
-            routed_experts=None if experts is None else experts[row, :own].numpy(),
+            routed_experts=None if experts is None else experts[row][experts[row, :, 0, 0] >= 0].numpy(),
         )
         for row, own in enumerate(lengths.tolist())
     ]
@@ -71,7 +71,8 @@ def run(config: Config, worker: MegatronWorker, output_folder: str, name: str) -
     worker.plan_refit(config.refit, shared_device=True, consumers=1)
     worker.prepare_for_generation()
     worker.prepare_for_logprob()
-    worker.put_batch(batch[place.data_rank * rows // place.data_size : (place.data_rank + 1) * rows // place.data_size])
+    share = slice(place.data_rank * rows // place.data_size, (place.data_rank + 1) * rows // place.data_size)
+    worker.put_batch(TokenRows.of(batch[share]).with_layers(place.replayed_layers))
     first, reference = score()
     steps = []
     for _ in range(2):
@@ -95,14 +96,16 @@ def run(config: Config, worker: MegatronWorker, output_folder: str, name: str) -
     dist.barrier()
 
 
-def forged_experts(model_folder: str, rows: int, length: int) -> torch.Tensor:
-    """Experts [rows, length, layers, k] that no router chose; none for every fifth token."""
+def forged_experts(model_folder: str, lengths: torch.Tensor) -> torch.Tensor:
+    """Experts [rows, length, layers, k] that no router chose. None (-1) for the last token of a row, for all but the
+    first two tokens of every fifth row, and for the padding."""
     shape = read_model_shape(model_folder)
     assert shape is not None
     source = torch.Generator().manual_seed(2)
-    order = torch.rand(rows, length, shape.layers, shape.experts, generator=source).argsort(-1)
-    forged = order[..., : shape.experts_per_token].to(torch.int16)
-    forged[:, 4::5] = NO_EXPERT
+    order = torch.rand(len(lengths), int(lengths.max()), shape.layers, shape.experts, generator=source).argsort(-1)
+    forged, known = order[..., : shape.experts_per_token].to(torch.int16), lengths - 1
+    known[4::5] = 2
+    forged[torch.arange(forged.shape[1]) >= known[:, None]] = -1
     return forged
 
 

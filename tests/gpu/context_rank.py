@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
-from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import combine_metrics
 from nemo_rl_lite.models.shape import ModelShape, read_model_shape
@@ -43,7 +43,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     assert shape
     rows = [replace(row, routed_experts=chosen(len(row.tokens), shape)) for row in sampled_rows()]
     share = len(rows) // place.data_size
-    worker.put_batch(rows[place.data_rank * share :][:share])
+    worker.put_batch(TokenRows.of(rows[place.data_rank * share :][:share]).with_layers(place.replayed_layers))
     counts = loss.counts(rows)
     start = master_weights(worker)
     worker.prepare_for_logprob()

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ from nemo_rl_lite.generation.interface import (
     Request,
     RequestError,
     Unfinished,
+    Versions,
 )
 from nemo_rl_lite.generation.vllm import extension
 from nemo_rl_lite.generation.vllm.arguments import RANDOM, engine_arguments
@@ -286,9 +288,9 @@ class UnfinishedResponse:
 
     def __init__(self, request: Request, detokenizer: Any):
         self.request = request
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: tuple[int, ...] = ()
+        # Arrays of C's int and float, which a completion copies without a loop.
+        self.tokens, self.logprobs = array("i"), array("f")
+        self.versions: Versions = ()
         self.alternatives: list[tuple[tuple[int, float], ...]] = []
         # First of the prompt's tokens, then of each step's tokens.
         self.routed_experts: list[np.ndarray] = []
@@ -299,12 +301,12 @@ class UnfinishedResponse:
         """Add one step's tokens. `ended`: the last one is a stop token. Return whether a stop string ends the response;
         tokens after it are dropped."""
         if self.detokenizer is None:
-            self.tokens += tokens
-            self.logprobs += logprobs
+            self.tokens.extend(tokens)
+            self.logprobs.extend(logprobs)
             return False
         for place, token in enumerate(tokens):
             self.tokens.append(token)
-            self.logprobs += logprobs[place : place + 1]
+            self.logprobs.extend(logprobs[place : place + 1])
             if self.detokenizer.update([token], ended and place == len(tokens) - 1):
                 return True
         return False
@@ -319,16 +321,14 @@ class UnfinishedResponse:
 
     def note_version(self, version: int) -> None:
         """Give the tokens without a version this one."""
-        self.versions += (version,) * (len(self.tokens) - len(self.versions))
+        self.versions = self._versions(version)
 
     def so_far(self, version: int) -> Unfinished:
-        versions = self.versions + (version,) * (len(self.tokens) - len(self.versions))
-        return Unfinished(tuple(self.tokens), tuple(self.logprobs), "length", versions, None, self._alternatives())
+        return Unfinished(*self._sampled(), "length", self._versions(version), None, self._alternatives())
 
     def completion(self, finish_reason: str, version: int) -> Completion:
         if len(self.logprobs) != len(self.tokens):
             raise RuntimeError(f"vLLM gave {len(self.logprobs)} logprobs for {len(self.tokens)} tokens")
-        self.note_version(version)
         experts = None
         if self.routed_experts:
             # No step has seen the last token; tokens after a stop string were dropped.
@@ -340,7 +340,14 @@ class UnfinishedResponse:
                 )
         reason = "stop" if finish_reason == "stop" else "length"
         top = self._alternatives()
-        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions, experts, top)
+        return Completion(*self._sampled(), reason, self._versions(version), experts, top)
+
+    def _sampled(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
+
+    def _versions(self, version: int) -> Versions:
+        new = len(self.tokens) - sum(count for _, count in self.versions)
+        return (*self.versions, (version, new)) if new else self.versions
 
     def _alternatives(self) -> tuple[tuple[tuple[int, float], ...], ...]:
         return tuple(self.alternatives[: len(self.tokens)])

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from nemo_rl_lite.losses.batch import NO_EXPERT
+from nemo_rl_lite.losses.batch import RoutedExperts
 from nemo_rl_lite.policy.context import ContextRanks
 from nemo_rl_lite.policy.micro_batches import Layout, cut
-from nemo_rl_lite.policy.moe import ReplayedRouter, RouterReplay
+from nemo_rl_lite.policy.moe import NO_EXPERT, ReplayedRouter, RouterReplay
 
 LENGTHS = torch.tensor([5, 3, 6])
+# Tokens with experts: the engine has not read the last one, and no token of the second sequence.
+KNOWN = torch.tensor([4, 0, 5])
 LAYERS = (1, 4)
 
 
@@ -57,21 +59,25 @@ def test_a_recomputed_micro_batch_gets_its_own_experts_again():
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_rank_gets_the_experts_of_its_layers_and_positions(layout, size):
     """In the order in which megatron-core joins positions and rows: that of a tensor [S / ranks, n]."""
-    tokens = torch.arange(18).view(3, 6)
-    experts = (tokens[:, :, None, None] * 100 + torch.arange(6)[:, None] * 10 + torch.arange(2)).to(torch.int16)
+    tokens = torch.arange(1, 19).view(3, 6)
+    # By token; 0 is padding.
+    known = torch.cat([torch.tensor([False]), (torch.arange(6) < KNOWN[:, None]).flatten()])
+    told = (tokens[:, :, None, None] * 10 + torch.tensor(LAYERS)[:, None] * 2 + torch.arange(2)).to(torch.uint8).numpy()
+    experts = RoutedExperts.of([told[row, :count] for row, count in enumerate(KNOWN.tolist())])
     for micro in cut(tokens, LENGTHS, layout):
-        inside = micro.lay(torch.ones(len(micro.rows), micro.width, dtype=torch.int16), 0) > 0
-        assert int(inside.sum()) == int(micro.lengths.sum())
+        inside = known[micro.tokens_nS]
+        assert int(inside.sum()) == int(KNOWN[micro.rows].sum())
         expected = torch.where(inside, micro.tokens_nS, -1).transpose(0, 1)
         for rank in range(size):
             routers = [ReplayedRouter(layer, recomputes=False) for layer in LAYERS]
             replay = RouterReplay(routers, ContextRanks(), rank, size, torch.device("cpu"))
+            assert replay.layers == LAYERS
             replay.begin(micro, experts, trains=False)
             own = expected.chunk(size)[rank].flatten()
             for router in routers:
                 told = router._now
-                assert torch.equal(told[:, 0], torch.where(own < 0, NO_EXPERT, own * 100 + router.layer * 10))
-                assert torch.equal(told[:, 1], torch.where(own < 0, NO_EXPERT, own * 100 + router.layer * 10 + 1))
+                assert torch.equal(told[:, 0], torch.where(own < 0, NO_EXPERT, own * 10 + router.layer * 2))
+                assert torch.equal(told[:, 1], torch.where(own < 0, NO_EXPERT, own * 10 + router.layer * 2 + 1))
 
 
 def test_without_experts_the_routers_choose():

@@ -110,4 +110,4 @@ def asked(rollout) -> list[str]:
 
 def versions(rollout) -> set[int]:
     """The weights that sampled a rollout."""
-    return {version for episode in rollout.episodes for _, turn in episode.turns for version in turn.versions}
+    return {version for episode in rollout.episodes for _, turn in episode.turns for version, _ in turn.versions}

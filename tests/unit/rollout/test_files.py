@@ -2,10 +2,14 @@
 
 import resource
 import time
+from dataclasses import replace
 
+import numpy as np
 import pyarrow.dataset
 import pytest
+from pyarrow import parquet
 
+from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.observability.sinks import spread
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.rollout.episode import Span
@@ -37,6 +41,27 @@ def test_every_sample_is_there_and_the_folder_reads_as_one_table(tmp_path):
     assert spans == [("generate", 0.0, 2.0, 1), ("reward", 2.0, 2.5, 0)]
     whole = pyarrow.dataset.dataset(tmp_path / "rollouts").to_table()
     assert whole.num_rows == 8 and set(whole["split"].to_pylist()) == {"train", "validation"}
+
+
+def test_tokens_logprobs_and_versions_are_columns(tmp_path):
+    rollout = make_rollout(["a"], [0.0])
+    (episode,) = rollout.episodes
+    (_, turn), prompt = episode.turns[0], episode.tokens[:2]
+    episode.turns[0] = 2, replace(turn, logprobs=(-0.5, -1 / 3, -2.0), versions=(3, 3, 4))
+    episode.add_messages([8], [{"role": "user", "content": "on"}])
+    episode.add_turn(Completion((9,), (-0.25,), "stop", (4,)), "nine")
+    rollout.advantages = [0.75]
+    RolloutFiles(tmp_path, None, done=0).write(1, "train", rollout)
+    (file,) = rollout_files(tmp_path)
+    schema = parquet.read_schema(file)
+    types = [str(schema.field(name).type) for name in ("token_ids", "generation_logprobs", "advantage")]
+    assert types == ["list<element: int32>", "list<element: float>", "float"]
+    (row,) = read_rollout(file, tokens=True)
+    assert row["token_ids"] == [*prompt, 1, 2, 3, 8, 9] and row["advantage"] == 0.75
+    assert row["generation_logprobs"] == [0.0, 0.0, -0.5, float(np.float32(-1 / 3)), -2.0, 0.0, -0.25]
+    runs = [(run["start"], run["length"], run["version"]) for run in row["versions"]]
+    assert runs == [(2, 2, 3), (4, 1, 4), (6, 1, 4)]
+    assert "token_ids" not in read_rollout(file)[0]
 
 
 def test_when_it_was_sampled_and_what_its_step_did_are_known(tmp_path):

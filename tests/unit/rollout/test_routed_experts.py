@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-import torch
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.generation.vllm.worker import UnfinishedResponse
-from nemo_rl_lite.losses.batch import NO_EXPERT, Batch, TokenRows
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 
 
@@ -30,21 +28,36 @@ def episode(*turns: tuple[int, int]) -> Episode:
 
 
 def test_a_token_has_the_experts_of_the_turn_that_met_it_first():
-    row = episode((2, 0), (3, 100)).row(1.0, 0, (2, 2))
+    row = episode((2, 0), (3, 100)).row(1.0, 0, experts(0, 0))
     # The first turn has read two tokens of the prompt and one of its own; the second its last one, and what follows.
     assert np.array_equal(row.routed_experts[:3], experts(0, 3))
-    assert np.array_equal(row.routed_experts[3:7], experts(100, 7)[3:])
-    assert (row.routed_experts[7] == NO_EXPERT).all() and row.routed_experts.dtype == np.int16
+    assert np.array_equal(row.routed_experts[3:], experts(100, 7)[3:])
+    assert len(row.tokens) == 8 and row.routed_experts.dtype == np.uint8
 
 
 def test_an_episode_without_a_turn_has_no_experts_among_those_that_have():
     rollout = Rollout([episode(), episode((2, 0))], 1, 0)
     rows = rollout.rows([0.0, 1.0], 0)
-    assert rows.routed_experts.shape == (6, 2, 2)
-    assert (rows[0].routed_experts == NO_EXPERT).all() and (rows[1].routed_experts[:3] >= 0).all()
-    batch = Batch.padded(TokenRows.of(rows).select([1, 0]))
-    assert batch.routed_experts.shape == (2, 4, 2, 2) and batch.routed_experts.dtype == torch.int16
-    assert batch.rows(torch.tensor([0]), 3).routed_experts.tolist() == [experts(0, 3).tolist()]
+    assert rows.routed_experts.values.shape == (3, 2, 2)
+    assert len(rows[0].routed_experts) == 0 and np.array_equal(rows[1].routed_experts, experts(0, 3))
+
+
+def test_rows_keep_their_experts_whatever_their_order_and_their_layers():
+    rows = Rollout([episode((2, 0)), episode((5, 20)), episode((1, 80))], 1, 0).rows([0.0] * 3, 0)
+    shared = rows[1:].routed_experts.values
+    assert shared.base is not None and np.array_equal(shared, np.concatenate([experts(20, 6), experts(80, 2)]))
+    found = rows.select([2, 0, 2]).with_layers([1])
+    assert [one.routed_experts.tolist() for one in found] == [
+        experts(first, count)[:, 1:].tolist() for first, count in ((80, 2), (0, 3), (80, 2))
+    ]
+    swapped = rows.with_layers([1, 0]).routed_experts.values
+    assert np.array_equal(swapped, rows.routed_experts.values[:, ::-1])
+    assert rows.with_layers([]).routed_experts is None
+
+
+def test_many_experts_take_two_bytes():
+    found = Completion((5,), (-1.0,), "stop", (0,), np.full((3, 2, 2), 300, np.uint16))
+    assert found.routed_experts.dtype == np.int16 and (found.routed_experts == 300).all()
 
 
 def test_where_engines_do_not_tell_rows_have_no_such_field():

@@ -1,6 +1,7 @@
 """Rollouts in a checkpoint are the same to the bit."""
 
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def test_a_saved_rollout_is_the_same_to_the_bit(tmp_path):
     ]
     save_rollouts(saved, tmp_path)
     found = load_rollouts(tmp_path)
-    assert [dataclasses.asdict(one) for one in found] == [dataclasses.asdict(one) for one in saved]
+    assert found == saved
     assert [one.oldest for one in found] == [2, 1, 11]
 
 
@@ -56,6 +57,18 @@ def test_a_rollout_that_is_not_json_is_not_saved(tmp_path):
     wrong = dataclasses.replace(rollout.episodes[0], problem=Problem(chat("?"), "", {(1, 2): 3}))
     with pytest.raises(OSError, match=r"the rollout of step 3 cannot be saved: .* cannot be written as JSON"):
         save_rollouts([SavedRollout(3, [[6]], Rollout([wrong], 1, 0), {})], tmp_path)
+
+
+def test_a_row_takes_at_most_20_bytes_a_token():
+    episode, count = Episode(Problem(chat("what?"), "7"), [1, 2], 2, reward=1.0), 10_000
+    logprobs = -np.random.default_rng(1).random(count)
+    episode.add_turn(Completion(np.arange(count), logprobs, "stop", ((4, 6_000), (5, count - 6_000))), "text")
+    row = episode.row(0.5, 6)
+    assert len(pickle.dumps(row)) < 14 * count
+    assert len(pickle.dumps(episode.turns[0][1])) < 9 * count
+    assert row.ages[2:].tolist() == [2] * 6_000 + [1] * 4_000
+    assert np.array_equal(row.generation_logprobs[2:], logprobs.astype(np.float32))
+    assert row.mask[2:].all() and not row.mask[:2].any()
 
 
 def test_ages_count_tokens():

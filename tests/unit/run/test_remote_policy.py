@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +119,20 @@ def test_a_long_row_is_sent_to_its_replica_alone_and_once():
     assert max(sizes[1:]) < 3_000 and sizes[0] < 50_000
     widths = [Batch.padded(worker.held["train"]).tokens.shape for worker in group.workers]
     assert widths == [(16, 4096)] * 2 + [(16, 16)] * 6
+
+
+def test_a_pipeline_stage_gets_the_experts_of_its_layers_once():
+    group = Group(2)
+    for index, worker in enumerate(group.workers):
+        worker.own = replace(worker.own, replayed_layers=((1, 2), (3,))[index % 2])
+    remote = RemotePolicy(group, 4)  # pyrefly: ignore
+    chosen = np.arange(4 * 3 * 4 * 2, dtype=np.uint8).reshape(4, 3, 4, 2)
+    remote.put_batch([replace(row, routed_experts=own) for row, own in zip(rows(*[4] * 4), chosen, strict=True)])
+    assert len(group.stored) == 4, "one for each replica and stage"
+    for worker in group.workers:
+        held = worker.held["train"]
+        expected = chosen[[row.tokens[0] for row in held]][:, :, list(worker.own.replayed_layers)]
+        assert np.array_equal(held.routed_experts.values, np.concatenate(expected))
 
 
 def test_each_optimizer_step_is_split_over_the_replicas():

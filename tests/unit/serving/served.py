@@ -60,7 +60,7 @@ class Echo(Stepped):
         self.streams[number][1] = spoken
         if spoken == len(whole.tokens):
             return number, self.streams.pop(number)[0]
-        return number, Unfinished(whole.tokens[:spoken], whole.logprobs[:spoken], "length", whole.versions[:spoken])
+        return number, Unfinished(whole.tokens[:spoken], whole.logprobs[:spoken], "length", (0,) * spoken)
 
 
 class Client(httpx.Client):
