@@ -183,8 +183,10 @@ def _row(target: SampleFile, place: int, sample: int, episode: Episode, began: f
         "tokens": episode.generated,
         "ending": episode.ending,
         "spans": [
-            {"what": one.what, "begin": one.begin - began, "end": one.begin - began + one.seconds, "place": one.place}
+            {"what": one.what, "begin": begin, "end": begin + one.seconds, "place": one.place}
             for one in episode.spans
+            # Unix times are rounded.
+            for begin in [max(one.begin - began, 0.0)]
         ],
     }
 
