@@ -64,7 +64,7 @@ class Times:
 
 
 class RolloutFiles:
-    """Writes `rollouts/step-<step>-<split>.parquet` atomically. Rollout workers write their samples beside it, to
+    """Writes `rollouts/step-<step>-<split>.parquet` atomically. Rollout workers write their samples to
     `step-<step>-<worker>-<split>.parquet`. Files of steps after `done`, which will be repeated, move to
     `rollouts-undone/`."""
 
@@ -185,8 +185,8 @@ def _row(target: SampleFile, place: int, sample: int, episode: Episode, began: f
         "spans": [
             {"what": one.what, "begin": begin, "end": begin + one.seconds, "place": one.place}
             for one in episode.spans
-            # Unix times are rounded.
-            for begin in [max(one.begin - began, 0.0)]
+            # Unix times are precise to a microsecond.
+            for begin in [max(round(one.begin - began, 6), 0.0)]
         ],
     }
 

@@ -60,7 +60,7 @@ class WorkerReport:
     lost: Mapping[int, WorkerError] = field(default_factory=dict)
     """Engines that have died since the last report, by rank."""
     error: LauncherError | None = None
-    """What has ended the worker's play."""
+    """Error that has ended the worker's play."""
     progress: Mapping[int, PlayProgress] = field(default_factory=dict)
     """Progress of unfinished groups, by the number of their rollout."""
     are_in_work: bool = False
