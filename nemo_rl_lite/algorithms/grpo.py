@@ -4,6 +4,7 @@ On-policy distillation uses the same loop: a teacher computes logprobs in the lo
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -92,7 +93,7 @@ class GRPO:
 
     def step(self, step: int) -> None:
         """Take one rollout and the optimizer steps on it."""
-        timer, config = Timer(), self.config
+        timer, config, cpu_s = Timer(), self.config, time.process_time()
         with timer("total_step_time"):
             with timer("generation"), self.report.console.busy(f"step {step}: generating", announced=False) as show:
                 rollout = self.rollouts.take(step, show)
@@ -133,6 +134,7 @@ class GRPO:
             # A stale rollout's mismatch includes policy drift, so do not warn.
             self._warn_of_mismatch(step, trained["token_mult_prob_error"])
         speed = {"generation_tokens_per_sec": rollout.generated / rollout.took_s} | self.decoding_speed()
+        speed["launcher_cpu_s"] = time.process_time() - cpu_s
         if self.scored:
             scoring_s = seconds["policy_and_reference_logprobs"]
             speed["policy_and_reference_logprobs_tokens_per_sec"] = sampled["total_num_tokens"] / scoring_s

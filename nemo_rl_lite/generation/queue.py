@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -62,6 +61,7 @@ class RequestQueue:
         on_loss: Callable[[int, WorkerError], None],
         restore: Callable[[], None],
         dead: Sequence[int] = (),
+        first: int = 0,
     ):
         """Create a queue.
 
@@ -69,10 +69,10 @@ class RequestQueue:
             on_loss: is called when a replica's process dies, and may raise. The other replicas get its requests.
             restore: is called when no replica is left, and may replace them (see `replaced`). Until then requests wait.
             dead: replicas without an engine, until they are replaced.
+            first: number of the first request; engines must have none of these numbers.
         """
         self._replicas, self._on_loss, self._restore = replicas, on_loss, restore
-        # An engine may have requests of a queue that has died.
-        self._numbers = itertools.count(time.time_ns())
+        self._numbers = itertools.count(first)
         self._assignment = Assignment(len(replicas), capacity)
         for replica in dead:
             self._assignment.lose(replica)

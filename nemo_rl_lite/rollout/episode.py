@@ -43,7 +43,7 @@ class Span:
 
 
 class _Judged:
-    """What follows from an episode's reward."""
+    """Properties that follow from an episode's reward."""
 
     reward: float | None
     length_penalty: float
@@ -325,7 +325,7 @@ class Rollout:
     dropped: tuple[Sampled, ...] = ()
     """Episodes of replaced prompts, whose rewards are all equal, and then of surplus prompts."""
     store: EpisodeStore | None = None
-    """Where the episodes of records are; None if all are here."""
+    """Store of the records' episodes; None if all are here."""
     advantages: Sequence[float] | None = None
     """Advantage of each episode; None before training and outside it."""
 

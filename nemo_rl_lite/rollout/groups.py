@@ -151,7 +151,7 @@ class Players(Protocol):
     """Plays groups, in this process or in rollout workers."""
 
     store: EpisodeStore | None
-    """Where the episodes of records are."""
+    """Store of the records' episodes."""
 
     @property
     def are_in_work(self) -> bool:
@@ -185,7 +185,7 @@ class Players(Protocol):
 
 
 class Playground(Protocol):
-    """Where groups are played."""
+    """Place where groups are played: this process or rollout workers."""
 
     section: Section
     """Section of the configuration with the user code of episodes."""

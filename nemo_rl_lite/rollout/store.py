@@ -75,7 +75,7 @@ class Times:
 
 
 class RolloutFiles:
-    """Writes `rollouts/step-<step>-<split>.parquet` atomically. Rollout workers write their samples beside it, to
+    """Writes `rollouts/step-<step>-<split>.parquet` atomically. Rollout workers write their samples to
     `step-<step>-<worker>-<split>.parquet`. Files of steps after `done`, which will be repeated, move to
     `rollouts-undone/`."""
 
@@ -215,8 +215,10 @@ def _row(
         "tokens": episode.generated,
         "ending": episode.ending,
         "spans": [
-            {"what": one.what, "begin": one.begin - began, "end": one.begin - began + one.seconds, "place": one.place}
+            {"what": one.what, "begin": begin, "end": begin + one.seconds, "place": one.place}
             for one in episode.spans
+            # Unix times are precise to a microsecond.
+            for begin in [max(round(one.begin - began, 6), 0.0)]
         ],
         "advantage": advantage,
         "token_ids": np.asarray(episode.tokens, np.int32),

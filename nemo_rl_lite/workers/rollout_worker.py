@@ -61,7 +61,7 @@ class WorkerReport:
     lost: Mapping[int, WorkerError] = field(default_factory=dict)
     """Engines that have died since the last report, by rank."""
     error: LauncherError | None = None
-    """What has ended the worker's play."""
+    """Error that has ended the worker's play."""
     progress: Mapping[int, PlayProgress] = field(default_factory=dict)
     """Progress of unfinished groups, by the number of their rollout."""
     are_in_work: bool = False
@@ -98,12 +98,12 @@ class RolloutWorker:
 
     def connect(self, engines: Mapping[int, WorkerGroup], dead: Sequence[int], first: int) -> None:
         """Take over engines by rank, whose earlier requests are aborted. `dead`: ranks that have no engine. `first`:
-        number of the first episode."""
+        number of the first episode and request; those of an earlier process are smaller."""
         self._numbers, self._ranks = itertools.count(first), list(engines)
         self._replicas = [RemoteReplica(group, 0, rank) for rank, group in engines.items()]
         gone = [self._ranks.index(rank) for rank in dead]
         capacity = self._config.generation.vllm_cfg.max_num_seqs
-        self._queue = RequestQueue(self._replicas, capacity, self._note_loss, lambda: None, gone)
+        self._queue = RequestQueue(self._replicas, capacity, self._note_loss, lambda: None, gone, first)
         asyncio.run(self._clear(gone))
         playing = self._playing.players(self, self._tokenizer, self._judge, self._folder, log.info)
         self._players: LocalPlayers = self._stack.enter_context(playing)

@@ -57,7 +57,7 @@ class RolloutWorkers:
     """`Playground`, `Players`, `EpisodeStore` and `EngineQueue` over rollout workers.
 
     Each group goes to the worker with the fewest unfinished groups per engine. The groups of a dead worker are played
-    again, and a new process takes its place. A worker without engines gives its groups to the others.
+    again, and a new process replaces it. A worker without engines gives its groups to the others.
     """
 
     def __init__(

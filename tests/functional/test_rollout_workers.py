@@ -1,0 +1,100 @@
+"""Runs with rollout workers are those of the launcher alone, also if workers or engines die."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.functional.conftest import PYTHONPATH, run_command, train
+from tests.functional.here import train_here
+from tests.functional.rewards import Gate
+from tests.functional.test_recovery import rollouts_of
+from tests.functional.test_resume import assert_same_weights, metrics_of
+
+pytestmark = pytest.mark.functional
+
+GRPO = [
+    "algorithm.max_num_steps=4",
+    "algorithm.num_prompts_per_step=8",
+    "policy.train_global_batch_size=64",
+    "policy.train_micro_batch_size=64",
+    "policy.logprob_batch_size=64",
+    "algorithm.max_val_samples=20",
+    "algorithm.val_period=2",
+    "checkpoint.keep_best=0",
+    "checkpoint.save_period=2",
+    "generation=transformers",
+    "generation.colocated.enabled=false",
+    "reward.name=tests.functional.rewards.share_of_digits",
+]
+ONE_STEP_OFF = [
+    "algorithm.rollouts.source=one_step_off",
+    "algorithm.loss_fn.use_importance_sampling_correction=true",
+    "algorithm.loss_fn.truncated_importance_sampling_ratio=2",
+]
+TWO = ["algorithm.rollouts.num_workers=2", "generation.data_parallel_size=2"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, model_folder) -> Path:
+    """A run without rollout workers."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    train_here(folder, model_folder, *GRPO)
+    return folder
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    assert metrics_of(folder) == metrics_of(other)
+    assert rollouts_of(folder) == rollouts_of(other)
+    assert_same_weights(folder / "hf", other / "hf")
+
+
+def hit(folder: Path, model: Path, victim: str, *overrides: str) -> str:
+    """Train, and kill the process of this log after the first step; standard output."""
+    gate, output = Gate(folder), ""
+    command = run_command(folder, model, "logger.plots=false", *GRPO, *overrides, *gate.overrides)
+    environ = os.environ | gate.environment | {"PYTHONPATH": PYTHONPATH}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    try:
+        for line in process.stdout:
+            output += line
+            if line.startswith("step 1/"):
+                os.kill(int(re.findall(r"process (\d+)", (folder / "logs" / victim).read_text())[-1]), signal.SIGKILL)
+                gate.passed(99)
+        assert process.wait(timeout=600) == 0, output
+    finally:
+        process.kill()
+    return output
+
+
+def test_two_rollout_workers_train_like_the_launcher(tmp_path, model_folder, alone):
+    train(tmp_path / "run", model_folder, *GRPO, *TWO)
+    assert_same_run(tmp_path / "run", alone)
+    assert len(list((tmp_path / "run" / "rollouts").glob("step-00000001-*-train.parquet"))) == 2
+
+
+def test_a_killed_rollout_worker_is_named_and_costs_nothing(tmp_path, model_folder, alone):
+    said = hit(tmp_path / "run", model_folder, "rollouts-1.log", *TWO)
+    assert "rollouts rank 1 failed in phase 'rollouts': the process died" in said
+    assert "rollouts rank 1 has restarted" in said and "restarting from the last checkpoint" not in said
+    assert_same_run(tmp_path / "run", alone)
+
+
+def test_a_rollout_worker_that_loses_its_engine_gives_its_groups_away(tmp_path, model_folder, alone):
+    said = hit(tmp_path / "run", model_folder, "generation-0.log", *TWO)
+    assert re.search(r"generation rank 0 failed in phase '\w+': the process died", said)
+    assert "the engine has restarted" in said and "restarting from the last checkpoint" not in said
+    assert_same_run(tmp_path / "run", alone)
+
+
+def test_one_step_off_a_run_with_rollout_workers_resumes(tmp_path, model_folder):
+    alone, folder = tmp_path / "alone", tmp_path / "run"
+    train_here(alone, model_folder, *GRPO, *ONE_STEP_OFF)
+    own = [*GRPO, *ONE_STEP_OFF, "algorithm.rollouts.num_workers=1"]
+    train(folder, model_folder, *own, "algorithm.max_num_steps=2")
+    said, _ = train(folder, model_folder, *own)
+    assert "resuming after step 2" in said
+    assert_same_run(folder, alone)
