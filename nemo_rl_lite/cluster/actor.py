@@ -113,7 +113,7 @@ class WorkerProcess:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-_OPTIONS: Any = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+_OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
 WorkerActor = ray.remote(**_OPTIONS)(WorkerProcess)
 
 
@@ -128,4 +128,4 @@ class ListenedProcess(WorkerProcess):
             return getattr(self._worker, method)(*arguments)
 
 
-ListenedActor = ray.remote(**_OPTIONS, concurrency_groups={"beside": 1})(ListenedProcess)
+ListenedActor = ray.remote(**_OPTIONS | {"concurrency_groups": {"beside": 1}})(ListenedProcess)

@@ -58,7 +58,8 @@ class EngineLoop:
         self._so_far: dict[int, Unfinished] = {}
         self._load, self._steps, self._stepping_s = EngineLoad(), 0, 0.0
         self._step_began: float | None = None
-        self._is_paused, self._failure, self._reported = False, None, 0.0
+        self._is_paused, self._reported = False, 0.0
+        self._failure: BaseException | None = None
         self.engine: Engine
         """The engine. Only its thread may use it."""
         made: Future[None] = Future()

@@ -159,6 +159,11 @@ TABLES = {
         ("CPU per token", "CPU per episode", "bytes per token", "bytes per episode"),
     ),
     "replay bytes table": Table("analysis/plane", "plane-replay-cpu-2cores"),
+    "own thread table": Table(
+        "analysis/engines",
+        "engines-alone-1x-h200",
+        columns=("step time", "generation", "train", "refit", "bandwidth share of decoding"),
+    ),
     "versions table": Table(
         "analysis/engines",
         "engines-versions-1x-h100",
