@@ -16,7 +16,6 @@ import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,13 @@ from nemo_rl_lite.losses.advantages import group_advantages
 from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.episode import Rollout
+from nemo_rl_lite.rollout.groups import GroupPlayer, LocalPlayers, Playground
+from nemo_rl_lite.rollout.play import SingleTurn
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.workers.policy import RemotePolicy
+from nemo_rl_lite.workers.rollouts import RolloutWorkers
 
 # Maximum number of processes of the queues.
 PROCESSES = 8
@@ -83,12 +85,26 @@ class Actors:
         return Engines(self.start(BankGroup, path, [{"count": own, "script": script} for own in counts]), counts)
 
 
+class ListenedGroup(WorkerGroup):
+    """Workers that take calls of `call_beside`."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments, is_listened=True)
+
+
 class Engines:
     """Scripted engines in banks."""
 
     def __init__(self, banks: WorkerGroup, counts: Sequence[int]):
         self.banks = banks
         self.seats = [Seat(banks, place, engine) for place, own in enumerate(counts) for engine in range(own)]
+
+    def __len__(self) -> int:
+        return len(self.seats)
+
+    def one(self, rank: int) -> Seat:
+        """Return one engine, as `WorkerGroup.one` does."""
+        return self.seats[rank]
 
     def work(self) -> list[Work]:
         """Return the work of each engine since the last call."""
@@ -155,15 +171,19 @@ class InLauncher:
         self._ranks = actors.start(WorkerGroup, "scripted.CountingPolicy", [{}])
         self._policy = RemotePolicy(self._ranks, prompts * SAMPLES)
         self._files = RolloutFiles(actors.folder, None, 0)
-        config = compose_config(["reward=exact_match"])
+        self._task = compose_config(["reward=exact_match", f"policy.max_total_sequence_length={2 * LONGEST}"])
         sizes = {"num_prompts_per_step": prompts, "num_generations_per_prompt": SAMPLES}
-        self._config = replace(config.options(GRPOConfig), **sizes)
-        queue = RequestQueue([seat.replica() for seat in self._banks.seats], IN_FLIGHT, raise_loss, raise_loss)
-        judge, shares = make_judge(config.reward), ErrorShares(0.0, 0.0)
-        collector = RolloutCollector(queue, large_tokenizer(), judge, 2 * LONGEST, shares)  # pyrefly: ignore
+        self._config = replace(self._task.options(GRPOConfig), **sizes)
+        collector = RolloutCollector(self._playground(actors), ErrorShares(0.0, 0.0))
         problems = tuple(Problem(chat("word7 " * 300), str(number)) for number in range(prompts))
         order = PromptOrder(FileSet(problems, 0, shuffle=True), PromptCooldown(0, 0), {"position": 0})
         self._sampler = Sampler(self._config, collector, Sampling(1.0, 1.0, None, LONGEST, (0,), ()), [], order)
+
+    def _playground(self, actors: Actors) -> Playground:
+        queue = RequestQueue([seat.replica() for seat in self._banks.seats], IN_FLIGHT, raise_loss, raise_loss)
+        tokenizer = ChatTokenizer(large_tokenizer(actors.folder / "tokenizer"))
+        player = GroupPlayer(tokenizer, make_judge(self._task.reward), SingleTurn(), 2 * LONGEST)
+        return LocalPlayers(queue, player)  # pyrefly: ignore
 
     def follow(self, script: Script) -> None:
         """Change what engines do."""
@@ -174,10 +194,13 @@ class InLauncher:
         rollout, config = self._sampler.rollout(step), self._config
         rewards_PG = rollout.rewards_B.view(-1, SAMPLES)
         advantages_PG = group_advantages(rewards_PG, config.use_leave_one_out_baseline, False)
-        batch = self._policy.put_batch(rollout.rows(advantages_PG.flatten().tolist(), step - 1))
+        rollout.advantages = advantages_PG.flatten().tolist()
+        self._files.begin(step, "train", rollout)
+        batch = self._policy.put_batch(rollout.rows(rollout.advantages, step - 1))
         self._policy.work(batch, ())
         rollout.metrics(), rollout.ages(step - 1), rollout.seconds()
         self._files.write(step, "train", rollout)
+        rollout.release()
         return rollout
 
     def take_bytes(self) -> int:
@@ -185,13 +208,30 @@ class InLauncher:
         return sum(wait(self._banks.banks.call("take_bytes"), self._ranks.call("take_bytes")))
 
 
+class InWorkers(InLauncher):
+    """Two rollout workers play the episodes: the launcher has records of episodes, and references to rows."""
+
+    def _playground(self, actors: Actors) -> Playground:
+        own = {"config": self._task, "model_path": str(large_tokenizer(actors.folder / "tokenizer"))}
+        own |= {"folder": str(actors.folder), "current_folder": str(actors.folder)}
+        each = [own | {"rank": rank, "name": f"rollouts rank {rank}"} for rank in range(2)]
+        self._workers = actors.start(ListenedGroup, "scripted.CountingWorker", each)
+        return RolloutWorkers(
+            *(self._workers, self._banks, self._task, Path(), actors.folder),  # pyrefly: ignore
+            *(raise_loss, raise_loss, raise_loss, print),
+        )
+
+    def take_bytes(self) -> int:
+        """Return the bytes of the last step's messages with the launcher."""
+        return sum(wait(self._workers.call("take_bytes"), self._ranks.call("take_bytes")))
+
+
 # The ways in which tokens reach the policy.
-WAYS = {"launcher collects": InLauncher}
+WAYS = {"launcher collects": InLauncher, "rollout workers collect": InWorkers}
 
 
-@cache
-def large_tokenizer() -> ChatTokenizer:
-    """Return a tokenizer with a token for each of many words."""
+def large_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer with a token for each of many words; return its folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -200,9 +240,8 @@ def large_tokenizer() -> ChatTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     tokens = {"eos_token": "<eos>", "unk_token": "<unk>"}
-    with tempfile.TemporaryDirectory() as folder:
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **tokens).save_pretrained(folder)
-        return ChatTokenizer(Path(folder))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **tokens).save_pretrained(folder)
+    return folder
 
 
 def measure_launcher(prompts: int, lengths: tuple[int, int], reps: int) -> list[dict[str, Any]]:

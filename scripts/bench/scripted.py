@@ -35,6 +35,7 @@ from nemo_rl_lite.generation.loop import EngineLoop
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.losses.batch import OF_TOKENS, TokenRows
 from nemo_rl_lite.workers.generation import RemoteReplica
+from nemo_rl_lite.workers.rollout_worker import RolloutWorker
 
 # Requests in flight of an engine, engines of a bank, and the size of the vocabulary.
 IN_FLIGHT, BANK, VOCABULARY = 256, 64, 150_000
@@ -150,6 +151,9 @@ class EngineBank:
     def report(self, engine: int) -> EngineReport:
         return self._loops[engine].report()
 
+    def clear(self, engine: int) -> None:
+        self._loops[engine].clear()
+
     def follow(self, script: Script) -> None:
         """Change the script of idle engines."""
         for loop in self._loops:
@@ -208,9 +212,40 @@ class CountingPolicy:
     def put_batch(self, rows: TokenRows, name: str) -> None:
         self._bytes = _pickled_bytes(rows)
 
+    def put_parts(self, name: str, order: Sequence[int], *parts: TokenRows) -> None:
+        """Count the message of the launcher, which has no rows."""
+        self._bytes = _pickled_bytes((name, order))
+
     def take_bytes(self) -> int:
         """Return the bytes of the last batch."""
         return self._bytes
+
+
+class CountingWorker(RolloutWorker):
+    """A rollout worker that counts the bytes of its messages to and from the launcher."""
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
+        self._bytes = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        method = super().__getattribute__(name)
+        if name not in ("play", "stop", "report", "rows", "write", "written", "release", "leave"):
+            return method
+
+        def counted(*arguments: Any) -> Any:
+            found = method(*arguments)
+            self._bytes += _pickled_bytes(arguments)
+            # References to rows have about 28 bytes.
+            self._bytes += _pickled_bytes([[b"r" * 28] * len(own) for own in found] if name == "rows" else found)
+            return found
+
+        return counted
+
+    def take_bytes(self) -> int:
+        """Return the bytes of messages since the last call."""
+        taken, self._bytes = self._bytes, 0
+        return taken
 
 
 def _pickled_bytes(message: Any) -> int:

@@ -212,7 +212,8 @@ def test_a_chat_template_of_the_command_is_part_of_what_an_evaluation_is(model, 
 def group(problem: Problem, *rewards: float | None) -> Group:
     played = Future()
     played.set_result(None)
-    return Group([Episode(problem, [1, 2], 1, reward=reward) for reward in rewards], played)  # pyrefly: ignore
+    episodes = [Episode(problem, [1, 2], 1, reward=reward) for reward in rewards]
+    return Group(None, played, episodes)  # pyrefly: ignore
 
 
 def test_a_folder_is_of_one_evaluation(model, tmp_path):
