@@ -171,7 +171,9 @@ class InLauncher:
         self._ranks = actors.start(WorkerGroup, "scripted.CountingPolicy", [{}])
         self._policy = RemotePolicy(self._ranks, prompts * SAMPLES)
         self._files = RolloutFiles(actors.folder, None, 0)
-        self._task = compose_config(["reward=exact_match", f"policy.max_total_sequence_length={2 * LONGEST}"])
+        config = compose_config(["reward=exact_match", f"generation.vllm_cfg.max_num_seqs={IN_FLIGHT}"])
+        # The embedded model has fewer positions.
+        self._task = replace(config, policy=replace(config.policy, max_total_sequence_length=2 * LONGEST))
         sizes = {"num_prompts_per_step": prompts, "num_generations_per_prompt": SAMPLES}
         self._config = replace(self._task.options(GRPOConfig), **sizes)
         collector = RolloutCollector(self._playground(actors), ErrorShares(0.0, 0.0))

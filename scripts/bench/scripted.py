@@ -33,7 +33,7 @@ from nemo_rl_lite.generation.interface import (
 )
 from nemo_rl_lite.generation.loop import EngineLoop
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.losses.batch import OF_TOKENS, TokenRows
+from nemo_rl_lite.losses.batch import TokenRows
 from nemo_rl_lite.workers.generation import RemoteReplica
 from nemo_rl_lite.workers.rollout_worker import RolloutWorker
 
@@ -95,7 +95,7 @@ class ScriptedEngine:
             longest.tokens[:length],
             longest.logprobs[:length],
             "length",
-            longest.versions[:length],
+            ((self.version, length),),
             None if experts is None else experts[: len(request.prompt) + length - 1],
         )
 
@@ -118,10 +118,10 @@ class ScriptedEngine:
 def _longest_response(experts: tuple[int, int] | None) -> Completion:
     draw = random.Random(0)
     tokens = tuple(draw.randrange(1, VOCABULARY) for _ in range(LONGEST))
-    logprobs, versions = tuple(-draw.random() for _ in range(LONGEST)), (ScriptedEngine.version,) * LONGEST
+    logprobs, versions = tuple(-draw.random() for _ in range(LONGEST)), ((ScriptedEngine.version, LONGEST),)
     if experts is None:
         return Completion(tokens, logprobs, "length", versions)
-    chosen = np.random.default_rng(0).integers(0, 128, (LONGEST, *experts), OF_TOKENS["routed_experts"])
+    chosen = np.random.default_rng(0).integers(0, 128, (LONGEST, *experts), np.uint8)
     return Completion(tokens, logprobs, "length", versions, chosen)
 
 
@@ -268,7 +268,7 @@ class Seat:
         return self.group.call_beside(self.place, method, self.engine, *arguments, phase=phase)
 
     def replica(self) -> RemoteReplica:
-        return RemoteReplica(self, 0)  # pyrefly: ignore
+        return RemoteReplica(self, 0, self.place * BANK + self.engine)  # pyrefly: ignore
 
 
 class FullQueues:
