@@ -118,7 +118,7 @@ WorkerActor = ray.remote(**_OPTIONS)(WorkerProcess)
 
 
 class ListenedProcess(WorkerProcess):
-    """A process whose worker has a thread of its own, and takes a second call at a time from those who wait for its
+    """A process whose worker has a thread of its own, and takes further calls from those who wait for its
     results."""
 
     @ray.method(concurrency_group="beside")
@@ -128,4 +128,4 @@ class ListenedProcess(WorkerProcess):
             return getattr(self._worker, method)(*arguments)
 
 
-ListenedActor = ray.remote(**_OPTIONS, concurrency_groups={"beside": 1})(ListenedProcess)
+ListenedActor = ray.remote(**_OPTIONS, concurrency_groups={"beside": 2})(ListenedProcess)

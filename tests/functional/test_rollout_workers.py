@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,8 @@ def hit(folder: Path, model: Path, victim: str, *overrides: str) -> str:
         for line in process.stdout:
             output += line
             if line.startswith("step 1/"):
+                # Rewards of step 2 wait for the gate.
+                time.sleep(1)
                 os.kill(int(re.findall(r"process (\d+)", (folder / "logs" / victim).read_text())[-1]), signal.SIGKILL)
                 gate.passed(99)
         assert process.wait(timeout=600) == 0, output
