@@ -9,12 +9,11 @@ from nemo_rl_lite.config.engines import (
     engine_of,
     engines_serve_adapters,
     has_draft_model,
-    rollout_workers,
     speculation,
 )
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
-from nemo_rl_lite.config.sizes import engine_ranks, generation_gpus, has_endpoint, on_gpus
+from nemo_rl_lite.config.sizes import engine_ranks, generation_gpus, has_endpoint, on_gpus, rollout_workers
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.draft import draft_troubles, own_draft_layers
 from nemo_rl_lite.validation.compose import rule
