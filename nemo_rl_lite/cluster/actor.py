@@ -118,7 +118,7 @@ WorkerActor = ray.remote(**_OPTIONS)(WorkerProcess)
 
 
 class ListenedProcess(WorkerProcess):
-    """A process whose worker has its own thread. It takes a second call at a time, which waits for results."""
+    """A process whose worker has its own thread. It takes further calls, which wait for results."""
 
     @ray.method(concurrency_group="beside")
     def call_beside(self, method: str, *arguments: Any) -> Any:
@@ -127,4 +127,4 @@ class ListenedProcess(WorkerProcess):
             return getattr(self._worker, method)(*arguments)
 
 
-ListenedActor = ray.remote(**_OPTIONS | {"concurrency_groups": {"beside": 1}})(ListenedProcess)
+ListenedActor = ray.remote(**_OPTIONS | {"concurrency_groups": {"beside": 2}})(ListenedProcess)

@@ -246,12 +246,13 @@ class RolloutWorkers:
     def write(
         self, target: SampleFile, records: Sequence[EpisodeRecord], advantages: Sequence[float | None]
     ) -> Callable[[], list[str]]:
-        members = []
+        acknowledged = []
         for member, places in self._by_member(records):
             samples = [(place, Kept.of(records[place], advantages[place])) for place in places]
             wait(self._call(member, "write", target, samples))
-            members.append(member)
-        return lambda: [error for member in members for error in wait(self._call(member, "written"))[0]]
+            # Ask at once: an acknowledged write does not need the worker.
+            acknowledged.append(self.group.call_beside(member.rank, "written", phase="rollouts"))
+        return lambda: [error for errors in wait(*acknowledged) for error in errors]
 
     def release(self, records: Sequence[EpisodeRecord]) -> None:
         self._forget_groups(records)
