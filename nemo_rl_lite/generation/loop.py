@@ -73,7 +73,9 @@ class EngineLoop:
 
         def work() -> None:
             try:
-                self.engine.submit(requests)
+                # An engine without weights takes no requests, but those of a lost client may be aborted.
+                if requests:
+                    self.engine.submit(requests)
                 self.engine.abort(aborted)
             except BaseException as error:
                 self._fail(error)

@@ -143,9 +143,9 @@ TABLES = {
     "full cache table": Table(
         "analysis/full_caches", "full-cache-1x-h100", columns=("throughput", "rollout", "preemptions")
     ),
-    "own thread table": Table(
-        "analysis/engines",
-        "engines-alone-1x-h200",
+    "one engine table": Table(
+        "analysis/plane",
+        "plane-step-1x-h200",
         columns=("step time", "generation", "train", "refit", "bandwidth share of decoding"),
     ),
     "queues table": Table(

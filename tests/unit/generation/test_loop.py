@@ -21,10 +21,12 @@ class Engine:
 
     def __init__(self):
         self.held, self.calls, self.threads, self.error = {}, [], {threading.get_ident()}, None
+        self.has_weights = True
         self.goes = threading.Event()
         self.goes.set()
 
     def submit(self, requests):
+        assert self.has_weights
         self.threads.add(threading.get_ident())
         if any(one.prompt[1] < 0 for one in requests.values()):
             raise ValueError("a negative length")
@@ -125,6 +127,17 @@ def test_what_is_aborted_is_not_reported_even_if_it_was_done():
     loop.send({}, [1, 2])
     assert [*collected(loop, 1)] == [3]
     assert not loop.engine.held and not loop.report(20).finished
+
+
+def test_an_engine_without_weights_may_be_cleared():
+    loop = EngineLoop(Engine)
+    loop.engine.has_weights = False
+    loop.clear()
+    assert not loop.report(20).finished
+    loop.engine.has_weights = True
+    loop.send({1: request(10**6)})
+    loop.clear()
+    assert loop.call("load").running == 0
 
 
 def test_a_stream_tells_its_tokens_so_far():
