@@ -1,4 +1,4 @@
-"""Kill processes of long runs at random, and check what is left: soak.py {sync|async} [STEPS] [FOLDER]
+"""Kill processes of long runs at random, and check what is left: soak.py {sync|async|workers} [STEPS] [FOLDER]
 
 About every 25 seconds, at a random moment, SIGKILL hits an engine, a policy rank, the launcher, Ray's gcs_server or
 raylet, or the launcher's whole process group, also while the run is starting. Where the run's command ends, the script
@@ -9,6 +9,8 @@ three times as long, shows the resident memory of every process after each step.
 async: two engines, `algorithm.rollouts.source=queue` and new weights in flight. The samples that the run has written,
 its metrics and its last checkpoint are compared with the training data: no prompt may be missing, and none may be there
 twice. An engine holds only two requests at a time, so rollouts are in flight at almost every moment.
+
+workers: async with two rollout workers, which are killed too.
 """
 
 import json
@@ -51,6 +53,7 @@ ASYNC = (
     *("generation.colocated.enabled=false", "generation.data_parallel_size=2", "generation.vllm_cfg.max_num_seqs=2"),
     "algorithm.max_val_samples=16",
 )
+ROLLOUT_WORKERS = (*ASYNC, "algorithm.rollouts.num_workers=2")
 WORKERS, OF_RAY = ("generation-0", "policy-0"), ("gcs_server", "raylet")
 # Memory growth counts from this step on, because caches fill before.
 SETTLED = 150
@@ -179,10 +182,16 @@ class Soak:
 
 def main(arguments: list[str]) -> None:
     match arguments:
-        case ["sync" | "async" as kind, *rest]:
+        case ["sync" | "async" | "workers" as kind, *rest]:
             steps = int(rest[0]) if rest else 150 if kind == "sync" else 200
             folder = Path(rest[1] if len(rest) > 1 else tempfile.mkdtemp())
-            (soak_sync if kind == "sync" else soak_async)(steps, folder)
+            engines = *WORKERS, "generation-1"
+            if kind == "sync":
+                soak_sync(steps, folder)
+            elif kind == "async":
+                soak_async("async-soak", steps, folder, ASYNC, engines)
+            else:
+                soak_async("plane-soak", steps, folder, ROLLOUT_WORKERS, (*engines, "rollouts-0", "rollouts-1"))
         case _:
             sys.exit(__doc__)
 
@@ -219,9 +228,9 @@ def soak_sync(steps: int, folder: Path) -> None:
     _draw(long, rough)
 
 
-def soak_async(steps: int, folder: Path) -> None:
+def soak_async(name: str, steps: int, folder: Path, overrides: tuple[str, ...], workers: tuple[str, ...]) -> None:
     # A start takes half a minute or more, so some of the starts are hit.
-    soak = Soak(folder / "async", steps, random.Random(0), ASYNC, (*WORKERS, "generation-1"), 30.0, 0.15)
+    soak = Soak(folder / "async", steps, random.Random(0), overrides, workers, 30.0, 0.15)
     started = time.monotonic()
     soak.run()
     results = [record.result("end to end", "async", "s", [time.monotonic() - started]), *soak.recovered()]
@@ -249,7 +258,7 @@ def soak_async(steps: int, folder: Path) -> None:
         record.bar("places in the data that the last checkpoint counts otherwise", unused, 0, at_least=False),
         record.bar("largest age of a token in steps", max(ages.values()), MAX_AGE, at_least=False),
     ]
-    sys.stdout.write(record.write("async-soak", results, bars).read_text())
+    sys.stdout.write(record.write(name, results, bars).read_text())
 
 
 def samples_of(folder: Path, name: str) -> dict[int, list[str]]:
@@ -346,7 +355,7 @@ def trial() -> None:
             return [sys.executable, "-c", SCRIPTED, str(self.folder), str(self.steps)]
 
     with tempfile.TemporaryDirectory() as folder:
-        for own in ((), ASYNC):
+        for own in ((), ASYNC, ROLLOUT_WORKERS):
             compose_config([f"policy.model_name={KNOWN_MODEL}", *Soak(Path(folder), 2, None, own).settings()[1:]])
         soak = Scripted(Path(folder) / "scripted", 60, random.Random(0), (), (), 0.7, 0.0)
         soak.run()
