@@ -263,7 +263,8 @@ def soak_async(name: str, steps: int, folder: Path, overrides: tuple[str, ...], 
 
 def samples_of(folder: Path, name: str) -> dict[int, list[str]]:
     """Return the prompts of each step that a run has trained on, in their order, from one of its folders of samples."""
-    files = sorted((folder / name).glob("step-*-train.parquet"))
+    # Rollout workers write further files, which `read_rollout` joins.
+    files = [file for file in sorted((folder / name).glob("step-*-train.parquet")) if file.stem.count("-") == 2]
     return {step_of(file): [row["prompt"][-1]["content"] for row in _first_samples(file)] for file in files}
 
 
