@@ -107,7 +107,7 @@ def turns(recomputes: bool) -> list[int]:
         while not found:
             found = engine.step()
         conversation.add_turn(request, found[0], 0)
-        return tokens + found[0].tokens
+        return (*tokens, *found[0].tokens.tolist())
 
     first = turn(old, prompt)
     engine.receive_weights(engine.version + 1)
