@@ -212,7 +212,10 @@ class RolloutCollector:
             async with self.playground.serving() as players:
                 alive = asyncio.create_task(show_life(players))
                 try:
-                    found.append(await self.gather(task, players))
+                    rollout = await self.gather(task, players)
+                    while rollout.is_lost:
+                        rollout = await self.gather(task, players)
+                    found.append(rollout)
                 finally:
                     alive.cancel()
                     await asyncio.gather(alive, return_exceptions=True)
@@ -234,6 +237,8 @@ class RolloutCollector:
             group.on_end = ended.put_nowait
             if group.played.cancelled():
                 players.play_again(group)
+            elif group.played.done():
+                group.played.result()
         try:
             while task.kept() is None:
                 if missing := max(task.missing(), task.begun - len(groups)):
@@ -253,6 +258,9 @@ class RolloutCollector:
             for group in groups:
                 group.on_end = None
             await players.stop(groups)
+        if task.kept() is None:
+            # A rollout worker died at the end.
+            return await self.gather(task, players)
         sampled = [group for group in groups if group.is_done]
         episodes = [episode for group in sampled for episode in group.episodes]
         played = [episode for episode in episodes if episode.ending != "error"]

@@ -388,7 +388,8 @@ class Rollout:
         """Return the rollout with all its episodes here."""
         if self.store is None:
             return self
-        return replace(self, episodes=self.whole(), dropped=tuple(fetched(self.dropped, self.store)), store=None)
+        dropped = [one for one in self.dropped if isinstance(one, Episode) or self.store.has(one)]
+        return replace(self, episodes=self.whole(), dropped=tuple(fetched(dropped, self.store)), store=None)
 
     @property
     def is_lost(self) -> bool:

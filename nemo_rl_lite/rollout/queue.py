@@ -97,7 +97,10 @@ class _RolloutPrefetcher:
         await asyncio.wait([one.rollout])
         rollout = one.rollout.result()
         while one.task is not None and rollout.is_lost:
-            rollout = await self._sample(one.draft, one.task)
+            # The prompts of other groups were given back.
+            noted = len(one.draft.draws)
+            del one.task.groups[noted:]
+            rollout = self._sampler.finish(one.draft, await self.gather(one.task, step), noted)
         del self._begun[step]
         return rollout
 

@@ -214,13 +214,14 @@ class Sampler:
         count, samples = len(self.validation), self.config.val_samples_per_problem
         return RolloutTask(self.validation.__getitem__, count, samples, sampling, self._seed(step), step=step)
 
-    def finish(self, draft: PendingRollout, rollout: Rollout) -> Rollout:
-        """Note which prompts of a complete rollout had mixed rewards, and shape its rewards."""
+    def finish(self, draft: PendingRollout, rollout: Rollout, noted: int = 0) -> Rollout:
+        """Note which prompts of a complete rollout had mixed rewards, and shape its rewards. `noted`: number of prompts
+        that were noted before, when the rollout was complete and then lost."""
         sampled = len(rollout.taught)
         self.useful_share = sum(rollout.taught) / sampled
         self.order.give_back(chain.from_iterable(draft.draws[sampled:]))
         del draft.draws[sampled:]
-        for (*_, position), taught in zip(draft.draws, rollout.taught, strict=True):
+        for (*_, position), taught in list(zip(draft.draws, rollout.taught, strict=True))[noted:]:
             self.order.note(position, taught)
         rollout.rested = sum(len(draw) - 1 for draw in draft.draws)
         if self.config.overlong_filtering:

@@ -78,6 +78,8 @@ class RecoveringGeneration:
 
     def _note_loss(self, rank: int, error: WorkerError) -> None:
         """Record a lost engine. Raises the error if no restart is left."""
+        if rank in self._lost:
+            return
         if not self._left:
             raise error
         self._left -= 1

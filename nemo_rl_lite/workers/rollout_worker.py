@@ -84,6 +84,7 @@ class RolloutWorker:
         self._config, self._folder, self._rank, self._name = config, Path(folder), rank, name
         self._tokenizer = ChatTokenizer(Path(model_path), config.policy.tokenizer.chat_template_kwargs)
         self._judge, self._playing = make_judge(config.reward), Playing(config)
+        self._replaced: list[int] = []
         self._groups: dict[int, Group] = {}
         self._episodes: dict[int, Episode] = {}
         self._changed = threading.Condition()
@@ -124,6 +125,7 @@ class RolloutWorker:
             self._error, self._finished, self._lost, self._session = None, {}, {}, session
             self._changed.notify_all()
         self._groups.clear()
+        self._adopt_replaced()
         self._loop = BackgroundLoop("rollouts", self._players.serving)
         self._loop.start()
 
@@ -167,10 +169,10 @@ class RolloutWorker:
         self._loop.post(self._resume())
 
     def replaced(self, rank: int, engine: WorkerGroup) -> None:
-        """See `RequestQueue.replaced`."""
+        """Take over a new engine, which gets requests when the next rollout begins or engines resume."""
         place = self._ranks.index(rank)
         self._replicas[place].group = engine
-        self._queue.replaced([place])
+        self._replaced.append(place)
 
     def rows(
         self, shares: Sequence[tuple[Sequence[Kept], tuple[int, ...]]], version: int, no_experts: np.ndarray | None
@@ -233,7 +235,12 @@ class RolloutWorker:
         return ended | {number: self._played(group) for number, group in groups.items()}
 
     async def _resume(self) -> None:
+        self._adopt_replaced()
         self._queue.resume()
+
+    def _adopt_replaced(self) -> None:
+        places, self._replaced = self._replaced, []
+        self._queue.replaced(places)
 
     def _end(self, number: int, group: Group) -> None:
         del self._groups[number]

@@ -42,6 +42,7 @@ class _Member:
     report: WorkerReport = field(default_factory=WorkerReport)
     busy_before: float = 0.0
     """Busy seconds with earlier processes."""
+    idle_before: float = 0.0
     steps_before: int = 0
 
     @property
@@ -185,7 +186,7 @@ class RolloutWorkers:
     @property
     def idle_s(self) -> float:
         """Return the mean seconds in which no engine of a worker had a request."""
-        return sum(member.report.idle_s for member in self._members) / len(self._members)
+        return sum(member.idle_before + member.report.idle_s for member in self._members) / len(self._members)
 
     def describe(self) -> str:
         """See `RequestQueue.describe`."""
@@ -236,7 +237,15 @@ class RolloutWorkers:
         lengths = np.array([one.length for one in records], np.int64)
         return CountedRows(source, np.arange(len(records)), lengths, np.array(rewards, np.float64), ages)
 
+    def require(self, records: Sequence[EpisodeRecord]) -> None:
+        """Raise WorkerError if episodes were lost with a rollout worker."""
+        for one in records:
+            if not self.has(one):
+                worker = f"{self.group.name} rank {one.worker}"
+                raise WorkerError(worker, "rollouts", "its process died with the episodes of a rollout", lost=True)
+
     def fetch(self, records: Sequence[EpisodeRecord]) -> list[Episode]:
+        self.require(records)
         found: dict[int, Episode] = {}
         for member, places in self._by_member(records):
             [episodes] = wait(self._call(member, "fetch", [Kept.of(records[place]) for place in places]))
@@ -246,6 +255,7 @@ class RolloutWorkers:
     def write(
         self, target: SampleFile, records: Sequence[EpisodeRecord], advantages: Sequence[float | None]
     ) -> Callable[[], list[str]]:
+        self.require(records)
         acknowledged = []
         for member, places in self._by_member(records):
             samples = [(place, Kept.of(records[place], advantages[place])) for place in places]
@@ -369,24 +379,31 @@ class RolloutWorkers:
         if not self.has_engines:
             self._restore()
             return
-        self._watch(member, self._call(member, "stop", list(member.playing)))
+        self._run(self._stop_and_forget(member, list(member.playing)))
         self._unplaced, member.playing = {**member.playing, **self._unplaced}, {}
         self._place()
+
+    async def _stop_and_forget(self, member: _Member, numbers: Sequence[int]) -> None:
+        with self._handling(member):
+            [stopped] = await result(self._call(member, "stop", numbers))
+            records = [one for played in stopped.values() for one in played.episodes]
+            await result(self._call(member, "release", [one.number for one in records]))
 
     def _lose(self, member: _Member, error: WorkerError) -> None:
         """Play the groups of a dead worker again, and replace it."""
         member.is_alive, member.first = False, time.time_ns()
-        try:
-            self._on_worker_loss(error)
-        except WorkerError as last:
-            self._fail(last)
-            return
         for number, group in member.done.items():
             group.restart()
             self._unplaced[number] = group
         self._unplaced = {**member.playing, **self._unplaced}
         member.playing, member.done = {}, {}
+        try:
+            self._on_worker_loss(error)
+        except WorkerError as last:
+            self._fail(last)
+            return
         member.busy_before += member.report.busy_s
+        member.idle_before += member.report.idle_s
         member.steps_before += member.report.steps
         member.report = WorkerReport()
         self._run(self._replace(member, error))
@@ -405,6 +422,9 @@ class RolloutWorkers:
         self._say(f"{self.group.name} rank {member.rank} has restarted")
         member.is_alive = True
         self._run(self._listen(member))
+        if not self._is_paused:
+            # The engines may still be paused by the dead process.
+            self._watch(member, self._call(member, "resume"))
         self._place()
 
     def _start_again(self, member: _Member) -> None:
@@ -440,6 +460,7 @@ class _Rows:
 
     def share(self, shares: Sequence[Share]) -> list[SharedRows]:
         """See `RowSource.share`."""
+        self.workers.require(self.records)
         calls, owned = [], []
         for member, _ in self.workers._by_member(self.records):
             own = [[row for row in rows if self.records[row].worker == member.rank] for rows, _ in shares]
@@ -457,6 +478,7 @@ class _Rows:
 
     def fetch(self, index: Sequence[int]) -> TokenRows:
         """See `RowSource.fetch`."""
+        self.workers.require(self.records)
         parts, joined = [], []
         for member, places in self.workers._by_member(self.records):
             own = [row for row in index if row in set(places)]
