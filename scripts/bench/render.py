@@ -144,7 +144,7 @@ TABLES = {
         "analysis/full_caches", "full-cache-1x-h100", columns=("throughput", "rollout", "preemptions")
     ),
     "one engine table": Table(
-        "analysis/plane",
+        "analysis/engines",
         "plane-step-1x-h200",
         columns=("step time", "generation", "train", "refit", "bandwidth share of decoding"),
     ),
