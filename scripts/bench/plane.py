@@ -332,7 +332,7 @@ def main(arguments: list[str]) -> None:
                 results = [measure_engines(*kind, script, given.seconds, given.reps) for kind in kinds]
                 write_engines(list(chain.from_iterable(results)), script)
             case "launcher":
-                write_launcher(measure_launcher(32, (given.tokens // 8, given.tokens), given.reps))
+                write_launcher(measure_launcher(128, (given.tokens // 8, given.tokens), given.reps))
             case "replay":
                 write_replay(measure_replay(8, given.tokens // 16, given.reps))
 
