@@ -43,13 +43,14 @@ def test_the_innermost_activity_and_its_progress_are_shown(tmp_path):
 
 
 def test_a_request_reaches_the_main_thread(tmp_path):
-    before = signal.signal(signal.SIGTERM, interrupt)
+    # A run handles it, also after Ray has replaced the handler of SIGTERM.
+    before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt), shown_to_others(tmp_path):
             request_end(tmp_path)
             time.sleep(5)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path):
