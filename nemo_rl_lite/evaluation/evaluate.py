@@ -32,9 +32,10 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import watched
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
-from nemo_rl_lite.rollout.collector import Group, RolloutTask
+from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import RESAMPLES, Episode, Rollout, fetched, interval, ks, pass_at_k, passes
-from nemo_rl_lite.rollout.playing import Playing
+from nemo_rl_lite.rollout.groups import Group
+from nemo_rl_lite.rollout.playing import Playing, error_shares
 from nemo_rl_lite.rollout.sampler import fitting_prompts
 from nemo_rl_lite.rollout.store import RolloutFiles, SavedRollout, load_rollouts, save_rollouts
 from nemo_rl_lite.run.folder import is_run, locked
@@ -327,7 +328,8 @@ def _sampled(
     with ExitStack() as stack:
         with console.busy(f"starting {evaluation.served}" + (f", {count} engines" if count > 1 else "")):
             started = stack.enter_context(running_engines(evaluation.served, folder, console.say))
-        collector = stack.enter_context(playing.collecting(started, tokenizer, judge, folder, console.say))
+        players = stack.enter_context(playing.players(started, tokenizer, judge, folder, console.say))
+        collector = RolloutCollector(players, error_shares(evaluation.config))
         with console.busy(f"sampling {samples * len(asked)} responses") as tell:
 
             def shown(progress: str) -> None:

@@ -15,7 +15,7 @@ from nemo_rl_lite.environments.agents import Agents, check_agent
 from nemo_rl_lite.environments.registry import check_environment, make_environments, try_environment
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.rewards.judge import Judge
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.collector import ErrorShares
 from nemo_rl_lite.rollout.groups import GroupPlayer, LocalPlayers
 from nemo_rl_lite.rollout.play import EpisodeRunner, Section, SingleTurn, Turns
 
@@ -42,19 +42,6 @@ class Playing:
         """Take one step in the environment, if there is one. Raises ConfigError: its code is wrong."""
         if self._environments is not None:
             try_environment(self._environments, self._config.environment.name or "", problem)
-
-    @contextmanager
-    def collecting(
-        self,
-        generation: Generation,
-        tokenizer: ChatTokenizer,
-        judge: Judge,
-        folder: Path,
-        say: Callable[[str], None],
-    ) -> Iterator[RolloutCollector]:
-        """Yield a collector of rollouts that are played in this process; see `players`."""
-        with self.players(generation, tokenizer, judge, folder, say) as players:
-            yield RolloutCollector(players, error_shares(self._config))
 
     @contextmanager
     def players(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Policy, Scored
 from nemo_rl_lite.rewards.judge import make_judge, terms_of, try_reward
 from nemo_rl_lite.rollout.collector import RolloutCollector
+from nemo_rl_lite.rollout.groups import Playground
 from nemo_rl_lite.rollout.playing import Playing, error_shares
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler, fitting_prompts
@@ -162,7 +163,8 @@ class GRPOJob(_AlgorithmJob):
             probe_prompt = self._tokenizer.prompt(first.messages, first.tools)
             workers = launch(begun, probe_prompt, start.policy, setup, console.say)
         report_start(setup, start.steps, metrics, console)
-        with self._collecting(workers) as collector:
+        with self._playground(workers) as playground:
+            collector = RolloutCollector(playground, error_shares(config))
             loop = self._loop(metrics, start, workers, collector, callbacks)
             try:
                 loop.run()
@@ -170,15 +172,12 @@ class GRPOJob(_AlgorithmJob):
                 loop.rollouts.close()
         return self._finish(workers.policy, loop.steps, workers.groups)
 
-    @contextmanager
-    def _collecting(self, workers: Workers) -> Iterator[RolloutCollector]:
-        """Yield the collector of rollouts, which rollout workers or this process play."""
+    def _playground(self, workers: Workers) -> AbstractContextManager[Playground]:
+        """Return the rollout workers, or the players of this process."""
         if workers.rollouts is not None:
-            yield RolloutCollector(workers.rollouts, error_shares(self._config))
-            return
+            return nullcontext(workers.rollouts)
         own = self._tokenizer, self._judge, self._folder, self._console.say
-        with self._playing.collecting(workers.generation, *own) as collector:
-            yield collector
+        return self._playing.players(workers.generation, *own)
 
     def _loop(
         self,

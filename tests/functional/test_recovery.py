@@ -21,8 +21,7 @@ from tests.functional.test_resume import assert_same_weights, metrics_of
 
 pytestmark = pytest.mark.functional
 
-GRPO = [
-    "algorithm.max_num_steps=7",
+TASK = [
     "algorithm.num_prompts_per_step=8",
     "policy.train_global_batch_size=64",
     "policy.train_micro_batch_size=64",
@@ -34,6 +33,7 @@ GRPO = [
     "generation=transformers",
     "reward.name=tests.functional.rewards.share_of_digits",
 ]
+GRPO = ["algorithm.max_num_steps=7", *TASK]
 TRACKED = ["logger.wandb_enabled=true", "logger.wandb.mode=offline"]
 
 

@@ -12,25 +12,12 @@ import pytest
 from tests.functional.conftest import PYTHONPATH, run_command, train
 from tests.functional.here import train_here
 from tests.functional.rewards import Gate
-from tests.functional.test_recovery import rollouts_of
+from tests.functional.test_recovery import TASK, rollouts_of
 from tests.functional.test_resume import assert_same_weights, metrics_of
 
 pytestmark = pytest.mark.functional
 
-GRPO = [
-    "algorithm.max_num_steps=4",
-    "algorithm.num_prompts_per_step=8",
-    "policy.train_global_batch_size=64",
-    "policy.train_micro_batch_size=64",
-    "policy.logprob_batch_size=64",
-    "algorithm.max_val_samples=20",
-    "algorithm.val_period=2",
-    "checkpoint.keep_best=0",
-    "checkpoint.save_period=2",
-    "generation=transformers",
-    "generation.colocated.enabled=false",
-    "reward.name=tests.functional.rewards.share_of_digits",
-]
+GRPO = ["algorithm.max_num_steps=4", "generation.colocated.enabled=false", *TASK]
 ONE_STEP_OFF = [
     "algorithm.rollouts.source=one_step_off",
     "algorithm.loss_fn.use_importance_sampling_correction=true",
