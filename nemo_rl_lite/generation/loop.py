@@ -51,7 +51,7 @@ class EngineLoop:
         """Raises what `make` raises."""
         self._changed = threading.Condition()
         self._messages: deque[_Message] = deque()
-        # Numbers of the requests whose results were not reported, and of those that have no result.
+        # Numbers of unfinished requests, and of those that stream.
         self._open: set[int] = set()
         self._streams: set[int] = set()
         self._finished: dict[int, Completion | RequestError] = {}
