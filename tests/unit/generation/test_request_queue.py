@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -54,6 +55,18 @@ class Engine(Stepped):
 
 def queue(*engines: Engine, restore=None, on_loss=None) -> RequestQueue:
     return RequestQueue(engines, engines[0].capacity, on_loss or (lambda *_: None), restore or (lambda: None))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let others work until it is so."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def all_work(*engines: Engine) -> None:
+    """Return when each engine has a request."""
+    await until(lambda: all(engine.held for engine in engines))
 
 
 @asynccontextmanager
@@ -128,14 +141,14 @@ def test_nothing_works_while_paused_and_all_resumes_whole():
 
     async def serve() -> None:
         async with queue(engine).serving() as requests:
-            asked = [asyncio.create_task(requests.sample(request(20))) for _ in range(4)]
-            await asyncio.sleep(0.01)
+            asked = [asyncio.create_task(requests.sample(request(200))) for _ in range(4)]
+            await all_work(engine)
             await requests.pause()
             before = engine.exchanges
             await asyncio.sleep(0.02)
             assert engine.exchanges == before > 0 and not any(task.done() for task in asked)
             requests.resume()
-            assert [len(completion.tokens) for completion, _ in await asyncio.gather(*asked)] == [20] * 4
+            assert [len(completion.tokens) for completion, _ in await asyncio.gather(*asked)] == [200] * 4
 
     asyncio.run(serve())
 
@@ -148,15 +161,15 @@ def test_a_request_that_nobody_waits_for_is_aborted():
             long = asyncio.create_task(requests.sample(request(10**6)))
             short = [asyncio.create_task(requests.sample(request(3))) for _ in range(3)]
             waiting = asyncio.create_task(requests.sample(request(10**6)))
-            await asyncio.sleep(0.003)
+            await all_work(engine)
             waiting.cancel()
             long.cancel()
             await asyncio.gather(*short)
-            await asyncio.sleep(0.01)
-            assert engine.aborted == [0] and engine.held == {}
+            await until(lambda: engine.held == {})
+            assert engine.aborted == [0]
             # What is left at the end is taken back, too.
             left = asyncio.create_task(requests.sample(request(10**6)))
-            await asyncio.sleep(0.005)
+            await all_work(engine)
         left.cancel()
 
     asyncio.run(serve())
@@ -209,14 +222,14 @@ def test_an_engine_that_is_replaced_while_it_is_paused_gets_its_requests_again()
 
     async def serve() -> None:
         async with queue(*engines).serving() as requests:
-            asked = [asyncio.create_task(requests.sample(request(20))) for _ in range(4)]
-            await asyncio.sleep(0.005)
+            asked = [asyncio.create_task(requests.sample(request(200))) for _ in range(4)]
+            await all_work(*engines)
             await requests.pause()
             assert "engine 1 has 2 requests" in requests.describe()
             engines[1].held = {}
             requests.replaced([1])
             requests.resume()
-            assert [len(completion.tokens) for completion, _ in await asyncio.gather(*asked)] == [20] * 4
+            assert [len(completion.tokens) for completion, _ in await asyncio.gather(*asked)] == [200] * 4
 
     asyncio.run(serve())
 
@@ -226,13 +239,13 @@ def test_requests_begin_together_and_others_work_meanwhile():
 
     async def serve() -> None:
         async with queue(engine).serving() as requests:
-            earlier = asyncio.create_task(requests.sample(request(20)))
-            await asyncio.sleep(0.005)
+            earlier = asyncio.create_task(requests.sample(request(200)))
+            await all_work(engine)
             with requests.submit_as_batch():
                 asked = [asyncio.create_task(requests.sample(request(3))) for _ in range(3)]
                 before = engine.exchanges
-                await asyncio.sleep(0.005)
-                assert engine.exchanges > before and len(engine.prompts) == 1
+                await until(lambda: engine.exchanges > before + 5)
+                assert len(engine.prompts) == 1
             await asyncio.gather(earlier, *asked)
 
     asyncio.run(serve())
@@ -253,13 +266,6 @@ def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("nemo_rl_lite.generation.assignment.time", clock)
     return clock
-
-
-async def all_work(*engines: Engine) -> None:
-    """Return when each engine has a request."""
-    async with asyncio.timeout(20):
-        while not all(engine.held for engine in engines):
-            await asyncio.sleep(0.001)
 
 
 def test_the_time_without_requests_is_counted(clock):
@@ -335,7 +341,7 @@ def test_tokens_of_unfinished_responses_are_known():
         async with queue(*engines).serving() as requests:
             answers = [asyncio.create_task(requests.sample(request(length))) for length in (400, 400, 1)]
             await answers[-1]
-            await asyncio.sleep(0.01)
+            await until(lambda: requests.unfinished_tokens > 0)
             begun = requests.unfinished_tokens
             for answer in answers:
                 answer.cancel()
