@@ -15,6 +15,7 @@ class Stepped:
 
     def __init__(self) -> None:
         self.steps, self.under_way, self.pending = 0, 0, ({}, [])
+        self.unreported: dict = {}
         self.may_work, self.is_quiet = asyncio.Event(), asyncio.Event()
         self.may_work.set(), self.is_quiet.set()
 
@@ -25,7 +26,8 @@ class Stepped:
     async def send(self, requests, aborted):
         self.pending = self.pending[0] | dict(requests), [*self.pending[1], *aborted]
         if not requests:
-            self.exchange()
+            # Nobody may ask for a report, which would hand over the numbers.
+            self.unreported |= self.exchange()
 
     async def report(self):
         await asyncio.sleep(self.seconds)
@@ -34,7 +36,8 @@ class Stepped:
         self.is_quiet.clear()
         try:
             await asyncio.sleep(0)
-            return self.exchange()
+            finished, self.unreported = self.unreported | self.exchange(), {}
+            return finished
         finally:
             self.under_way -= 1
             self.is_quiet.set()
