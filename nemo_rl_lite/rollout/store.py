@@ -86,7 +86,11 @@ class RolloutFiles:
         for cut_short in self._folder.glob(".*"):
             cut_short.unlink()
         files = [file for file in self._folder.glob(_FILES) if step_of(file) > done]
-        set_aside(sorted(files), run_folder / "rollouts-undone")
+        undone, steps = run_folder / "rollouts-undone", set(map(step_of, files))
+        # Rollout workers may have written other parts in an earlier attempt.
+        for earlier in [file for file in undone.glob(_FILES) if step_of(file) in steps]:
+            earlier.unlink()
+        set_aside(sorted(files), undone)
 
     def begin(self, step: int, split: Split, rollout: Rollout) -> None:
         """Let rollout workers write their samples, before they may be lost."""

@@ -103,9 +103,9 @@ class RolloutWorker:
         self._numbers, self._ranks = itertools.count(first), list(engines)
         self._replicas = [RemoteReplica(group, 0, rank) for rank, group in engines.items()]
         gone = [self._ranks.index(rank) for rank in dead]
+        gone += asyncio.run(self._clear(gone))
         capacity = self._config.generation.vllm_cfg.max_num_seqs
         self._queue = RequestQueue(self._replicas, capacity, self._note_loss, lambda: None, gone, first)
-        asyncio.run(self._clear(gone))
         playing = self._playing.players(self, self._tokenizer, self._judge, self._folder, log.info)
         self._players: LocalPlayers = self._stack.enter_context(playing)
 
@@ -122,7 +122,7 @@ class RolloutWorker:
     def enter(self, session: int) -> None:
         """Play groups until `leave`. `session`: a unique number."""
         with self._changed:
-            self._error, self._finished, self._lost, self._session = None, {}, {}, session
+            self._error, self._finished, self._session = None, {}, session
             self._changed.notify_all()
         self._groups.clear()
         self._adopt_replaced()
@@ -135,7 +135,10 @@ class RolloutWorker:
         with self._changed:
             self._session = 0
             self._changed.notify_all()
-            return self._now()
+            report = self._now()
+            # Nobody reads the news of this report, and the launcher must replace these engines.
+            self._lost = dict(report.lost)
+            return report
 
     def play(self, tasks: Mapping[int, PromptTask]) -> None:
         """Start groups by the launcher's numbers."""
@@ -173,6 +176,8 @@ class RolloutWorker:
         place = self._ranks.index(rank)
         self._replicas[place].group = engine
         self._replaced.append(place)
+        with self._changed:
+            self._lost.pop(rank, None)
 
     def rows(
         self, shares: Sequence[tuple[Sequence[Kept], tuple[int, ...]]], version: int, no_experts: np.ndarray | None
@@ -212,8 +217,18 @@ class RolloutWorker:
         episode.is_left_out, episode.length_penalty = one.is_left_out, one.length_penalty
         return episode
 
-    async def _clear(self, gone: Sequence[int]) -> None:
-        await asyncio.gather(*(one.clear() for place, one in enumerate(self._replicas) if place not in gone))
+    async def _clear(self, gone: Sequence[int]) -> list[int]:
+        """Abort the requests of all engines that are not gone. Return the places of those that have died."""
+        places = [place for place in range(len(self._replicas)) if place not in gone]
+        outcomes = await asyncio.gather(*(self._replicas[place].clear() for place in places), return_exceptions=True)
+        died = []
+        for place, outcome in zip(places, outcomes, strict=True):
+            if isinstance(outcome, WorkerError) and outcome.lost:
+                self._note_loss(place, outcome)
+                died.append(place)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return died
 
     async def _begin(self, tasks: Mapping[int, PromptTask]) -> None:
         try:

@@ -17,7 +17,16 @@ from tests.functional.test_resume import assert_same_weights, metrics_of
 
 pytestmark = pytest.mark.functional
 
-GRPO = ["algorithm.max_num_steps=4", "generation.colocated.enabled=false", *TASK]
+GRPO = [
+    "algorithm.max_num_steps=4",
+    "generation.colocated.enabled=false",
+    "environment=calculator",
+    "environment.max_turns=2",
+    "algorithm.use_dynamic_sampling=true",
+    # Otherwise, timing decides how many prompts are sampled in vain.
+    "algorithm.oversample=1.0",
+    *TASK,
+]
 ONE_STEP_OFF = [
     "algorithm.rollouts.source=one_step_off",
     "algorithm.loss_fn.use_importance_sampling_correction=true",
@@ -40,8 +49,8 @@ def assert_same_run(folder: Path, other: Path) -> None:
     assert_same_weights(folder / "hf", other / "hf")
 
 
-def hit(folder: Path, model: Path, victim: str, *overrides: str) -> str:
-    """Train, and kill the process of this log after the first step; standard output."""
+def hit(folder: Path, model: Path, victims: tuple[str, ...], *overrides: str) -> str:
+    """Train, and kill the processes of these logs after the first step; standard output."""
     gate, output = Gate(folder), ""
     command = run_command(folder, model, "logger.plots=false", *GRPO, *overrides, *gate.overrides)
     environ = os.environ | gate.environment | {"PYTHONPATH": PYTHONPATH}
@@ -52,7 +61,9 @@ def hit(folder: Path, model: Path, victim: str, *overrides: str) -> str:
             if line.startswith("step 1/"):
                 # Rewards of step 2 wait for the gate.
                 time.sleep(1)
-                os.kill(int(re.findall(r"process (\d+)", (folder / "logs" / victim).read_text())[-1]), signal.SIGKILL)
+                for log in victims:
+                    pids = re.findall(r"process (\d+)", (folder / "logs" / log).read_text())
+                    os.kill(int(pids[-1]), signal.SIGKILL)
                 gate.passed(99)
         assert process.wait(timeout=600) == 0, output
     finally:
@@ -67,16 +78,23 @@ def test_two_rollout_workers_train_like_the_launcher(tmp_path, model_folder, alo
 
 
 def test_a_killed_rollout_worker_is_named_and_costs_nothing(tmp_path, model_folder, alone):
-    said = hit(tmp_path / "run", model_folder, "rollouts-1.log", *TWO)
+    said = hit(tmp_path / "run", model_folder, ("rollouts-1.log",), *TWO)
     assert "rollouts rank 1 failed in phase 'rollouts': the process died" in said
     assert "rollouts rank 1 has restarted" in said and "restarting from the last checkpoint" not in said
     assert_same_run(tmp_path / "run", alone)
 
 
 def test_a_rollout_worker_that_loses_its_engine_gives_its_groups_away(tmp_path, model_folder, alone):
-    said = hit(tmp_path / "run", model_folder, "generation-0.log", *TWO)
+    said = hit(tmp_path / "run", model_folder, ("generation-0.log",), *TWO)
     assert re.search(r"generation rank 0 failed in phase '\w+': the process died", said)
     assert "the engine has restarted" in said and "restarting from the last checkpoint" not in said
+    assert_same_run(tmp_path / "run", alone)
+
+
+def test_a_rollout_worker_and_its_engine_may_die_together(tmp_path, model_folder, alone):
+    said = hit(tmp_path / "run", model_folder, ("rollouts-0.log", "generation-0.log"), *TWO)
+    assert "rollouts rank 0 has restarted" in said and "the engine has restarted" in said
+    assert "restarting from the last checkpoint" not in said
     assert_same_run(tmp_path / "run", alone)
 
 

@@ -12,8 +12,16 @@ from pyarrow import parquet
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.observability.sinks import spread
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.rollout.episode import Span
-from nemo_rl_lite.rollout.store import RolloutFiles, Times, read_rollout, read_spans, read_times, rollout_files
+from nemo_rl_lite.rollout.episode import SampleFile, Span
+from nemo_rl_lite.rollout.store import (
+    RolloutFiles,
+    Times,
+    read_rollout,
+    read_spans,
+    read_times,
+    rollout_files,
+    write_samples,
+)
 from tests.unit.observability.rollouts import make_rollout
 
 FOUR = make_rollout(["a", "b", "c", "d"], [0.0, 1.0, 0.5, 0.25], samples=2)
@@ -106,6 +114,17 @@ def test_rollouts_of_steps_that_are_taken_again_are_put_aside(tmp_path):
     again.write(2, "train", FOUR)
     RolloutFiles(tmp_path, None, done=1)
     assert names(tmp_path) == ["step-00000001-train"]
+
+
+def test_parts_of_an_earlier_attempt_are_not_joined_with_a_later_one(tmp_path):
+    files = RolloutFiles(tmp_path, None, done=0)
+    files.write(1, "train", FOUR)
+    write_samples(SampleFile(tmp_path / "rollouts", 1, "train", 2, None), [(0, FOUR.episodes[0], None)], worker=0)
+    again = RolloutFiles(tmp_path, None, done=0)
+    again.write(1, "train", FOUR)
+    RolloutFiles(tmp_path, None, done=0)
+    (undone,) = (tmp_path / "rollouts-undone").iterdir()
+    assert len(read_rollout(undone)) == 4
 
 
 def test_a_full_disk_ends_no_run_and_leaves_no_half_file(tmp_path, caplog):
