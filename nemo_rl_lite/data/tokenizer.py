@@ -195,6 +195,25 @@ class ChatTokenizer:
         already = self._tokenizer.decode([last_token]) if self.template.exists else ""
         return self._tokens(rest.removeprefix(already))
 
+    def continuation(
+        self, messages: Sequence[Message], known: int, last_token: int, tools: Sequence[Tool] = ()
+    ) -> list[int]:
+        """Return the token ids of a chat after its first `known` messages, which end with an assistant turn, up to the
+        start of the next turn. Further assistant messages have the tokens of their text. `last_token`: see
+        `between_turns`.
+
+        Raises:
+            DataError: the chat template cannot render these messages.
+        """
+        tokens, (end_token, _) = list[int](), self.template.turn_end
+        for index in range(known, len(messages)):
+            if messages[index]["role"] == "assistant":
+                said = Conversation(tuple(messages), index, tuple(tools))
+                turn = self.template.turn(said, index, self.template.prompt(messages[:index], tools))
+                tokens += [*self.between_turns(messages[known:index], last_token), *self._tokens(turn), end_token]
+                known, last_token = index + 1, end_token
+        return tokens + self.between_turns(messages[known:], last_token)
+
     def opening(self, text: str) -> list[int]:
         """Return the token ids of a plain text that begins a sequence, with the special tokens that the tokenizer adds,
         except an end token."""

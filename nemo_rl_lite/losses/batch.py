@@ -1,6 +1,6 @@
 """Training data: unpadded rows of tokens, as the driver sends them, and padded batches, as a loss reads them.
 
-Shapes: B sequences, T tokens, k vocabulary entries.
+An episode is one row, or several if an agent changed its history. Shapes: B sequences, T tokens, k vocabulary entries.
 """
 
 from collections import Counter
@@ -76,6 +76,12 @@ class RoutedExperts:
         rows = np.arange(len(self.counts))[index]
         return RoutedExperts(self.values[_places(self.counts, rows)], self.counts[rows])
 
+    def cut(self, lengths: np.ndarray) -> "RoutedExperts":
+        """Return the experts of rows that are cut to `lengths` tokens, [B]."""
+        counts = np.minimum(self.counts, lengths)
+        place = np.arange(len(self.values)) - np.repeat(self.counts.cumsum() - self.counts, self.counts)
+        return RoutedExperts(self.values[place < np.repeat(counts, self.counts)], counts)
+
     def of_layers(self, layers: Sequence[int]) -> "RoutedExperts":
         """Return the experts of these layers, in this order; consecutive layers are a view."""
         whole = range(layers[0], layers[-1] + 1)
@@ -95,7 +101,7 @@ def _places(lengths: np.ndarray, rows: np.ndarray) -> Any:
 class TokenRows(Sequence[TokenRow]):
     """Concatenated rows with N tokens in total: one array per field, None for a field that the rows lack.
 
-    `lengths`, `advantages` and `rewards` are [B]; the others [N] or [N, k]. Single rows are views.
+    `lengths`, `advantages`, `rewards` and `episodes` are [B]; the others [N] or [N, k]. Single rows are views.
     """
 
     lengths: np.ndarray
@@ -109,6 +115,8 @@ class TokenRows(Sequence[TokenRow]):
     teacher_topk_logits: np.ndarray | None = None
     teacher_topk_ids: np.ndarray | None = None
     routed_experts: RoutedExperts | None = None
+    episodes: np.ndarray | None = None
+    """See `episode_numbers`."""
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
@@ -146,6 +154,12 @@ class TokenRows(Sequence[TokenRow]):
         """Return the end of each row in the arrays of tokens, [B]."""
         return self.lengths.cumsum()
 
+    @property
+    def trained(self) -> np.ndarray:
+        """Number of trained tokens of each row, [B]."""
+        before = np.concatenate([[0], self.mask.cumsum()])
+        return before[self.ends] - before[self.ends - self.lengths]
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -172,7 +186,8 @@ class TokenRows(Sequence[TokenRow]):
         own = {name: values[places] for name, values in self.present(OF_TOKENS)}
         own |= {name: values[rows] for name, values in self.present(_OF_ROWS)}
         experts = None if self.routed_experts is None else self.routed_experts.rows(rows)
-        return replace(self, lengths=self.lengths[rows], **own, routed_experts=experts)
+        episodes = None if self.episodes is None else self.episodes[rows]
+        return replace(self, lengths=self.lengths[rows], **own, routed_experts=experts, episodes=episodes)
 
     def with_layers(self, layers: Sequence[int]) -> "TokenRows":
         """Return the rows with the routed experts of these layers only, in this order; without any, if there are no
@@ -223,6 +238,8 @@ class CountedRows(Sequence[TokenRow]):
     """[B]."""
     ages: Sequence[Mapping[int, int]]
     """Number of trained tokens of each row by staleness."""
+    episodes: np.ndarray | None = None
+    """See `episode_numbers`."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -237,12 +254,12 @@ class CountedRows(Sequence[TokenRow]):
         if not isinstance(index, slice):
             return self.fetched[index]
         own = self.places[index], self.lengths[index], self.rewards[index], self.ages[index]
-        return CountedRows(self.source, *own)
+        return CountedRows(self.source, *own, None if self.episodes is None else self.episodes[index])
 
     @cached_property
     def fetched(self) -> TokenRows:
         """The rows."""
-        return self.source.fetch(self.places.tolist())
+        return replace(self.source.fetch(self.places.tolist()), episodes=self.episodes)
 
     @property
     def trained(self) -> np.ndarray:
@@ -264,6 +281,22 @@ class CountedRows(Sequence[TokenRow]):
 
 RowBatch = TokenRows | CountedRows
 """Rows of a batch, here or elsewhere."""
+
+
+def episode_numbers(row_counts: Sequence[int]) -> np.ndarray | None:
+    """Return the number of each row's episode, [B] and ascending, from the number of rows of each episode. None if each
+    row is an episode."""
+    if all(count == 1 for count in row_counts):
+        return None
+    return np.repeat(np.arange(len(row_counts)), row_counts)
+
+
+def trained_of_episodes(rows: RowBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of trained tokens of each episode, and the place of each row's episode among them, [B]."""
+    if rows.episodes is None:
+        return rows.trained, np.arange(len(rows))
+    _, places = np.unique(rows.episodes, return_inverse=True)
+    return np.bincount(places, rows.trained).astype(np.int64), places
 
 
 @dataclass(frozen=True)
@@ -307,6 +340,8 @@ class Batch:
     """Tokens of `teacher_topk_logits`, [B, T, k], int64."""
     student_topk_logprobs: Tensor | None = None
     """Logprobs [B, T, k] of `teacher_topk_ids` as token t under the trained policy; entry 0 is 0."""
+    episode_tokens: Tensor | None = None
+    """Tokens with a loss of all rows of the row's episode, [B]; None if each row is an episode."""
 
     @classmethod
     def padded(cls, rows: Sequence[TokenRow]) -> "Batch":
@@ -335,6 +370,18 @@ class Batch:
             return torch.nn.functional.pad(values, (*(0, 0) * (values.dim() - 2), *columns, 0, rows - len(values)))
 
         return self._each(padded)
+
+    def without_loss(self, rows: list[int]) -> "Batch":
+        """Return the batch with these rows cut to one token that has no loss."""
+        tokens_BT, lengths, mask_BT = self.tokens.clone(), self.lengths.clone(), self.mask.clone()
+        tokens_BT[rows, 1:], lengths[rows], mask_BT[rows] = 0, 1, 0.0
+        return replace(self, tokens=tokens_BT, lengths=lengths, mask=mask_BT)
+
+    def sum_over_episodes(self, values_B: Tensor) -> Tensor:
+        """Sum values of rows over episodes. A row counts by its share of its episode's tokens with a loss."""
+        if self.episode_tokens is None:
+            return values_B.sum()
+        return (values_B * self.mask.sum(dim=1) / self.episode_tokens.clamp(min=1)).sum()
 
     def require(self, *names: str) -> tuple[Tensor, ...]:
         """Return the fields of these names. Raises ValueError: one of them is None."""

@@ -7,6 +7,9 @@ A correction weights tokens whose probability differs between engine and policy,
 ratio is previous policy / engine, with the policy at the start of the step (decoupled PPO, Hilton et al. 2021; AReaL,
 Fu et al. 2025). Masked tokens and sequences have weight 0 but count in the denominator, as in NeMo-RL and TRL.
 
+Ratios and corrections of a sequence, and the KL penalty of later tokens, are of a row. An episode with several rows has
+several of them.
+
 A token's covariance is (A - mean A)(log pi - mean log pi). Tokens with large ones reduce the entropy most (Cui et al.
 2025, arXiv:2505.22617). Means and thresholds are over the optimizer step, from the engine's logprobs, so they do not
 depend on the split; verl's quantiles are per micro-batch.
@@ -212,14 +215,15 @@ class Correction:
     rejected_B1: Tensor
     """True for sequences with weight 0."""
 
-    def metrics(self, mask_BT: Tensor, counts: Normalizers) -> Metrics:
+    def metrics(self, batch: Batch, counts: Normalizers) -> Metrics:
         """Return this micro-batch's share of the metrics, which `GRPOLoss.summarize` completes."""
+        mask_BT = batch.mask
         return {
             "correction/weight": mean_over_tokens(self.weights, mask_BT, counts),
             _SQUARE: mean_over_tokens(self.weights.square(), mask_BT, counts),
             "correction/truncated": mean_over_tokens(self.truncated, mask_BT, counts),
             "correction/masked": mean_over_tokens(self.masked, mask_BT, counts),
-            "correction/rejected": self.rejected_B1.sum() / counts.sequences,
+            "correction/rejected": batch.sum_over_episodes(self.rejected_B1[:, 0]) / counts.sequences,
         }
 
 
@@ -340,7 +344,7 @@ class GRPOLoss:
         if kl_BT is not None and not config.use_kl_in_reward:
             loss_BT = loss_BT + penalty * kl_BT
 
-        total = self._mean(loss_BT, mask_BT, counts)
+        total = self._mean(loss_BT, batch, counts)
         if config.entropy_coef:
             (entropy_BT,) = batch.require("entropy")
             total = total - config.entropy_coef * masked_sum(entropy_BT, mask_BT) / counts.tokens
@@ -351,7 +355,7 @@ class GRPOLoss:
         with torch.no_grad():
             metrics = _policy_metrics(sampled, term, counts)
             if corrects(config):
-                metrics |= corrected.metrics(mask_BT, counts)
+                metrics |= corrected.metrics(batch, counts)
             for name, values_BT in (("kl_penalty", kl_BT), ("entropy", batch.entropy), ("high_entropy_share", open_BT)):
                 if values_BT is not None:
                     metrics[name] = mean_over_tokens(values_BT, mask_BT, counts)
@@ -381,14 +385,16 @@ class GRPOLoss:
         clamps = config.kl_input_clamp_value, config.kl_output_clamp_value
         return kl_estimate(policy_BT, reference_BT, kind, sampler_BT, *clamps)
 
-    def _mean(self, values_BT: Tensor, mask_BT: Tensor, counts: Normalizers) -> Tensor:
+    def _mean(self, values_BT: Tensor, batch: Batch, counts: Normalizers) -> Tensor:
         """Return the mean over tokens, the mean of sequence means, or the mean of sequence sums divided by a constant
-        length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+        length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783). The rows of an episode are one sequence."""
+        mask_BT = batch.mask
         if self.config.token_level_loss == "constant":
             return masked_sum(values_BT, mask_BT) / (counts.sequences * self.config.constant_length)
         if self.config.token_level_loss:
             return masked_sum(values_BT, mask_BT) / counts.tokens
-        return ((values_BT * mask_BT).sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum() / counts.sequences
+        means_B = (values_BT * mask_BT).sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)
+        return batch.sum_over_episodes(means_B) / counts.sequences
 
 
 def grpo_loss(options: GRPOConfig) -> GRPOLoss:

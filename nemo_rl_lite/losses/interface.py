@@ -19,7 +19,7 @@ from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.schema_algorithm import AlgorithmConfig
 from nemo_rl_lite.config.user_code import imported, own_name
 from nemo_rl_lite.errors import ConfigError, TrainingError, Violation
-from nemo_rl_lite.losses.batch import Batch, CountedRows, TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import Batch, CountedRows, TokenRow, TokenRows, trained_of_episodes
 
 Metrics = dict[str, Tensor]
 Need = Literal["entropy", "topk_logits", "student_topk_logprobs"]
@@ -27,7 +27,8 @@ Need = Literal["entropy", "topk_logits", "student_topk_logprobs"]
 
 @dataclass(frozen=True)
 class Normalizers:
-    """Counts over the global batch: tokens with a loss, and sequences with such tokens."""
+    """Counts over the global batch: tokens with a loss, and sequences with such tokens. The rows of an episode count as
+    one sequence."""
 
     tokens: float
     sequences: float
@@ -39,20 +40,15 @@ class Normalizers:
 
 def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
     """Count the rows' tokens and sequences; both are at least 1."""
+    rows = rows if isinstance(rows, CountedRows) else TokenRows.of(rows)
     if isinstance(rows, CountedRows):
-        trained = rows.trained
-        return _at_least_one(int(trained.sum()), int((trained > 0).sum()), rows.tokens_by_age)
-    joined = TokenRows.of(rows)
-    tokens = int(joined.mask.sum())
-    ages, counts = np.unique(() if joined.ages is None else joined.ages[joined.mask], return_counts=True)
-    before = np.concatenate([[0], joined.mask.cumsum()])
-    sequences = int((before[joined.ends] > before[joined.ends - joined.lengths]).sum())
-    by_age = {int(age): count for age, count in zip(ages, counts.tolist(), strict=True)}
-    return _at_least_one(tokens, sequences, by_age)
-
-
-def _at_least_one(tokens: int, sequences: int, by_age: dict[int, int]) -> Normalizers:
-    return Normalizers(max(float(tokens), 1.0), max(float(sequences), 1.0), by_age)
+        by_age = rows.tokens_by_age
+    else:
+        ages, counts = np.unique(() if rows.ages is None else rows.ages[rows.mask], return_counts=True)
+        by_age = {int(age): count for age, count in zip(ages, counts.tolist(), strict=True)}
+    trained, _ = trained_of_episodes(rows)
+    tokens, sequences = float(trained.sum()), float(np.count_nonzero(trained))
+    return Normalizers(max(tokens, 1.0), max(sequences, 1.0), by_age)
 
 
 class Loss(Protocol):

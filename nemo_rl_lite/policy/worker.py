@@ -140,6 +140,14 @@ class MegatronWorker:
         """Keep this replica's rows of a batch: those at `order` in the concatenation of `parts`."""
         self.put_batch(TokenRows.concatenated(parts).select(order), name)
 
+    def join_episodes(self, tokens: np.ndarray, fillers: list[int], name: str = "train") -> None:
+        """Note that rows of a held batch belong to the same episodes: `tokens` is `Batch.episode_tokens`. The rows at
+        `fillers` lose their loss, and all tokens but the first."""
+        batch, experts = self._held[name].without_loss(fillers), self._experts[name]
+        self._held[name] = replace(batch, episode_tokens=torch.tensor(tokens, dtype=torch.float32))
+        if experts is not None:
+            self._experts[name] = experts.cut(batch.lengths.numpy())
+
     def score(
         self, which: Sequence[str], counts: Normalizers, name: str = "train", first: int = 0
     ) -> dict[str, float] | None:

@@ -1,4 +1,7 @@
-"""Episodes, rollouts of episodes, and pass@k over problems. Shapes: P problems, B episodes."""
+"""Episodes, rollouts of episodes, and pass@k over problems. Shapes: P problems, B episodes.
+
+An episode is its first segment, and has the others in `branches`. Only an agent makes others (`segments.py`).
+"""
 
 import math
 import time
@@ -17,9 +20,10 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.advantages import reward_shares
-from nemo_rl_lite.losses.batch import OF_TOKENS, RowBatch, TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import OF_TOKENS, RowBatch, TokenRow, TokenRows, episode_numbers
 from nemo_rl_lite.observability.sinks import Sample, spread, text_of
 from nemo_rl_lite.observability.timer import unix_time
+from nemo_rl_lite.rollout.segments import Branch, History, RowCounts, Same, Segment, Start, longest_start
 
 Ending = Literal["stop", "length", "turns", "error"]
 """Ended by policy, environment or agent; truncated; no turn left; environment or agent failed."""
@@ -67,12 +71,12 @@ class EpisodeRecord(_Judged):
     """Rank of the rollout worker."""
     number: int
     """Number of the episode there."""
-    length: int
-    prompt_length: int
+    rows: tuple[RowCounts, ...]
+    """Counts of the training rows."""
+    prompt_tokens: int
     generated: int
     turn_count: int
     last_turn_tokens: int
-    versions: Mapping[int, int]
     waits: Mapping[Activity, float]
     """Seconds of waits."""
     began: float | None
@@ -91,12 +95,11 @@ class EpisodeRecord(_Judged):
         return cls(
             worker,
             number,
-            length=episode.length,
-            prompt_length=episode.prompt_length,
+            rows=tuple(one.row_counts for one in episode.row_segments),
+            prompt_tokens=episode.prompt_tokens,
             generated=episode.generated,
             turn_count=episode.turn_count,
             last_turn_tokens=episode.last_turn_tokens,
-            versions=episode.versions,
             waits={what: episode.seconds(what) for what in get_args(Activity)},
             began=episode.began,
             no_experts=episode.no_experts,
@@ -107,22 +110,31 @@ class EpisodeRecord(_Judged):
             length_penalty=episode.length_penalty,
         )
 
+    @property
+    def length(self) -> int:
+        return sum(one.length for one in self.rows)
+
+    @property
+    def row_count(self) -> int:
+        return len(self.rows)
+
+    @property
+    def versions(self) -> Mapping[int, int]:
+        return _versions(self.rows)
+
     def seconds(self, what: Activity) -> float:
         return self.waits[what]
 
 
 @dataclass
-class Episode(_Judged):
-    """A sequence that grows turn by turn. Sampled tokens are never tokenized again."""
+class Episode(_Judged, Segment):
+    """A conversation with a reward: its first segment (`tokens`, `prompt_length`, `turns`, `said`), and branches."""
 
     problem: Problem
     tokens: list[int]
-    """Prompt and all later tokens."""
     prompt_length: int
     turns: list[tuple[int, Completion]] = field(default_factory=list)
-    """The assistant turns, each with its position in `tokens`."""
     said: list[Message] = field(default_factory=list)
-    """All messages after the prompt."""
     reward: float | None = None
     """The sum of the environment's rewards so far, later the final reward. None if there is none."""
     ending: Ending = "stop"
@@ -135,65 +147,102 @@ class Episode(_Judged):
     """The prompt's messages if they differ from the problem's."""
     length_penalty: float = 0.0
     """Added to the reward in training; at most 0."""
+    branches: list[Branch] = field(default_factory=list)
+    """The segments after the first."""
+    latest: int = 0
+    """Place of the segment with the last turn in `segments`."""
+    history: History = field(default_factory=History, compare=False, repr=False)
 
-    def begin(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
-        """Replace the prompt, before the first turn."""
-        self.tokens, self.prompt_length, self.own_prompt = list(tokens), len(tokens), tuple(messages)
+    @property
+    def segments(self) -> list[Segment]:
+        return [self, *self.branches]
 
-    def add_turn(self, completion: Completion, text: str) -> None:
-        """Add an assistant turn. A truncated one is the last."""
-        self.turns.append((len(self.tokens), completion))
-        self.tokens += completion.tokens.tolist()
-        self.said.append({"role": "assistant", "content": text})
-        self.ending = completion.finish_reason
+    @property
+    def row_segments(self) -> list[Segment]:
+        """The segments that are training rows: those with turns, or else the first."""
+        return [one for one in self.segments if one.turns] or [self]
 
-    def add_messages(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
-        """Add messages of the environment, with the tokens up to the next assistant turn."""
-        self.tokens += tokens
-        self.said += messages
+    @property
+    def last(self) -> Segment:
+        """The segment with the last turn."""
+        return self.segments[self.latest]
+
+    def start_of(self, messages: Sequence[Message], same: Same) -> Start:
+        """Return the beginning of a request's messages that the episode has."""
+        return longest_start(self.segments, messages, same)
+
+    def open(self, start: Start, tokens: Sequence[int], messages: Sequence[Message]) -> Segment:
+        """Return the segment for a response to a request's messages: the one that they continue, or a new one. They
+        have the tokens of `start`, and then `tokens`."""
+        if start.segment is not None and start.continues:
+            return start.segment
+        if start.segment is None and not self.turns and not self.history.is_busy:
+            self.begin(tokens, messages)
+            return self
+        self.branches.append(start.branch(tokens, messages, len(self.segments)))
+        return self.branches[-1]
+
+    def add_turn(self, completion: Completion, text: str, segment: Segment | None = None) -> None:
+        """Add an assistant turn to a segment, by default the first. A truncated one is its last."""
+        segment = segment or self
+        segment.extend(completion, text)
+        self.latest, self.ending = segment.history.number, completion.finish_reason
+
+    def end(self) -> None:
+        """Note that no turn follows."""
+        for one in self.segments:
+            one.history.conversation.ended = True
 
     @property
     def prompt(self) -> tuple[Message, ...]:
-        """The messages before the first turn."""
+        """The messages before the first turn of the first segment."""
         return self.problem.messages if self.own_prompt is None else self.own_prompt
 
     @property
     def response(self) -> str:
         """Text of the last assistant turn; empty without one."""
-        return next((said["content"] for said in reversed(self.said) if said["role"] == "assistant"), "")
+        return next((said["content"] for said in reversed(self.last.said) if said["role"] == "assistant"), "")
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
-        return len(self.tokens)
+        """Number of tokens of all rows."""
+        return sum(len(one.tokens) for one in self.row_segments)
+
+    @property
+    def row_count(self) -> int:
+        """Number of training rows."""
+        return len(self.row_segments)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens before the first turn, of all rows."""
+        return sum(one.prompt_length for one in self.row_segments)
 
     @property
     def generated(self) -> int:
         """Number of sampled tokens."""
-        return sum(len(completion.tokens) for _, completion in self.turns)
+        return sum(one.sampled_count for one in self.segments)
 
     @property
     def turn_count(self) -> int:
         """Number of assistant turns."""
-        return len(self.turns)
+        return sum(len(one.turns) for one in self.segments)
 
     @property
     def last_turn_tokens(self) -> int:
         """Number of tokens of the last assistant turn."""
-        return len(self.turns[-1][1].tokens) if self.turns else 0
+        turns = self.last.turns
+        return len(turns[-1][1].tokens) if turns else 0
 
     @property
     def versions(self) -> Mapping[int, int]:
         """Number of sampled tokens by version of the weights."""
-        found = Counter[int]()
-        for _, length, version in self.sampled_runs():
-            found[version] += length
-        return found
+        return _versions(one.row_counts for one in self.segments)
 
     @property
     def no_experts(self) -> np.ndarray | None:
         """Routed experts of 0 tokens, [0, layers, k]; None if no engine reported any."""
-        reported = (turn.routed_experts for _, turn in self.turns)
+        reported = (turn.routed_experts for one in self.segments for _, turn in one.turns)
         return next((experts[:0].copy() for experts in reported if experts is not None), None)
 
     @property
@@ -213,49 +262,34 @@ class Episode(_Judged):
 
     @property
     def waits_for(self) -> Activity | None:
-        return self.spans[-1].what if self.spans and self.spans[-1].end is None else None
+        """What the episode waits for; with several waits, the last to begin."""
+        spans = self.spans if self.branches else self.spans[-1:]
+        return next((span.what for span in reversed(spans) if span.end is None), None)
 
     def seconds(self, what: Activity) -> float:
         """Seconds that the episode waited for `what`, over all turns."""
         return sum(span.seconds for span in self.spans if span.what == what)
 
-    def row(self, advantage: float, version: int, no_experts: np.ndarray | None = None) -> TokenRow:
-        """Return the training row for a policy of this version. The mask selects the sampled tokens of a trained
-        episode. `no_experts`: routed experts of 0 tokens, if the engines report them."""
-        mask, ages = (np.zeros(len(self.tokens), OF_TOKENS[name]) for name in ("mask", "ages"))
-        for start, length, sampled_by in self.sampled_runs():
+    def row(self, advantage: float, version: int, no_experts: np.ndarray | None = None, number: int = 0) -> TokenRow:
+        """Return a training row for a policy of this version, by its number in `row_segments`. The mask selects the
+        tokens of a trained episode that were sampled in this segment. `no_experts`: routed experts of 0 tokens, if the
+        engines report them."""
+        segment = self.row_segments[number]
+        mask, ages = (np.zeros(len(segment.tokens), OF_TOKENS[name]) for name in ("mask", "ages"))
+        for start, length, sampled_by in segment.sampled_runs():
             own = slice(start, start + length)
             mask[own], ages[own] = self.is_trained, version - sampled_by
-        tokens, logprobs = np.asarray(self.tokens, OF_TOKENS["tokens"]), self.generation_logprobs()
+        tokens, logprobs = np.asarray(segment.tokens, OF_TOKENS["tokens"]), segment.generation_logprobs()
         shaped = self.shaped_reward
         reward, own = (0.0, 0.0) if shaped is None else (shaped, advantage)
-        return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=self._experts(no_experts))
+        return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=segment.routed_experts(no_experts))
 
-    def sampled_runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the runs of tokens that one version of the weights sampled: position, number of tokens, version."""
-        for start, completion in self.turns:
-            for version, length in completion.versions:
-                yield start, length, version
-                start += length
 
-    def generation_logprobs(self) -> np.ndarray:
-        """Return the engines' logprob of each token, float32; 0 for tokens that they did not sample."""
-        logprobs = np.zeros(len(self.tokens), OF_TOKENS["generation_logprobs"])
-        for start, completion in self.turns:
-            logprobs[start : start + len(completion.logprobs)] = completion.logprobs
-        return logprobs
-
-    def _experts(self, no_experts: np.ndarray | None) -> np.ndarray | None:
-        """Return the routed experts of all tokens that an engine has read, from the first turn that read each. No
-        engine has read the last token."""
-        if no_experts is None:
-            return None
-        parts, known = [no_experts], 0
-        for _, completion in self.turns:
-            if completion.routed_experts is not None:
-                parts.append(completion.routed_experts[known:])
-                known = len(completion.routed_experts)
-        return np.concatenate(parts)
+def _versions(rows: Iterable[RowCounts]) -> Mapping[int, int]:
+    found = Counter[int]()
+    for one in rows:
+        found.update(one.versions)
+    return found
 
 
 Sampled = Episode | EpisodeRecord
@@ -372,12 +406,19 @@ class Rollout:
         return [one for one in self.episodes if isinstance(one, EpisodeRecord)]
 
     def rows(self, advantages: Sequence[float], version: int) -> RowBatch:
-        """Return the training rows for a policy of this version, with an advantage per episode."""
+        """Return the training rows for a policy of this version, with an advantage per episode. The rows of an episode
+        are adjacent."""
         if self.store is not None:
             return self.store.rows(self.records, advantages, version)
         each = list(zip(self.whole(), advantages, strict=True))
         no_experts = next((found for one, _ in each if (found := one.no_experts) is not None), None)
-        return TokenRows.of([episode.row(advantage, version, no_experts) for episode, advantage in each])
+        counts = [episode.row_count for episode, _ in each]
+        rows = [
+            episode.row(advantage, version, no_experts, number)
+            for (episode, advantage), count in zip(each, counts, strict=True)
+            for number in range(count)
+        ]
+        return replace(TokenRows.of(rows), episodes=episode_numbers(counts))
 
     def whole(self, places: Sequence[int] | None = None) -> list[Episode]:
         """Return all episodes, or those at `places`, from wherever they are."""
@@ -407,8 +448,9 @@ class Rollout:
         episodes."""
         samples, generated = len(self.episodes), self.generated
         turns = [episode.turn_count for episode in self.episodes]
+        segments = [episode.row_count for episode in self.episodes]
         endings = [episode.ending for episode in self.episodes]
-        prompt_tokens = sum(episode.prompt_length for episode in self.episodes)
+        prompt_tokens = sum(episode.prompt_tokens for episode in self.episodes)
         total = sum(episode.length for episode in self.episodes)
         trained = [episode.generated for episode in self.episodes if episode.is_trained]
         valid, dropped = float(sum(map(bool, trained))), sum(episode.generated for episode in self.dropped)
@@ -421,6 +463,8 @@ class Rollout:
             "total_num_tokens": float(total),
             "avg_turns_per_sample": sum(turns) / samples,
             "max_turns_per_sample": float(max(turns)),
+            "avg_segments_per_sample": sum(segments) / samples,
+            "max_segments_per_sample": float(max(segments)),
             "natural_termination_rate": endings.count("stop") / samples,
             "truncation_rate": endings.count("length") / samples,
             "max_turns_reached_rate": endings.count("turns") / samples,
@@ -474,7 +518,7 @@ class Rollout:
         judged = [(place, one.reward) for place, one in enumerate(self.episodes) if one.reward is not None]
         shown = [judged[index] for index in spread([reward for _, reward in judged], count)]
         found = zip(self.whole([place for place, _ in shown]), shown, strict=True)
-        return [Sample(text_of(one.prompt), text_of(one.said), reward) for one, (_, reward) in found]
+        return [Sample(text_of(one.last.prompt), text_of(one.last.said), reward) for one, (_, reward) in found]
 
 
 def fetched(episodes: Sequence[Sampled], store: EpisodeStore | None) -> list[Episode]:

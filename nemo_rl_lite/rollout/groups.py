@@ -233,7 +233,7 @@ class GroupPlayer:
             episode.ending, episode.reward = "error", None
             failures.append(Failure.of("play", sample, error, episode))
         finally:
-            assistant.conversation.ended = True
+            episode.end()
         if episode.reward is None and episode.ending != "error":
             await self._score(sample, episode, failures)
 

@@ -10,9 +10,10 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.registry import Environments
-from nemo_rl_lite.generation.interface import Conversation, Request, Requests, Sampling
+from nemo_rl_lite.generation.interface import Request, Requests, Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.segments import Segment, Start
 from nemo_rl_lite.system.user_errors import as_call_error
 
 Section = Literal["environment", "agent"]
@@ -21,7 +22,7 @@ Section = Literal["environment", "agent"]
 
 @dataclass
 class Assistant:
-    """The policy in one episode. `seeds` and the number of the turn determine the seed of a response."""
+    """The policy in one episode. `seeds` and the numbers of segment and turn determine the seed of a response."""
 
     episode: Episode
     requests: Requests
@@ -31,7 +32,6 @@ class Assistant:
     max_length: int
     step: int = 0
     """Step that waits for the response."""
-    conversation: Conversation = field(default_factory=Conversation, init=False)
 
     @property
     def room(self) -> int:
@@ -39,18 +39,38 @@ class Assistant:
         return self.max_length - self.sampling.max_new_tokens
 
     async def respond(
-        self, tokens: Sequence[int] = (), messages: Sequence[Message] = (), sampling: Sampling | None = None
+        self,
+        tokens: Sequence[int] = (),
+        messages: Sequence[Message] = (),
+        sampling: Sampling | None = None,
+        segment: Segment | None = None,
     ) -> None:
-        """Add `messages`, tokenized as `tokens`, and the policy's response to the episode. Raises EngineError,
-        WorkerError: there is no response (see `RequestQueue.sample`); the episode is unchanged."""
-        episode = self.episode
-        digest = hashlib.blake2b(repr((*self.seeds, len(episode.turns))).encode(), digest_size=4).digest()
+        """Add `messages`, tokenized as `tokens`, and the policy's response to a segment, by default the first. Raises
+        EngineError, WorkerError: there is no response (see `RequestQueue.sample`); the segment is unchanged."""
+        episode, segment = self.episode, segment or self.episode
+        history = segment.history
+        place = (history.number, len(segment.turns)) if history.number else (len(segment.turns),)
+        digest = hashlib.blake2b(repr((*self.seeds, *place)).encode(), digest_size=4).digest()
         seed = int.from_bytes(digest) >> 1
-        request = Request((*episode.tokens, *tokens), sampling or self.sampling, seed, self.step)
-        with episode.waiting("generate") as span:
-            completion, span.place = await self.requests.sample(request, self.conversation)
-        episode.add_messages(tokens, messages)
-        episode.add_turn(completion, self.tokenizer.text(completion.tokens))
+        request = Request((*segment.tokens, *tokens), sampling or self.sampling, seed, self.step)
+        history.is_busy = True
+        try:
+            with episode.waiting("generate") as span:
+                completion, span.place = await self.requests.sample(request, history.conversation)
+        finally:
+            history.is_busy = False
+        segment.add_messages(tokens, messages)
+        episode.add_turn(completion, self.tokenizer.text(completion.tokens), segment)
+
+    async def answer(
+        self, messages: Sequence[Message], start: Start, tokens: Sequence[int], sampling: Sampling | None = None
+    ) -> Segment:
+        """Respond to an agent's messages, which have the tokens of `start` and then `tokens`. Return the segment whose
+        last turn is the response. Several requests may run at the same time. Raises what `respond` raises."""
+        segment = self.episode.open(start, tokens, messages)
+        new = (tokens, messages[start.messages :]) if segment is start.segment else ((), ())
+        await self.respond(*new, sampling, segment)
+        return segment
 
 
 class EpisodeRunner(Protocol):
@@ -75,7 +95,7 @@ class SingleTurn:
 
     async def play(self, episode: Episode, assistant: Assistant) -> None:
         """See `EpisodeRunner.play`."""
-        assistant.conversation.ended = True
+        episode.end()
         await assistant.respond()
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
+from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
 from nemo_rl_lite.rollout.episode import Episode, Rollout, Sampled, SampleFile, Split, fetched
+from nemo_rl_lite.rollout.segments import Branch, Segment
 
 log = logging.getLogger(__name__)
 ROLLOUTS = "rollouts"
@@ -26,6 +29,15 @@ _FILES = "step-*.parquet"
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("other", pa.string())])
 _SPAN = pa.struct([("what", pa.string()), ("begin", pa.float32()), ("end", pa.float32()), ("place", pa.int32())])
 _RUN = pa.struct([("start", pa.int32()), ("length", pa.int32()), ("version", pa.int32())])
+_SEGMENT = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("length", pa.int32()),
+        # Tokens before the segment's first turn, also those that another segment has sampled.
+        ("prompt_tokens", pa.int32()),
+        ("messages", pa.list_(_MESSAGE)),
+    ]
+)
 _SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -33,6 +45,7 @@ _SCHEMA = pa.schema(
         # Index of the problem in the step, and of the sample among those of the problem.
         ("problem", pa.int32()),
         ("sample", pa.int32()),
+        # Of the segment with the last turn, as `response`, `turns` and `prompt_tokens` are.
         ("prompt", pa.list_(_MESSAGE)),
         # JSON.
         ("tools", pa.string()),
@@ -50,12 +63,14 @@ _SCHEMA = pa.schema(
         ("spans", pa.list_(_SPAN)),
         # Of training samples.
         ("advantage", pa.float32()),
-        # The whole sequence.
+        # All segments, one after the other.
         ("token_ids", pa.list_(pa.int32())),
         # One for each token id; 0 for tokens that no engine sampled.
         ("generation_logprobs", pa.list_(pa.float32())),
         # Runs of sampled tokens of one version of the weights: index in `token_ids`, number of tokens, step.
         ("versions", pa.list_(_RUN)),
+        # The segments in `token_ids`, if there are several: each is a training row.
+        ("segments", pa.list_(_SEGMENT)),
     ]
 )
 # Columns with an entry per token.
@@ -203,19 +218,22 @@ def _sample_rows(target: SampleFile, samples: Sequence[tuple[int, Episode, float
 def _row(
     target: SampleFile, place: int, sample: int, episode: Episode, advantage: float | None, began: float
 ) -> dict[str, Any]:
+    segments, last = episode.row_segments, episode.last
+    starts = [0, *accumulate(len(one.tokens) for one in segments)]
+    each = list(zip(starts, segments, strict=False))
     return {
         "step": target.step,
         "split": target.split,
         "problem": place,
         "sample": sample,
-        "prompt": [_message(message) for message in episode.prompt],
+        "prompt": _messages(last.prompt),
         "tools": json.dumps(episode.problem.tools) if episode.problem.tools else None,
         "answer": str(episode.problem.answer),
         "response": episode.response,
-        "turns": [_message(message) for message in episode.said],
+        "turns": _messages(last.said),
         "reward": episode.reward,
         "length_penalty": episode.length_penalty,
-        "prompt_tokens": episode.prompt_length,
+        "prompt_tokens": last.prompt_length,
         "tokens": episode.generated,
         "ending": episode.ending,
         "spans": [
@@ -225,21 +243,32 @@ def _row(
             for begin in [max(round(one.begin - began, 6), 0.0)]
         ],
         "advantage": advantage,
-        "token_ids": np.asarray(episode.tokens, np.int32),
-        "generation_logprobs": episode.generation_logprobs(),
+        "token_ids": np.concatenate([np.asarray(one.tokens, np.int32) for one in segments]),
+        "generation_logprobs": np.concatenate([one.generation_logprobs() for one in segments]),
         "versions": [
-            {"start": start, "length": length, "version": version} for start, length, version in episode.sampled_runs()
+            {"start": before + start, "length": length, "version": version}
+            for before, one in each
+            for start, length, version in one.sampled_runs()
         ],
+        "segments": [_segment(start, one) for start, one in each] if len(each) > 1 else None,
     }
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    other = {name: value for name, value in message.items() if name not in ("role", "content")}
-    return {
-        "role": message["role"],
-        "content": message.get("content"),
-        "other": json.dumps(other, default=str) if other else None,
-    }
+def _segment(start: int, one: Segment) -> dict[str, Any]:
+    counts = {"start": start, "length": len(one.tokens), "prompt_tokens": one.prompt_length}
+    return counts | {"messages": _messages([*one.prompt, *one.said])}
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [
+        {
+            "role": message["role"],
+            "content": message.get("content"),
+            "other": json.dumps(other, default=str) if other else None,
+        }
+        for message in messages
+        for other in [{name: value for name, value in message.items() if name not in ("role", "content")}]
+    ]
 
 
 _COUNTED = pa.struct([("version", pa.int32()), ("count", pa.int32())])
@@ -252,6 +281,15 @@ _TURN = pa.struct(
         ("versions", pa.list_(_COUNTED)),
         # A .npy file.
         ("routed_experts", pa.binary()),
+    ]
+)
+_BRANCH = pa.struct(
+    [
+        ("tokens", pa.list_(pa.int32())),
+        ("prompt_length", pa.int64()),
+        # JSON: the messages before the first turn, and those after it.
+        ("messages", pa.string()),
+        ("turns", pa.list_(_TURN)),
     ]
 )
 _SAVED_SCHEMA = pa.schema(
@@ -270,6 +308,8 @@ _SAVED_SCHEMA = pa.schema(
         ("reward_parts", pa.string()),
         ("ending", pa.string()),
         ("is_left_out", pa.bool_()),
+        ("branches", pa.list_(_BRANCH)),
+        ("latest", pa.int32()),
     ]
 )
 _NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught", "rested", "took_s")
@@ -342,24 +382,38 @@ def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str,
         "problem": json.dumps(asked, default=str),
         "tokens": episode.tokens,
         "prompt_length": episode.prompt_length,
-        "turns": [
-            {
-                "start": start,
-                "length": len(turn.tokens),
-                "logprobs": turn.logprobs,
-                "finish_reason": turn.finish_reason,
-                "versions": [{"version": version, "count": count} for version, count in turn.versions],
-                "routed_experts": None if turn.routed_experts is None else _array_bytes(turn.routed_experts),
-            }
-            for start, turn in episode.turns
-        ],
+        "turns": _saved_turns(episode),
         "said": json.dumps(episode.said, default=str),
         "reward": episode.reward,
         "length_penalty": episode.length_penalty,
         "reward_parts": json.dumps(dict(episode.reward_parts)),
         "ending": episode.ending,
         "is_left_out": episode.is_left_out,
+        "branches": [
+            {
+                "tokens": one.tokens,
+                "prompt_length": one.prompt_length,
+                "messages": json.dumps([one.prompt, one.said], default=str),
+                "turns": _saved_turns(one),
+            }
+            for one in episode.branches
+        ],
+        "latest": episode.latest,
     }
+
+
+def _saved_turns(segment: Segment) -> list[dict[str, Any]]:
+    return [
+        {
+            "start": start,
+            "length": len(turn.tokens),
+            "logprobs": turn.logprobs,
+            "finish_reason": turn.finish_reason,
+            "versions": [{"version": version, "count": count} for version, count in turn.versions],
+            "routed_experts": None if turn.routed_experts is None else _array_bytes(turn.routed_experts),
+        }
+        for start, turn in segment.turns
+    ]
 
 
 def _array_bytes(array: np.ndarray) -> bytes:
@@ -370,25 +424,11 @@ def _array_bytes(array: np.ndarray) -> bytes:
 
 def _episode(row: dict[str, Any]) -> Episode:
     messages, answer, metadata, tools, own_prompt = json.loads(row["problem"])
-    tokens = row["tokens"]
-    turns = [
-        (
-            turn["start"],
-            Completion(
-                np.array(tokens[turn["start"] : turn["start"] + turn["length"]], np.int32),
-                np.array(turn["logprobs"], np.float32),
-                turn["finish_reason"],
-                tuple((run["version"], run["count"]) for run in turn["versions"]),
-                None if turn["routed_experts"] is None else np.load(io.BytesIO(turn["routed_experts"])),
-            ),
-        )
-        for turn in row["turns"]
-    ]
     return Episode(
         Problem(tuple(messages), answer, metadata, tuple(tools)),
-        tokens,
+        row["tokens"],
         row["prompt_length"],
-        turns,
+        _turns(row),
         json.loads(row["said"]),
         row["reward"],
         row["ending"],
@@ -397,4 +437,27 @@ def _episode(row: dict[str, Any]) -> Episode:
         own_prompt=None if own_prompt is None else tuple(own_prompt),
         # Absent in checkpoints of earlier versions.
         length_penalty=row.get("length_penalty", 0.0),
+        branches=list(map(_branch, row.get("branches", ()))),
+        latest=row.get("latest", 0),
     )
+
+
+def _branch(row: Mapping[str, Any]) -> Branch:
+    prompt, said = json.loads(row["messages"])
+    return Branch(row["tokens"], row["prompt_length"], tuple(prompt), _turns(row), said)
+
+
+def _turns(row: Mapping[str, Any]) -> list[tuple[int, Completion]]:
+    return [
+        (
+            turn["start"],
+            Completion(
+                np.array(row["tokens"][turn["start"] : turn["start"] + turn["length"]], np.int32),
+                np.array(turn["logprobs"], np.float32),
+                turn["finish_reason"],
+                tuple((run["version"], run["count"]) for run in turn["versions"]),
+                None if turn["routed_experts"] is None else np.load(io.BytesIO(turn["routed_experts"])),
+            ),
+        )
+        for turn in row["turns"]
+    ]

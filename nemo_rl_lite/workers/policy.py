@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config, RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
-from nemo_rl_lite.losses.batch import CountedRows, RowBatch, TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import CountedRows, RowBatch, TokenRow, TokenRows, trained_of_episodes
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, mean_of_steps, summary
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
@@ -49,7 +50,7 @@ class RemotePolicy:
         """Create a client.
 
         Args:
-            global_batch: sequences of an optimizer step.
+            global_batch: episodes, or sequences of datasets, of an optimizer step.
             together: neighbouring sequences that a loss compares, such as 2 for pairs.
             flops: FLOPs of a sequence; None for an unknown architecture, whose work is counted in tokens.
             layout: layout of training micro-batches, if the work depends on it.
@@ -68,18 +69,21 @@ class RemotePolicy:
 
     def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
         rows = rows if isinstance(rows, CountedRows) else TokenRows.of(rows)
-        last = len(rows) - self._together
-        shares = [
-            [index if index < len(rows) else last + index % self._together for index in own]
-            for own in self._split(rows)
-        ]
+        count, split = len(rows), self._split(rows)
+        copied = count - self._together if rows.episodes is None else int(rows.lengths.argmin())
+        shares = [[index if index < count else copied + index % self._together for index in own] for own in split]
         self._replicas.put_batch(rows, shares, name)
+        if rows.episodes is not None:
+            trained, places = trained_of_episodes(rows)
+            fillers = [[place for place, index in enumerate(own) if index >= count] for own in split]
+            tokens = [trained[places[own]] for own in shares]
+            self._replicas.call("join_episodes", list(zip(tokens, fillers, strict=True)), name)
         self._held[name], self._mismatch[name] = BatchRef(name, rows), []
         self._unscored.add(name)
         return self._held[name]
 
     def score(self, batch: BatchRef, which: Sequence[Scored]) -> None:
-        first = self._global_batch // self._replicas.count if "later" in which else 0
+        first = self._steps(batch.rows)[0][1].stop if "later" in which else 0
         policies = tuple("previous" if one == "later" else one for one in which)
         common = (policies, count_masked(batch.rows), self._name(batch), first)
         measured = self._replicas.call("score", None, *common, phase="logprobs")
@@ -90,10 +94,10 @@ class RemotePolicy:
     def work(self, batch: BatchRef, which: Sequence[Scored]) -> Work | None:
         if self._flops is None:
             return None
-        lengths, scoring = batch.rows.lengths.tolist(), 0.0
+        lengths, scoring, first = batch.rows.lengths.tolist(), 0.0, self._steps(batch.rows)[0][0].stop
         for one in which:
             forward = self._flops.reference if one == "reference" else self._flops.forward
-            scoring += sum(map(forward, lengths[self._global_batch :] if one == "later" else lengths))
+            scoring += sum(map(forward, lengths[first:] if one == "later" else lengths))
         return Work(scoring, sum(map(self._flops.training, lengths)))
 
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
@@ -122,13 +126,12 @@ class RemotePolicy:
         wait(self.group.call("prepare_for_generation"))
 
     def train(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
-        steps, share, name = [], self._global_batch // self._replicas.count, self._name(batch)
+        steps, name = [], self._name(batch)
         sampled = isinstance(batch.rows, CountedRows) or batch.rows[0].generation_logprobs is not None
         compared = name in self._unscored and sampled
         mismatch = self._mismatch[name]
-        for step, start in enumerate(range(0, len(batch.rows), self._global_batch)):
-            counts = loss.counts(batch.rows[start : start + self._global_batch])
-            own = slice(step * share, (step + 1) * share)
+        for step, (rows, own) in enumerate(self._steps(batch.rows)):
+            counts = loss.counts(batch.rows[rows.start : rows.stop])
             of_all = count_masked(batch.rows) if compared and step == 0 else None
             replicas, shares = zip(*self._replicas.call("train", None, loss, counts, own, name, of_all), strict=True)
             steps.append(summary(loss, replicas) | {whole: replicas[0][whole] for whole in WHOLE_METRICS})
@@ -207,21 +210,36 @@ class RemotePolicy:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 
+    def _steps(self, rows: RowBatch) -> list[tuple[range, slice]]:
+        """Return the rows of each optimizer step, and their part of each replica's share."""
+        first = np.arange(len(rows)) if rows.episodes is None else np.flatnonzero(np.diff(rows.episodes, prepend=-1))
+        together, steps, placed = self._together, [], 0
+        for start, end in pairwise([*first[:: self._global_batch].tolist(), len(rows)]):
+            each = -(-(end - start) // (self._replicas.count * together)) * together
+            steps.append((range(start, end), slice(placed, placed + each)))
+            placed += each
+        return steps
+
     def _split(self, rows: RowBatch) -> list[list[int]]:
-        """Return each replica's row indices, step by step. Shares of a full step are equal in number and nearly equal
-        in work. A partial last step is split in order, padded with indices of `len(rows)` or more."""
+        """Return each replica's row indices, step by step: equally many, padded with indices of `len(rows)` or more.
+
+        Shares are nearly equal in work, except for those of a partial last step, which is split in order. Padding of
+        episodes with several rows is a token without a loss.
+        """
         together, count = self._together, self._replicas.count
         shares = [list[int]() for _ in range(count)]
         lengths = rows.lengths.tolist()
-        for start in range(0, len(rows), self._global_batch):
-            of_step = lengths[start : start + self._global_batch]
-            each = -(-len(of_step) // (count * together)) * together
-            if len(of_step) == each * count:
+        for own_rows, place in self._steps(rows):
+            each, index = place.stop - place.start, [*own_rows]
+            missing = each * count - len(index)
+            index += range(len(rows), len(rows) + missing)
+            if not missing or rows.episodes is not None:
+                of_step = [*lengths[own_rows.start : own_rows.stop], *[1] * missing]
                 owned = balanced_shares(of_step, count, self._cost, together, self._layout)
             else:
                 owned = [list(range(replica * each, (replica + 1) * each)) for replica in range(count)]
             for share, own in zip(shares, owned, strict=True):
-                share += [start + row for row in own]
+                share += [index[row] for row in own]
         return shares
 
     def _name(self, batch: BatchRef) -> str:

@@ -46,10 +46,12 @@ class Kept:
     advantage: float | None
     is_left_out: bool
     length_penalty: float
+    row: int = 0
+    """Number of the row, if one of the episode's is meant."""
 
     @classmethod
-    def of(cls, record: EpisodeRecord, advantage: float | None = None) -> "Kept":
-        return cls(record.number, advantage, record.is_left_out, record.length_penalty)
+    def of(cls, record: EpisodeRecord, advantage: float | None = None, row: int = 0) -> "Kept":
+        return cls(record.number, advantage, record.is_left_out, record.length_penalty, row)
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class RolloutWorker:
 
     def own_rows(self, chosen: Sequence[Kept], version: int, no_experts: np.ndarray | None) -> TokenRows:
         """Return training rows; see `Episode.row`."""
-        return TokenRows.of([self._kept(one).row(one.advantage or 0.0, version, no_experts) for one in chosen])
+        return TokenRows.of([self._kept(one).row(one.advantage or 0.0, version, no_experts, one.row) for one in chosen])
 
     def write(self, target: SampleFile, samples: Sequence[tuple[int, Kept]]) -> None:
         """Write samples, each with its number in the rollout, in a thread."""

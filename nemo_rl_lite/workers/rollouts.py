@@ -15,7 +15,7 @@ from nemo_rl_lite.cluster.calls import Call, result, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.losses.batch import CountedRows, Share, SharedRows, TokenRows
+from nemo_rl_lite.losses.batch import CountedRows, Share, SharedRows, TokenRows, episode_numbers
 from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, EpisodeStore, SampleFile
 from nemo_rl_lite.rollout.groups import Group, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.play import Section
@@ -227,15 +227,21 @@ class RolloutWorkers:
 
     def rows(self, records: Sequence[EpisodeRecord], advantages: Sequence[float], version: int) -> CountedRows:
         self._forget_groups(records)
-        kept = [Kept.of(record, advantage) for record, advantage in zip(records, advantages, strict=True)]
-        rewards = [0.0 if one.shaped_reward is None else one.shaped_reward for one in records]
+        each = [
+            (record, Kept.of(record, advantage, number), counts)
+            for record, advantage in zip(records, advantages, strict=True)
+            for number, counts in enumerate(record.rows)
+        ]
+        rewards = [0.0 if one.shaped_reward is None else one.shaped_reward for one, _, _ in each]
         ages = [
-            {version - own: count for own, count in one.versions.items()} if one.is_trained else {} for one in records
+            {version - own: count for own, count in counts.versions.items()} if one.is_trained else {}
+            for one, _, counts in each
         ]
         no_experts = next((one.no_experts for one in records if one.no_experts is not None), None)
-        source = _Rows(self, records, kept, version, no_experts)
-        lengths = np.array([one.length for one in records], np.int64)
-        return CountedRows(source, np.arange(len(records)), lengths, np.array(rewards, np.float64), ages)
+        source = _Rows(self, [one for one, _, _ in each], [kept for _, kept, _ in each], version, no_experts)
+        lengths = np.array([counts.length for _, _, counts in each], np.int64)
+        episodes = episode_numbers([one.row_count for one in records])
+        return CountedRows(source, np.arange(len(each)), lengths, np.array(rewards, np.float64), ages, episodes)
 
     def require(self, records: Sequence[EpisodeRecord]) -> None:
         """Raise WorkerError if episodes were lost with a rollout worker."""
@@ -454,6 +460,7 @@ class _Rows:
 
     workers: RolloutWorkers
     records: Sequence[EpisodeRecord]
+    """The record of each row."""
     kept: Sequence[Kept]
     version: int
     no_experts: np.ndarray | None
