@@ -198,9 +198,10 @@ class ChatTokenizer:
     def continuation(
         self, messages: Sequence[Message], known: int, last_token: int, tools: Sequence[Tool] = ()
     ) -> list[int]:
-        """Return the token ids of a chat after its first `known` messages, which end with an assistant turn, up to the
-        start of the next turn. Further assistant messages have the tokens of their text. `last_token`: see
-        `between_turns`.
+        """Return the token ids of a chat after its first `known` messages, up to the start of the next turn.
+
+        The last known message is an assistant turn. Further assistant messages have the tokens of their text.
+        `last_token`: see `between_turns`.
 
         Raises:
             DataError: the chat template cannot render these messages.

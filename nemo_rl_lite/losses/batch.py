@@ -77,7 +77,7 @@ class RoutedExperts:
         return RoutedExperts(self.values[_places(self.counts, rows)], self.counts[rows])
 
     def cut(self, lengths: np.ndarray) -> "RoutedExperts":
-        """Return the experts of rows that are cut to `lengths` tokens, [B]."""
+        """Return the experts of the first `lengths` tokens of each row, [B]."""
         counts = np.minimum(self.counts, lengths)
         place = np.arange(len(self.values)) - np.repeat(self.counts.cumsum() - self.counts, self.counts)
         return RoutedExperts(self.values[place < np.repeat(counts, self.counts)], counts)

@@ -262,7 +262,7 @@ class Episode(_Judged, Segment):
 
     @property
     def waits_for(self) -> Activity | None:
-        """What the episode waits for; with several waits, the last to begin."""
+        """The wait that began last and has not ended."""
         spans = self.spans if self.branches else self.spans[-1:]
         return next((span.what for span in reversed(spans) if span.end is None), None)
 

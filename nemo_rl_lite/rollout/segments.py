@@ -27,7 +27,7 @@ class History:
     number: int = 0
     """Place of the segment among those of its episode."""
     ends: list[tuple[int, int]] = field(default_factory=list)
-    """Where the segment can be branched: number of messages and of tokens up to the end of an assistant message."""
+    """Places to branch, each after an assistant message: number of messages and of tokens before it."""
     conversation: Conversation = field(default_factory=Conversation)
     is_busy: bool = False
     """True while a response to the segment is sampled."""
@@ -149,10 +149,14 @@ class Start:
 
     def branch(self, tokens: Sequence[int], messages: Sequence[Message], number: int) -> Branch:
         """Return a segment whose prompt has these messages: the tokens of the beginning, and then `tokens`."""
-        known = self.tokens
-        ends = [] if self.segment is None else [end for end in self.segment.history.ends if end[1] <= self.length]
-        own = [*known, *tokens]
-        return Branch(own, len(own), tuple(messages), history=History(number, ends))
+        own, history = [*self.tokens, *tokens], History(number)
+        if self.segment is not None:
+            before = self.segment.history
+            history.ends = [end for end in before.ends if end[1] <= self.length]
+            # The engine has the beginning in its KV cache.
+            conversation = before.conversation
+            history.conversation = Conversation(engine=conversation.engine, cache_version=conversation.cache_version)
+        return Branch(own, len(own), tuple(messages), history=history)
 
 
 def longest_start(segments: Sequence[Segment], messages: Sequence[Message], same: Same) -> Start:

@@ -63,7 +63,7 @@ _SCHEMA = pa.schema(
         ("spans", pa.list_(_SPAN)),
         # Of training samples.
         ("advantage", pa.float32()),
-        # All segments, one after the other.
+        # All segments, in order.
         ("token_ids", pa.list_(pa.int32())),
         # One for each token id; 0 for tokens that no engine sampled.
         ("generation_logprobs", pa.list_(pa.float32())),

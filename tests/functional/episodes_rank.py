@@ -58,7 +58,7 @@ def main(model_folder: str, output_folder: str, cases: str) -> None:
 
 
 def train(config: Config, worker: MegatronWorker) -> dict[str, Any]:
-    """Two steps with each way to average. The first has logprobs of the training pass, the others of their own."""
+    """Take two steps with each way to average. Only the first uses logprobs of the training pass."""
     group = Everywhere(worker, int(os.environ["WORLD_SIZE"]))
     remote = RemotePolicy(group, EPISODES // STEPS)  # pyrefly: ignore
     before, options, metrics, lengths = weights_of(worker), config.options(GRPOConfig).loss_fn, [], []

@@ -44,6 +44,18 @@ def test_prompt_turn_and_what_follows_are_the_templates_own_rendering(make, temp
     assert [*tokenizer.prompt(QUESTION), *turn, *tokenizer.between_turns(REPLY, turn[-1])] == whole
 
 
+@pytest.mark.parametrize("template", [CHATML, OWN])
+def test_the_rest_of_a_chat_may_have_assistant_turns(make, template):
+    tokenizer = make(template)
+    one, other = ({"role": "assistant", "content": text} for text in ("7", "8"))
+    chat = [*QUESTION, one, *REPLY, other, *REPLY, one, *QUESTION]
+    whole, start = tokenizer.prompt(chat), [*tokenizer.prompt(QUESTION), *tokenizer._tokens("7"), END]
+    assert [*start, *tokenizer.continuation(chat, 2, END)] == whole
+    # An end token that was not sampled is written.
+    assert [*start[:-1], *tokenizer.continuation(chat, 2, start[-2])] == whole
+    assert tokenizer.continuation(chat[:3], 2, END) == tokenizer.between_turns(REPLY, END)
+
+
 def test_an_end_token_that_was_not_sampled_is_written(make):
     tokenizer = make(CHATML)
     sampled, cut = tokenizer.between_turns(REPLY, END), tokenizer.between_turns(REPLY, 5)

@@ -73,7 +73,7 @@ def begun(engine: Engine, text: str = "go") -> tuple[Episode, Assistant]:
 
 
 async def ask(assistant: Assistant, messages: Sequence[dict]) -> tuple[Segment, list[dict]]:
-    """What an endpoint does with a request: returns the segment, and the messages with the response."""
+    """Send a request, as an endpoint does. Return the segment, and the messages with the response."""
     episode, tokenizer = assistant.episode, assistant.tokenizer
     start = episode.start_of(messages, same)
     # As an endpoint tokenizes in a thread.

@@ -18,7 +18,7 @@ from nemo_rl_lite.rollout.store import (
     rollout_files,
     save_rollouts,
 )
-from tests.unit.rollout.histories import FIRST, Engine, Numbers, ask, begun, logprob_of, user, wandered
+from tests.unit.rollout.histories import FIRST, Engine, Numbers, ask, begun, logprob_of, same, user, wandered
 
 
 def played(agent, seed: int = 0):
@@ -87,6 +87,7 @@ def test_a_compacted_history_begins_a_segment():
     assert [len(one.turns) for one in episode.segments] == [2, 2] and episode.turn_count == 4
     assert episode.response == episode.branches[0].said[-1]["content"] and episode.last is episode.branches[0]
     assert episode.branches[0].prompt == (user("go"), user("sum"))
+    assert episode.branches[0].history.conversation is not episode.history.conversation
 
 
 def test_a_branch_keeps_the_tokens_of_what_it_shares():
@@ -104,6 +105,18 @@ def test_a_branch_keeps_the_tokens_of_what_it_shares():
     assert second.tokens == [*right, *sampled(second)[0]] and second.prompt_length == len(right)
     tail = Numbers().prompt([user("right"), {"role": "assistant", "content": "short"}, user("more")])
     assert third.tokens == [*shared, *tail, *sampled(third)[0]]
+
+
+def test_a_branch_asks_the_engine_of_what_it_shares():
+    async def agent(assistant):
+        _, history = await ask(assistant, [user("go")])
+        assistant.episode.history.conversation.engine, assistant.episode.history.conversation.cache_version = 5, 2
+        start = assistant.episode.start_of([*history, user("on")], same)
+        branch = start.branch([1], [*history, user("on")], 1)
+        own = branch.history.conversation
+        assert (own.engine, own.cache_version, own.tokens) == (5, 2, 0) and branch.history.ends == [(2, start.length)]
+
+    played(agent)
 
 
 def test_requests_at_the_same_time_have_segments_of_their_own():

@@ -42,7 +42,7 @@ class Keepers(RolloutWorkers):
 
 
 class Ranks(Group):
-    """Ranks that keep rows, and what they are told of episodes."""
+    """Ranks that keep rows, and the arguments of `join_episodes`."""
 
     def call_each(self, method, arguments, phase=""):
         if method == "put_parts":
