@@ -160,7 +160,7 @@ class Episode(_Judged, Segment):
     @property
     def row_segments(self) -> list[Segment]:
         """The segments that are training rows: those with turns, or else the first."""
-        return [one for one in self.segments if one.turns] or [self]
+        return [one for one in self.segments if one.turns] or [self] if self.branches else [self]
 
     @property
     def last(self) -> Segment:
@@ -221,12 +221,12 @@ class Episode(_Judged, Segment):
     @property
     def generated(self) -> int:
         """Number of sampled tokens."""
-        return sum(one.sampled_count for one in self.segments)
+        return self.sampled_count + sum(one.sampled_count for one in self.branches)
 
     @property
     def turn_count(self) -> int:
         """Number of assistant turns."""
-        return sum(len(one.turns) for one in self.segments)
+        return len(self.turns) + sum(len(one.turns) for one in self.branches)
 
     @property
     def last_turn_tokens(self) -> int:
@@ -237,7 +237,7 @@ class Episode(_Judged, Segment):
     @property
     def versions(self) -> Mapping[int, int]:
         """Number of sampled tokens by version of the weights."""
-        return _versions(one.row_counts for one in self.segments)
+        return _versions([one.row_counts for one in self.row_segments])
 
     @property
     def no_experts(self) -> np.ndarray | None:
@@ -285,7 +285,9 @@ class Episode(_Judged, Segment):
         return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=segment.routed_experts(no_experts))
 
 
-def _versions(rows: Iterable[RowCounts]) -> Mapping[int, int]:
+def _versions(rows: Sequence[RowCounts]) -> Mapping[int, int]:
+    if len(rows) == 1:
+        return rows[0].versions
     found = Counter[int]()
     for one in rows:
         found.update(one.versions)

@@ -9,6 +9,7 @@ no loss there, so each sampled token is trained once.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,8 +34,7 @@ class History:
     """True while a response to the segment is sampled."""
 
 
-@dataclass(frozen=True)
-class RowCounts:
+class RowCounts(NamedTuple):
     """Counts of a training row."""
 
     length: int
