@@ -18,12 +18,13 @@ from torch import Tensor
 
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.advantages import reward_shares
 from nemo_rl_lite.losses.batch import OF_TOKENS, RowBatch, TokenRow, TokenRows, episode_numbers
 from nemo_rl_lite.observability.sinks import Sample, spread, text_of
 from nemo_rl_lite.observability.timer import unix_time
-from nemo_rl_lite.rollout.segments import Branch, History, RowCounts, Same, Segment, Start, longest_start
+from nemo_rl_lite.rollout.segments import Branch, History, RowCounts, Segment, Start, longest_start
 
 Ending = Literal["stop", "length", "turns", "error"]
 """Ended by policy, environment or agent; truncated; no turn left; environment or agent failed."""
@@ -145,6 +146,8 @@ class Episode(_Judged, Segment):
     """True if the episode is excluded from the loss although it has a reward."""
     own_prompt: tuple[Message, ...] | None = None
     """The prompt's messages if they differ from the problem's."""
+    own_tools: tuple[Tool, ...] | None = None
+    """The offered tools if they differ from the problem's."""
     length_penalty: float = 0.0
     """Added to the reward in training; at most 0."""
     branches: list[Branch] = field(default_factory=list)
@@ -167,19 +170,21 @@ class Episode(_Judged, Segment):
         """The segment with the last turn."""
         return self.segments[self.latest]
 
-    def start_of(self, messages: Sequence[Message], same: Same) -> Start:
-        """Return the beginning of a request's messages that the episode has."""
-        return longest_start(self.segments, messages, same)
+    def start_of(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Start:
+        """Return the beginning of a request's messages that the episode has; see `Segment.note` for their form."""
+        return longest_start(self.segments, messages, tools)
 
-    def open(self, start: Start, tokens: Sequence[int], messages: Sequence[Message]) -> Segment:
+    def open(
+        self, start: Start, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> Segment:
         """Return the segment for a response to a request's messages: the one that they continue, or a new one. They
         have the tokens of `start`, and then `tokens`."""
         if start.segment is not None and start.continues:
             return start.segment
         if start.segment is None and not self.turns and not self.history.is_busy:
-            self.begin(tokens, messages)
+            self.begin(tokens, messages, tools)
             return self
-        self.branches.append(start.branch(tokens, messages, len(self.segments)))
+        self.branches.append(start.branch(tokens, messages, tools, len(self.segments)))
         return self.branches[-1]
 
     def add_turn(self, completion: Completion, text: str, segment: Segment | None = None) -> None:
@@ -197,6 +202,11 @@ class Episode(_Judged, Segment):
     def prompt(self) -> tuple[Message, ...]:
         """The messages before the first turn of the first segment."""
         return self.problem.messages if self.own_prompt is None else self.own_prompt
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools that the prompt of the first segment offers."""
+        return self.problem.tools if self.own_tools is None else self.own_tools
 
     @property
     def response(self) -> str:

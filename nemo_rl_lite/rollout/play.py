@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Protocol
 
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.registry import Environments
 from nemo_rl_lite.generation.interface import Request, Requests, Sampling
@@ -63,11 +64,17 @@ class Assistant:
         episode.add_turn(completion, self.tokenizer.text(completion.tokens), segment)
 
     async def answer(
-        self, messages: Sequence[Message], start: Start, tokens: Sequence[int], sampling: Sampling | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        start: Start,
+        tokens: Sequence[int],
+        sampling: Sampling | None = None,
     ) -> Segment:
         """Respond to an agent's messages, which have the tokens of `start` and then `tokens`. Return the segment whose
-        last turn is the response. Several requests may run at the same time. Raises what `respond` raises."""
-        segment = self.episode.open(start, tokens, messages)
+        last turn is the response; see `Segment.note`. Requests may run at the same time. Raises what `respond`
+        raises."""
+        segment = self.episode.open(start, tokens, messages, tools)
         new = (tokens, messages[start.messages :]) if segment is start.segment else ((), ())
         await self.respond(*new, sampling, segment)
         return segment

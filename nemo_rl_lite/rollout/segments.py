@@ -4,21 +4,23 @@ An agent sends its messages with each request. If they continue a segment, the r
 the agent has changed its history, or two requests run at the same time, and a new segment begins. Up to the last
 assistant message that both share, the new segment has the tokens of the old one. They are part of its prompt and have
 no loss there, so each sampled token is trained once.
+
+Messages are equal in the form in which requests repeat them, which the endpoint defines. A framework may for example
+drop the reasoning of a response; the segment has the sampled tokens in any case.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 
 from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.generation.interface import Completion, Conversation
 from nemo_rl_lite.losses.batch import OF_TOKENS
-
-Same = Callable[[Message, Message], bool]
-"""Returns whether a known message and one of a request are the same."""
 
 
 @dataclass(eq=False)
@@ -27,6 +29,8 @@ class History:
 
     number: int = 0
     """Place of the segment among those of its episode."""
+    messages: list[Message] = field(default_factory=list)
+    """All messages up to the last response, as requests repeat them."""
     ends: list[tuple[int, int]] = field(default_factory=list)
     """Places to branch, each after an assistant message: number of messages and of tokens before it."""
     conversation: Conversation = field(default_factory=Conversation)
@@ -54,6 +58,7 @@ class Segment:
     said: list[Message]
     """All messages after the prompt."""
     own_prompt: tuple[Message, ...] | None
+    own_tools: tuple[Tool, ...] | None
     history: History
 
     @property
@@ -61,9 +66,15 @@ class Segment:
         """The messages before the first turn."""
         return self.own_prompt or ()
 
-    def begin(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools that the prompt offers."""
+        return self.own_tools or ()
+
+    def begin(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool] = ()) -> None:
         """Replace the prompt, before the first turn."""
-        self.tokens, self.prompt_length, self.own_prompt = list(tokens), len(tokens), tuple(messages)
+        self.tokens, self.prompt_length = list(tokens), len(tokens)
+        self.own_prompt, self.own_tools = tuple(messages), tuple(tools)
 
     def add_messages(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
         """Add messages of the environment or agent, with the tokens up to the next assistant turn."""
@@ -75,7 +86,11 @@ class Segment:
         self.turns.append((len(self.tokens), completion))
         self.tokens += completion.tokens.tolist()
         self.said.append({"role": "assistant", "content": text})
-        self.history.ends.append((len(self.prompt) + len(self.said), len(self.tokens)))
+
+    def note(self, messages: Sequence[Message]) -> None:
+        """Note all messages up to the last response, as requests will repeat them, so that they can continue."""
+        self.history.messages = list(messages)
+        self.history.ends.append((len(messages), len(self.tokens)))
 
     @property
     def sampled_count(self) -> int:
@@ -123,6 +138,7 @@ class Branch(Segment):
     tokens: list[int]
     prompt_length: int
     own_prompt: tuple[Message, ...] | None
+    own_tools: tuple[Tool, ...] | None
     turns: list[tuple[int, Completion]] = field(default_factory=list)
     said: list[Message] = field(default_factory=list)
     history: History = field(default_factory=History, compare=False, repr=False)
@@ -147,7 +163,7 @@ class Start:
         segment = self.segment
         return segment is not None and self.length == len(segment.tokens) and not segment.history.is_busy
 
-    def branch(self, tokens: Sequence[int], messages: Sequence[Message], number: int) -> Branch:
+    def branch(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool], number: int) -> Branch:
         """Return a segment whose prompt has these messages: the tokens of the beginning, and then `tokens`."""
         own, history = [*self.tokens, *tokens], History(number)
         if self.segment is not None:
@@ -156,18 +172,18 @@ class Start:
             # The engine has the beginning in its KV cache.
             conversation = before.conversation
             history.conversation = Conversation(engine=conversation.engine, cache_version=conversation.cache_version)
-        return Branch(own, len(own), tuple(messages), history=history)
+        return Branch(own, len(own), tuple(messages), tuple(tools), history=history)
 
 
-def longest_start(segments: Sequence[Segment], messages: Sequence[Message], same: Same) -> Start:
-    """Return the longest beginning of `messages` that a segment has. Of equals, one that continues its segment."""
+def longest_start(segments: Sequence[Segment], messages: Sequence[Message], tools: Sequence[Tool]) -> Start:
+    """Return the longest beginning of `messages`, as requests repeat them, that a segment with these tools has. Of
+    equals, one that continues its segment."""
     found = Start()
     for segment in segments:
-        known = [*segment.prompt, *segment.said]
-        shared = next(
-            (place for place, pair in enumerate(zip(known, messages, strict=False)) if not same(*pair)),
-            min(len(known), len(messages)),
-        )
+        if segment.tools != tuple(tools):
+            continue
+        pairs = zip(segment.history.messages, messages, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         count, length = max((end for end in segment.history.ends if end[0] <= shared), default=(0, 0))
         own = Start(segment, count, length)
         if count and (count, own.continues) > (found.messages, found.continues):

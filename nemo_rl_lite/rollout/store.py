@@ -45,7 +45,7 @@ _SCHEMA = pa.schema(
         # Index of the problem in the step, and of the sample among those of the problem.
         ("problem", pa.int32()),
         ("sample", pa.int32()),
-        # Of the segment with the last turn, as `response`, `turns` and `prompt_tokens` are.
+        # Of the segment with the last turn, as `tools`, `response`, `turns` and `prompt_tokens` are.
         ("prompt", pa.list_(_MESSAGE)),
         # JSON.
         ("tools", pa.string()),
@@ -227,7 +227,7 @@ def _row(
         "problem": place,
         "sample": sample,
         "prompt": _messages(last.prompt),
-        "tools": json.dumps(episode.problem.tools) if episode.problem.tools else None,
+        "tools": json.dumps(last.tools) if last.tools else None,
         "answer": str(episode.problem.answer),
         "response": episode.response,
         "turns": _messages(last.said),
@@ -287,7 +287,7 @@ _BRANCH = pa.struct(
     [
         ("tokens", pa.list_(pa.int32())),
         ("prompt_length", pa.int64()),
-        # JSON: the messages before the first turn, and those after it.
+        # JSON: the messages before the first turn, the tools, and the messages after it.
         ("messages", pa.string()),
         ("turns", pa.list_(_TURN)),
     ]
@@ -297,7 +297,7 @@ _SAVED_SCHEMA = pa.schema(
         # The number of the prompt in an incomplete rollout.
         ("prompt", pa.int64()),
         ("is_dropped", pa.bool_()),
-        # JSON: messages, answer, metadata, tools, and the agent's own prompt or null.
+        # JSON: messages, answer, metadata, tools, and the agent's own prompt and tools or null.
         ("problem", pa.string()),
         ("tokens", pa.list_(pa.int32())),
         ("prompt_length", pa.int64()),
@@ -375,7 +375,8 @@ def _load_saved(file: Path) -> SavedRollout:
 
 def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str, Any]:
     problem = episode.problem
-    asked = [problem.messages, problem.answer, problem.metadata, problem.tools, episode.own_prompt]
+    own = [episode.own_prompt, episode.own_tools]
+    asked = [problem.messages, problem.answer, problem.metadata, problem.tools, *own]
     return {
         "prompt": prompt,
         "is_dropped": dropped,
@@ -393,7 +394,7 @@ def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str,
             {
                 "tokens": one.tokens,
                 "prompt_length": one.prompt_length,
-                "messages": json.dumps([one.prompt, one.said], default=str),
+                "messages": json.dumps([one.prompt, one.tools, one.said], default=str),
                 "turns": _saved_turns(one),
             }
             for one in episode.branches
@@ -423,7 +424,7 @@ def _array_bytes(array: np.ndarray) -> bytes:
 
 
 def _episode(row: dict[str, Any]) -> Episode:
-    messages, answer, metadata, tools, own_prompt = json.loads(row["problem"])
+    messages, answer, metadata, tools, own_prompt, own_tools = json.loads(row["problem"])
     return Episode(
         Problem(tuple(messages), answer, metadata, tuple(tools)),
         row["tokens"],
@@ -435,6 +436,7 @@ def _episode(row: dict[str, Any]) -> Episode:
         reward_parts=json.loads(row["reward_parts"]),
         is_left_out=row["is_left_out"],
         own_prompt=None if own_prompt is None else tuple(own_prompt),
+        own_tools=None if own_tools is None else tuple(own_tools),
         # Absent in checkpoints of earlier versions.
         length_penalty=row.get("length_penalty", 0.0),
         branches=list(map(_branch, row.get("branches", ()))),
@@ -443,8 +445,8 @@ def _episode(row: dict[str, Any]) -> Episode:
 
 
 def _branch(row: Mapping[str, Any]) -> Branch:
-    prompt, said = json.loads(row["messages"])
-    return Branch(row["tokens"], row["prompt_length"], tuple(prompt), _turns(row), said)
+    prompt, tools, said = json.loads(row["messages"])
+    return Branch(row["tokens"], row["prompt_length"], tuple(prompt), tuple(tools), _turns(row), said)
 
 
 def _turns(row: Mapping[str, Any]) -> list[tuple[int, Completion]]:

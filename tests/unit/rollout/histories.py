@@ -18,10 +18,6 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-def same(known: dict, other: dict) -> bool:
-    return known == other
-
-
 class Numbers:
     """A message is a token of its role, one for each letter, and 9. The text of a response lists its tokens."""
 
@@ -72,18 +68,19 @@ def begun(engine: Engine, text: str = "go") -> tuple[Episode, Assistant]:
     return episode, Assistant(episode, engine, Numbers(), SAMPLING, (1, 2, 3), 4096)  # pyrefly: ignore
 
 
-async def ask(assistant: Assistant, messages: Sequence[dict]) -> tuple[Segment, list[dict]]:
+async def ask(assistant: Assistant, messages: Sequence[dict], tools: Sequence[dict] = ()) -> tuple[Segment, list[dict]]:
     """Send a request, as an endpoint does. Return the segment, and the messages with the response."""
     episode, tokenizer = assistant.episode, assistant.tokenizer
-    start = episode.start_of(messages, same)
+    start = episode.start_of(messages, tools)
     # As an endpoint tokenizes in a thread.
     await asyncio.sleep(0)
     if start.segment is None:
         tokens = tokenizer.prompt(messages)
     else:
         tokens = tokenizer.continuation(messages, start.messages, start.tokens[-1])
-    segment = await assistant.answer(messages, start, tokens)
-    return segment, [*messages, segment.said[-1]]
+    segment = await assistant.answer(messages, tools, start, tokens)
+    segment.note([*messages, segment.said[-1]])
+    return segment, segment.history.messages
 
 
 async def wander(assistant: Assistant, source: random.Random, steps: int) -> None:

@@ -18,7 +18,9 @@ from nemo_rl_lite.rollout.store import (
     rollout_files,
     save_rollouts,
 )
-from tests.unit.rollout.histories import FIRST, Engine, Numbers, ask, begun, logprob_of, same, user, wandered
+from tests.unit.rollout.histories import FIRST, Engine, Numbers, ask, begun, logprob_of, user, wandered
+
+TOOL = {"type": "function", "function": {"name": "look"}}
 
 
 def played(agent, seed: int = 0):
@@ -111,12 +113,25 @@ def test_a_branch_asks_the_engine_of_what_it_shares():
     async def agent(assistant):
         _, history = await ask(assistant, [user("go")])
         assistant.episode.history.conversation.engine, assistant.episode.history.conversation.cache_version = 5, 2
-        start = assistant.episode.start_of([*history, user("on")], same)
-        branch = start.branch([1], [*history, user("on")], 1)
+        start = assistant.episode.start_of([*history, user("on")])
+        branch = start.branch([1], [*history, user("on")], (), 1)
         own = branch.history.conversation
         assert (own.engine, own.cache_version, own.tokens) == (5, 2, 0) and branch.history.ends == [(2, start.length)]
 
     played(agent)
+
+
+def test_other_tools_begin_a_segment_without_known_tokens():
+    async def agent(assistant):
+        _, history = await ask(assistant, [user("go")])
+        segment, history = await ask(assistant, [*history, user("on")], [TOOL])
+        again, _ = await ask(assistant, [*history, user("on")], [TOOL])
+        assert segment is again is assistant.episode.branches[0]
+
+    episode, _ = played(agent)
+    assert [one.tools for one in episode.segments] == [(), (TOOL,)]
+    assert episode.branches[0].tokens[: episode.branches[0].prompt_length][-4:] == Numbers().message(user("on"))
+    assert max(episode.branches[0].tokens[: episode.branches[0].prompt_length]) < FIRST
 
 
 def test_requests_at_the_same_time_have_segments_of_their_own():
