@@ -5,6 +5,9 @@ the agent has changed its history, or two requests run at the same time, and a n
 assistant message that both share, the new segment has the tokens of the old one. They are part of its prompt and have
 no loss there, so each sampled token is trained once.
 
+For each request, an endpoint calls `Episode.start_of`, `ChatTokenizer.continuation` (or `prompt` without a segment),
+`Assistant.answer`, and then `Segment.note` with the response.
+
 Messages are equal in the form in which requests repeat them, which the endpoint defines. A framework may for example
 drop the reasoning of a response; the segment has the sampled tokens in any case.
 """
