@@ -11,6 +11,7 @@ from nemo_rl_lite.policy import logprobs
 from nemo_rl_lite.policy.vocab_chunks import LMHead
 from nemo_rl_lite.report.record import read_run
 from tests.functional.here import train_here
+from tests.functional.scores import assert_scores_are_logged
 from tests.functional.test_resume import ONE_STEP_OFF
 from tests.metric_names import undocumented
 
@@ -31,6 +32,7 @@ ENTROPY = "algorithm.loss_fn.entropy_coef=0.01"
 
 def steps(folder, model_folder, *overrides: str) -> list[dict]:
     _, lines = train_here(folder, model_folder, *PAPER, *overrides)
+    assert_scores_are_logged(folder)
     assert undocumented([name for line in lines for name in line]) == []
     return [line for line in lines if "train/loss" in line]
 
@@ -123,6 +125,8 @@ def test_a_step_on_older_weights_is_corrected(tmp_path, model_folder, kind):
     assert first["train/correction/ess"] == pytest.approx(1, abs=1e-4) and first["train/age_0/tokens_share"] == 1
     assert second["train/age_1/tokens_share"] == 1 and "train/age_0/tokens_share" not in second
     assert second["train/age_1/gen_kl_error"] == pytest.approx(second["train/gen_kl_error"])
+    weights = [row["correction_weights"] for row in assert_scores_are_logged(tmp_path, one_optimizer_step=True)]
+    assert any(0 < weight != 1 for own in weights for weight in own) == (kind == "masked")
     assert first[f"train/correction/{kind}"] == 0 < second[f"train/correction/{kind}"]
     assert second["train/correction/ess"] < 1
 
