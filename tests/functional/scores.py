@@ -9,8 +9,8 @@ import pytest
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
 
 
-def assert_scores_are_logged(folder: Path, one_optimizer_step: bool = False) -> list[dict]:
-    """Compare metrics with those of the samples. All samples must be in the loss. Returns the samples.
+def assert_scores_are_logged(folder: Path, one_optimizer_step: bool = False) -> None:
+    """Compare metrics with those of the samples, which all must be in the loss.
 
     The mean of the weights is compared only if the run has one optimizer step a rollout: of several, it is the mean of
     means.
@@ -18,21 +18,18 @@ def assert_scores_are_logged(folder: Path, one_optimizer_step: bool = False) -> 
     logged: dict[int, dict[str, float]] = {}
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         logged.setdefault(line["step"], {}).update(line)
-    samples = []
-    for file in rollout_files(folder):
-        if file.stem.endswith("-train"):
-            rows, metrics = read_rollout(file, tokens=True), logged[step_of(file)]
-            policy, engine, weights = (np.concatenate(own) for own in zip(*map(_sampled, rows), strict=True))
-            difference = policy - engine
-            assert (policy < 0).mean() > 0.5
-            found = {"gen_kl_error": np.exp(difference) - 1 - difference, "logprob_abs_diff_mean": np.abs(difference)}
-            if one_optimizer_step and "train/correction/weight" in metrics:
-                found["correction/weight"] = weights
-            for name, values in found.items():
-                assert values.mean() == pytest.approx(metrics[f"train/{name}"], abs=1e-5), name
-            samples += rows
-    assert samples
-    return samples
+    files = [file for file in rollout_files(folder) if file.stem.endswith("-train")]
+    assert files
+    for file in files:
+        rows, metrics = read_rollout(file, tokens=True), logged[step_of(file)]
+        policy, engine, weights = (np.concatenate(own) for own in zip(*map(_sampled, rows), strict=True))
+        difference = policy - engine
+        assert (policy < 0).mean() > 0.5
+        found = {"gen_kl_error": np.exp(difference) - 1 - difference, "logprob_abs_diff_mean": np.abs(difference)}
+        if one_optimizer_step and "train/correction/weight" in metrics:
+            found["correction/weight"] = weights
+        for name, values in found.items():
+            assert values.mean() == pytest.approx(metrics[f"train/{name}"], abs=1e-5), name
 
 
 def _sampled(row: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
