@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.observability.trackers import under
 from nemo_rl_lite.offload.mover import Move, move_metrics
 from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
+from nemo_rl_lite.policy.score_files import WriteScores
 from nemo_rl_lite.rollout.episode import Rollout, Split, pass_at_k, passes
 from nemo_rl_lite.rollout.source import RolloutSource
 
@@ -35,6 +37,10 @@ class RolloutLog(Protocol):
 
     def begin(self, step: int, split: Split, rollout: Rollout) -> None:
         """Start to record a complete rollout."""
+        ...
+
+    def scored(self, step: int, rollout: Rollout, write: WriteScores) -> None:
+        """Start to record the policy's scores of a rollout after training on it."""
         ...
 
     def end(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase]) -> None:
@@ -123,6 +129,7 @@ class GRPO:
                 self.policy.prepare_for_training()
             with timer("policy_training"):
                 trained = self.policy.train(batch, self.loss)
+            self.log.scored(step, rollout, partial(self.policy.write_scores, batch, self.loss))
             with timer("generation"), self.report.console.busy(f"step {step + 1}: generating", announced=False) as show:
                 self.rollouts.wait_until_idle(show)
             with timer("checkpointing"):

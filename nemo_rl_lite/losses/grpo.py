@@ -364,6 +364,12 @@ class GRPOLoss:
             metrics["loss"] = total.detach().clone()
         return total, metrics
 
+    def correction_weights(self, batch: Batch) -> Tensor:
+        """See `Loss`. Reads `previous_logprobs` and `generation_logprobs`."""
+        previous_BT, generation_BT = batch.require("previous_logprobs", "generation_logprobs")
+        log_ratio_BT = torch.where(batch.mask > 0, previous_BT - generation_BT, 0.0)
+        return correction(self.config, log_ratio_BT, batch.mask).weights
+
     def advantages(self, batch: Batch, previous_BT: Tensor) -> Tensor:
         """Return each token's advantage, without gradient, broadcastable to [B, T]. `previous_BT` is 0 outside the
         mask."""

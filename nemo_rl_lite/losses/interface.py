@@ -52,13 +52,14 @@ def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
 
 
 class Loss(Protocol):
-    """Objective of a policy, pickled and sent to the workers. Four attributes are optional:
+    """Objective of a policy, pickled and sent to the workers. Five attributes are optional:
 
     - `needs`, a set of `Need`: policy outputs in addition to logprobs; each is a field of `Batch`.
     - `topk`, an int: the number of logits per token in `topk_logits`.
     - `summarize(metrics)`: converts sums over shares to the metrics of a global batch, such as quotients.
     - `with_mismatched_kl(kl)`: returns the loss of a batch with this KL to the reference on mismatched responses
       (`supervised.mismatched`). Supervised training measures the KL first.
+    - `correction_weights(batch)`: returns the weights of policy terms for the sample files, broadcastable to [B, T].
     """
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:

@@ -33,6 +33,7 @@ WARM_UPS = 2
 MOST_GRAPHS = 32
 _COUNTS, _INPUTS = ("counts", "mismatch_counts"), ("tokens_nS", "lengths", "starts")
 Arguments = dict[str, Tensor]
+Results = tuple[Tensor, Tensor | None]
 
 
 class MicroBatchPass:
@@ -48,8 +49,9 @@ class MicroBatchPass:
         self._model, self._bucket, self._temperature, self._loss = model, bucket, temperature, loss
         self._of_counts, self._names = names, []
 
-    def __call__(self, given: Arguments) -> Tensor:
-        """Add to the gradients. Returns the values of all metrics (float64), for `trained`."""
+    def __call__(self, given: Arguments) -> Results:
+        """Add to the gradients. Returns the values of all metrics (float64) and `Trained.previous_bT`, for
+        `trained`."""
         from megatron.core.utils import get_model_config
 
         (chunk,), inputs = self._model.chunks, (given[name] for name in _INPUTS)
@@ -59,18 +61,20 @@ class MicroBatchPass:
         wait_for, ids = self._model.gather.wait_for, own.teacher_topk_ids
         scores = scores_of(Shard.whole(micro), self._temperature, self._loss, wait_for, ids, self._model.keep_logits)
         found = forward(self._model, chunk, micro.tokens_nS, given, self._bucket.width, scores)
-        value, trained = trained_on(found, own, self._loss, counts, mismatch)  # pyrefly: ignore  # counts are there
+        value, trained = trained_on(found, micro.rows, own, self._loss, counts, mismatch)  # pyrefly: ignore  # counts are there
         # megatron-core averages over data-parallel ranks, but losses are shares of a sum.
         scaled = get_model_config(chunk).grad_scale_func(value * self._model.place.data_size)
         torch.autograd.backward(scaled)
         self._names = [list(trained.metrics), list(trained.mismatch)]
         measured = (*trained.metrics.values(), *trained.mismatch.values())
-        return torch.stack([one.detach().reshape(()).to(scaled.device, torch.float64) for one in measured])
+        values = torch.stack([one.detach().reshape(()).to(scaled.device, torch.float64) for one in measured])
+        return values, trained.previous_bT
 
-    def trained(self, values: Tensor) -> Trained:
-        """Return the metrics by name."""
+    def trained(self, rows: Tensor, values: Tensor, previous_bT: Tensor | None) -> Trained:
+        """Return the results of a pass with the metrics by name."""
         each = iter(values.unbind())
-        return Trained(*({name: next(each) for name in names} for names in self._names))
+        metrics, mismatch = ({name: next(each) for name in names} for names in self._names)
+        return Trained(rows, metrics, mismatch, previous_bT)
 
 
 def _names_of(counts: Normalizers) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -102,7 +106,7 @@ class _Shape:
     passes: int = 0
     given: Tensor | None = None
     """`packed` arguments of the recorded pass."""
-    replay: Callable[[], Tensor] | None = None
+    replay: Callable[[], Results] | None = None
 
 
 class MicroBatchGraphs:
@@ -149,11 +153,11 @@ class MicroBatchGraphs:
                 if key not in self._shapes:
                     self._shapes[key] = _Shape(MicroBatchPass(self._model, micro.bucket, temperature, loss, names))
                 shape = self._shapes[key]
-                parts.append(shape.run.trained(self._run(shape, given)))
+                parts.append(shape.run.trained(micro.rows, *self._run(shape, given)))
             self._model.finish_gradients(self._model.chunks)
         return parts
 
-    def _run(self, shape: _Shape, given: Arguments) -> Tensor:
+    def _run(self, shape: _Shape, given: Arguments) -> Results:
         shape.passes += 1
         if shape.replay is None and shape.passes > WARM_UPS:
             self._is_full = self.recorded >= MOST_GRAPHS
@@ -218,16 +222,16 @@ class CudaRecorder:
         finally:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record `function`. Returns a function that replays it and returns a copy of its result."""
+    def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
+        """Record `function`. Returns a function that replays it and returns copies of its results."""
         graph = torch.cuda.CUDAGraph()
         # NCCL's and Ray's threads may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = function()
+            values, previous_bT = function()
 
-        def replay() -> Tensor:
+        def replay() -> Results:
             graph.replay()
-            return result.clone()
+            return values.clone(), None if previous_bT is None else previous_bT.clone()
 
         return replay
 

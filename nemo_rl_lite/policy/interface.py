@@ -1,6 +1,6 @@
 """Policy and teacher as seen from the training loop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from nemo_rl_lite.losses.batch import RowBatch, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.offload.mover import Move
+from nemo_rl_lite.policy.score_files import ScoreFile
 
 Scored = Literal["previous", "later", "reference"]
 """Logprobs that a loss compares with: of the current policy (`previous`; `later` omits the first optimizer step's
@@ -22,6 +23,8 @@ class BatchRef:
 
     name: str
     rows: RowBatch
+    shares: Sequence[Sequence[int]]
+    """Indices of each replica's rows. Indices of `len(rows)` or more are copies that fill up the replicas."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ class Policy(Protocol):
         If engines sampled the rows, the metrics include `mismatch_metrics` of the whole batch. Rows of the first step
         without `previous` logprobs use those of the training pass.
         """
+
+    def write_scores(self, batch: BatchRef, loss: Loss, target: ScoreFile) -> Callable[[], list[str]]:
+        """Start to write scores of a batch of samples, after training on it. Return a function that waits for it, and
+        returns errors of file systems."""
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
         """Return logprobs [B, T] in nats of a few right-padded sequences at the sampling temperature.

@@ -28,11 +28,15 @@ LastStage = tuple[Callable[..., dict[str, Tensor]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Trained:
-    """Metrics of a training pass: of the loss, and `mismatch_metrics` if it measures them. Each is a share of the
-    global batch's."""
+    """Metrics of a micro-batch's training pass: of the loss, and `mismatch_metrics` if it measures them. Each is a
+    share of the global batch's."""
 
+    rows: Tensor
+    """Indices of the sequences in the batch, on the host."""
     metrics: Metrics
     mismatch: Metrics
+    previous_bT: Tensor | None
+    """The pass's logprobs, if they are the previous ones; in a bucket, padded to the bucket."""
 
 
 class Pace:
@@ -101,9 +105,13 @@ def forward_scores(
     }
     for micro, part in zip(micro_batches, parts, strict=True):
         for name, values in part.items():
-            # A bucket has more rows and columns.
-            whole[name][micro.rows, : micro.width] = values[: len(micro.rows), : tokens_BT.shape[1]]
+            put_rows(whole[name], micro.rows, values)
     return whole
+
+
+def put_rows(whole_BT: Tensor, rows: Tensor, values_bT: Tensor) -> None:
+    """Copy the values of a micro-batch to its rows of a batch. A bucket has more rows and columns."""
+    whole_BT[rows, : values_bT.shape[1]] = values_bT[: len(rows), : whole_BT.shape[1]]
 
 
 def forward_backward(
@@ -135,7 +143,7 @@ def forward_backward(
         own = replace(own, **sent_together(own.present(), model.device))
 
         def scaled_loss(scores: dict[str, Tensor]) -> tuple[Tensor, Trained]:
-            value, trained = trained_on(scores, own, loss, counts, mismatch_counts)
+            value, trained = trained_on(scores, shard.micro.rows, own, loss, counts, mismatch_counts)
             return value * scale, trained
 
         wait_for, ids = model.gather.wait_for, own.teacher_topk_ids
@@ -212,16 +220,22 @@ def rows_of(micro: ModelInput, batch: Batch) -> Batch:
 
 
 def trained_on(
-    scores: dict[str, Tensor], own: Batch, loss: Loss, counts: Normalizers, mismatch_counts: Normalizers | None
+    scores: dict[str, Tensor],
+    rows: Tensor,
+    own: Batch,
+    loss: Loss,
+    counts: Normalizers,
+    mismatch_counts: Normalizers | None,
 ) -> tuple[Tensor, Trained]:
-    """Return a micro-batch's loss, with gradient, and metrics, from its `scores_of`."""
-    logprobs_BT = scores.pop("logprobs")
-    whole, mismatch = replace(own, **scores), {}
+    """Return a micro-batch's loss, with gradient, and metrics, from its `scores_of`. `own`: its rows of a batch."""
+    logprobs_bT = scores.pop("logprobs")
+    whole, mismatch, previous_bT = replace(own, **scores), {}, None
     if mismatch_counts is not None:
-        whole = replace(whole, previous_logprobs=logprobs_BT.detach())
+        previous_bT = logprobs_bT.detach()
+        whole = replace(whole, previous_logprobs=previous_bT)
         mismatch = mismatch_metrics(whole, mismatch_counts)
-    value, metrics = loss_of(loss, logprobs_BT, whole, counts)
-    return value, Trained(metrics, mismatch)
+    value, metrics = loss_of(loss, logprobs_bT, whole, counts)
+    return value, Trained(rows, metrics, mismatch, previous_bT)
 
 
 def view_of(micro: ModelInput, device: torch.device, context: ContextRanks) -> dict[str, Tensor]:

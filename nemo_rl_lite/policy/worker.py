@@ -31,7 +31,8 @@ from nemo_rl_lite.policy.micro_batches import Layout
 from nemo_rl_lite.policy.model import ParallelPlace, build_model, leave_groups
 from nemo_rl_lite.policy.moe import expert_biases
 from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, step_threads
-from nemo_rl_lite.policy.passes import forward_backward, forward_scores
+from nemo_rl_lite.policy.passes import forward_backward, forward_scores, put_rows
+from nemo_rl_lite.policy.score_files import ScoreFile, ScoreWriter
 from nemo_rl_lite.refit.interface import RefitReport, WeightSource
 from nemo_rl_lite.refit.ipc import SharedBytes, SharedWeights
 from nemo_rl_lite.refit.layout import RefitPlan
@@ -91,6 +92,7 @@ class MegatronWorker:
         self._graphs = MicroBatchGraphs(self._model, CudaRecorder()) if self._train_layout.in_buckets else None
         self._held: dict[str, Batch] = {}
         self._experts: dict[str, RoutedExperts | None] = {}
+        self._score_writer = ScoreWriter(self._model.place.data_rank)
         self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts)
 
     def place(self) -> ParallelPlace:
@@ -193,8 +195,9 @@ class MegatronWorker:
         """Take one optimizer step on `rows` of a held batch, this replica's rows of a global batch.
 
         Returns this replica's share of the step's and the mismatch's metrics (`mismatch_counts`: see
-        `forward_backward`). `grad_norm`, `lr`, `wd` and `skipped_steps` are equal on all replicas. If a gradient is not
-        finite, nothing is updated: `skipped_steps` is 1 and `grad_norm` is NaN.
+        `forward_backward`). If it measures the mismatch, the batch gets its logprobs as previous ones. `grad_norm`,
+        `lr`, `wd` and `skipped_steps` are equal on all replicas. If a gradient is not finite, nothing is updated:
+        `skipped_steps` is 1 and `grad_norm` is NaN.
         """
         self._phases.require(Component.PARAMETERS)
         self._phases.expect(Component.OPTIMIZER_STATES)
@@ -224,11 +227,25 @@ class MegatronWorker:
             self._phases.recount()
         if not self._model.place.reports:
             return None
+        previous = [
+            (one.rows, one.previous_bT.to("cpu", non_blocking=True)) for one in parts if one.previous_bT is not None
+        ]
         measured = [{"grad_norm": torch.as_tensor(grad_norm)}, *(part.metrics for part in parts)]
         norm, *each = floats([*measured, *(part.mismatch for part in parts)])
+        # `floats` has waited for the copies.
+        self._keep_previous(name, rows, previous)
         shares, mismatch = combine_metrics(each[: len(parts)]), combine_metrics(each[len(parts) :])
         own = {"lr": learning_rate, "wd": self._weight_decay, "skipped_steps": float(not finite)}
         return shares | norm | own, mismatch
+
+    def write_scores(self, places: np.ndarray, target: ScoreFile, loss: Loss, name: str = "train") -> None:
+        """Start to write the scores of a batch with previous logprobs; see `ScoreWriter.write`."""
+        if self._model.place.reports:
+            self._score_writer.write(target, places, self._held[name], loss)
+
+    def scores_written(self) -> list[str]:
+        """See `ScoreWriter.written`."""
+        return self._score_writer.written()
 
     def pop_memory(self) -> Peaks:
         """Return peak memory by phase since the last call; empty on a CPU."""
@@ -304,6 +321,14 @@ class MegatronWorker:
         disconnect(self._model)
         self.__dict__.clear()
         leave_groups()
+
+    def _keep_previous(self, name: str, rows: slice, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add previous logprobs to these rows of a held batch. `parts`: indices of rows among them, and logprobs."""
+        batch = self._held[name]
+        previous_BT = torch.zeros(batch.tokens.shape) if batch.previous_logprobs is None else batch.previous_logprobs
+        for own, values in parts:
+            put_rows(previous_BT[rows], own, values)
+        self._held[name] = replace(batch, previous_logprobs=previous_BT) if parts else batch
 
     def _experts_of(self, name: str, rows: slice) -> RoutedExperts | None:
         experts = self._experts[name]

@@ -18,6 +18,7 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
+from nemo_rl_lite.policy.score_files import SCORE_COLUMNS, SCORES, ScoreFile, WriteScores, read_scores
 from nemo_rl_lite.rollout.episode import Episode, Rollout, Sampled, SampleFile, Split, fetched
 from nemo_rl_lite.rollout.segments import Branch, Segment
 
@@ -91,35 +92,44 @@ class Times:
 
 class RolloutFiles:
     """Writes `rollouts/step-<step>-<split>.parquet` atomically. Rollout workers write their samples to
-    `step-<step>-<worker>-<split>.parquet`. Files of steps after `done`, which will be repeated, move to
-    `rollouts-undone/`."""
+    `step-<step>-<worker>-<split>.parquet`, and policy replicas their scores to `scores/`. Files of steps after `done`,
+    which will be repeated, move to `rollouts-undone/` and `scores-undone/`."""
 
     def __init__(self, run_folder: Path, limit: int | None, done: int):
         """`limit`: maximum number of samples per rollout, the first ones (None: all)."""
-        self._folder, self._limit = run_folder / ROLLOUTS, limit
-        self._written: dict[tuple[int, Split], Callable[[], list[str]]] = {}
-        for cut_short in self._folder.glob(".*"):
-            cut_short.unlink()
-        files = [file for file in self._folder.glob(_FILES) if step_of(file) > done]
-        undone, steps = run_folder / "rollouts-undone", set(map(step_of, files))
-        # Rollout workers may have written other parts in an earlier attempt.
-        for earlier in [file for file in undone.glob(_FILES) if step_of(file) in steps]:
-            earlier.unlink()
-        set_aside(sorted(files), undone)
+        self._folder, self._scores, self._limit = run_folder / ROLLOUTS, run_folder / SCORES, limit
+        self._written: dict[tuple[int, Split], list[Callable[[], list[str]]]] = {}
+        for folder in (self._folder, self._scores):
+            for cut_short in folder.glob(".*"):
+                cut_short.unlink()
+            files = [file for file in folder.glob(_FILES) if step_of(file) > done]
+            undone, steps = folder.with_name(f"{folder.name}-undone"), set(map(step_of, files))
+            # Rollout workers or replicas may have written other parts in an earlier attempt.
+            for earlier in [file for file in undone.glob(_FILES) if step_of(file) in steps]:
+                earlier.unlink()
+            set_aside(sorted(files), undone)
 
     def begin(self, step: int, split: Split, rollout: Rollout) -> None:
         """Let rollout workers write their samples, before they may be lost."""
         if self._limit != 0 and rollout.store is not None:
             target = SampleFile(self._folder, step, split, rollout.samples_per_prompt, _began(rollout.episodes))
             advantages = rollout.advantages or [None] * len(rollout.episodes)
-            self._written[step, split] = rollout.store.write(target, rollout.records[: self._limit], advantages)
+            write = rollout.store.write(target, rollout.records[: self._limit], advantages)
+            self._written.setdefault((step, split), []).append(write)
+
+    def scored(self, step: int, rollout: Rollout, write: WriteScores) -> None:
+        """Let policy replicas write the scores of the samples that they have trained on."""
+        if self._limit != 0:
+            count = len(rollout.episodes[: self._limit])
+            target = ScoreFile(self._scores, step, rollout.samples_per_prompt, count)
+            self._written.setdefault((step, "train"), []).append(write(target))
 
     def write(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase] = ()) -> None:
         """Write one file, with the step's phases in its metadata. A full disk is only a warning. Raises WorkerError: a
-        rollout worker died before it wrote its samples."""
+        rollout worker died before it wrote its samples, or a policy rank before it wrote its scores."""
         if self._limit == 0:
             return
-        errors = self._written.pop((step, split), list)()
+        errors = [error for written in self._written.pop((step, split), ()) for error in written()]
         began = _began(rollout.episodes)
         target = SampleFile(self._folder, step, split, rollout.samples_per_prompt, began)
         here = [] if rollout.store is not None else _with_advantages(rollout)[: self._limit]
@@ -163,9 +173,13 @@ def step_of(file: Path) -> int:
 
 
 def read_rollout(file: Path, tokens: bool = False) -> list[dict[str, Any]]:
-    """Read the rows of a rollout, on request with the columns that have an entry per token. Raises OSError or
-    pyarrow.ArrowException: a file cannot be read."""
+    """Read the rows of a rollout, on request with the columns that have an entry per token, those of the policy's
+    scores included. Raises OSError or pyarrow.ArrowException: a file cannot be read."""
     rows = [row for one in _parts(file) for row in _read(one, tokens)]
+    if tokens:
+        scores = read_scores(file.parent.with_name(SCORES), step_of(file)) if file.stem.endswith("-train") else {}
+        unscored = dict.fromkeys(SCORE_COLUMNS)
+        rows = [row | scores.get((row["problem"], row["sample"]), unscored) for row in rows]
     return sorted(rows, key=lambda row: (row["problem"], row["sample"]))
 
 

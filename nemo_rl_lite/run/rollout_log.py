@@ -7,6 +7,7 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import Sample
 from nemo_rl_lite.observability.timer import Phase
 from nemo_rl_lite.observability.trackers import MetricsLog
+from nemo_rl_lite.policy.score_files import WriteScores
 from nemo_rl_lite.rollout.episode import Rollout, Split
 from nemo_rl_lite.rollout.store import RolloutFiles, rollout_rows
 
@@ -31,9 +32,13 @@ class RolloutLog:
         if split == "train" and self._period and step % self._period == 0:
             self._shown = rollout.samples(SHOWN), rollout.samples(TRACKED)
 
+    def scored(self, step: int, rollout: Rollout, write: WriteScores) -> None:
+        """Start to record the policy's scores of a rollout after training on it."""
+        self._files.scored(step, rollout, write)
+
     def end(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase]) -> None:
         """Record the rollout and the phases of its step. Raises WorkerError: a rollout worker died before it wrote its
-        samples."""
+        samples, or a policy rank before it wrote its scores."""
         self._files.write(step, split, rollout, phases)
         if split == "train" and self._shown is not None:
             (on_terminal, tracked), self._shown = self._shown, None

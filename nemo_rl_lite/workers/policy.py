@@ -1,6 +1,6 @@
 """Clients of the policy and the teacher in Ray actors, which split batches over replicas and combine the results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -23,6 +23,7 @@ from nemo_rl_lite.planning.memory import SequenceFlops, forward_flops
 from nemo_rl_lite.policy.interface import BatchRef, Scored, TeacherScores, Work
 from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares, even_shares
 from nemo_rl_lite.policy.model import ParallelPlace
+from nemo_rl_lite.policy.score_files import ScoreFile
 from nemo_rl_lite.refit.interface import WeightSource
 from nemo_rl_lite.refit.ipc import SharedWeights
 from nemo_rl_lite.refit.layout import RefitPlan
@@ -78,7 +79,7 @@ class RemotePolicy:
             fillers = [[place for place, index in enumerate(own) if index >= count] for own in split]
             tokens = [trained[places[own]] for own in shares]
             self._replicas.call("join_episodes", list(zip(tokens, fillers, strict=True)), name)
-        self._held[name], self._mismatch[name] = BatchRef(name, rows), []
+        self._held[name], self._mismatch[name] = BatchRef(name, rows, split), []
         self._unscored.add(name)
         return self._held[name]
 
@@ -102,7 +103,7 @@ class RemotePolicy:
 
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         whole = len(batch.rows)
-        own = [(sum(index < whole for index in share),) for share in self._split(batch.rows)]
+        own = [(sum(index < whole for index in share),) for share in batch.shares]
         common = (loss, loss.counts(batch.rows), self._name(batch))
         replicas = self._replicas.call("evaluate", own, *common, phase="validation")
         return summary(loss, [metrics for metrics in replicas if metrics is not None])
@@ -137,6 +138,16 @@ class RemotePolicy:
             steps.append(summary(loss, replicas) | {whole: replicas[0][whole] for whole in WHOLE_METRICS})
             mismatch = mismatch + [own for own in shares if own]
         return mean_of_steps(steps) | (combine_metrics(mismatch) if mismatch else {})
+
+    def write_scores(self, batch: BatchRef, loss: Loss, target: ScoreFile) -> Callable[[], list[str]]:
+        count = len(batch.rows)
+        samples = np.arange(count) if batch.rows.episodes is None else batch.rows.episodes
+        segments = np.arange(count) - np.searchsorted(samples, samples)
+        # Copies that fill up the replicas are not written.
+        places = np.append(np.stack([samples, segments]), [[target.count], [0]], axis=1)
+        own = [(places[:, np.minimum(share, count)],) for share in batch.shares]
+        self._replicas.call("write_scores", own, target, loss, self._name(batch), phase="scores")
+        return lambda: [error for errors in self._replicas.call("scores_written", phase="scores") for error in errors]
 
     def begin_save(self, folder: str) -> None:
         self._checkpoint("begin_save", folder)

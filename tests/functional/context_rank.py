@@ -34,7 +34,7 @@ from nemo_rl_lite.policy.model import (  # noqa: E402
     context_ranks,
     ddp_config,
 )
-from nemo_rl_lite.policy.passes import forward_backward, forward_scores  # noqa: E402
+from nemo_rl_lite.policy.passes import forward_backward, forward_scores, put_rows  # noqa: E402
 from nemo_rl_lite.validation.compose import compose_config  # noqa: E402
 
 VOCABULARY, HIDDEN, ROWS, TEMPERATURE = 32, 16, 8, 0.7
@@ -129,11 +129,14 @@ def main(output: str, tensor: int, context: int) -> None:
     own = Batch.padded(rows[model.place.data_rank * share :][:share])
     layout = Layout("packed", 48, 8 * context, piece=2 * context if context > 1 else 1)
     scored = forward_scores(model, own.tokens, own.lengths, layout, TEMPERATURE, loss=loss)
-    trained = forward_backward(model, own, layout, TEMPERATURE, loss, counts)
+    trained = forward_backward(model, own, layout, TEMPERATURE, loss, counts, mismatch_counts=counts)
+    kept = torch.zeros(own.tokens.shape)
+    for part in trained:
+        put_rows(kept, part.rows, part.previous_bT)
     metrics = combine_metrics(floats([part.metrics for part in trained]))
     gradients = {name: parameter.main_grad.clone() for name, parameter in model.chunks[0].module.named_parameters()}
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (model.place, scored, metrics, gradients, len(trained)))
+    dist.all_gather_object(found, (model.place, scored | {"kept": kept}, metrics, gradients, len(trained)))
     if dist.get_rank() == 0:
         torch.save({"ranks": found, "lengths": [len(row.tokens) for row in rows], "share": share}, output)
     dist.barrier()
@@ -170,7 +173,7 @@ def sampled_rows() -> list[TokenRow]:
     source, rows = torch.Generator().manual_seed(1), []
     for length in (2, 19, 7, 16, 3, 24, 11, 13):
         tokens = torch.randint(0, VOCABULARY, (length,), generator=source).tolist()
-        rows.append(TokenRow(tokens, [place >= 1 for place in range(length)]))
+        rows.append(TokenRow(tokens, [place >= 1 for place in range(length)], [-2.0] * length))
     return rows
 
 

@@ -24,7 +24,7 @@ from nemo_rl_lite.losses.distillation import SampledKLLoss, TopkKLLoss
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.losses.supervised import DPOLoss, KTOLoss, ORPOLoss, SFTLoss
-from nemo_rl_lite.policy.graphs import KEY, MicroBatchGraphs
+from nemo_rl_lite.policy.graphs import KEY, MicroBatchGraphs, Results
 from nemo_rl_lite.policy.memory import gradient_buffers
 from nemo_rl_lite.policy.worker import MegatronWorker
 from nemo_rl_lite.validation.compose import compose_config
@@ -47,15 +47,15 @@ class Again:
     def stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def replay() -> Tensor:
+    def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
+        def replay() -> Results:
             if torch.cuda.is_available():
                 return function()
             reads = Reads()
             with reads, Copies(reads):
-                result = function()
+                values, previous_bT = function()
             self.reads |= reads.found
-            return result.clone()
+            return values.clone(), None if previous_bT is None else previous_bT.clone()
 
         return replay
 
@@ -66,7 +66,7 @@ class Again:
 class Refusing(Again):
     """Fails as CUDA does where a function waits for the device."""
 
-    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
@@ -161,7 +161,10 @@ def train(worker: MegatronWorker, loss: Loss, step: int, first_pass: bool) -> di
     }
     worker._held["train"] = replace(held, **scored)
     trained, mismatch = worker.train(loss, counts, mismatch_counts=counts if first_pass else None)
-    return trained | {f"mismatch/{name}": value for name, value in mismatch.items()}
+    # In a first pass, those of the pass.
+    previous_BT = worker._held["train"].previous_logprobs
+    previous = {f"previous/{place}": value for place, value in enumerate(previous_BT.flatten().tolist())}
+    return trained | {f"mismatch/{name}": value for name, value in mismatch.items()} | previous
 
 
 def rows_of(step: int) -> list[TokenRow]:

@@ -6,10 +6,12 @@ results to a file for each.
 
 import os
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
@@ -90,10 +92,27 @@ def run(config: Config, worker: MegatronWorker, output_folder: str, name: str) -
     ranks = len(everyone)
     assembled = gathered([assembled_is_the_export(worker, own) for own in (list(range(ranks)), [0], [ranks - 1])])
     worker.export_hf(f"{path_of(output_folder, name)}.hf")
+    kept = gathered((place, kept_and_expected(worker, batch[share], loss)))
     replicas = sorted((entry for entry in everyone if entry[0].reports), key=lambda entry: entry[0].data_rank)
     saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE, "assembled": assembled}
-    keep(saved | {"experts": experts, "replicas": [entry[1:] for entry in replicas]}, output_folder, name)
+    saved |= {"experts": experts, "replicas": [entry[1:] for entry in replicas]}
+    keep(saved | {"kept": [own for one, own in kept if one.reports]}, output_folder, name)
     dist.barrier()
+
+
+def kept_and_expected(worker: MegatronWorker, batch: list[TokenRow], loss: GRPOLoss) -> tuple[Tensor, Tensor] | None:
+    """The logprobs that two training passes, one for each half of the rows, keep of them, and those that a separate
+    pass before each gives."""
+    counts, half, expected = loss.counts(batch), len(batch) // 2, []
+    worker.put_batch(TokenRows.of(batch).with_layers(worker.place().replayed_layers))
+    held = worker._held["train"]
+    worker._held["train"] = replace(held, reference_logprobs=torch.zeros(held.tokens.shape))
+    for rows in (slice(0, half), slice(half, None)):
+        worker.prepare_for_logprob()
+        expected.append(worker._pass_logprobs("train", rows, then_train=True))
+        worker.prepare_for_training()
+        worker.train(loss, counts, rows, mismatch_counts=counts)
+    return (worker._held["train"].previous_logprobs, torch.cat(expected)) if worker.place().reports else None
 
 
 def forged_experts(model_folder: str, lengths: torch.Tensor) -> torch.Tensor:

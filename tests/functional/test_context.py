@@ -52,6 +52,8 @@ def test_shared_sequences_are_those_of_one_rank(layout, found):
         expected = whole(alone, name)
         assert expected.float().std() > 0.05
         torch.testing.assert_close(whole(ours, name), expected, rtol=1e-5, atol=1e-6)
+    # A training pass keeps the logprobs of a separate pass.
+    torch.testing.assert_close(whole(ours, "kept"), whole(ours, "logprobs"), rtol=1e-5, atol=1e-6)
     # All ranks of a replica have computed the same loss, and one of them reports it.
     loss = sum(metrics["loss"] for _, _, metrics, *_ in reporting)
     assert loss == pytest.approx(alone["ranks"][0][2]["loss"], rel=1e-6)

@@ -11,6 +11,7 @@ from nemo_rl_lite.policy import logprobs
 from nemo_rl_lite.policy.vocab_chunks import LMHead
 from nemo_rl_lite.report.record import read_run
 from tests.functional.here import train_here
+from tests.functional.scores import assert_scores_are_logged
 from tests.functional.test_resume import ONE_STEP_OFF
 from tests.metric_names import undocumented
 
@@ -31,6 +32,7 @@ ENTROPY = "algorithm.loss_fn.entropy_coef=0.01"
 
 def steps(folder, model_folder, *overrides: str) -> list[dict]:
     _, lines = train_here(folder, model_folder, *PAPER, *overrides)
+    assert_scores_are_logged(folder)
     assert undocumented([name for line in lines for name in line]) == []
     return [line for line in lines if "train/loss" in line]
 
@@ -123,6 +125,7 @@ def test_a_step_on_older_weights_is_corrected(tmp_path, model_folder, kind):
     assert first["train/correction/ess"] == pytest.approx(1, abs=1e-4) and first["train/age_0/tokens_share"] == 1
     assert second["train/age_1/tokens_share"] == 1 and "train/age_0/tokens_share" not in second
     assert second["train/age_1/gen_kl_error"] == pytest.approx(second["train/gen_kl_error"])
+    assert_scores_are_logged(tmp_path, one_optimizer_step=True)
     assert first[f"train/correction/{kind}"] == 0 < second[f"train/correction/{kind}"]
     assert second["train/correction/ess"] < 1
 
@@ -139,6 +142,7 @@ PASS = "performance/policy_and_reference_logprobs_tokens_per_sec"
 def trained(folder, model_folder, *overrides) -> dict[str, float]:
     """What the loss of the second step measured, and whether logprobs had a pass."""
     _, lines = train_here(folder, model_folder, *ON_POLICY, *overrides)
+    assert_scores_are_logged(folder)
     last = {name: value for line in lines if line["step"] == 2 for name, value in line.items()}
     return {name: value for name, value in last.items() if name.startswith("train/") or name == PASS}
 

@@ -90,6 +90,8 @@ class Outcome:
     assembled: list[list[tuple[bool, int, int]]]
     """By rank, and by who wants the weights (all ranks, the first, the last): whether what was put together is what is
     exported, the buckets, and the collectives they take."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]]
+    """By replica: the logprobs that training passes have kept, and those of separate passes before them."""
     experts: torch.Tensor | None
     """The experts that the policy was told to take, [B, T, layers, k]."""
 
@@ -126,6 +128,7 @@ def read(output: Path) -> Outcome:
         saved["lengths"],
         saved["temperature"],
         saved["assembled"],
+        saved["kept"],
         saved["experts"],
     )
 
@@ -188,6 +191,15 @@ def test_layouts_agree_in_float32(outcomes, layout):
     # Two Adam steps of 3e-4 may go either way where a gradient is next to nothing; a wrong shard is off by far more.
     for name, weight in one.weights.items():
         np.testing.assert_allclose(other.weights[name], weight, atol=1.5e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_training_pass_keeps_the_logprobs_that_a_separate_pass_gives(outcomes, layout):
+    """With two optimizer steps on a batch, those of each row before its own step."""
+    for kept, expected in outcomes(layout).kept:
+        inside = expected != 0
+        assert inside.float().mean() > 0.5 and not kept[~inside].any()
+        np.testing.assert_allclose(kept, expected, atol=0.05 if layout.startswith("bfloat16") else 1e-5)
 
 
 def test_the_reference_weights_leave_no_trace(outcomes):

@@ -75,10 +75,11 @@ def beginnings(output: str) -> list[int]:
 
 
 def rollouts_of(folder: Path) -> dict[str, list[dict]]:
-    """All samples, without the times when they were sampled."""
+    """All samples with their tokens and scores, without the times when they were sampled."""
     return {
-        file.name: [{name: value for name, value in row.items() if name != "spans"} for row in read_rollout(file)]
+        file.name: [{name: value for name, value in row.items() if name != "spans"} for row in rows]
         for file in rollout_files(folder)
+        for rows in [read_rollout(file, tokens=True)]
     }
 
 

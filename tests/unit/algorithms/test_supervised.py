@@ -48,7 +48,7 @@ class RecordingPolicy:
 
     def put_batch(self, rows, name="train"):
         self.calls.append(f"hold {name}")
-        return BatchRef(name, TokenRows.of(rows))
+        return BatchRef(name, TokenRows.of(rows), [list(range(len(rows)))])
 
     def score(self, batch, which):
         self.calls.append(f"score {batch.name} {'+'.join(which)}")

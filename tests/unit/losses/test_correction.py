@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from nemo_rl_lite.losses.grpo import GRPOLoss, correction
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import count_masked, summary
 from tests.unit.losses.batches import batch_of, loss_config, rows_of
 from tests.unit.losses.test_losses_match_trl import our_loss, random_inputs
@@ -74,8 +74,8 @@ def ratios_of(inputs):
 def weights_of(config, inputs):
     """The weights of each sequence's own tokens, as lists."""
     mask = inputs["mask"]
-    found = correction(config, (inputs["previous_logprobs"] - inputs["generation_logprobs"]) * mask, mask)
-    return [row[own > 0].tolist() for row, own in zip(found.weights.expand_as(mask), mask, strict=True)]
+    found = GRPOLoss(config).correction_weights(batch_of(inputs)).expand_as(mask)
+    return [row[own > 0].tolist() for row, own in zip(found, mask, strict=True)]
 
 
 @each_mode

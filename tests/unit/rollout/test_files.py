@@ -7,11 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.dataset
 import pytest
+import torch
 from pyarrow import parquet
 
 from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.observability.sinks import spread
 from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.policy.score_files import write_scores
 from nemo_rl_lite.rollout.episode import SampleFile, Span
 from nemo_rl_lite.rollout.store import (
     RolloutFiles,
@@ -22,6 +26,7 @@ from nemo_rl_lite.rollout.store import (
     rollout_files,
     write_samples,
 )
+from tests.unit.losses.batches import loss_config
 from tests.unit.observability.rollouts import make_rollout
 
 FOUR = make_rollout(["a", "b", "c", "d"], [0.0, 1.0, 0.5, 0.25], samples=2)
@@ -70,6 +75,33 @@ def test_tokens_logprobs_and_versions_are_columns(tmp_path):
     runs = [(run["start"], run["length"], run["version"]) for run in row["versions"]]
     assert runs == [(2, 2, 3), (4, 1, 4), (6, 1, 4)]
     assert "token_ids" not in read_rollout(file)[0]
+
+
+def test_scores_of_the_policy_are_joined(tmp_path, caplog):
+    files, targets = RolloutFiles(tmp_path, 3, done=0), []
+    batch = Batch.padded([TokenRow([0] * 5, [place > 1 for place in range(5)], [-1.0] * 5)] * 4)
+    batch = replace(batch, previous_logprobs=-0.5 - torch.arange(4.0)[:, None].expand(4, 5))
+
+    def write(target):
+        targets.append(target)
+        errors = write_scores(target, 0, np.array([[3, 2, 1, 0], [0] * 4]), batch, GRPOLoss(loss_config()))
+        return lambda: [*errors, "the disk is full"]
+
+    files.scored(1, FOUR, write)
+    files.write(1, "train", FOUR)
+    files.write(2, "validation", FOUR)
+    assert [target.count for target in targets] == [3] and "the disk is full" in caplog.text
+    trained, validated = (read_rollout(file, tokens=True) for file in rollout_files(tmp_path))
+    assert [row["policy_logprobs"][2] for row in trained] == [-3.5, -2.5, -1.5]
+    assert all(row["correction_weights"] == [0, 0, 1, 1, 1] for row in trained)
+    assert {(row["policy_logprobs"], row["correction_weights"]) for row in validated} == {(None, None)}
+    RolloutFiles(tmp_path, None, done=0)
+    assert [file.stem for file in (tmp_path / "scores-undone").iterdir()] == ["step-00000001-0"]
+    assert list((tmp_path / "scores").iterdir()) == []
+
+
+def test_without_sample_files_no_scores_are_written(tmp_path):
+    RolloutFiles(tmp_path, 0, done=0).scored(1, FOUR, pytest.fail)
 
 
 def test_when_it_was_sampled_and_what_its_step_did_are_known(tmp_path):

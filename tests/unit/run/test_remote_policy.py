@@ -13,6 +13,7 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.supervised import SFTLoss
 from nemo_rl_lite.policy.interface import Work
 from nemo_rl_lite.policy.model import ParallelPlace
+from nemo_rl_lite.policy.score_files import ScoreFile
 from nemo_rl_lite.workers import policy as policy_module
 from nemo_rl_lite.workers.policy import RemotePolicy
 
@@ -22,7 +23,7 @@ class Worker:
 
     def __init__(self, data_rank, data_size, tensor_rank, context_rank):
         self.own = ParallelPlace(data_rank, data_size, tensor_rank, True, True, context_rank)
-        self.held, self.steps = {}, []
+        self.held, self.steps, self.written = {}, [], []
 
     def place(self):
         return self.own
@@ -45,6 +46,14 @@ class Worker:
         mismatch = {} if mismatch_counts is None else {"tokens": mismatch_counts.tokens, "rows": rows.stop - rows.start}
         self.steps.append(([row.tokens[0] for row in self.held[name][rows]], counts.tokens))
         return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}, mismatch
+
+    def write_scores(self, places, target, loss, name):
+        if self.own.reports:
+            assert [row.tokens[0] for row in self.held[name]] == places[0].tolist() and not places[1].any()
+            self.written.append((target, places[0].tolist()))
+
+    def scores_written(self):
+        return [f"full on {self.own.data_rank}"] if self.written else []
 
     def logprobs(self, tokens_BT, lengths_B, phase):
         return tokens_BT.float().numpy()
@@ -188,6 +197,15 @@ def test_each_row_is_compared_with_the_engines_once(scored):
         trained = remote.train(batch, SFTLoss())
         parts = 4 if scored == ["later"] or scored == ["later", "reference"] else 2
         assert (trained["rows"], trained["tokens"]) == (many, parts * 3.0 * many)
+
+
+def test_each_replica_writes_the_scores_of_its_rows(tmp_path):
+    remote, group = policy(replicas=2, global_batch=4)
+    batch, target = remote.put_batch(rows(9, 1, 3, 3, 2, 2, 7, 1)), ScoreFile(tmp_path, 1, 2, 8)
+    wait = remote.write_scores(batch, SFTLoss(), target)
+    each = [own for worker in group.workers for own in worker.written]
+    assert [of for of, _ in each] == [target] * 2 and sorted(each[0][1] + each[1][1]) == list(range(8))
+    assert wait() == ["full on 0", "full on 1"]
 
 
 def test_a_new_batch_takes_the_place_of_the_old_one():

@@ -1,0 +1,120 @@
+"""Policy's scores of a run's training samples: one Parquet file per step and replica, `scores/step-<step>-<replica>`.
+
+Each replica writes those of the rows that it trains on. `rollout/store.py` writes the samples, and joins both.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import parquet
+from torch import Tensor
+
+from nemo_rl_lite.losses.batch import Batch
+from nemo_rl_lite.losses.interface import Loss
+
+SCORES = "scores"
+# Columns with an entry per token; null if the loss has none.
+SCORE_COLUMNS = ("policy_logprobs", "correction_weights")
+_LIST = pa.list_(pa.float32())
+# `segment`: number of the row among those of its sample.
+_PLACE = ("step", "problem", "sample", "segment")
+
+
+@dataclass(frozen=True)
+class ScoreFile:
+    """The scores of a step's samples in the run's folder."""
+
+    folder: Path
+    step: int
+    samples_per_prompt: int
+    count: int
+    """Number of samples to write, the first ones."""
+
+
+WriteScores = Callable[[ScoreFile], Callable[[], list[str]]]
+"""Starts to write a file. Returns a function that waits for it, and returns errors of the file system."""
+
+
+class ScoreWriter:
+    """Writes a replica's scores in a thread."""
+
+    def __init__(self, replica: int):
+        self._replica = replica
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scores")
+        self._writing: list[Future[list[str]]] = []
+
+    def write(self, target: ScoreFile, places: np.ndarray, batch: Batch, loss: Loss) -> None:
+        """Start to write the scores of a batch on the host. `places`: the number of each row's sample in the rollout,
+        and of the row in the sample, [2, B]."""
+        self._writing.append(self._thread.submit(write_scores, target, self._replica, places, batch, loss))
+
+    def written(self) -> list[str]:
+        """Wait for all writes; return their errors. Raises what the loss raises."""
+        writing, self._writing = self._writing, []
+        return [error for one in writing for error in one.result()]
+
+
+def write_scores(target: ScoreFile, replica: int, places: np.ndarray, batch: Batch, loss: Loss) -> list[str]:
+    """Write the scores of a replica's rows. Return the errors of the file system."""
+    rows = np.flatnonzero(places[0] < target.count)
+    if not len(rows):
+        return []
+    table = _table(target, places[:, rows], batch.rows(torch.from_numpy(rows)), loss)
+    # Readers of the folder skip names that begin with a dot, so they see only complete files.
+    file = target.folder / f"step-{target.step:08d}-{replica}.parquet"
+    partial = file.with_name(f".{file.name}")
+    try:
+        target.folder.mkdir(exist_ok=True)
+        parquet.write_table(table, partial, compression="zstd", use_dictionary=False)
+        partial.replace(file)
+    except OSError as error:
+        return [str(error)]
+    return []
+
+
+def read_scores(folder: Path, step: int) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the scores of a step's samples by problem and sample, those of a sample's segments in a row. Raises
+    OSError or pyarrow.ArrowException: a file cannot be read."""
+    files = sorted(folder.glob(f"step-{step:08d}-*.parquet"))
+    rows = [row for file in files for row in parquet.read_table(file).to_pylist()]
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row["segment"]):
+        empty = {name: None if row[name] is None else [] for name in SCORE_COLUMNS}
+        kept = found.setdefault((row["problem"], row["sample"]), empty)
+        for name, values in kept.items():
+            if values is not None:
+                values += row[name]
+    return found
+
+
+def _table(target: ScoreFile, places_2B: np.ndarray, batch: Batch, loss: Loss) -> pa.Table:
+    previous_BT, generation_BT = batch.require("previous_logprobs", "generation_logprobs")
+    # Engines have sampled responses that are left out of the loss too.
+    sampled_BT = (batch.mask > 0) | (generation_BT != 0)
+    weights_of = getattr(loss, "correction_weights", None)
+    weights_BT = None if weights_of is None else weights_of(batch).expand_as(batch.mask)
+    numbers_B, segments_B = places_2B
+    problems_B, samples_B = np.divmod(numbers_B, target.samples_per_prompt)
+    columns = [
+        pa.array(np.full(len(numbers_B), target.step), pa.int32()),
+        pa.array(problems_B, pa.int32()),
+        pa.array(samples_B, pa.int32()),
+        pa.array(segments_B, pa.int32()),
+        _of_tokens(torch.where(sampled_BT, previous_BT, 0.0), batch.lengths),
+        _of_tokens(None if weights_BT is None else torch.where(batch.mask > 0, weights_BT, 0.0), batch.lengths),
+    ]
+    return pa.table(columns, names=[*_PLACE, *SCORE_COLUMNS])
+
+
+def _of_tokens(values_BT: Tensor | None, lengths_B: Tensor) -> pa.Array:
+    if values_BT is None:
+        return pa.nulls(len(lengths_B), _LIST)
+    inside_BT = torch.arange(values_BT.shape[1]) < lengths_B[:, None]
+    ends = torch.cat([lengths_B.new_zeros(1), lengths_B.cumsum(0)]).to(torch.int32)
+    return pa.ListArray.from_arrays(ends.numpy(), values_BT[inside_BT].float().numpy())
