@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.advantages import reward_shares
 from nemo_rl_lite.losses.batch import OF_TOKENS, RowBatch, TokenRow, TokenRows
@@ -133,12 +134,15 @@ class Episode(_Judged):
     """True if the episode is excluded from the loss although it has a reward."""
     own_prompt: tuple[Message, ...] | None = None
     """The prompt's messages if they differ from the problem's."""
+    own_tools: tuple[Tool, ...] | None = None
+    """The offered tools if they differ from the problem's."""
     length_penalty: float = 0.0
     """Added to the reward in training; at most 0."""
 
-    def begin(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
+    def begin(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         """Replace the prompt, before the first turn."""
-        self.tokens, self.prompt_length, self.own_prompt = list(tokens), len(tokens), tuple(messages)
+        self.tokens, self.prompt_length = list(tokens), len(tokens)
+        self.own_prompt, self.own_tools = tuple(messages), tuple(tools)
 
     def add_turn(self, completion: Completion, text: str) -> None:
         """Add an assistant turn. A truncated one is the last."""
@@ -156,6 +160,11 @@ class Episode(_Judged):
     def prompt(self) -> tuple[Message, ...]:
         """The messages before the first turn."""
         return self.problem.messages if self.own_prompt is None else self.own_prompt
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools that the prompt offers."""
+        return self.problem.tools if self.own_tools is None else self.own_tools
 
     @property
     def response(self) -> str:

@@ -10,7 +10,7 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.registry import Environments
-from nemo_rl_lite.generation.interface import Conversation, Request, Requests, Sampling
+from nemo_rl_lite.generation.interface import Conversation, Progress, Request, Requests, Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.system.user_errors import as_call_error
@@ -39,16 +39,22 @@ class Assistant:
         return self.max_length - self.sampling.max_new_tokens
 
     async def respond(
-        self, tokens: Sequence[int] = (), messages: Sequence[Message] = (), sampling: Sampling | None = None
+        self,
+        tokens: Sequence[int] = (),
+        messages: Sequence[Message] = (),
+        sampling: Sampling | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """Add `messages`, tokenized as `tokens`, and the policy's response to the episode. Raises EngineError,
-        WorkerError: there is no response (see `RequestQueue.sample`); the episode is unchanged."""
+        """Add `messages`, tokenized as `tokens`, and the policy's response to the episode. `progress` receives the
+        tokens so far. Raises EngineError, WorkerError: there is no response (see `RequestQueue.sample`); the episode is
+        unchanged."""
         episode = self.episode
         digest = hashlib.blake2b(repr((*self.seeds, len(episode.turns))).encode(), digest_size=4).digest()
         seed = int.from_bytes(digest) >> 1
-        request = Request((*episode.tokens, *tokens), sampling or self.sampling, seed, self.step)
+        prompt = (*episode.tokens, *tokens)
+        request = Request(prompt, sampling or self.sampling, seed, self.step, streams=progress is not None)
         with episode.waiting("generate") as span:
-            completion, span.place = await self.requests.sample(request, self.conversation)
+            completion, span.place = await self.requests.sample(request, self.conversation, progress)
         episode.add_messages(tokens, messages)
         episode.add_turn(completion, self.tokenizer.text(completion.tokens))
 

@@ -209,7 +209,7 @@ def _row(
         "problem": place,
         "sample": sample,
         "prompt": [_message(message) for message in episode.prompt],
-        "tools": json.dumps(episode.problem.tools) if episode.problem.tools else None,
+        "tools": json.dumps(episode.tools) if episode.tools else None,
         "answer": str(episode.problem.answer),
         "response": episode.response,
         "turns": [_message(message) for message in episode.said],
@@ -259,7 +259,7 @@ _SAVED_SCHEMA = pa.schema(
         # The number of the prompt in an incomplete rollout.
         ("prompt", pa.int64()),
         ("is_dropped", pa.bool_()),
-        # JSON: messages, answer, metadata, tools, and the agent's own prompt or null.
+        # JSON: messages, answer, metadata, tools, and the agent's own prompt and tools or null.
         ("problem", pa.string()),
         ("tokens", pa.list_(pa.int32())),
         ("prompt_length", pa.int64()),
@@ -335,7 +335,8 @@ def _load_saved(file: Path) -> SavedRollout:
 
 def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str, Any]:
     problem = episode.problem
-    asked = [problem.messages, problem.answer, problem.metadata, problem.tools, episode.own_prompt]
+    own = [episode.own_prompt, episode.own_tools]
+    asked = [problem.messages, problem.answer, problem.metadata, problem.tools, *own]
     return {
         "prompt": prompt,
         "is_dropped": dropped,
@@ -369,7 +370,7 @@ def _array_bytes(array: np.ndarray) -> bytes:
 
 
 def _episode(row: dict[str, Any]) -> Episode:
-    messages, answer, metadata, tools, own_prompt = json.loads(row["problem"])
+    messages, answer, metadata, tools, own_prompt, own_tools = json.loads(row["problem"])
     tokens = row["tokens"]
     turns = [
         (
@@ -395,6 +396,7 @@ def _episode(row: dict[str, Any]) -> Episode:
         reward_parts=json.loads(row["reward_parts"]),
         is_left_out=row["is_left_out"],
         own_prompt=None if own_prompt is None else tuple(own_prompt),
+        own_tools=None if own_tools is None else tuple(own_tools),
         # Absent in checkpoints of earlier versions.
         length_penalty=row.get("length_penalty", 0.0),
     )

@@ -40,7 +40,7 @@ class Book:
     def submit_as_batch(self):
         return nullcontext()
 
-    async def sample(self, request, conversation):
+    async def sample(self, request, conversation, progress=None):
         self.asked.append(request)
         text = "".join(map(chr, request.prompt))
         if self.error is not None and len(self.asked) > 1:

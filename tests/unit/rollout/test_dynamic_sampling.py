@@ -35,7 +35,7 @@ class Engine:
     def submit_as_batch(self):
         return nullcontext()
 
-    async def sample(self, request, conversation):
+    async def sample(self, request, conversation, progress=None):
         text = "".join(map(chr, request.prompt))
         self.begun.append(text)
         is_first = self.begun.count(text) % SAMPLES == 1
