@@ -93,7 +93,7 @@ def test_what_claude_code_sends_is_taken(model, client):
         },
         {"role": "system", "content": "The date is new."},
         system=[{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}, {"type": "text", "text": "Be brief."}],
-        max_tokens=32000,
+        max_tokens=8000,
         metadata={"user_id": "me"},
         thinking={"type": "adaptive"},
         extra_body={
