@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import sys
 from contextlib import asynccontextmanager, nullcontext
 
 import pyarrow.parquet
@@ -136,7 +138,7 @@ def test_an_agent_that_fails_costs_its_episode(how, said, caplog):
 
 
 def test_the_agent_of_the_docs(tmp_path, monkeypatch):
-    (code,) = (text for text in blocks(DOCS / "environments.md", "python") if text.startswith("# my_package/twice.py"))
+    (code,) = (text for text in blocks(DOCS / "agents.md", "python") if text.startswith("# my_package/twice.py"))
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "twice.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -188,6 +190,28 @@ def test_the_history_of_an_agent_with_tools_must_stay(tmp_path, change, said, ca
     rollout = collect(Speaker(tokenizer, ADDING, "42"), agent, 1.0, tokenizer=tokenizer)
     assert said in caplog.text and rollout.environment_errors == bool(said)
     assert bool(said) == ("the request does not continue its episode" in caplog.text)
+
+
+HARNESS = """#!{python}
+import json, os, sys, urllib.request
+said = {{"model": os.environ["ANTHROPIC_MODEL"], "messages": [{{"role": "user", "content": sys.argv[2]}}]}}
+request = urllib.request.Request(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages?beta=true", json.dumps(said).encode())
+request.add_header("Authorization", "Bearer " + os.environ["ANTHROPIC_AUTH_TOKEN"])
+urllib.request.build_opener(urllib.request.ProxyHandler({{}})).open(request)
+"""
+
+
+def test_the_harness_of_the_docs(tmp_path, monkeypatch):
+    (code,) = (text for text in blocks(DOCS / "agents.md", "python") if text.startswith("# my_package/harness.py"))
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "harness.py").write_text(code)
+    (command := tmp_path / "claude").write_text(HARNESS.format(python=sys.executable))
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = AgentConfig("own_package.harness.claude_code", 60.0, 4, 1, 0.0, {})
+    (episode,) = collect(Book({}), agent).episodes
+    assert [said["content"] for said in episode.said] == [FINAL] and episode.reward == 1
 
 
 def test_an_agent_that_hangs_is_late(caplog):
