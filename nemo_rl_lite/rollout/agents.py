@@ -95,7 +95,7 @@ class _AgentSession:
             raise RefusedError(400, "an agent's episode is a chat: use /chat/completions instead of /completions")
         episode, assistant, tokens, added = self._episode, self._assistant, (), ()
         async with self._one_by_one:
-            sampling, messages, tools = self._sampling(asked), asked.chat(), asked.offered()
+            sampling, messages, tools = self._sampling(asked), asked.chat(), asked.offered
             new = messages[self._known(messages, tools, asked.source) :]
             if not episode.turns:
                 (opening,) = await self._tokenized(asked, lambda: asked.prompts(assistant.tokenizer))

@@ -147,7 +147,7 @@ def _opened(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_request(given: _Body) -> ChatRequest:
-    """Translate a request. Raises RefusedError: it has other content than text, thinking, calls and their results."""
+    """Translate a request. Raises RefusedError: it has content that is not text, thinking, a call or its result."""
     system = [{"role": "system", "content": given.system}] if given.system else []
     said = (one for message in [*system, *given.messages] for one in _messages(message))
     choice = given.tool_choice or {}
@@ -171,7 +171,7 @@ def _chat_request(given: _Body) -> ChatRequest:
 
 
 def _messages(message: Mapping[str, Any]) -> Iterator[Message]:
-    """Yield the messages of one with content blocks: results of calls are messages of their own."""
+    """Yield the messages of one with content blocks: each result of a call becomes a message."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RefusedError(400, f"messages: the role {role!r:.40} is unknown: use user or assistant", "messages")

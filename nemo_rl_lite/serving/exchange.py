@@ -62,17 +62,22 @@ class ShownText:
     tokenizer: ChatTokenizer
     text: str = field(default="", init=False)
     characters: int = field(default=0, init=False)
+    # Number of tokens seen, and whether one of them started a call.
+    _seen: int = field(default=0, init=False)
+    _has_call: bool = field(default=False, init=False)
     # Window of tokens to decode again: its start, and the end of the tokens in `text`.
     _start: int = field(default=0, init=False)
     _end: int = field(default=0, init=False)
 
     def more(self, so_far: Completion) -> str:
         """Return the text that a stream may show now and has not shown before."""
+        new, self._seen = so_far.tokens[self._seen :], len(so_far.tokens)
+        self._has_call = self._has_call or self.asked.starts_call(new, self.tokenizer)
+        if self._has_call:
+            return ""
         self._decode(so_far.tokens)
-        before, self.characters = (
-            self.characters,
-            max(self.characters, self.asked.shown(self.text, so_far, self.tokenizer)),
-        )
+        before = self.characters
+        self.characters = max(before, self.asked.shown(self.text, self.tokenizer))
         return self.text[before : self.characters]
 
     def rest(self, text: str) -> str:

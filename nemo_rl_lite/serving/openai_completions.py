@@ -32,7 +32,7 @@ class _Sent:
 
 
 class _OpenAIExchange[Asked: ApiRequest](Exchange[Asked]):
-    """What chat completions and text completions share."""
+    """Common part of chat completions and text completions."""
 
     kind: ClassVar[type[Any]]
     id_prefix: ClassVar[str]

@@ -201,8 +201,8 @@ def _call_item(call: Mapping[str, Any], arguments: str, status: str) -> dict[str
 
 
 def _chat_request(given: _Body) -> ChatRequest:
-    """Translate a request. Raises RefusedError: its input has other items than messages, reasoning, calls and their
-    outputs."""
+    """Translate a request. Raises RefusedError: an item of its input is not a message, reasoning, a call or an
+    output."""
     items = [{"role": "user", "content": given.input}] if isinstance(given.input, str) else given.input
     system = [{"role": "system", "content": given.instructions}] if given.instructions else []
     # Codex also offers tools that OpenAI's servers run. The model does not see them.

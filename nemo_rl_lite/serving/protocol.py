@@ -9,8 +9,10 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Protocol
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 from nemo_rl_lite.data.messages import Message, read_messages
@@ -59,7 +61,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """What a response says: its text, and tool calls in OpenAI's format with arguments as an object."""
+    """Text of a response, and its tool calls in OpenAI's format with arguments as an object."""
 
     text: str
     calls: tuple[dict[str, Any], ...] = ()
@@ -155,9 +157,13 @@ class ApiRequest(WireRequest):
         place, stop = min(((text.index(stop), stop) for stop in self.stop or () if stop in text), default=(None, None))
         return Reply(text[:place], stop=stop)
 
-    def shown(self, text: str, so_far: Completion, tokenizer: ChatTokenizer) -> int:
+    def shown(self, text: str, tokenizer: ChatTokenizer) -> int:
         """Return the number of characters of an unfinished response that a stream may show."""
         return held_back(text, self.stop or ())
+
+    def starts_call(self, tokens: np.ndarray, tokenizer: ChatTokenizer) -> bool:
+        """Return whether one of the tokens starts a tool call. Its text lacks special tokens."""
+        return False
 
 
 ChoiceProgress = Callable[[int, Completion], None]
@@ -220,8 +226,9 @@ class ChatRequest(ApiRequest):
             raise RefusedError(400, f"{self.source}: {rule}", self.source)
         return messages
 
+    @cached_property
     def offered(self) -> tuple[Tool, ...]:
-        """Return the tools that the model may call. Raises RefusedError: a tool is invalid, or a call is forced."""
+        """The tools that the model may call. Raises RefusedError: a tool is invalid, or a call is forced."""
         if self.tool_choice not in (None, "auto", "none"):
             fix = 'use "auto" or "none"; the engines cannot force a call'
             rule = f"tool_choice = {self.tool_choice!r:.60} is not supported here: {fix}"
@@ -237,7 +244,7 @@ class ChatRequest(ApiRequest):
         return sum(_characters(message.get("content")) for message in self.messages) + tools
 
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        tools = self.offered()
+        tools = self.offered
         if tools and not tokenizer.takes_tools:
             rule = (
                 "the model's chat template does not write tools, or has an unknown call format (docs/environments.md)"
@@ -252,7 +259,7 @@ class ChatRequest(ApiRequest):
     def reply(self, completion: Completion, tokenizer: ChatTokenizer) -> Reply:
         """See `ApiRequest.reply`. As in vLLM, an unreadable call makes the response a text, and the client checks calls
         against the tools."""
-        tools = self.offered()
+        tools = self.offered
         before, written = tokenizer.written_calls(completion.tokens) if tools else ("", [])
         if not written or any(call.trouble for call in written):
             return super().reply(completion, tokenizer)
@@ -263,14 +270,17 @@ class ChatRequest(ApiRequest):
         ]
         return Reply(before.rstrip(), tuple(named))
 
-    def shown(self, text: str, so_far: Completion, tokenizer: ChatTokenizer) -> int:
+    def shown(self, text: str, tokenizer: ChatTokenizer) -> int:
         """Hold back text that may start a tool call until the response ends."""
-        if not self.offered():
-            return super().shown(text, so_far, tokenizer)
+        if not self.offered:
+            return super().shown(text, tokenizer)
         marker = tokenizer.call_marker
-        if tokenizer.written_calls(so_far.tokens)[1] or (not marker and text.lstrip()[:1] in ("", "{")):
+        if not marker and text.lstrip()[:1] in ("", "{"):
             return 0
         return held_back(text, [*(self.stop or ()), *marker.split()[:1]])
+
+    def starts_call(self, tokens: np.ndarray, tokenizer: ChatTokenizer) -> bool:
+        return bool(self.offered) and tokenizer.call_token in tokens.tolist()
 
 
 class CompletionRequest(ApiRequest):

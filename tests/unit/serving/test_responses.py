@@ -7,6 +7,9 @@ from openai import APIStatusError
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from nemo_rl_lite.serving.openai_responses import ResponsesExchange
+from nemo_rl_lite.serving.protocol import RefusedError
+from tests.unit.rollout.script import Letters, completion
 from tests.unit.serving.test_tools import PARAMETERS, hermes, speaking
 
 ADD = {"type": "function", "name": "add", "description": "adds", "parameters": PARAMETERS, "strict": True}
@@ -106,6 +109,20 @@ def test_what_codex_sends_is_taken(model):
     assert said.output_text == "hi" and "web_search" not in model.prompt
     assert model.prompt.startswith("<|im_start|>system\na\n\nb\n\n# Tools")
     assert "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\ne<|im_end|>\n<|im_start|>user\nd" in model.prompt
+
+
+def test_structured_output_has_its_schema(model):
+    form = {"type": "json_schema", "name": "own", "schema": PARAMETERS, "strict": True}
+    ask(model, text={"format": form})
+    assert json.loads(model.asked[0].sampling.options.json_schema) == PARAMETERS
+
+
+def test_a_stream_that_fails_ends_with_a_failed_response():
+    exchange = ResponsesExchange.read({"input": "1+1?", "stream": True}, Letters(), "own")
+    for event in [*exchange.begun(0, completion("a")), failed := exchange.failed(RefusedError(503, "asleep"))]:
+        EVENT.validate_python(event)
+    assert failed["response"]["error"] == {"code": "server_error", "message": "asleep"}
+    assert (failed["type"], failed["sequence_number"]) == ("response.failed", 5)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from openai import BadRequestError, OpenAI
+from tokenizers import AddedToken
 
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.generation.interface import Completion, Sampling
@@ -123,6 +124,22 @@ def test_a_stream_shows_the_text_before_a_call_and_not_the_call(model):
         so_far = Completion(tuple(tokens[:count]), (0.0,) * count, "length", (0,) * count)
         shown += [chunk["choices"][0]["delta"]["content"] for chunk in exchange.begun(0, so_far)]
     assert len(shown) > 10 and "".join(shown) == "Let me < see.\n"
+
+
+def test_a_stream_shows_nothing_after_a_special_token_that_starts_a_call(model):
+    tokenizer = model.tokenizer
+    tokenizer._tokenizer.add_tokens([AddedToken("<tool_call>", special=True)])
+    exchange, tokens = (
+        ChatExchange(ChatRequest(messages=[ASKED], tools=[ADD]), tokenizer, "own"),
+        tokenizer._tokens("a "),
+    )
+    tokens += tokenizer._tokens(hermes())
+    assert tokenizer.call_token == tokens[2] and "tool_call" not in tokenizer.text(tokens).split("/")[0]
+    shown = []
+    for count in range(1, len(tokens)):
+        so_far = Completion(tuple(tokens[:count]), (0.0,) * count, "length", (0,) * count)
+        shown += [chunk["choices"][0]["delta"]["content"] for chunk in exchange.begun(0, so_far)]
+    assert "".join(shown) == "a "
 
 
 @pytest.mark.parametrize(
