@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -35,14 +35,15 @@ _ASLEEP = "the engines are paused while the policy trains or refits them: try ag
 _CLIENT_GONE = 499
 # Seconds for the server to end.
 _LIMIT_S = 30.0
+_COUNT = "/v1/messages/count_tokens"
 _APIS: dict[str, type[Exchange[Any]]] = {
     "/v1/chat/completions": ChatExchange,
     "/v1/completions": CompletionExchange,
     "/v1/responses": ResponsesExchange,
     "/v1/messages": MessagesExchange,
+    _COUNT: MessagesExchange,
 }
-_COUNT = "/v1/messages/count_tokens"
-_ANSWERED = f"{', '.join(f'POST {path}' for path in [*_APIS, _COUNT])}, GET /v1/models and GET /health"
+_ANSWERED = f"{', '.join(f'POST {path}' for path in _APIS)}, GET /v1/models and GET /health"
 Send = Callable[[Event], None]
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
@@ -223,17 +224,13 @@ def _application(gate: LoopBridge, tokenizer: ChatTokenizer, names: Sequence[str
 
     @app.exception_handler(RefusedError)
     async def refuse(request: Request, refused: RefusedError) -> JSONResponse:
-        headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
-        api = MessagesExchange if request.url.path == _COUNT else _APIS.get(request.url.path, ChatExchange)
-        return JSONResponse(api.refusal(refused), refused.status, headers)
+        return _refused(request, refused, {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {})
 
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def elsewhere(request: Request, error: HTTPException) -> JSONResponse:
         rule = f"unknown route {request.method} {request.url.path}; known are {_ANSWERED}"
-        return JSONResponse(
-            ChatExchange.refusal(RefusedError(error.status_code, rule)), error.status_code, error.headers
-        )
+        return _refused(request, RefusedError(error.status_code, rule), error.headers)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -245,37 +242,31 @@ def _application(gate: LoopBridge, tokenizer: ChatTokenizer, names: Sequence[str
         described = {"id": names[0], "object": "model", "created": started, "owned_by": "nemo_rl_lite"}
         return {"object": "list", "data": [{**described, "max_model_len": max_length}]}
 
-    async def read(request: Request, api: type[Exchange]) -> Exchange:
-        """Read a request. Raises RefusedError, ClientDisconnect."""
-        exchange = api.read(_parsed(await request.body()), tokenizer, names[0])
-        if exchange.asked.model not in (None, *names):
-            rule = f"unknown model {exchange.asked.model!r:.100}; this endpoint serves {names[0]!r}"
-            raise RefusedError(404, rule, "model", "model_not_found")
-        return exchange
-
     async def answer(request: Request) -> Response:
         key = _key(request, gate)
         try:
-            exchange = await read(request, _APIS[request.url.path])
+            content = _parsed(await request.body())
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
+        exchange = _APIS[request.url.path].read(content, tokenizer, names[0])
+        if exchange.asked.model not in (None, *names):
+            rule = f"unknown model {exchange.asked.model!r:.100}; this endpoint serves {names[0]!r}"
+            raise RefusedError(404, rule, "model", "model_not_found")
+        if request.url.path == _COUNT:
+            return await _awaited(request, gate.count(exchange.asked), lambda tokens: {"input_tokens": tokens})
         if exchange.asked.stream:
             return await _streamed(request, gate, key, exchange)
         return await _awaited(request, gate.ask(key, exchange))
 
     for path in _APIS:
         app.add_api_route(path, answer, methods=["POST"])
-
-    @app.post(_COUNT)
-    async def count_tokens(request: Request) -> Response:
-        _key(request, gate)
-        try:
-            exchange = await read(request, MessagesExchange)
-        except ClientDisconnect:
-            return Response(status_code=_CLIENT_GONE)
-        return await _awaited(request, gate.count(exchange.asked), lambda tokens: {"input_tokens": tokens})
-
     return app
+
+
+def _refused(request: Request, refused: RefusedError, headers: Mapping[str, str] | None) -> JSONResponse:
+    """Return a rejection in the form of the request's API."""
+    api = _APIS.get(request.url.path, ChatExchange)
+    return JSONResponse(api.refusal(refused), refused.status, headers)
 
 
 async def _awaited[T](
