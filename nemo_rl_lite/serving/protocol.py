@@ -271,13 +271,13 @@ class ChatRequest(ApiRequest):
         return Reply(before.rstrip(), tuple(named))
 
     def shown(self, text: str, tokenizer: ChatTokenizer) -> int:
-        """Hold back text that may start a tool call until the response ends."""
+        """Hold back text that may start a tool call until the response ends, and whitespace that may precede one."""
         if not self.offered:
             return super().shown(text, tokenizer)
         marker = tokenizer.call_marker
         if not marker and text.lstrip()[:1] in ("", "{"):
             return 0
-        return held_back(text, [*(self.stop or ()), *marker.split()[:1]])
+        return len(text[: held_back(text, [*(self.stop or ()), *marker.split()[:1]])].rstrip())
 
     def starts_call(self, tokens: np.ndarray, tokenizer: ChatTokenizer) -> bool:
         return bool(self.offered) and tokenizer.call_token in tokens.tolist()

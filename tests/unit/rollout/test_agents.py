@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 
 import pyarrow.parquet
 import pytest
@@ -80,13 +81,13 @@ def config(name, timeout_s=60.0, **kwargs):
     return AgentConfig(f"{PLAYERS}.{name}", timeout_s, 4, 1, 1.0, kwargs)
 
 
-def collect(engines, agent, share=0.0, max_length=200, samples=1, tokenizer=None):
+def collect(engines, agent, share=0.0, max_length=200, samples=1, tokenizer=None, sampling=SAMPLING):
     """Play some episodes of one prompt."""
     tokenizer = tokenizer or Letters()
     with bound_socket(LOCAL) as bound, Endpoint(bound, tokenizer, ["own"], max_length).running() as endpoint:
-        play = AgentPlay(Agents(agent, "127.0.0.1"), endpoint, SAMPLING)
+        play = AgentPlay(Agents(agent, "127.0.0.1"), endpoint, sampling)
         generation = ServedGeneration(engines, endpoint, None)
-        return collector(generation, play, share, max_length, tokenizer).collect(task(samples))
+        return collector(generation, play, share, max_length, tokenizer).collect(task(samples, sampling))
 
 
 def collector(generation, play, share=0.0, max_length=200, tokenizer=None):
@@ -94,8 +95,8 @@ def collector(generation, play, share=0.0, max_length=200, tokenizer=None):
     return collected_by(generation, judge, max_length, ErrorShares(0.0, share), play, tokenizer)
 
 
-def task(samples):
-    return RolloutTask([Problem(chat(ASKED), "43")].__getitem__, 1, samples, SAMPLING, 5)
+def task(samples, sampling=SAMPLING):
+    return RolloutTask([Problem(chat(ASKED), "43")].__getitem__, 1, samples, sampling, 5)
 
 
 @pytest.mark.parametrize("agent", [config("player", how="two turns"), config("plain")], ids=["async", "plain"])
@@ -145,6 +146,12 @@ def test_the_agent_of_the_docs(tmp_path, monkeypatch):
     agent = AgentConfig("my_package.twice.twice", 60.0, 4, 1, 0.0, {"first": 0.25})
     (episode,) = collect(Book(), agent).episodes
     assert episode.reward == 0.75 and [said["content"] for said in episode.said] == [CALL, "again", FINAL]
+
+
+def test_a_temperature_that_is_the_default_of_the_apis_is_the_runs():
+    engines, own = Book(), replace(SAMPLING, temperature=0.6)
+    rollout = collect(engines, config("player", how="two turns"), sampling=own)
+    assert rollout.environment_errors == 0 and {one.sampling.temperature for one in engines.asked} == {0.6}
 
 
 ADDING = "<call=add><arg=a>41</arg></call>"

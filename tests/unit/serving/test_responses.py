@@ -63,7 +63,7 @@ def test_a_stream_has_the_events_of_a_message_and_a_call(model):
 
 
 def test_a_stream_of_only_a_call_has_no_message(model):
-    model.said = hermes()
+    model.said = f"\n\n{hermes()}"
     added = [event.item.type for event in ask(model, stream=True, tools=[ADD]) if "added" in event.type]
     assert added == ["function_call"]
 
