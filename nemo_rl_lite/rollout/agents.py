@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.data.messages import Message, read_messages
+from nemo_rl_lite.data.tool_format import common_start
+from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments import agents as interface
 from nemo_rl_lite.environments.agents import Agents
 from nemo_rl_lite.errors import DataError, EngineError, WorkerError
@@ -15,10 +17,24 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode, Span
 from nemo_rl_lite.rollout.play import Assistant, Section
-from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, ChatRequest, ChoiceProgress, RefusedError, tokenized
+from nemo_rl_lite.serving.protocol import (
+    FULL,
+    Answer,
+    ApiRequest,
+    ChatRequest,
+    ChoiceProgress,
+    RefusedError,
+    Reply,
+    tokenized,
+)
 from nemo_rl_lite.serving.public import limited
 from nemo_rl_lite.serving.server import Endpoint
 from nemo_rl_lite.system.user_errors import CallError, as_call_error
+
+# Sampling parameters and their values in the APIs if a request has none. Many agents send these.
+_DEFAULTS = {"temperature": 1, "top_p": 1, "top_k": None}
+# Characters before a difference that an error shows.
+_CONTEXT = 20
 
 
 @dataclass(frozen=True)
@@ -66,31 +82,30 @@ class _AgentSession:
         self._episode, self._assistant, self._training = episode, assistant, training
         self._one_by_one = asyncio.Lock()
         self._waits()
+        # The messages whose tokens the episode has, as `_compared` returns them.
+        self._history = list[Message]()
         # Whether the conversation is too long for another response.
         self.is_full = False
         # Set if the engines fail: the run's error, not the agent's.
         self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def respond(self, asked: ApiRequest, progress: ChoiceProgress | None = None) -> Answer:
-        """See `CompletionHandler.respond`. A stream is a single chunk at the end."""
+        """See `CompletionHandler.respond`."""
         if not isinstance(asked, ChatRequest):
             raise RefusedError(400, "an agent's episode is a chat: use /chat/completions instead of /completions")
-        if asked.tools:
-            fix = "describe the tools in a message, or let environment.name answer the calls"
-            raise RefusedError(400, f"tools are not supported in an agent's episode: {fix}", "tools")
-        episode, assistant, tokens, new = self._episode, self._assistant, (), ()
+        episode, assistant, tokens, added = self._episode, self._assistant, (), ()
         async with self._one_by_one:
-            sampling = self._sampling(asked)
+            sampling, messages, tools = self._sampling(asked), asked.chat(), asked.offered
+            new = messages[self._known(messages, tools, asked.source) :]
             if not episode.turns:
                 (opening,) = await self._tokenized(asked, lambda: asked.prompts(assistant.tokenizer))
-                episode.begin(opening, asked.chat())
+                episode.begin(opening, messages, tools)
             else:
-                new = self._new(asked.chat())
                 try:
                     work = partial(assistant.tokenizer.between_turns, new, episode.tokens[-1])
-                    tokens = tuple(await self._tokenized(asked, work))
+                    tokens, added = tuple(await self._tokenized(asked, work)), new
                 except DataError as error:
-                    raise RefusedError(400, str(error), "messages") from None
+                    raise RefusedError(400, str(error), asked.source) from None
             prompt = (*episode.tokens, *tokens)
             try:
                 sampling = limited(sampling, asked, len(prompt), assistant.max_length)
@@ -99,7 +114,8 @@ class _AgentSession:
                 raise
             self.waited()
             try:
-                await assistant.respond(tokens, new, sampling)
+                shown = None if progress is None else partial(progress, 0)
+                await assistant.respond(tokens, added, sampling, shown)
             except (EngineError, WorkerError) as error:
                 if not self.failed.done():
                     self.failed.set_exception(error)
@@ -107,7 +123,10 @@ class _AgentSession:
             finally:
                 self._waits()
             self.is_full, (_, completion) = False, episode.turns[-1]
-            return Answer((prompt,), (completion,))
+            reply = asked.reply(completion, assistant.tokenizer)
+            episode.said[-1] |= {"tool_calls": list(reply.calls)} if reply.calls else {}
+            self._history += [*map(_compared, new), _compared(_answered(reply))]
+            return Answer((prompt,), (completion,), (reply,))
 
     async def _tokenized[T](self, asked: ChatRequest, work: Callable[[], T]) -> T:
         """See `tokenized`. Note if a conversation has become too long."""
@@ -125,25 +144,27 @@ class _AgentSession:
     def _waits(self) -> None:
         self._episode.spans.append(Span("environment", time.perf_counter()))
 
-    def _new(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Return the new messages. Raises RefusedError: the request does not continue the episode."""
-        known = [*self._episode.prompt, *self._episode.said]
-        for number, (before, now) in enumerate(zip(known, messages, strict=False), start=1):
-            if _compared(before) != _compared(now):
-                raise _rewritten(f"message {number} was {before!r:.80} before, and is {now!r:.80} now")
-        new = tuple(messages[len(known) :])
-        if not new:
-            raise _rewritten(f"it has {len(messages)} messages, and the conversation {len(known)} already")
-        if "assistant" in [message["role"] for message in new]:
-            raise _rewritten("an assistant message was not generated by the policy")
-        return new
+    def _known(self, messages: Sequence[Message], tools: Sequence[Tool], param: str) -> int:
+        """Return the number of the request's first messages whose tokens the episode has. Raises RefusedError: these
+        are not the whole episode, which is one sequence of tokens."""
+        known = self._history
+        if known and tuple(tools) != self._episode.tools:
+            raise _rewritten(_difference("the list of tools", self._episode.tools, tuple(tools)), param)
+        for number, (before, now) in enumerate(zip(known, map(_compared, messages), strict=False), start=1):
+            if before != now:
+                raise _rewritten(_difference(f"message {number}", before, now), param)
+        if len(messages) <= len(known):
+            raise _rewritten(f"it has {len(messages)} messages, and the conversation {len(known)} already", param)
+        if known and "assistant" in [message["role"] for message in messages[len(known) :]]:
+            raise _rewritten("an assistant message was not generated by the policy", param)
+        return len(known)
 
     def _sampling(self, asked: ChatRequest) -> Sampling:
         """Return the episode's sampling. Raises RefusedError: the request asks for another."""
         own, training = self._assistant.sampling, self._training
-        for name in ("temperature", "top_p", "top_k"):
+        for name in _DEFAULTS:
             value = getattr(asked, name)
-            if value not in (None, getattr(training, name), getattr(own, name)):
+            if value not in (None, _DEFAULTS[name], getattr(training, name), getattr(own, name)):
                 rule = f"training samples with generation.{name} = {getattr(training, name)}, which the loss relies on"
                 raise RefusedError(400, f"{name} = {value}: {rule}; leave it out, or set that key", name)
         if asked.stop:
@@ -160,18 +181,35 @@ class _AgentSession:
         return own
 
 
-def _compared(message: Message) -> Message:
-    """Return the part of a message that must not change. Frameworks may trim assistant messages."""
-    if message["role"] == "assistant":
-        return {"role": "assistant", "content": message["content"].strip()}
+def _answered(reply: Reply) -> Message:
+    """Return a response as a message, in the form in which requests repeat it."""
+    calls = {"tool_calls": reply.calls} if reply.calls else {}
+    (message,) = read_messages([{"role": "assistant", "content": reply.text, **calls}], "the response")
     return message
 
 
-def _rewritten(why: str) -> RefusedError:
+def _compared(message: Message) -> Message:
+    """Return the part of a message that must not change. Frameworks trim assistant messages and drop their reasoning.
+    The episode has the sampled tokens in any case."""
+    if message["role"] != "assistant":
+        return message
+    content = message["content"].rpartition("</think>")[2].strip()
+    return {"role": "assistant", "content": content, "tool_calls": message.get("tool_calls", [])}
+
+
+def _difference(what: str, before: object, now: object) -> str:
+    """Return a sentence with the part of something that has changed."""
+    old, new = repr(before), repr(now)
+    begin = max(len(common_start(old, new)) - _CONTEXT, 0)
+    dots = "..." if begin else ""
+    return f"{what} was {dots}{old[begin:]:.80} before, and is {dots}{new[begin:]:.80} now"
+
+
+def _rewritten(why: str, param: str) -> RefusedError:
     return RefusedError(
         400,
         f"the request does not continue its episode: {why}. Send all messages again as they were, the assistant's "
         "included, and new ones after them: training needs one sequence of tokens, in the order of sampling",
-        "messages",
+        param,
         "history_rewritten",
     )

@@ -70,7 +70,7 @@ class Script:
         yield
         self.is_held_back = False
 
-    async def sample(self, request, conversation):
+    async def sample(self, request, conversation, progress=None):
         turn = request.prompt.count(END)
         assert (conversation.tokens == 0) == (turn == 0) and (turn > 0 or self.is_held_back), (
             "first turns begin together"
