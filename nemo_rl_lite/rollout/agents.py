@@ -2,14 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from nemo_rl_lite.data.messages import Message, read_messages
-from nemo_rl_lite.data.tool_format import common_start
-from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments import agents as interface
 from nemo_rl_lite.environments.agents import Agents
 from nemo_rl_lite.errors import DataError, EngineError, WorkerError
@@ -33,8 +32,6 @@ from nemo_rl_lite.system.user_errors import CallError, as_call_error
 
 # Sampling parameters and their values in the APIs if a request has none. Many agents send these.
 _DEFAULTS = {"temperature": 1, "top_p": 1, "top_k": None}
-# Characters before a difference that an error shows.
-_CONTEXT = 20
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class AgentPlay:
             episode.ending, reward = "length", None
         finally:
             session.waited()
-        if not episode.turns:
+        if not episode.turn_count:
             raise CallError("the agent asked the endpoint for no response")
         if reward is not None:
             try:
@@ -76,15 +73,13 @@ class AgentPlay:
 
 
 class _AgentSession:
-    """`CompletionHandler` of one episode. Each request continues the tokens of the previous one."""
+    """`CompletionHandler` of one episode. A request continues a segment of the episode, or begins another one."""
 
     def __init__(self, episode: Episode, assistant: Assistant, training: Sampling):
         self._episode, self._assistant, self._training = episode, assistant, training
-        self._one_by_one = asyncio.Lock()
+        self._in_flight = 0
         self._waits()
-        # The messages whose tokens the episode has, as `_compared` returns them.
-        self._history = list[Message]()
-        # Whether the conversation is too long for another response.
+        # Whether the last request was too long.
         self.is_full = False
         # Set if the engines fail: the run's error, not the agent's.
         self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -93,48 +88,60 @@ class _AgentSession:
         """See `CompletionHandler.respond`."""
         if not isinstance(asked, ChatRequest):
             raise RefusedError(400, "an agent's episode is a chat: use /chat/completions instead of /completions")
-        episode, assistant, tokens, added = self._episode, self._assistant, (), ()
-        async with self._one_by_one:
-            sampling, messages, tools = self._sampling(asked), asked.chat(), asked.offered
-            new = messages[self._known(messages, tools, asked.source) :]
-            if not episode.turns:
-                (opening,) = await self._tokenized(asked, lambda: asked.prompts(assistant.tokenizer))
-                episode.begin(opening, messages, tools)
-            else:
-                try:
-                    work = partial(assistant.tokenizer.between_turns, new, episode.tokens[-1])
-                    tokens, added = tuple(await self._tokenized(asked, work)), new
-                except DataError as error:
-                    raise RefusedError(400, str(error), asked.source) from None
-            prompt = (*episode.tokens, *tokens)
+        episode, assistant = self._episode, self._assistant
+        tokenizer, sampling = assistant.tokenizer, self._sampling(asked)
+        messages, tools = asked.chat(), asked.offered
+        repeated = list(map(_compared, messages))
+        start = episode.start_of(repeated, tools)
+        if start.segment is None:
+            (tokens,) = await self._tokenized(asked, lambda: asked.prompts(tokenizer))
+        else:
+            work = partial(tokenizer.continuation, messages, start.messages, start.tokens[-1], tools)
             try:
-                sampling = limited(sampling, asked, len(prompt), assistant.max_length)
-            except RefusedError as refused:
-                self.is_full = refused.code == FULL and bool(episode.turns)
-                raise
-            self.waited()
-            try:
-                shown = None if progress is None else partial(progress, 0)
-                await assistant.respond(tokens, added, sampling, shown)
-            except (EngineError, WorkerError) as error:
-                if not self.failed.done():
-                    self.failed.set_exception(error)
-                raise
-            finally:
+                tokens = tuple(await self._tokenized(asked, work))
+            except DataError as error:
+                raise RefusedError(400, str(error), asked.source) from None
+        prompt = (*start.tokens, *tokens)
+        try:
+            sampling = limited(sampling, asked, len(prompt), assistant.max_length)
+        except RefusedError as refused:
+            self._note_refused(refused)
+            raise
+        with self._answering():
+            shown = None if progress is None else partial(progress, 0)
+            segment = await assistant.answer(messages, tools, start, tokens, sampling, shown)
+        self.is_full, (_, completion) = False, segment.turns[-1]
+        reply = asked.reply(completion, tokenizer)
+        segment.said[-1] |= {"tool_calls": list(reply.calls)} if reply.calls else {}
+        segment.note([*repeated, _compared(_answered(reply))])
+        return Answer((prompt,), (completion,), (reply,))
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Note that the episode waits for the engines, and no longer for the agent."""
+        self.waited()
+        self._in_flight += 1
+        try:
+            yield
+        except (EngineError, WorkerError) as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
                 self._waits()
-            self.is_full, (_, completion) = False, episode.turns[-1]
-            reply = asked.reply(completion, assistant.tokenizer)
-            episode.said[-1] |= {"tool_calls": list(reply.calls)} if reply.calls else {}
-            self._history += [*map(_compared, new), _compared(_answered(reply))]
-            return Answer((prompt,), (completion,), (reply,))
 
     async def _tokenized[T](self, asked: ChatRequest, work: Callable[[], T]) -> T:
         """See `tokenized`. Note if a conversation has become too long."""
         try:
             return await tokenized(asked, work, self._assistant.tokenizer, self._assistant.max_length)
         except RefusedError as refused:
-            self.is_full = refused.code == FULL and bool(self._episode.turns)
+            self._note_refused(refused)
             raise
+
+    def _note_refused(self, refused: RefusedError) -> None:
+        self.is_full = refused.code == FULL and self._episode.turn_count > 0
 
     def waited(self) -> None:
         """Note that the episode no longer waits for the agent."""
@@ -143,21 +150,6 @@ class _AgentSession:
 
     def _waits(self) -> None:
         self._episode.spans.append(Span("environment", time.perf_counter()))
-
-    def _known(self, messages: Sequence[Message], tools: Sequence[Tool], param: str) -> int:
-        """Return the number of the request's first messages whose tokens the episode has. Raises RefusedError: these
-        are not the whole episode, which is one sequence of tokens."""
-        known = self._history
-        if known and tuple(tools) != self._episode.tools:
-            raise _rewritten(_difference("the list of tools", self._episode.tools, tuple(tools)), param)
-        for number, (before, now) in enumerate(zip(known, map(_compared, messages), strict=False), start=1):
-            if before != now:
-                raise _rewritten(_difference(f"message {number}", before, now), param)
-        if len(messages) <= len(known):
-            raise _rewritten(f"it has {len(messages)} messages, and the conversation {len(known)} already", param)
-        if known and "assistant" in [message["role"] for message in messages[len(known) :]]:
-            raise _rewritten("an assistant message was not generated by the policy", param)
-        return len(known)
 
     def _sampling(self, asked: ChatRequest) -> Sampling:
         """Return the episode's sampling. Raises RefusedError: the request asks for another."""
@@ -170,7 +162,7 @@ class _AgentSession:
         if asked.stop:
             raise RefusedError(400, "stop: set generation.stop_strings, which holds for all responses", "stop")
         if asked.n not in (None, 1):
-            rule = "an agent's episode is one sequence of tokens, so a request has one answer"
+            rule = "a request of an agent has one answer, and requests may run at the same time"
             raise RefusedError(400, f"n = {asked.n}: {rule}; leave it out", "n")
         if changed := asked.options().changed():
             rule = "training samples from the policy's own distribution, and keeps only the sampled token's logprob"
@@ -195,21 +187,3 @@ def _compared(message: Message) -> Message:
         return message
     content = message["content"].rpartition("</think>")[2].strip()
     return {"role": "assistant", "content": content, "tool_calls": message.get("tool_calls", [])}
-
-
-def _difference(what: str, before: object, now: object) -> str:
-    """Return a sentence with the part of something that has changed."""
-    old, new = repr(before), repr(now)
-    begin = max(len(common_start(old, new)) - _CONTEXT, 0)
-    dots = "..." if begin else ""
-    return f"{what} was {dots}{old[begin:]:.80} before, and is {dots}{new[begin:]:.80} now"
-
-
-def _rewritten(why: str, param: str) -> RefusedError:
-    return RefusedError(
-        400,
-        f"the request does not continue its episode: {why}. Send all messages again as they were, the assistant's "
-        "included, and new ones after them: training needs one sequence of tokens, in the order of sampling",
-        param,
-        "history_rewritten",
-    )

@@ -64,6 +64,13 @@ async def player(problem, endpoint, how):
             await ask(messages)
         case "prefills":
             await ask([*messages, first, {"role": "assistant", "content": "4"}, TOOL])
+        case "compacts":
+            await ask([*messages, first, TOOL])
+            messages = [{"role": "user", "content": "so far"}]
+            first = await ask(messages)
+        case "delegates":
+            one, other = [*messages, first, {"role": "user", "content": "sub"}], [{"role": "user", "content": "new"}]
+            await asyncio.gather(ask(one), ask(one), ask(other))
         case "leaves":
             while True:
                 with suppress(httpx.TimeoutException):

@@ -126,8 +126,7 @@ def test_an_agents_episode_is_that_of_an_environment_with_the_same_conversation(
         ("dies", "the agent's process ended with status 7"),
         ("silent", "the agent asked the endpoint for no response"),
         ("hot", "temperature = 0.5: training samples with generation.temperature = 1.0"),
-        ("several", "n = 2: an agent's episode is one sequence of tokens, so a request has one answer"),
-        ("rewrites", "the request does not continue its episode: message 1 was"),
+        ("several", "n = 2: a request of an agent has one answer, and requests may run at the same time"),
     ],
 )
 def test_an_agent_that_fails_costs_its_episode(how, said, caplog):
@@ -180,23 +179,44 @@ def test_an_agent_with_tools_trains_on_the_sampled_tokens_through_each_api(tmp_p
     assert json.loads(row["tools"])[0]["function"]["name"] == "add"
 
 
+def trained_once(rollout, engines) -> None:
+    """Each sampled token is trained once, in a row that has what the engine read before it."""
+    (episode,) = rollout.episodes
+    rows = rollout.rows([1.0], 0)
+    assert len(rows) == len(episode.segments) and rows.mask.sum() == episode.generated
+    prompts = [tuple(one.tokens[:start]) for one in episode.segments for start, _ in one.turns]
+    assert sorted(prompts) == sorted(request.prompt for request in engines.asked)
+
+
+@pytest.mark.parametrize("change", ["id", "arguments", "call", "tools", "system", "nothing that matters"])
+def test_another_history_of_an_agent_with_tools_is_another_row(tmp_path, change):
+    tokenizer = tokenizer_of(tmp_path)
+    speaker, agent = Speaker(tokenizer, ADDING, "42"), config("tool_player", api="chat", change=change)
+    rollout = collect(speaker, agent, tokenizer=tokenizer)
+    assert len(rollout.episodes[0].segments) == 1 + (change != "nothing that matters")
+    trained_once(rollout, speaker)
+
+
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("how", "turns"),
     [
-        ("id", "and is ...ol_calls': [{'id': 'another'"),
-        ("arguments", "message 2 was ...'arguments': {'a': 41}}}]} before, and is ...'arguments': {'a': 42}}}]} now"),
-        ("call", "'content': 'I called add(41).', 'tool_calls': []} now"),
-        ("tools", "the list of tools was ..."),
-        ("system", "message 1 was"),
-        ("nothing that matters", ""),
+        # The last request goes on where the agent has begun.
+        ("rewrites", [2, 1]),
+        ("repeats", [2, 1]),
+        ("prefills", [2, 1]),
+        ("compacts", [2, 2]),
+        ("delegates", [2, 1, 1, 1]),
     ],
 )
-def test_the_history_of_an_agent_with_tools_must_stay(tmp_path, change, said, caplog):
-    tokenizer = tokenizer_of(tmp_path)
-    agent = config("tool_player", api="chat", change=change)
-    rollout = collect(Speaker(tokenizer, ADDING, "42"), agent, 1.0, tokenizer=tokenizer)
-    assert said in caplog.text and rollout.environment_errors == bool(said)
-    assert bool(said) == ("the request does not continue its episode" in caplog.text)
+def test_an_agent_may_change_its_history(how, turns):
+    engines = Book({})
+    rollout = collect(engines, config("player", how=how))
+    (episode,) = rollout.episodes
+    assert sorted(len(one.turns) for one in episode.segments) == sorted(turns) and episode.reward == 1
+    trained_once(rollout, engines)
+    assert len({request.seed for request in engines.asked}) == sum(turns)
+    assert rollout.metrics()["max_segments_per_sample"] == len(turns)
+    assert [span.what for span in episode.spans].count("environment") >= 3
 
 
 HARNESS = """#!{python}
