@@ -22,7 +22,7 @@ VERBS = {
     "export": "write a checkpoint as a Hugging Face folder, and verify it",
     "evaluate": "measure avg@k and pass@k of a model on held-out problems",
     "chat": "chat with a model in the terminal",
-    "serve": "serve a model over the OpenAI API until Ctrl-C",
+    "serve": "serve a model over the APIs of OpenAI and Anthropic until Ctrl-C",
     "report": "write an HTML page of runs: curves, times, memory, samples, configuration",
     "quickstart": "run the embedded example: two minutes on two CPU cores",
     "doctor": "check this machine and its packages, with a fix for each problem",

@@ -1,4 +1,4 @@
-"""`nrl-lite serve RUN [key.path=value ...]`: serve a model over the OpenAI API."""
+"""`nrl-lite serve RUN [key.path=value ...]`: serve a model over the APIs of OpenAI and Anthropic."""
 
 import argparse
 import asyncio
@@ -54,6 +54,8 @@ async def _answer(endpoint: Endpoint, queue: RequestQueue, responder: ResponderC
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with queue.serving() as requests, endpoint.answering(PublicHandler(responder, requests)):
         sys.stdout.write(f"OPENAI_BASE_URL={endpoint.url}\nOPENAI_API_KEY={endpoint.token}\n")
+        anthropic = endpoint.url.removesuffix("/v1")
+        sys.stdout.write(f"ANTHROPIC_BASE_URL={anthropic}\nANTHROPIC_AUTH_TOKEN={endpoint.token}\n")
         sys.stdout.flush()
         _tell(f"serving the model {endpoint.model!r} until Ctrl-C")
         await stopped.wait()

@@ -112,15 +112,17 @@ def _written_calls(written: Any, number: int, where: str) -> list[Any]:
 
 
 def _linked(messages: list[Message]) -> tuple[Message, ...]:
-    """Link each tool message to its call. Without an id it answers the next call before it."""
-    waiting, linked = list[dict[str, Any]](), list[Message]()
+    """Link each tool message to its call, and name the tool. Without an id it answers the next call before it."""
+    waiting, linked, names = list[dict[str, Any]](), list[Message](), dict[str, str]()
     for message in messages:
         waiting = waiting if message["role"] == "tool" else message.get("tool_calls", [])
         if waiting and message["role"] == "tool":
             call, *waiting = waiting
             if "id" in call and "tool_call_id" not in message:
                 message = {**message, "name": call["function"]["name"], "tool_call_id": call["id"]}
-        linked.append(message)
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
+        called = names.get(message.get("tool_call_id", ""))
+        linked.append({"name": called, **message} if called else message)
     return tuple(linked)
 
 

@@ -130,6 +130,11 @@ class ChatTokenizer:
         """Return the text before each call; empty if a call is the whole response."""
         return self.template.tool_format.marker if self.template.tool_format else ""
 
+    @cached_property
+    def call_token(self) -> int | None:
+        """The special token before each call; None if the marker is plain text."""
+        return self.special_tokens.get(self.call_marker.split()[0]) if self.call_marker else None
+
     def check_tools(self) -> None:
         """Raise ConfigError if the chat template does not support tools."""
         if not self.takes_tools:

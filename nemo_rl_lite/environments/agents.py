@@ -1,4 +1,4 @@
-"""Run a user's agent, which controls an episode and asks an OpenAI-compatible endpoint for responses."""
+"""Run a user's agent, which controls an episode and asks an endpoint with OpenAI's and Anthropic's APIs."""
 
 import functools
 import inspect
@@ -16,12 +16,17 @@ from nemo_rl_lite.errors import ConfigError, Violation
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Endpoint of one episode for any OpenAI client: a URL that ends in `/v1`, the episode's key, and the model's
-    name."""
+    """Endpoint of one episode: a URL that ends in `/v1`, as OpenAI's clients take it, the episode's key, and the name
+    of the model."""
 
     base_url: str
     api_key: str
     model: str
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """The URL for Anthropic's clients, without `/v1`."""
+        return self.base_url.removesuffix("/v1")
 
 
 class Agent(Protocol):

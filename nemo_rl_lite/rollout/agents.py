@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.data.messages import Message, read_messages
 from nemo_rl_lite.environments import agents as interface
 from nemo_rl_lite.environments.agents import Agents
 from nemo_rl_lite.errors import DataError, EngineError, WorkerError
@@ -15,10 +16,22 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode, Span
 from nemo_rl_lite.rollout.play import Assistant, Section
-from nemo_rl_lite.serving.protocol import FULL, Answer, ApiRequest, ChatRequest, ChoiceProgress, RefusedError, tokenized
+from nemo_rl_lite.serving.protocol import (
+    FULL,
+    Answer,
+    ApiRequest,
+    ChatRequest,
+    ChoiceProgress,
+    RefusedError,
+    Reply,
+    tokenized,
+)
 from nemo_rl_lite.serving.public import limited
 from nemo_rl_lite.serving.server import Endpoint
 from nemo_rl_lite.system.user_errors import CallError, as_call_error
+
+# Sampling parameters and their values in the APIs if a request has none. Many agents send these.
+_DEFAULTS = {"temperature": 1, "top_p": 1, "top_k": None}
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class AgentPlay:
             episode.ending, reward = "length", None
         finally:
             session.waited()
-        if not episode.turns:
+        if not episode.turn_count:
             raise CallError("the agent asked the endpoint for no response")
         if reward is not None:
             try:
@@ -60,62 +73,75 @@ class AgentPlay:
 
 
 class _AgentSession:
-    """`CompletionHandler` of one episode. Each request continues the tokens of the previous one."""
+    """`CompletionHandler` of one episode. A request continues a segment of the episode, or begins another one."""
 
     def __init__(self, episode: Episode, assistant: Assistant, training: Sampling):
         self._episode, self._assistant, self._training = episode, assistant, training
-        self._one_by_one = asyncio.Lock()
+        self._in_flight = 0
         self._waits()
-        # Whether the conversation is too long for another response.
+        # Whether the last request was too long.
         self.is_full = False
         # Set if the engines fail: the run's error, not the agent's.
         self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def respond(self, asked: ApiRequest, progress: ChoiceProgress | None = None) -> Answer:
-        """See `CompletionHandler.respond`. A stream is a single chunk at the end."""
+        """See `CompletionHandler.respond`."""
         if not isinstance(asked, ChatRequest):
             raise RefusedError(400, "an agent's episode is a chat: use /chat/completions instead of /completions")
-        if asked.tools:
-            fix = "describe the tools in a message, or let environment.name answer the calls"
-            raise RefusedError(400, f"tools are not supported in an agent's episode: {fix}", "tools")
-        episode, assistant, tokens, new = self._episode, self._assistant, (), ()
-        async with self._one_by_one:
-            sampling = self._sampling(asked)
-            if not episode.turns:
-                (opening,) = await self._tokenized(asked, lambda: asked.prompts(assistant.tokenizer))
-                episode.begin(opening, asked.chat())
-            else:
-                new = self._new(asked.chat())
-                try:
-                    work = partial(assistant.tokenizer.between_turns, new, episode.tokens[-1])
-                    tokens = tuple(await self._tokenized(asked, work))
-                except DataError as error:
-                    raise RefusedError(400, str(error), "messages") from None
-            prompt = (*episode.tokens, *tokens)
+        episode, assistant = self._episode, self._assistant
+        tokenizer, sampling = assistant.tokenizer, self._sampling(asked)
+        messages, tools = asked.chat(), asked.offered
+        repeated = list(map(_compared, messages))
+        start = episode.start_of(repeated, tools)
+        if start.segment is None:
+            (tokens,) = await self._tokenized(asked, lambda: asked.prompts(tokenizer))
+        else:
+            work = partial(tokenizer.continuation, messages, start.messages, start.tokens[-1], tools)
             try:
-                sampling = limited(sampling, asked, len(prompt), assistant.max_length)
-            except RefusedError as refused:
-                self.is_full = refused.code == FULL and bool(episode.turns)
-                raise
-            self.waited()
-            try:
-                await assistant.respond(tokens, new, sampling)
-            except (EngineError, WorkerError) as error:
-                if not self.failed.done():
-                    self.failed.set_exception(error)
-                raise
-            finally:
+                tokens = tuple(await self._tokenized(asked, work))
+            except DataError as error:
+                raise RefusedError(400, str(error), asked.source) from None
+        prompt = (*start.tokens, *tokens)
+        try:
+            sampling = limited(sampling, asked, len(prompt), assistant.max_length)
+        except RefusedError as refused:
+            self._note_refused(refused)
+            raise
+        with self._answering():
+            shown = None if progress is None else partial(progress, 0)
+            segment = await assistant.answer(messages, tools, start, tokens, sampling, shown)
+        self.is_full, (_, completion) = False, segment.turns[-1]
+        reply = asked.reply(completion, tokenizer)
+        segment.said[-1] |= {"tool_calls": list(reply.calls)} if reply.calls else {}
+        segment.note([*repeated, _compared(_answered(reply))])
+        return Answer((prompt,), (completion,), (reply,))
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Note that the episode waits for the engines, and no longer for the agent."""
+        self.waited()
+        self._in_flight += 1
+        try:
+            yield
+        except (EngineError, WorkerError) as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
                 self._waits()
-            self.is_full, (_, completion) = False, episode.turns[-1]
-            return Answer((prompt,), (completion,))
 
     async def _tokenized[T](self, asked: ChatRequest, work: Callable[[], T]) -> T:
         """See `tokenized`. Note if a conversation has become too long."""
         try:
             return await tokenized(asked, work, self._assistant.tokenizer, self._assistant.max_length)
         except RefusedError as refused:
-            self.is_full = refused.code == FULL and bool(self._episode.turns)
+            self._note_refused(refused)
             raise
+
+    def _note_refused(self, refused: RefusedError) -> None:
+        self.is_full = refused.code == FULL and self._episode.turn_count > 0
 
     def waited(self) -> None:
         """Note that the episode no longer waits for the agent."""
@@ -125,31 +151,18 @@ class _AgentSession:
     def _waits(self) -> None:
         self._episode.spans.append(Span("environment", time.perf_counter()))
 
-    def _new(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Return the new messages. Raises RefusedError: the request does not continue the episode."""
-        known = [*self._episode.prompt, *self._episode.said]
-        for number, (before, now) in enumerate(zip(known, messages, strict=False), start=1):
-            if _compared(before) != _compared(now):
-                raise _rewritten(f"message {number} was {before!r:.80} before, and is {now!r:.80} now")
-        new = tuple(messages[len(known) :])
-        if not new:
-            raise _rewritten(f"it has {len(messages)} messages, and the conversation {len(known)} already")
-        if "assistant" in [message["role"] for message in new]:
-            raise _rewritten("an assistant message was not generated by the policy")
-        return new
-
     def _sampling(self, asked: ChatRequest) -> Sampling:
         """Return the episode's sampling. Raises RefusedError: the request asks for another."""
         own, training = self._assistant.sampling, self._training
-        for name in ("temperature", "top_p", "top_k"):
+        for name in _DEFAULTS:
             value = getattr(asked, name)
-            if value not in (None, getattr(training, name), getattr(own, name)):
+            if value not in (None, _DEFAULTS[name], getattr(training, name), getattr(own, name)):
                 rule = f"training samples with generation.{name} = {getattr(training, name)}, which the loss relies on"
                 raise RefusedError(400, f"{name} = {value}: {rule}; leave it out, or set that key", name)
         if asked.stop:
             raise RefusedError(400, "stop: set generation.stop_strings, which holds for all responses", "stop")
         if asked.n not in (None, 1):
-            rule = "an agent's episode is one sequence of tokens, so a request has one answer"
+            rule = "a request of an agent has one answer, and requests may run at the same time"
             raise RefusedError(400, f"n = {asked.n}: {rule}; leave it out", "n")
         if changed := asked.options().changed():
             rule = "training samples from the policy's own distribution, and keeps only the sampled token's logprob"
@@ -160,18 +173,17 @@ class _AgentSession:
         return own
 
 
-def _compared(message: Message) -> Message:
-    """Return the part of a message that must not change. Frameworks may trim assistant messages."""
-    if message["role"] == "assistant":
-        return {"role": "assistant", "content": message["content"].strip()}
+def _answered(reply: Reply) -> Message:
+    """Return a response as a message, in the form in which requests repeat it."""
+    calls = {"tool_calls": reply.calls} if reply.calls else {}
+    (message,) = read_messages([{"role": "assistant", "content": reply.text, **calls}], "the response")
     return message
 
 
-def _rewritten(why: str) -> RefusedError:
-    return RefusedError(
-        400,
-        f"the request does not continue its episode: {why}. Send all messages again as they were, the assistant's "
-        "included, and new ones after them: training needs one sequence of tokens, in the order of sampling",
-        "messages",
-        "history_rewritten",
-    )
+def _compared(message: Message) -> Message:
+    """Return the part of a message that must not change. Frameworks trim assistant messages and drop their reasoning.
+    The episode has the sampled tokens in any case."""
+    if message["role"] != "assistant":
+        return message
+    content = message["content"].rpartition("</think>")[2].strip()
+    return {"role": "assistant", "content": content, "tool_calls": message.get("tool_calls", [])}

@@ -11,7 +11,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.registry import Environments
-from nemo_rl_lite.generation.interface import Request, Requests, Sampling
+from nemo_rl_lite.generation.interface import Progress, Request, Requests, Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.segments import Segment, Start
@@ -45,19 +45,22 @@ class Assistant:
         messages: Sequence[Message] = (),
         sampling: Sampling | None = None,
         segment: Segment | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """Add `messages`, tokenized as `tokens`, and the policy's response to a segment, by default the first. Raises
-        EngineError, WorkerError: there is no response (see `RequestQueue.sample`); the segment is unchanged."""
+        """Add `messages`, tokenized as `tokens`, and the policy's response to a segment, by default the first.
+        `progress` receives the tokens so far. Raises EngineError, WorkerError: there is no response (see
+        `RequestQueue.sample`); the segment is unchanged."""
         episode, segment = self.episode, segment or self.episode
         history = segment.history
         place = (history.number, len(segment.turns)) if history.number else (len(segment.turns),)
         digest = hashlib.blake2b(repr((*self.seeds, *place)).encode(), digest_size=4).digest()
         seed = int.from_bytes(digest) >> 1
-        request = Request((*segment.tokens, *tokens), sampling or self.sampling, seed, self.step)
+        prompt = (*segment.tokens, *tokens)
+        request = Request(prompt, sampling or self.sampling, seed, self.step, streams=progress is not None)
         history.is_busy = True
         try:
             with episode.waiting("generate") as span:
-                completion, span.place = await self.requests.sample(request, history.conversation)
+                completion, span.place = await self.requests.sample(request, history.conversation, progress)
         finally:
             history.is_busy = False
         segment.add_messages(tokens, messages)
@@ -70,13 +73,14 @@ class Assistant:
         start: Start,
         tokens: Sequence[int],
         sampling: Sampling | None = None,
+        progress: Progress | None = None,
     ) -> Segment:
         """Respond to an agent's messages, which have the tokens of `start` and then `tokens`. Return the segment whose
         last turn is the response; see `Segment.note`. Requests may run at the same time. Raises what `respond`
         raises."""
         segment = self.episode.open(start, tokens, messages, tools)
         new = (tokens, messages[start.messages :]) if segment is start.segment else ((), ())
-        await self.respond(*new, sampling, segment)
+        await self.respond(*new, sampling, segment, progress)
         return segment
 
 

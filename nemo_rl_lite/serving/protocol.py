@@ -1,15 +1,18 @@
-"""Requests and answers of the OpenAI API, independent of HTTP and engines."""
+"""Requests and answers, independent of HTTP, engines and APIs.
+
+The internal form has the fields of OpenAI's chat and text completions. Other APIs translate theirs to it.
+"""
 
 import asyncio
 import json
-import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Protocol
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 from nemo_rl_lite.data.messages import Message, read_messages
@@ -18,16 +21,16 @@ from nemo_rl_lite.data.tools import Tool, callable_tools, checked_calls
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Completion, ServedOptions
 
-# Parameters that do not change sampling.
-_HARMLESS = frozenset(
-    {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"return_token_ids", "parallel_tool_calls", "include_reasoning"}
-)
+# Parameters of all APIs that do not change sampling.
+HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 # Alternatives to refused parameters.
 _INSTEAD = {
     "tools": "use /chat/completions, whose chat template writes them",
     "functions": "use tools",
     "stop_token_ids": "set generation.stop_token_ids, for all responses",
+    "previous_response_id": "no response is stored; send the whole conversation as input",
+    "conversation": "no conversation is stored; send the whole conversation as input",
+    "background": "wait for the response, or stream it",
     "echo": "prepend the prompt to the text yourself; the engines return no logprobs of a prompt",
 }
 # Values that do not change sampling.
@@ -49,15 +52,21 @@ _ID_LETTERS = 9
 
 
 class RefusedError(Exception):
-    """A rejected request: HTTP status, message, parameter and OpenAI's error code."""
+    """A rejected request: HTTP status, message, parameter and OpenAI's error code. Each API has its own form of it."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+@dataclass(frozen=True)
+class Reply:
+    """Text of a response, and its tool calls in OpenAI's format with arguments as an object."""
+
+    text: str
+    calls: tuple[dict[str, Any], ...] = ()
+    stop: str | None = None
+    """The request's stop string that ended the text."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +75,34 @@ class Answer:
 
     prompts: tuple[tuple[int, ...], ...]
     completions: tuple[Completion, ...]
+    replies: tuple[Reply, ...]
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Number of tokens of the prompts and of the responses."""
+        return sum(map(len, self.prompts)), sum(len(one.tokens) for one in self.completions)
 
 
-class ApiRequest(BaseModel):
-    """Parameters of all requests; None if not given."""
+class WireRequest(BaseModel):
+    """Body of a request in any API."""
 
     model_config = ConfigDict(extra="allow")
+    harmless: ClassVar[frozenset[str]] = HARMLESS
+    """Parameters that are ignored, because they do not change sampling."""
+
+
+class ApiRequest(WireRequest):
+    """Parameters of all requests; None if not given."""
+
     source: ClassVar[str]
     """Name of the prompt's parameter."""
-    id_prefix: ClassVar[str]
-    chunk_object: ClassVar[str]
+    harmless = HARMLESS | {
+        "return_token_ids",
+        "parallel_tool_calls",
+        "include_reasoning",
+        "reasoning_effort",
+        "verbosity",
+    }
 
     model: str | None = None
     temperature: float | None = None
@@ -124,34 +151,19 @@ class ApiRequest(BaseModel):
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each prompt. Raises RefusedError: a prompt is empty or invalid."""
 
-    def text(self, completion: Completion, tokenizer: ChatTokenizer) -> str:
-        """Return the text of a response up to the request's stop string. Ids and logprobs keep all tokens."""
+    def reply(self, completion: Completion, tokenizer: ChatTokenizer) -> Reply:
+        """Return what a response says, up to the request's stop string. Ids and logprobs keep all tokens."""
         text = tokenizer.text(completion.tokens)
-        return text[: min((text.index(stop) for stop in self.stop or () if stop in text), default=None)]
+        place, stop = min(((text.index(stop), stop) for stop in self.stop or () if stop in text), default=(None, None))
+        return Reply(text[:place], stop=stop)
 
-    @abstractmethod
-    def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-        """Convert the answer to OpenAI's format, plus vLLM's token ids."""
-
-    @abstractmethod
-    def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
-        """Return the logprobs of a choice; None if not requested."""
-
-    def shown(self, text: str, so_far: Completion, tokenizer: ChatTokenizer) -> int:
+    def shown(self, text: str, tokenizer: ChatTokenizer) -> int:
         """Return the number of characters of an unfinished response that a stream may show."""
         return held_back(text, self.stop or ())
 
-    def opening_delta(self) -> Mapping[str, Any]:
-        """Return the content of a choice's first chunk, before its text."""
-        return {}
-
-    @abstractmethod
-    def delta(self, text: str) -> dict[str, Any]:
-        """Return the content of a chunk with more text."""
-
-    @abstractmethod
-    def last_delta(self, choice: Mapping[str, Any], sent: int) -> Mapping[str, Any]:
-        """Return the content of the last chunk of a choice, after `sent` characters of its text."""
+    def starts_call(self, tokens: np.ndarray, tokenizer: ChatTokenizer) -> bool:
+        """Return whether one of the tokens starts a tool call. Its text lacks special tokens."""
+        return False
 
 
 ChoiceProgress = Callable[[int, Completion], None]
@@ -166,7 +178,7 @@ class CompletionHandler(Protocol):
         ...
 
 
-def read_request[T: ApiRequest](kind: type[T], content: Any) -> T:
+def read_request[T: WireRequest](kind: type[T], content: Any) -> T:
     """Parse the body of a request. Raises RefusedError: it is invalid or has an unsupported parameter."""
     try:
         asked = kind.model_validate(content)
@@ -176,33 +188,16 @@ def read_request[T: ApiRequest](kind: type[T], content: Any) -> T:
         raise RefusedError(400, f"{where}: {first['msg']}", where) from None
     for name, value in (asked.model_extra or {}).items():
         changes = value not in (None, [], {}, "", False) and value != _NEUTRAL.get(name)
-        if name not in _HARMLESS and changes:
+        if name not in kind.harmless and changes:
             instead = _INSTEAD.get(name, "leave it out")
             raise RefusedError(400, f"{name} = {value!r:.60} is not supported here: {instead}", name)
     return asked
 
 
-def _answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
-    """Return an answer; `choices` has the request-specific fields. `system_fingerprint` is the newest step whose
-    weights sampled the responses."""
-    responses = answer.completions
-    sizes = sum(map(len, answer.prompts)), sum(len(one.tokens) for one in responses)
-    return {
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": f"step-{max(one.versions[-1][0] for one in responses)}",
-        "choices": [
-            {"index": index, "finish_reason": one.finish_reason, "token_ids": one.tokens.tolist(), **choice}
-            for index, (choice, one) in enumerate(zip(choices, responses, strict=True))
-        ],
-        "usage": {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)},
-    }
-
-
 class ChatRequest(ApiRequest):
     """Parameters of a chat completion."""
 
-    source, id_prefix, chunk_object = "messages", "chatcmpl", "chat.completion.chunk"
+    source = "messages"
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(default=None, gt=0)
@@ -223,15 +218,17 @@ class ChatRequest(ApiRequest):
     def chat(self) -> tuple[Message, ...]:
         """Read the messages. Raises RefusedError: they are not a chat that ends before the assistant's turn."""
         try:
-            messages = read_messages(self.messages, "messages")
+            messages = read_messages(self.messages, self.source)
         except DataError as error:
-            raise RefusedError(400, str(error), "messages") from None
+            raise RefusedError(400, str(error), self.source) from None
         if messages[-1]["role"] == "assistant":
-            raise RefusedError(400, "messages: the last message is the assistant's; end with another role", "messages")
+            rule = "the last message is the assistant's; end with another role"
+            raise RefusedError(400, f"{self.source}: {rule}", self.source)
         return messages
 
+    @cached_property
     def offered(self) -> tuple[Tool, ...]:
-        """Return the tools that the model may call. Raises RefusedError: a tool is invalid, or a call is forced."""
+        """The tools that the model may call. Raises RefusedError: a tool is invalid, or a call is forced."""
         if self.tool_choice not in (None, "auto", "none"):
             fix = 'use "auto" or "none"; the engines cannot force a call'
             rule = f"tool_choice = {self.tool_choice!r:.60} is not supported here: {fix}"
@@ -243,10 +240,11 @@ class ChatRequest(ApiRequest):
         return () if self.tool_choice == "none" else tools
 
     def characters(self) -> int:
-        return sum(_characters(message.get("content")) for message in self.messages)
+        tools = len(json.dumps(self.tools)) if self.tools else 0
+        return sum(_characters(message.get("content")) for message in self.messages) + tools
 
     def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        tools = self.offered()
+        tools = self.offered
         if tools and not tokenizer.takes_tools:
             rule = (
                 "the model's chat template does not write tools, or has an unknown call format (docs/environments.md)"
@@ -256,77 +254,39 @@ class ChatRequest(ApiRequest):
         try:
             return (tuple(tokenizer.prompt(self.chat(), tools)),)
         except DataError as error:
-            raise RefusedError(400, str(error), "messages") from None
+            raise RefusedError(400, str(error), self.source) from None
 
-    def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-        tools = self.offered()
-        choices = [
-            {**self._said(one, tokenizer, tools), "logprobs": self.logprobs_of(one, tokenizer)}
-            for one in answer.completions
-        ]
-        (prompt,) = answer.prompts
-        own = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "prompt_token_ids": list(prompt)}
-        return _answer_body(answer, choices, model) | own
-
-    def shown(self, text: str, so_far: Completion, tokenizer: ChatTokenizer) -> int:
-        """Hold back text that may start a tool call until the response ends."""
-        if not self.offered():
-            return super().shown(text, so_far, tokenizer)
-        marker = tokenizer.call_marker
-        if tokenizer.written_calls(so_far.tokens)[1] or (not marker and text.lstrip()[:1] in ("", "{")):
-            return 0
-        return held_back(text, [*(self.stop or ()), *marker.split()[:1]])
-
-    def opening_delta(self) -> Mapping[str, Any]:
-        return {"delta": {"role": "assistant", "content": ""}}
-
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}}
-
-    def last_delta(self, choice: Mapping[str, Any], sent: int) -> Mapping[str, Any]:
-        message = choice["message"]
-        rest = (message["content"] or "")[sent:]
-        delta: dict[str, Any] = {"content": rest} if rest else {}
-        if calls := message.get("tool_calls"):
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        return {"delta": delta}
-
-    def _said(self, completion: Completion, tokenizer: ChatTokenizer, tools: Sequence[Tool]) -> dict[str, Any]:
-        """Return the message of a response with its tool calls. As in vLLM, an unreadable call makes the response a
-        text, and the client checks calls against the tools."""
+    def reply(self, completion: Completion, tokenizer: ChatTokenizer) -> Reply:
+        """See `ApiRequest.reply`. As in vLLM, an unreadable call makes the response a text, and the client checks calls
+        against the tools."""
+        tools = self.offered
         before, written = tokenizer.written_calls(completion.tokens) if tools else ("", [])
         if not written or any(call.trouble for call in written):
-            return {"message": {"role": "assistant", "content": self.text(completion, tokenizer)}}
-        called: list[dict[str, Any]] = []
+            return super().reply(completion, tokenizer)
         calls = checked_calls(written, tools, turn=0)[: 1 if self.parallel_tool_calls is False else None]
-        for call in calls:
-            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            function = {"name": call["function"]["name"], "arguments": arguments}
-            called.append({"id": uuid.uuid4().hex[:_ID_LETTERS], "type": "function", "function": function})
-        message = {"role": "assistant", "content": before.rstrip() or None, "tool_calls": called}
-        return {"message": message, "finish_reason": "tool_calls"}
-
-    def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
-        if not self.logprobs and not self.top_logprobs:
-            return None
-
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            piece = tokenizer.piece(token)
-            return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
-
-        sampled = _sampled(completion)
-        tops = _top_logprobs(completion, self.most_likely)
-        content = [
-            {**entry(*one), "top_logprobs": [entry(*pair) for pair in top]}
-            for one, top in zip(sampled, tops, strict=True)
+        # `checked_calls` counts ids within an episode, which a request does not know.
+        named = [
+            {"id": uuid.uuid4().hex[:_ID_LETTERS], "type": "function", "function": call["function"]} for call in calls
         ]
-        return {"content": content}
+        return Reply(before.rstrip(), tuple(named))
+
+    def shown(self, text: str, tokenizer: ChatTokenizer) -> int:
+        """Hold back text that may start a tool call until the response ends, and whitespace that may precede one."""
+        if not self.offered:
+            return super().shown(text, tokenizer)
+        marker = tokenizer.call_marker
+        if not marker and text.lstrip()[:1] in ("", "{"):
+            return 0
+        return len(text[: held_back(text, [*(self.stop or ()), *marker.split()[:1]])].rstrip())
+
+    def starts_call(self, tokens: np.ndarray, tokenizer: ChatTokenizer) -> bool:
+        return bool(self.offered) and tokenizer.call_token in tokens.tolist()
 
 
 class CompletionRequest(ApiRequest):
     """Parameters of a completion."""
 
-    source, id_prefix, chunk_object = "prompt", "cmpl", "text_completion"
+    source = "prompt"
 
     prompt: Any
     logprobs: int | None = Field(default=None, ge=0, le=_MOST_LOGPROBS)
@@ -343,41 +303,6 @@ class CompletionRequest(ApiRequest):
         several = isinstance(self.prompt, list) and self.prompt and not _is_token(self.prompt[0])
         return tuple(_tokens(prompt, tokenizer) for prompt in (self.prompt if several else [self.prompt]))
 
-    def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-        each = len(answer.completions) // len(answer.prompts)
-        choices = [
-            {
-                "text": self.text(completion, tokenizer),
-                "logprobs": self.logprobs_of(completion, tokenizer),
-                "prompt_token_ids": list(answer.prompts[index // each]),
-            }
-            for index, completion in enumerate(answer.completions)
-        ]
-        return _answer_body(answer, choices, model) | {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
-
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def last_delta(self, choice: Mapping[str, Any], sent: int) -> Mapping[str, Any]:
-        return {"text": choice["text"][sent:], "prompt_token_ids": choice["prompt_token_ids"]}
-
-    def logprobs_of(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any] | None:
-        if self.logprobs is None:
-            return None
-        sampled = [(tokenizer.piece(token), logprob) for token, logprob in _sampled(completion)]
-        pieces = [piece for piece, _ in sampled]
-        # As in OpenAI's API, the sampled token is there too, also if it is less likely.
-        tops = [
-            {tokenizer.piece(token): logprob for token, logprob in top} | {piece: logprob}
-            for top, (piece, logprob) in zip(_top_logprobs(completion, self.most_likely), sampled, strict=True)
-        ]
-        return {
-            "tokens": pieces,
-            "token_logprobs": completion.logprobs.tolist(),
-            "top_logprobs": tops if self.logprobs else None,
-            "text_offset": list(accumulate(map(len, pieces[:-1]), initial=0)),
-        }
-
 
 async def tokenized[T](asked: ApiRequest, work: Callable[[], T], tokenizer: ChatTokenizer, max_length: int) -> T:
     """Return `work()`, which tokenizes a request; in a thread if its text is long.
@@ -392,6 +317,30 @@ async def tokenized[T](asked: ApiRequest, work: Callable[[], T], tokenizer: Chat
         )
         raise RefusedError(400, f"{rule}: end the conversation, or send less", asked.source, FULL)
     return await asyncio.to_thread(work) if characters > _LONG else work()
+
+
+def joined(messages: Iterable[Message]) -> list[Message]:
+    """Join what other APIs split: the system messages at the start, and adjacent messages of the user or the assistant.
+    A later system message becomes the user's, because many templates take one at the start only."""
+    found = list[Message]()
+    is_start = True
+    for message in messages:
+        is_start = is_start and message["role"] == "system"
+        if message["role"] == "system" and not is_start:
+            message = {**message, "role": "user"}
+        if found and message["role"] == found[-1]["role"] != "tool":
+            found[-1] = _one_message(found[-1], message)
+        else:
+            found.append(message)
+    return found
+
+
+def _one_message(first: Message, second: Message) -> Message:
+    """Return one message with the texts and the calls of two."""
+    both = {key: [one[key] for one in (first, second) if one.get(key)] for key in {**first, **second} if key != "role"}
+    calls = [call for calls in both.pop("tool_calls", []) for call in calls]
+    texts = {key: "\n\n".join(values) for key, values in both.items()}
+    return {"role": first["role"], "content": "", **texts, **({"tool_calls": calls} if calls else {})}
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
@@ -416,19 +365,6 @@ def _json_schema(response_format: Mapping[str, Any] | None) -> str | None:
             return json.dumps(schema)
     known = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
     raise RefusedError(400, f"response_format = {given!r:.60}: it must be {known}", "response_format")
-
-
-def _top_logprobs(completion: Completion, count: int) -> Sequence[Sequence[tuple[int, float]]]:
-    """Return the `count` most likely tokens of each position. An engine that reports none was greedy, so that the
-    sampled token is the most likely one."""
-    if completion.top_logprobs or not count:
-        return completion.top_logprobs or [()] * len(completion.tokens)
-    return [[pair] for pair in _sampled(completion)]
-
-
-def _sampled(completion: Completion) -> list[tuple[int, float]]:
-    """Return each sampled token with its logprob."""
-    return list(zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True))
 
 
 def _characters(content: Any) -> int:

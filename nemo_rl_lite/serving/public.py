@@ -48,12 +48,13 @@ class PublicHandler:
             sampled = await asyncio.gather(*samples)
         except RequestError as error:
             raise RefusedError(400, str(error), "response_format" if asked.response_format else None) from None
-        return Answer(prompts, tuple(completion for completion, _ in sampled))
+        completions = tuple(completion for completion, _ in sampled)
+        return Answer(prompts, completions, tuple(asked.reply(one, tokenizer) for one in completions))
 
     def _limited(self, usual: Sampling, asked: ApiRequest, prompt_tokens: int) -> Sampling:
-        """Set the limit on new tokens: the request's, or the room in the context. See `limited`."""
+        """Limit new tokens to the room in the context. See `limited`."""
         room = self.config.max_length - prompt_tokens
-        if asked.most_tokens is None and room > 0:
+        if room > 0:
             usual = replace(usual, max_new_tokens=min(usual.max_new_tokens, room))
         return limited(usual, asked, prompt_tokens, self.config.max_length)
 
@@ -98,12 +99,9 @@ def all_or(top_k: int) -> int | None:
 
 
 def limited(sampling: Sampling, asked: ApiRequest, prompt_tokens: int, max_length: int) -> Sampling:
-    """Set the request's limit on new tokens. Raises RefusedError: it exceeds the run's limit or the context."""
-    most = sampling.max_new_tokens if asked.most_tokens is None else asked.most_tokens
-    if most > sampling.max_new_tokens:
-        limit = f"a response has at most generation.max_new_tokens = {sampling.max_new_tokens} tokens"
-        fix = "ask for fewer, or raise that key (nrl-lite serve --max-new-tokens)"
-        raise RefusedError(400, f"max_tokens = {most}: {limit}; {fix}", "max_tokens")
+    """Set the limit on new tokens: the request's, or that of `sampling` if it is lower. Agents ask for the maximum of
+    other models. Raises RefusedError: the context has no room."""
+    most = min(sampling.max_new_tokens, asked.most_tokens or sampling.max_new_tokens)
     if prompt_tokens + most > max_length:
         fix = "shorten the prompt" if asked.most_tokens is None else "lower max_tokens, or shorten the prompt"
         raise RefusedError(

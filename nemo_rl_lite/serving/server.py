@@ -1,4 +1,4 @@
-"""Serves the OpenAI API: an HTTP server in a thread, and the bridge to the engines' event loop."""
+"""Serves the APIs: an HTTP server in a thread, and the bridge to the engines' event loop."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,24 +22,29 @@ from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Completion, Generation, Requests
+from nemo_rl_lite.serving.anthropic_messages import MessagesExchange
 from nemo_rl_lite.serving.connections import BoundedProtocol
-from nemo_rl_lite.serving.protocol import (
-    ApiRequest,
-    ChatRequest,
-    CompletionHandler,
-    CompletionRequest,
-    RefusedError,
-    read_request,
-)
+from nemo_rl_lite.serving.exchange import Event, Exchange
+from nemo_rl_lite.serving.openai_completions import ChatExchange, CompletionExchange
+from nemo_rl_lite.serving.openai_responses import ResponsesExchange
+from nemo_rl_lite.serving.protocol import ApiRequest, CompletionHandler, RefusedError, tokenized
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
-from nemo_rl_lite.serving.stream import Chunk, Send, StreamWriter
 
 _ASLEEP = "the engines are paused while the policy trains or refits them: try again during the next rollout"
 # nginx's status for a disconnected client, which no one reads.
 _CLIENT_GONE = 499
 # Seconds for the server to end.
 _LIMIT_S = 30.0
-_ANSWERED = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
+_COUNT = "/v1/messages/count_tokens"
+_APIS: dict[str, type[Exchange[Any]]] = {
+    "/v1/chat/completions": ChatExchange,
+    "/v1/completions": CompletionExchange,
+    "/v1/responses": ResponsesExchange,
+    "/v1/messages": MessagesExchange,
+    _COUNT: MessagesExchange,
+}
+_ANSWERED = f"{', '.join(f'POST {path}' for path in _APIS)}, GET /v1/models and GET /health"
+Send = Callable[[Event], None]
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -54,9 +59,9 @@ class _Session:
 class LoopBridge:
     """Passes requests from the server's thread to the handler of their key, in the engines' event loop."""
 
-    def __init__(self, token: str, tokenizer: ChatTokenizer, model: str):
+    def __init__(self, token: str, tokenizer: ChatTokenizer, max_length: int):
         """`token`: a key that is valid even while the gate is closed."""
-        self._token, self._tokenizer, self._model = token, tokenizer, model
+        self._token, self._tokenizer, self._max_length = token, tokenizer, max_length
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sessions: dict[str, _Session] = {}
@@ -94,15 +99,27 @@ class LoopBridge:
     def knows(self, key: str) -> bool:
         return key in self._sessions or secrets.compare_digest(key.encode(), self._token.encode())
 
-    def ask(self, key: str, asked: ApiRequest, send: Send | None = None) -> Future[dict[str, Any]]:
-        """Hand over a request from the server's thread. Cancelling the future aborts it. `send` receives the chunks of
+    def ask(self, key: str, exchange: Exchange, send: Send | None = None) -> Future[dict[str, Any]]:
+        """Hand over a request from the server's thread. Cancelling the future aborts it. `send` receives the events of
         a stream, in the engines' thread. Raises RefusedError: the gate is closed."""
+        return self._started(lambda: self._answer(key, exchange, send))
+
+    def count(self, asked: ApiRequest) -> Future[int]:
+        """Count the tokens of a request's prompt. Raises RefusedError: the gate is closed."""
+        return self._started(lambda: self._count(asked))
+
+    def _started[T](self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         with self._lock:
             if self._loop is None:
                 raise RefusedError(503, _ASLEEP)
-            return asyncio.run_coroutine_threadsafe(self._answer(key, asked, send), self._loop)
+            return asyncio.run_coroutine_threadsafe(work(), self._loop)
 
-    async def _answer(self, key: str, asked: ApiRequest, send: Send | None) -> dict[str, Any]:
+    async def _count(self, asked: ApiRequest) -> int:
+        tokenizer = self._tokenizer
+        (prompt,) = await tokenized(asked, lambda: asked.prompts(tokenizer), tokenizer, self._max_length)
+        return len(prompt)
+
+    async def _answer(self, key: str, exchange: Exchange, send: Send | None) -> dict[str, Any]:
         session = self._sessions.get(key)
         if session is None or not self.is_open:
             raise RefusedError(503, _ASLEEP)
@@ -111,20 +128,19 @@ class LoopBridge:
             session.tasks.add(task)
             task.add_done_callback(session.tasks.discard)
         if send is None:
-            return asked.body(await session.handler.respond(asked), self._tokenizer, self._model)
-        writer = StreamWriter(asked, self._tokenizer, self._model)
+            return exchange.body(await session.handler.respond(exchange.asked))
 
         def tell(index: int, so_far: Completion) -> None:
-            for chunk in writer.begun(index, so_far):
-                send(chunk)
+            for event in exchange.begun(index, so_far):
+                send(event)
 
-        for chunk in writer.ended(await session.handler.respond(asked, tell)):
-            send(chunk)
+        for event in exchange.ended(await session.handler.respond(exchange.asked, tell)):
+            send(event)
         return {}
 
 
 class Endpoint:
-    """The OpenAI API of a run's engines."""
+    """The APIs of a run's engines."""
 
     def __init__(
         self,
@@ -143,8 +159,8 @@ class Endpoint:
             token: key of requests outside of episodes; None generates one.
         """
         self.model, self.token = models[0], token or secrets.token_urlsafe(24)
-        self._bound, self._models, self._max_length = bound, models, max_length
-        self.gate = LoopBridge(self.token, tokenizer, self.model)
+        self._bound, self._tokenizer, self._models, self._max_length = bound, tokenizer, models, max_length
+        self.gate = LoopBridge(self.token, tokenizer, max_length)
 
     @property
     def url(self) -> str:
@@ -157,7 +173,7 @@ class Endpoint:
     def running(self) -> Iterator["Endpoint"]:
         """Run the server during the block."""
         options = uvicorn.Config(
-            _application(self.gate, self._models, self._max_length),
+            _application(self.gate, self._tokenizer, self._models, self._max_length),
             http=BoundedProtocol,
             log_config=None,
             log_level="error",
@@ -201,21 +217,20 @@ def bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
         yield bound
 
 
-def _application(gate: LoopBridge, names: Sequence[str], max_length: int) -> FastAPI:
+def _application(gate: LoopBridge, tokenizer: ChatTokenizer, names: Sequence[str], max_length: int) -> FastAPI:
     """Return the routes of the server. All except `/health` need a key."""
     app = FastAPI(openapi_url=None)
     started = int(time.time())
 
     @app.exception_handler(RefusedError)
-    async def refuse(_: Request, refused: RefusedError) -> JSONResponse:
-        headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
-        return JSONResponse(refused.body(), refused.status, headers)
+    async def refuse(request: Request, refused: RefusedError) -> JSONResponse:
+        return _refused(request, refused, {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {})
 
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def elsewhere(request: Request, error: HTTPException) -> JSONResponse:
         rule = f"unknown route {request.method} {request.url.path}; known are {_ANSWERED}"
-        return JSONResponse(RefusedError(error.status_code, rule).body(), error.status_code, error.headers)
+        return _refused(request, RefusedError(error.status_code, rule), error.headers)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -227,49 +242,58 @@ def _application(gate: LoopBridge, names: Sequence[str], max_length: int) -> Fas
         described = {"id": names[0], "object": "model", "created": started, "owned_by": "nemo_rl_lite"}
         return {"object": "list", "data": [{**described, "max_model_len": max_length}]}
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await answer(request, ChatRequest)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await answer(request, CompletionRequest)
-
-    async def answer(request: Request, kind: type[ApiRequest]) -> Response:
+    async def answer(request: Request) -> Response:
         key = _key(request, gate)
         try:
-            body = await request.body()
+            content = _parsed(await request.body())
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
-        asked = read_request(kind, _parsed(body))
-        if asked.model not in (None, *names):
-            rule = f"unknown model {asked.model!r:.100}; this endpoint serves {names[0]!r}"
+        exchange = _APIS[request.url.path].read(content, tokenizer, names[0])
+        if exchange.asked.model not in (None, *names):
+            rule = f"unknown model {exchange.asked.model!r:.100}; this endpoint serves {names[0]!r}"
             raise RefusedError(404, rule, "model", "model_not_found")
-        if asked.stream:
-            return await _streamed(request, gate, key, asked)
-        answered = asyncio.wrap_future(gate.ask(key, asked))
-        try:
-            if await _is_gone(request, answered):
-                return Response(status_code=_CLIENT_GONE)
-            if (refused := _refusal(answered)) is not None:
-                raise refused
-            return JSONResponse(answered.result())
-        finally:
-            answered.cancel()
+        if request.url.path == _COUNT:
+            return await _awaited(request, gate.count(exchange.asked), lambda tokens: {"input_tokens": tokens})
+        if exchange.asked.stream:
+            return await _streamed(request, gate, key, exchange)
+        return await _awaited(request, gate.ask(key, exchange))
 
+    for path in _APIS:
+        app.add_api_route(path, answer, methods=["POST"])
     return app
 
 
-async def _streamed(request: Request, gate: LoopBridge, key: str, asked: ApiRequest) -> Response:
-    """Answer with a stream of chunks. Raises RefusedError: the request fails before its first chunk."""
-    loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Chunk | None]()
+def _refused(request: Request, refused: RefusedError, headers: Mapping[str, str] | None) -> JSONResponse:
+    """Return a rejection in the form of the request's API."""
+    api = _APIS.get(request.url.path, ChatExchange)
+    return JSONResponse(api.refusal(refused), refused.status, headers)
 
-    def send(chunk: Chunk) -> None:
-        loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-    answer = asyncio.wrap_future(gate.ask(key, asked, send))
-    answer.add_done_callback(lambda _: chunks.put_nowait(None))
-    beginning = asyncio.ensure_future(chunks.get())
+async def _awaited[T](
+    request: Request, asked: Future[T], body: Callable[[T], Any] = lambda answered: answered
+) -> Response:
+    """Answer with the body of a result. Raises RefusedError: there is none."""
+    answered = asyncio.wrap_future(asked)
+    try:
+        if await _is_gone(request, answered):
+            return Response(status_code=_CLIENT_GONE)
+        if (refused := _refusal(answered)) is not None:
+            raise refused
+        return JSONResponse(body(answered.result()))
+    finally:
+        answered.cancel()
+
+
+async def _streamed(request: Request, gate: LoopBridge, key: str, exchange: Exchange) -> Response:
+    """Answer with a stream of events. Raises RefusedError: the request fails before its first event."""
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
+
+    def send(event: Event) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    answer = asyncio.wrap_future(gate.ask(key, exchange, send))
+    answer.add_done_callback(lambda _: events.put_nowait(None))
+    beginning = asyncio.ensure_future(events.get())
     if await _is_gone(request, beginning):
         beginning.cancel()
         answer.cancel()
@@ -277,19 +301,25 @@ async def _streamed(request: Request, gate: LoopBridge, key: str, asked: ApiRequ
     if (first := beginning.result()) is None and (refused := _refusal(answer)) is not None:
         raise refused
 
-    async def events() -> AsyncIterator[str]:
+    async def written() -> AsyncIterator[str]:
         try:
-            chunk = first
-            while chunk is not None:
-                yield f"data: {json.dumps(chunk)}\n\n"
-                chunk = await chunks.get()
+            event = first
+            while event is not None:
+                yield _written(event)
+                event = await events.get()
             if (failed := _refusal(answer)) is not None:
-                yield f"data: {json.dumps(failed.body())}\n\n"
-            yield "data: [DONE]\n\n"
+                yield _written(exchange.failed(failed))
+            yield exchange.stream_end
         finally:
             answer.cancel()
 
-    return StreamingResponse(events(), media_type="text/event-stream")
+    return StreamingResponse(written(), media_type="text/event-stream")
+
+
+def _written(event: Event) -> str:
+    """Return a server-sent event."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event)}\n\n"
 
 
 def _parsed(body: bytes) -> Any:
@@ -306,17 +336,18 @@ def _parsed(body: bytes) -> Any:
 def _key(request: Request, gate: LoopBridge) -> str:
     """Return the key of a request. Raises RefusedError: it is unknown."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer" or not gate.knows(key):
+    key = key if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+    if not gate.knows(key):
         raise RefusedError(
             401,
-            "send a valid key as `Authorization: Bearer KEY`: an agent's endpoint.api_key, valid during its episode, "
-            "or the printed token, which is also in the run's endpoint.json",
+            "send a valid key as `Authorization: Bearer KEY` or `x-api-key: KEY`: an agent's endpoint.api_key, valid "
+            "during its episode, or the printed token, which is also in the run's endpoint.json",
             code="invalid_api_key",
         )
     return key
 
 
-def _refusal(answer: asyncio.Future[dict[str, Any]]) -> RefusedError | None:
+def _refusal(answer: asyncio.Future[Any]) -> RefusedError | None:
     """Return why a request has no answer; None if it has one."""
     if answer.cancelled():
         return RefusedError(503, _ASLEEP)

@@ -44,7 +44,7 @@ class Engine:
         self.seeds: list[int] = []
         self.engines: dict[int, object] = {}
 
-    async def sample(self, request, conversation):
+    async def sample(self, request, conversation, progress=None):
         for _ in range(self.source.randrange(4)):
             await asyncio.sleep(0)
         tokens = range(self.next, self.next + self.source.randint(1, 4))

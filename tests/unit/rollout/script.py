@@ -35,6 +35,12 @@ class Letters:
         assert last_token == END
         return [ord(letter) for message in messages for letter in f"{message['content']}|"]
 
+    def continuation(self, messages, known, last_token, tools=()):
+        assert last_token == END
+        ends = {"assistant": chr(END)}
+        texts = (f"{message['content']}{ends.get(message['role'], '|')}" for message in messages[known:])
+        return [ord(letter) for text in texts for letter in text]
+
     def text(self, tokens):
         return "".join(chr(token) for token in tokens if token)
 
@@ -70,7 +76,7 @@ class Script:
         yield
         self.is_held_back = False
 
-    async def sample(self, request, conversation):
+    async def sample(self, request, conversation, progress=None):
         turn = request.prompt.count(END)
         assert (conversation.tokens == 0) == (turn == 0) and (turn > 0 or self.is_held_back), (
             "first turns begin together"

@@ -35,7 +35,7 @@ class Engine:
     def submit_as_batch(self):
         return nullcontext()
 
-    async def sample(self, request, conversation):
+    async def sample(self, request, conversation, progress=None):
         text = "".join(map(chr, request.prompt))
         self.begun.append(text)
         is_first = self.begun.count(text) % SAMPLES == 1
@@ -121,7 +121,7 @@ def test_a_rollout_begins_with_what_the_last_one_tells():
     assert own.rollout(1).taught == (True, False, False, True, False, False, True)
     engine.begun, sample, seen = [], engine.sample, []
 
-    async def noted(request, conversation):
+    async def noted(request, conversation, progress=None):
         completion = await sample(request, conversation)
         seen.append(len(engine.begun) // SAMPLES)
         return completion

@@ -66,7 +66,7 @@ def test_an_engine_has_a_limit_of_its_own():
     class Slow(Script):
         are_in_work = True
 
-        async def sample(self, request, conversation):
+        async def sample(self, request, conversation, progress=None):
             await asyncio.sleep(2 * LIMIT_S)
             return completion("43"), 0
 

@@ -50,7 +50,7 @@ class Tokens(Script):
         super().__init__(*turns)
         self.tokenizer = tokenizer
 
-    async def sample(self, request, conversation):
+    async def sample(self, request, conversation, progress=None):
         turn = next(place for place, left in enumerate(self.turns) if left) if conversation.tokens else 0
         self.asked[turn].append(request)
         tokens = (*self.tokenizer._tokens(self.turns[turn].pop(0)), self.tokenizer.end_tokens[0])

@@ -24,16 +24,35 @@ SPEAKER = ResponderConfig(Letters(), SAMPLING, max_length=100, engine=ENGINES["v
 LOCAL = ServeConfig(True, "127.0.0.1", None)
 
 
-class Echo(Stepped):
-    """An engine that says what it was asked, a letter a report to requests that stream; it never finishes what
-    begins with `slow`."""
+class Streaming(Stepped):
+    """An engine that says one token a report to requests that stream."""
 
     seconds = 0.001
 
     def __init__(self):
         super().__init__()
-        self.asked, self.aborted, self.begun = [], [], threading.Event()
         self.streams = {}
+
+    def reported(self, submitted, said):
+        """What a report has of new responses, and of those that stream already."""
+        self.streams |= {number: [said.pop(number), 0] for number, one in submitted.items() if one.streams}
+        return said | dict(map(self.spoken, list(self.streams)))
+
+    def spoken(self, number):
+        """One more token of a response."""
+        whole, spoken = self.streams[number][0], self.streams[number][1] + 1
+        self.streams[number][1] = spoken
+        if spoken == len(whole.tokens):
+            return number, self.streams.pop(number)[0]
+        return number, Unfinished(whole.tokens[:spoken], whole.logprobs[:spoken], "length", (0,) * spoken)
+
+
+class Echo(Streaming):
+    """An engine that says what it was asked; it never finishes what begins with `slow`."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.aborted, self.begun = [], [], threading.Event()
 
     def work(self, submitted, aborted):
         self.asked += submitted.values()
@@ -51,16 +70,7 @@ class Echo(Stepped):
                 said[number] = replace(
                     said[number], top_logprobs=((tuple((88 + i, -float(i)) for i in range(count)),) * len(tokens))
                 )
-        self.streams |= {number: [said.pop(number), 0] for number, one in submitted.items() if one.streams}
-        return said | dict(map(self.spoken, list(self.streams)))
-
-    def spoken(self, number):
-        """One more letter of a response."""
-        whole, spoken = self.streams[number][0], self.streams[number][1] + 1
-        self.streams[number][1] = spoken
-        if spoken == len(whole.tokens):
-            return number, self.streams.pop(number)[0]
-        return number, Unfinished(whole.tokens[:spoken], whole.logprobs[:spoken], "length", (0,) * spoken)
+        return self.reported(submitted, said)
 
 
 class Client(httpx.Client):

@@ -50,7 +50,7 @@ def test_a_request_may_choose_its_sampling_and_every_request_has_a_seed(endpoint
         ({"min_p": 0.5}, 400, "min_p = 0.5 is not supported here: leave it out"),
         ({"temperature": 3}, 400, "temperature = 3: must be 0, or 0.01 to 2"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "the last message is the assistant's"),
-        ({"messages": [{"role": "user", "content": "a" * 70}], "max_tokens": 39}, 400, "exceed the context of 100"),
+        ({"messages": [{"role": "user", "content": "a" * 99}], "max_tokens": 1}, 400, "exceed the context of 100"),
         ({"model": "gpt"}, 404, "unknown model 'gpt'; this endpoint serves 'own'"),
     ],
 )

@@ -5,8 +5,8 @@ import pytest
 from openai import OpenAI
 
 from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.serving.openai_completions import ChatExchange
 from nemo_rl_lite.serving.protocol import ChatRequest
-from nemo_rl_lite.serving.stream import StreamWriter
 from tests.unit.rollout.script import Letters
 
 
@@ -56,7 +56,7 @@ class Bytes(Letters):
 
 
 def test_half_of_a_character_waits_for_the_rest():
-    writer, tokens = StreamWriter(ChatRequest(messages=[]), Bytes(), "own"), tuple("né".encode())
+    exchange, tokens = ChatExchange(ChatRequest(messages=[]), Bytes(), "own"), tuple("né".encode())
     so_far = [Completion(tokens[:count], (0.0,) * count, "length", (0,) * count) for count in (1, 2, 3)]
-    told = [[chunk["choices"][0]["delta"]["content"] for chunk in writer.begun(0, one)] for one in so_far]
+    told = [[chunk["choices"][0]["delta"]["content"] for chunk in exchange.begun(0, one)] for one in so_far]
     assert told == [["", "n"], [], ["é"]]

@@ -6,16 +6,16 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from openai import BadRequestError, OpenAI
+from tokenizers import AddedToken
 
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.serving.openai_completions import ChatExchange
 from nemo_rl_lite.serving.protocol import ChatRequest
 from nemo_rl_lite.serving.public import ResponderConfig
 from nemo_rl_lite.serving.server import Endpoint, bound_socket
-from nemo_rl_lite.serving.stream import StreamWriter
-from tests.unit.generation.stepped import Stepped
 from tests.unit.rollout.test_tool_turns import HERMES, LLAMA, TAGS, template, tokenizer_of
-from tests.unit.serving.served import LOCAL, answering
+from tests.unit.serving.served import LOCAL, Streaming, answering
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS, "strict": True}}
@@ -23,12 +23,13 @@ ASKED = {"role": "user", "content": "1+1?"}
 LONGEST = 4000
 
 
-class Speaking(Stepped):
+class Speaking(Streaming):
     """A model that says the same to each request, and a client of its endpoint."""
 
     def __init__(self, tokenizer, endpoint):
         super().__init__()
         self.tokenizer, self.said, self.ending, self.asked = tokenizer, "", "stop", []
+        self.endpoint = endpoint
         web = httpx.Client(trust_env=False)
         self.client = OpenAI(base_url=endpoint.url, api_key=endpoint.token, http_client=web, max_retries=0)
 
@@ -36,7 +37,7 @@ class Speaking(Stepped):
         self.asked += submitted.values()
         tokens = (*self.tokenizer._tokens(self.said), *self.tokenizer.end_tokens[:1])
         said = Completion(tokens, (-0.5,) * len(tokens), self.ending, (0,) * len(tokens))
-        return dict.fromkeys(submitted, said)
+        return self.reported(submitted, dict.fromkeys(submitted, said))
 
     def ask(self, *messages, tools=(ADD,), **parameters):
         return self.client.chat.completions.create(
@@ -117,12 +118,25 @@ def test_the_chunk_of_a_stream_numbers_its_calls(model):
 
 def test_a_stream_shows_the_text_before_a_call_and_not_the_call(model):
     model.said, shown = f"Let me < see.\n{hermes()}", []
-    writer = StreamWriter(ChatRequest(messages=[ASKED], tools=[ADD]), model.tokenizer, "own")
+    exchange = ChatExchange(ChatRequest(messages=[ASKED], tools=[ADD]), model.tokenizer, "own")
     tokens = model.tokenizer._tokens(model.said)
     for count in range(1, len(tokens)):
         so_far = Completion(tuple(tokens[:count]), (0.0,) * count, "length", (0,) * count)
-        shown += [chunk["choices"][0]["delta"]["content"] for chunk in writer.begun(0, so_far)]
-    assert len(shown) > 10 and "".join(shown) == "Let me < see.\n"
+        shown += [chunk["choices"][0]["delta"]["content"] for chunk in exchange.begun(0, so_far)]
+    assert len(shown) > 10 and "".join(shown) == "Let me < see."
+
+
+def test_a_stream_shows_nothing_after_a_special_token_that_starts_a_call(model):
+    tokenizer = model.tokenizer
+    tokenizer._tokenizer.add_tokens([AddedToken("<tool_call>", special=True)])
+    exchange = ChatExchange(ChatRequest(messages=[ASKED], tools=[ADD]), tokenizer, "own")
+    tokens = tokenizer._tokens("a ") + tokenizer._tokens(hermes())
+    assert tokenizer.call_token == tokens[2]
+    shown = []
+    for count in range(1, len(tokens)):
+        so_far = Completion(tuple(tokens[:count]), (0.0,) * count, "length", (0,) * count)
+        shown += [chunk["choices"][0]["delta"]["content"] for chunk in exchange.begun(0, so_far)]
+    assert "".join(shown) == "a"
 
 
 @pytest.mark.parametrize(
