@@ -169,7 +169,7 @@ def test_an_agent_with_tools_trains_on_the_sampled_tokens_through_each_api(tmp_p
     sampled = [token for said in speaker.said for token in (*tokenizer._tokens(said), *tokenizer.end_tokens)]
     assert row.tokens[row.mask.astype(bool)].tolist() == sampled
     assert [list(request.prompt) for request in speaker.asked] == [episode.tokens[:start] for start, _ in episode.turns]
-    assert episode.reward >= 6 if streams else episode.reward == 1, "text comes in pieces"
+    assert episode.reward >= 5 if streams else episode.reward == 1, "text comes in pieces"
     called, told, said = episode.said
     assert called["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 41}} and "tool_calls" not in said
     assert told == {"role": "tool", "content": "42", "name": "add", "tool_call_id": called["tool_calls"][0]["id"]}
