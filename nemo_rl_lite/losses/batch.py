@@ -192,6 +192,10 @@ class SharedRows:
 
     parts: tuple[Any, ...]
     order: tuple[int, ...]
+    scores: tuple[Any, ...] = ()
+    """References to a teacher's scores of some of the rows."""
+    scored: tuple[np.ndarray, ...] = ()
+    """Indices of the rows of each of `scores` in the share."""
 
 
 Share = tuple[Sequence[int], tuple[int, ...]]
