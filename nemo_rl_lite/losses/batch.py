@@ -213,6 +213,27 @@ class RowSource(Protocol):
         """Return the rows at `index`."""
         ...
 
+    def apply(self, function: Callable[[TokenRows], Any], index: Sequence[int]) -> Any:
+        """Return `function` of the rows at `index`, called where rows are. It is pickled."""
+        ...
+
+
+class _ReadError(Exception):
+    """A function reads rows that are elsewhere."""
+
+
+class _Unread:
+    """`RowSource` of rows that cannot be read."""
+
+    def share(self, shares: Sequence[Share]) -> list[SharedRows]:
+        raise _ReadError
+
+    def fetch(self, index: Sequence[int]) -> TokenRows:
+        raise _ReadError
+
+    def apply(self, function: Callable[[TokenRows], Any], index: Sequence[int]) -> Any:
+        raise _ReadError
+
 
 @dataclass(frozen=True, eq=False)
 class CountedRows(Sequence[TokenRow]):
@@ -247,6 +268,13 @@ class CountedRows(Sequence[TokenRow]):
     def fetched(self) -> TokenRows:
         """The rows."""
         return self.source.fetch(self.places.tolist())
+
+    def apply(self, function: Callable[[Sequence[TokenRow]], Any]) -> Any:
+        """Return `function` of the rows. If it reads a row, it is called again where rows are."""
+        try:
+            return function(replace(self, source=_Unread()))
+        except _ReadError:
+            return self.source.apply(function, self.places.tolist())
 
     @property
     def trained(self) -> np.ndarray:

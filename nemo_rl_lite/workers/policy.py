@@ -1,12 +1,13 @@
 """Clients of the policy and the teacher in Ray actors, which split batches over replicas and combine the results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config, RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import CountedRows, RowBatch, RowSource, Share, SharedRows, TokenRow, TokenRows
-from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, mean_of_steps, summary
+from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, counts_of, mean_of_steps, summary
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.memory import SequenceFlops, forward_flops
@@ -100,7 +101,7 @@ class RemotePolicy:
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         whole = len(batch.rows)
         own = [(sum(index < whole for index in share),) for share in self._split(batch.rows)]
-        common = (loss, loss.counts(batch.rows), self._name(batch))
+        common = (loss, counts_of(loss, batch.rows), self._name(batch))
         replicas = self._replicas.call("evaluate", own, *common, phase="validation")
         return summary(loss, [metrics for metrics in replicas if metrics is not None])
 
@@ -128,7 +129,7 @@ class RemotePolicy:
         compared = name in self._unscored and sampled
         mismatch = self._mismatch[name]
         for step, start in enumerate(range(0, len(batch.rows), self._global_batch)):
-            counts = loss.counts(batch.rows[start : start + self._global_batch])
+            counts = counts_of(loss, batch.rows[start : start + self._global_batch])
             own = slice(step * share, (step + 1) * share)
             of_all = count_masked(batch.rows) if compared and step == 0 else None
             replicas, shares = zip(*self._replicas.call("train", None, loss, counts, own, name, of_all), strict=True)
@@ -295,6 +296,12 @@ class _ScoredRows:
         calls, places = self._scores(index)
         return with_scores(self.rows.fetch(index), places, wait(*calls))
 
+    def apply(self, function: Callable[[TokenRows], Any], index: Sequence[int]) -> Any:
+        """See `RowSource.apply`."""
+        calls, places = self._scores(index)
+        references = [call.references[0] for call in calls]
+        return self.rows.apply(partial(_applied, function, places, references), index)
+
     def _scores(self, index: Sequence[int]) -> tuple[list[Call], tuple[np.ndarray, ...]]:
         """Ask the replicas for the scores of these rows. Return the calls, and the places of their rows in `index`."""
         owner = {row: (replica, place) for replica, own in enumerate(self.scored) for place, row in enumerate(own)}
@@ -305,6 +312,13 @@ class _ScoredRows:
             places.append(np.array(own, np.int64))
             calls.append(self.replicas.ask(replica, "scores", [found[place][1] for place in own], phase=_SCORING))
         return calls, tuple(places)
+
+
+def _applied(
+    function: Callable[[TokenRows], Any], places: Sequence[np.ndarray], scores: Sequence[Any], rows: TokenRows
+) -> Any:
+    """Return `function` of the rows with the scores behind references."""
+    return function(with_scores(rows, places, ray.get(list(scores))))
 
 
 class Replicas:

@@ -70,6 +70,7 @@ def _at_once(monkeypatch):
         return [one for call in calls for one in (call.references if isinstance(call, Call) else call)]
 
     monkeypatch.setattr(policy_module, "wait", results)
+    monkeypatch.setattr(policy_module.ray, "get", lambda references: references)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -100,6 +101,9 @@ class Elsewhere:
     def fetch(self, index):
         return ROWS.select(index)
 
+    def apply(self, function, index):
+        return function(ROWS.select(index))
+
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_scores_of_rows_elsewhere_stay_with_the_teacher(replicas):
@@ -114,6 +118,9 @@ def test_scores_of_rows_elsewhere_stay_with_the_teacher(replicas):
         assert (whole.teacher_logprobs == -whole.tokens).all()
         assert (whole.teacher_topk_ids[:, 0] == whole.tokens + 1).all()
     assert (scored.fetched.teacher_logprobs == -scored.fetched.tokens).all()
+    assert scored[1:].apply(lambda rows: [row.teacher_logprobs[0] for row in rows]) == [
+        -row.tokens[0] for row in scored[1:]
+    ]
 
 
 def test_without_largest_logits_there_are_none():
