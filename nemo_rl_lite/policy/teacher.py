@@ -93,7 +93,7 @@ class TeacherWorker:
         return TeacherScores(found["logprobs"], found.get("topk_logits"), None if ids is None else ids.astype(np.int32))
 
     def score_parts(self, order: Sequence[int], *parts: TokenRows) -> None:
-        """Score the rows at `order` in the concatenation of `parts`, and keep the scores for `scores`."""
+        """Compute logprobs of the rows at `order` in the concatenation of `parts`, and keep them for `scores`."""
         rows = TokenRows.concatenated(parts).select(order)
         found = self.score(rows)
         self._scored = None if found is None else with_scores(rows, [np.arange(len(rows))], [found])

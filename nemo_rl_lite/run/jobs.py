@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,7 @@ class GRPOJob(_AlgorithmJob):
     def _playground(self, workers: Workers) -> AbstractContextManager[Playground]:
         """Return the rollout workers, or the players of this process."""
         if workers.rollouts is not None:
-            return nullcontext(workers.rollouts)
+            return closing(workers.rollouts)
         own = self._tokenizer, self._judge, self._folder, self._console.say
         return self._playing.players(workers.generation, *own)
 

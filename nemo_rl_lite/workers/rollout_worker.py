@@ -82,8 +82,8 @@ class RolloutWorker:
         # Paths of user code may be relative.
         os.chdir(current_folder)
         if rank > 0:
-            # The first one serves.
-            serve = replace(config.generation.serve, enabled=False)
+            # The first one serves, at the configured port. Agents ask their own worker.
+            serve = replace(config.generation.serve, enabled=False, port=None)
             config = replace(config, generation=replace(config.generation, serve=serve))
         self._config, self._folder, self._rank, self._name = config, Path(folder), rank, name
         self._tokenizer = ChatTokenizer(Path(model_path), config.policy.tokenizer.chat_template_kwargs)
@@ -122,6 +122,10 @@ class RolloutWorker:
     def finish_generation(self) -> dict[str, float]:
         """See `Generation.finish_generation`, which is the launcher's part."""
         return {}
+
+    def close(self) -> None:
+        """End the endpoint, if there is one."""
+        self._stack.close()
 
     def enter(self, session: int) -> None:
         """Play groups until `leave`. `session`: a unique number."""

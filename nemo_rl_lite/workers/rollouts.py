@@ -89,7 +89,7 @@ class RolloutWorkers:
             member.alive = set(member.engines)
             self._connect(member)
         if config.generation.serve.enabled:
-            say(f"rollout worker 0 serves during rollouts; its address and token are in {folder / ENDPOINT_FILE}")
+            say(f"the first rollout worker serves during rollouts; address and token are in {folder / ENDPOINT_FILE}")
         self._numbers = itertools.count()
         self._unplaced: dict[int, Group] = {}
         self._held_back, self._is_paused, self._session = 0, False, 0
@@ -118,6 +118,11 @@ class RolloutWorkers:
         for member, leaving in [(member, self._call(member, "leave")) for member in self._members]:
             with suppress(WorkerError):
                 [member.report] = wait(leaving)
+
+    def close(self) -> None:
+        """End the endpoint of the first worker, and remove its file."""
+        with suppress(WorkerError):
+            wait(self.group.call_beside(0, "close", phase="rollouts"))
 
     # The players of a collector.
 
@@ -491,7 +496,7 @@ class _Rows:
         return TokenRows.concatenated(parts).select([joined.index(row) for row in index])
 
     def apply(self, function: Callable[[TokenRows], Any], index: Sequence[int]) -> Any:
-        """See `RowSource.apply`: the worker with the most episodes of the rollout calls the function."""
+        """See `RowSource.apply`: a worker with the largest share of the rollout calls it."""
         [shared] = self.share([(index, ())])
         member, _ = max(self.workers._by_member(self.records), key=lambda one: len(one[1]))
         [found] = wait(self.workers._call(member, "apply", function, shared))
