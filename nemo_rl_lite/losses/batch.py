@@ -6,7 +6,7 @@ An episode is one row, or several if an agent changed its history. Shapes: B seq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -207,6 +207,10 @@ class SharedRows:
 
     parts: tuple[Any, ...]
     order: tuple[int, ...]
+    scores: tuple[Any, ...] = ()
+    """References to a teacher's scores of some of the rows."""
+    scored: tuple[np.ndarray, ...] = ()
+    """Indices of the rows of each of `scores` in the share."""
 
 
 Share = tuple[Sequence[int], tuple[int, ...]]
@@ -223,6 +227,27 @@ class RowSource(Protocol):
     def fetch(self, index: Sequence[int]) -> TokenRows:
         """Return the rows at `index`."""
         ...
+
+    def apply(self, function: Callable[[TokenRows], Any], index: Sequence[int]) -> Any:
+        """Return `function` of the rows at `index`, called where rows are. It is pickled."""
+        ...
+
+
+class _ReadError(Exception):
+    """A function reads rows that are elsewhere."""
+
+
+class _Unread:
+    """`RowSource` of rows that cannot be read."""
+
+    def share(self, shares: Sequence[Share]) -> list[SharedRows]:
+        raise _ReadError
+
+    def fetch(self, index: Sequence[int]) -> TokenRows:
+        raise _ReadError
+
+    def apply(self, function: Callable[[TokenRows], Any], index: Sequence[int]) -> Any:
+        raise _ReadError
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,6 +286,13 @@ class CountedRows(Sequence[TokenRow]):
         """The rows."""
         return replace(self.source.fetch(self.places.tolist()), episodes=self.episodes)
 
+    def apply(self, function: Callable[[Sequence[TokenRow]], Any]) -> Any:
+        """Return `function` of the rows. If it reads a row, it is called again where rows are."""
+        try:
+            return function(replace(self, source=_Unread()))
+        except _ReadError:
+            return self.source.apply(partial(_of_episodes, function, self.episodes), self.places.tolist())
+
     @property
     def trained(self) -> np.ndarray:
         """Number of trained tokens of each row, [B]."""
@@ -277,6 +309,11 @@ class CountedRows(Sequence[TokenRow]):
     def share(self, shares: Sequence[Share]) -> list[SharedRows]:
         """See `RowSource.share`."""
         return self.source.share([(self.places[list(own)].tolist(), layers) for own, layers in shares])
+
+
+def _of_episodes(function: Callable[[Sequence[TokenRow]], Any], episodes: np.ndarray | None, rows: TokenRows) -> Any:
+    """Return `function` of the rows of these episodes."""
+    return function(replace(rows, episodes=episodes))
 
 
 RowBatch = TokenRows | CountedRows

@@ -19,7 +19,7 @@ from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.schema_algorithm import AlgorithmConfig
 from nemo_rl_lite.config.user_code import imported, own_name
 from nemo_rl_lite.errors import ConfigError, TrainingError, Violation
-from nemo_rl_lite.losses.batch import Batch, CountedRows, TokenRow, TokenRows, trained_of_episodes
+from nemo_rl_lite.losses.batch import Batch, CountedRows, RowBatch, TokenRow, TokenRows, trained_of_episodes
 
 Metrics = dict[str, Tensor]
 Need = Literal["entropy", "topk_logits", "student_topk_logprobs"]
@@ -67,7 +67,13 @@ class Loss(Protocol):
         included."""
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
-        """Count the denominators of the loss of a global batch."""
+        """Count the denominators of the loss of a global batch. With rollout workers, a loss that reads tokens counts
+        in one of them, in a copy of itself."""
+
+
+def counts_of(loss: Loss, rows: RowBatch) -> Normalizers:
+    """Return `loss.counts(rows)`. Tokens of rows that are elsewhere stay there."""
+    return rows.apply(loss.counts) if isinstance(rows, CountedRows) else loss.counts(rows)
 
 
 def loss_of(loss: Loss, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:

@@ -1,7 +1,7 @@
 """Policy and teacher as seen from the training loop."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -47,10 +47,32 @@ class TeacherScores:
     """[N, k], int32."""
 
 
+def with_scores(rows: TokenRows, shares: Sequence[np.ndarray], scores: Sequence[TeacherScores]) -> TokenRows:
+    """Return the rows with the scores of each share of row indices. A row may be in several shares."""
+    starts = rows.ends - rows.lengths
+    places = np.concatenate([np.arange(starts[row], rows.ends[row]) for own in shares for row in own])
+
+    def laid_out(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+        there = [part for part in parts if part is not None]
+        if not there:
+            return None
+        joined = np.concatenate(there)
+        whole = np.empty((len(rows.tokens), *joined.shape[1:]), joined.dtype)
+        whole[places] = joined
+        return whole
+
+    return replace(
+        rows,
+        teacher_logprobs=laid_out([one.logprobs for one in scores]),
+        teacher_topk_logits=laid_out([one.topk_logits for one in scores]),
+        teacher_topk_ids=laid_out([one.topk_ids for one in scores]),
+    )
+
+
 class Teacher(Protocol):
     """Ranks of a teacher."""
 
-    def scored(self, rows: RowBatch) -> TokenRows:
+    def scored(self, rows: RowBatch) -> RowBatch:
         """Return the rows with the teacher's scores, in the policy's logprob phase. The teacher's weights are on the
         device only during this call."""
 

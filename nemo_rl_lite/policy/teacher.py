@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig
-from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.host_memory import HostArena
 from nemo_rl_lite.offload.mover import FrozenWeights, Move
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
-from nemo_rl_lite.policy.interface import TeacherScores
+from nemo_rl_lite.policy.interface import TeacherScores, with_scores
 from nemo_rl_lite.policy.logprobs import TopLogits
 from nemo_rl_lite.policy.memory import CPUMemory, GPUMemory, host_registrar
 from nemo_rl_lite.policy.micro_batches import Layout
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class TeacherWorker:
     """Teacher on this rank. The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    All methods are collective. Results are None on ranks that do not report (`ParallelPlace.reports`).
+    Methods are collective, except for `scores`. Results are None on ranks that do not report (`ParallelPlace.reports`).
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class TeacherWorker:
         self._weights = FrozenWeights("teacher_weights", self._model.state, arena, self._model.device)
         self._stays = residency.place(Phase.TRAIN, Component.TEACHER_WEIGHTS) is Place.DEVICE
         self._device = GPUMemory() if on_gpu else CPUMemory()
+        self._scored: TokenRows | None = None
         self._memory = MemoryMeter(lambda: {Component.TEACHER_WEIGHTS.value: self._weights.device_bytes()})
         self.leave()
 
@@ -90,6 +91,20 @@ class TeacherWorker:
         found = {name: values[inside_BT].numpy() for name, values in scored.items()}
         ids = found.get("topk_ids")
         return TeacherScores(found["logprobs"], found.get("topk_logits"), None if ids is None else ids.astype(np.int32))
+
+    def score_parts(self, order: Sequence[int], *parts: TokenRows) -> None:
+        """Compute logprobs of the rows at `order` in the concatenation of `parts`, and keep them for `scores`."""
+        rows = TokenRows.concatenated(parts).select(order)
+        found = self.score(rows)
+        self._scored = None if found is None else with_scores(rows, [np.arange(len(rows))], [found])
+
+    def scores(self, rows: Sequence[int]) -> TeacherScores:
+        """Return the scores of these rows of `score_parts`. Not collective: the rank reports."""
+        if self._scored is None:
+            raise RuntimeError("this rank does not report, or has scored no parts")
+        found = self._scored.select(rows)
+        logprobs, logits, ids = found.teacher_logprobs, found.teacher_topk_logits, found.teacher_topk_ids
+        return TeacherScores(logprobs, logits, ids)  # pyrefly: ignore
 
     def close(self) -> None:
         """Drop the model, so that this process can build another worker."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.checkpoint import PolicyState
 from nemo_rl_lite.policy.export import export_folder, exported_adapters, plan_refit
 from nemo_rl_lite.policy.graphs import CudaRecorder, MicroBatchGraphs
+from nemo_rl_lite.policy.interface import with_scores
 from nemo_rl_lite.policy.memory import clear_module_caches, kept_reference, phase_memory, require_weights
 from nemo_rl_lite.policy.micro_batches import Layout
 from nemo_rl_lite.policy.model import ParallelPlace, build_model, leave_groups
@@ -138,9 +140,12 @@ class MegatronWorker:
         joined = TokenRows.of(rows)
         self._held[name], self._experts[name] = Batch.padded(joined), joined.routed_experts
 
-    def put_parts(self, name: str, order: Sequence[int], *parts: TokenRows) -> None:
-        """Keep this replica's rows of a batch: those at `order` in the concatenation of `parts`."""
-        self.put_batch(TokenRows.concatenated(parts).select(order), name)
+    def put_parts(self, name: str, order: Sequence[int], scored: Sequence[np.ndarray], *parts: Any) -> None:
+        """Keep this replica's rows of a batch: those at `order` in the concatenation of `parts`. The last parts are a
+        teacher's scores of the rows at each of `scored`."""
+        batches, scores = parts[: len(parts) - len(scored)], parts[len(parts) - len(scored) :]
+        rows = TokenRows.concatenated(batches).select(order)
+        self.put_batch(with_scores(rows, scored, scores) if scored else rows, name)
 
     def join_episodes(self, tokens: np.ndarray, fillers: list[int], name: str = "train") -> None:
         """Note that rows of a held batch belong to the same episodes: `tokens` is `Batch.episode_tokens`. The rows at

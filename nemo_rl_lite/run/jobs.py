@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from nemo_rl_lite.config.algorithms import compares, has_teacher
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
-from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass
+from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass, rollout_workers
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
@@ -46,6 +46,7 @@ from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rollout.store import RolloutFiles, load_rollouts
 from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
 from nemo_rl_lite.run.rollout_log import RolloutLog
+from nemo_rl_lite.system.pool import ending_pools
 from nemo_rl_lite.system.stopping import Stopping, seconds
 from nemo_rl_lite.validation.data import check_epochs
 from nemo_rl_lite.validation.notes import note_total_steps
@@ -130,8 +131,14 @@ class GRPOJob(_AlgorithmJob):
 
     def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
         super().__init__(config, folder, console, model_path)
-        self._judge = make_judge(config.reward)
-        self._playing = Playing(config)
+        # Rollout workers have their own processes for user code.
+        with ending_pools() if rollout_workers(config) else nullcontext():
+            self._judge, self._playing = make_judge(config.reward), Playing(config)
+            self._read_data()
+
+    def _read_data(self) -> None:
+        """Read and check the data, and try the user code on the first problem."""
+        config, console, model_path = self._config, self._console, self._model_path
         kind = problems(self._playing.tools)
         training = training_set(config.data, config.algorithm.seed, kind)
         validation = validation_set(config.data, config.algorithm.max_val_samples, kind, training.finite())
@@ -175,7 +182,7 @@ class GRPOJob(_AlgorithmJob):
     def _playground(self, workers: Workers) -> AbstractContextManager[Playground]:
         """Return the rollout workers, or the players of this process."""
         if workers.rollouts is not None:
-            return nullcontext(workers.rollouts)
+            return closing(workers.rollouts)
         own = self._tokenizer, self._judge, self._folder, self._console.say
         return self._playing.players(workers.generation, *own)
 

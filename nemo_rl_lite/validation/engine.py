@@ -13,7 +13,7 @@ from nemo_rl_lite.config.engines import (
 )
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
-from nemo_rl_lite.config.sizes import engine_ranks, generation_gpus, has_endpoint, on_gpus, rollout_workers
+from nemo_rl_lite.config.sizes import engine_ranks, generation_gpus, has_endpoint, on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.draft import draft_troubles, own_draft_layers
 from nemo_rl_lite.validation.compose import rule
@@ -99,9 +99,6 @@ def check_engine(config: Config) -> Iterator[Violation]:
             key = "agent.name" if config.agent.name else "generation.serve.enabled"
             rule_text = f"the package {package}, which the endpoint needs, is not installed here"
             yield Violation(key, None, rule_text, f"pip install {package}")
-    if config.generation.serve.enabled and (workers := rollout_workers(config)):
-        key = "algorithm.rollouts.num_workers"
-        yield Violation(key, workers, "must be 0 with generation.serve.enabled: the launcher serves", f"{key}=0")
     key, host = "generation.serve.host", config.generation.serve.host
     # An address of IPv6 has several colons.
     if has_endpoint(config) and ("/" in host or host.count(":") == 1):

@@ -12,9 +12,10 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 from nemo_rl_lite.config.algorithms import algorithm_of, compares, generates, has_teacher
 from nemo_rl_lite.config.keys import known_variables, unread_variables
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.schema_algorithm import ActiveIf, LossConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema_algorithm import ActiveIf, GRPOConfig, LossConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     batch_mode,
+    engines,
     has_endpoint,
     on_gpus,
     optimizer_steps,
@@ -69,6 +70,8 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     if isinstance(loss := getattr(config.algorithm, "loss_fn", None), LossConfig):
         yield from filter(None, (_kl_estimate(config, loss), _steps_without_a_ratio(config, loss)))
         yield from _adapter_dropout(config)
+    if isinstance(config.algorithm, GRPOConfig):
+        yield from _workers_without_engines(config, config.algorithm)
     yield from _longer_than_a_phase(config)
     yield from _unread_environment(config)
 
@@ -79,6 +82,14 @@ def _held_out(config: Config, given: Sequence[str]) -> Iterator[str]:
     if fraction and config.data.name in ROWS and "recipes" not in given and key not in given:
         own = "data.validation_path=FILE" if config.data.name == "file" else "data.validation_split=SPLIT"
         yield f"{key} = {fraction:g}: {fraction:.0%} of the rows are held out for validation ({own} for others)"
+
+
+def _workers_without_engines(config: Config, options: GRPOConfig) -> Iterator[str]:
+    """Yield a note on rollout workers that do not start, because each needs an engine."""
+    workers = options.rollouts.num_workers
+    if workers != "auto" and workers > engines(config):
+        most = f"each needs an engine, so {engines(config)} will start"
+        yield f"algorithm.rollouts.num_workers = {workers}: {most}"
 
 
 def notes_elsewhere(config: Config) -> Iterator[str]:

@@ -1,13 +1,14 @@
 """Clients of the policy and the teacher in Ray actors, which split batches over replicas and combine the results."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from torch import Tensor
 
@@ -15,12 +16,21 @@ from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config, RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
-from nemo_rl_lite.losses.batch import CountedRows, RowBatch, TokenRow, TokenRows, trained_of_episodes
-from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, mean_of_steps, summary
+from nemo_rl_lite.losses.batch import (
+    CountedRows,
+    RowBatch,
+    RowSource,
+    Share,
+    SharedRows,
+    TokenRow,
+    TokenRows,
+    trained_of_episodes,
+)
+from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, counts_of, mean_of_steps, summary
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.memory import SequenceFlops, forward_flops
-from nemo_rl_lite.policy.interface import BatchRef, Scored, TeacherScores, Work
+from nemo_rl_lite.policy.interface import BatchRef, Scored, Work, with_scores
 from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares, even_shares
 from nemo_rl_lite.policy.model import ParallelPlace
 from nemo_rl_lite.policy.score_files import ScoreFile
@@ -30,6 +40,7 @@ from nemo_rl_lite.refit.layout import RefitPlan
 
 # Metrics that are equal on all replicas, which are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
+_SCORING = "teacher logprobs"
 # A teacher's metrics: names of its worker -> logged names.
 MEMORY = {
     "measured/logprob/teacher_weights": "measured/logprob/teacher_weights",
@@ -104,7 +115,7 @@ class RemotePolicy:
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         whole = len(batch.rows)
         own = [(sum(index < whole for index in share),) for share in batch.shares]
-        common = (loss, loss.counts(batch.rows), self._name(batch))
+        common = (loss, counts_of(loss, batch.rows), self._name(batch))
         replicas = self._replicas.call("evaluate", own, *common, phase="validation")
         return summary(loss, [metrics for metrics in replicas if metrics is not None])
 
@@ -132,7 +143,7 @@ class RemotePolicy:
         compared = name in self._unscored and sampled
         mismatch = self._mismatch[name]
         for step, (rows, own) in enumerate(self._steps(batch.rows)):
-            counts = loss.counts(batch.rows[rows.start : rows.stop])
+            counts = counts_of(loss, batch.rows[rows.start : rows.stop])
             of_all = count_masked(batch.rows) if compared and step == 0 else None
             replicas, shares = zip(*self._replicas.call("train", None, loss, counts, own, name, of_all), strict=True)
             steps.append(summary(loss, replicas) | {whole: replicas[0][whole] for whole in WHOLE_METRICS})
@@ -273,16 +284,24 @@ class RemoteTeacher:
         shape = described_shape(Path(str(config.teacher.model_name)))
         return cls(group) if shape is None else cls(group, lambda tokens: forward_flops(shape, tokens))
 
-    def scored(self, rows: RowBatch) -> TokenRows:
-        """Return the rows with the teacher's logprobs. Copies of the last row fill up the replicas."""
-        rows = TokenRows.of(rows)
-        count, lengths, replicas, phase = len(rows), rows.lengths, self._replicas.count, "teacher logprobs"
+    def scored(self, rows: RowBatch) -> RowBatch:
+        """Return the rows with the teacher's logprobs. Copies of the last row fill up the replicas. Scores of rows that
+        are elsewhere stay with the teacher, until its next call."""
+        count, lengths, replicas = len(rows), rows.lengths, self._replicas.count
         index = np.arange(-(-count // replicas) * replicas).clip(max=count - 1)
-        shares = even_shares([self._cost(int(lengths[row])) for row in index], replicas)
-        wait(self.group.call("prepare_for_logprob", phase=phase))
-        scores = self._replicas.call("score", [(rows.select(index[share].tolist()),) for share in shares], phase=phase)
-        wait(self.group.call("leave", phase=phase))
-        return with_scores(rows, [index[share] for share in shares], scores)
+        owned = even_shares([self._cost(int(lengths[row])) for row in index], replicas)
+        shares = [index[own] for own in owned]
+        wait(self.group.call("prepare_for_logprob", phase=_SCORING))
+        if isinstance(rows, CountedRows):
+            parts = rows.share([(own.tolist(), ()) for own in shares])
+            self._replicas.call_each("score_parts", [(one.order, *one.parts) for one in parts], _SCORING)
+            places = [rows.places[own] for own in shares]
+            found: RowBatch = replace(rows, source=_ScoredRows(rows.source, self._replicas, places))
+        else:
+            scores = self._replicas.call("score", [(rows.select(own.tolist()),) for own in shares], phase=_SCORING)
+            found = with_scores(rows, shares, scores)
+        wait(self.group.call("leave", phase=_SCORING))
+        return found
 
     def pop_memory(self) -> dict[str, float]:
         ranks = wait(self.group.call("pop_memory"))
@@ -293,26 +312,51 @@ class RemoteTeacher:
         return combine_moves(wait(self.group.call("pop_moves")))
 
 
-def with_scores(rows: TokenRows, shares: Sequence[np.ndarray], scores: Sequence[TeacherScores]) -> TokenRows:
-    """Return the rows with the scores of each share of row indices. A row may be in several shares."""
-    starts = rows.ends - rows.lengths
-    places = np.concatenate([np.arange(starts[row], rows.ends[row]) for own in shares for row in own])
+@dataclass(frozen=True)
+class _ScoredRows:
+    """`RowSource` of rows whose scores are with the teacher's replicas."""
 
-    def laid_out(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-        there = [part for part in parts if part is not None]
-        if not there:
-            return None
-        joined = np.concatenate(there)
-        whole = np.empty((len(rows.tokens), *joined.shape[1:]), joined.dtype)
-        whole[places] = joined
-        return whole
+    rows: RowSource
+    replicas: "Replicas"
+    scored: Sequence[np.ndarray]
+    """Indices of the rows that each replica has scored, in its order."""
 
-    return replace(
-        rows,
-        teacher_logprobs=laid_out([one.logprobs for one in scores]),
-        teacher_topk_logits=laid_out([one.topk_logits for one in scores]),
-        teacher_topk_ids=laid_out([one.topk_ids for one in scores]),
-    )
+    def share(self, shares: Sequence[Share]) -> list[SharedRows]:
+        """See `RowSource.share`."""
+        return [
+            replace(one, scores=tuple(call.references[0] for call in calls), scored=places)
+            for one, (rows, _) in zip(self.rows.share(shares), shares, strict=True)
+            for calls, places in [self._scores(rows)]
+        ]
+
+    def fetch(self, index: Sequence[int]) -> TokenRows:
+        """See `RowSource.fetch`."""
+        calls, places = self._scores(index)
+        return with_scores(self.rows.fetch(index), places, wait(*calls))
+
+    def apply(self, function: Callable[[TokenRows], Any], index: Sequence[int]) -> Any:
+        """See `RowSource.apply`."""
+        calls, places = self._scores(index)
+        references = [call.references[0] for call in calls]
+        return self.rows.apply(partial(_applied, function, places, references), index)
+
+    def _scores(self, index: Sequence[int]) -> tuple[list[Call], tuple[np.ndarray, ...]]:
+        """Ask the replicas for the scores of these rows. Return the calls, and the places of their rows in `index`."""
+        owner = {row: (replica, place) for replica, own in enumerate(self.scored) for place, row in enumerate(own)}
+        found = [owner[row] for row in index]
+        calls, places = [], []
+        for replica in sorted({replica for replica, _ in found}):
+            own = [place for place, (of, _) in enumerate(found) if of == replica]
+            places.append(np.array(own, np.int64))
+            calls.append(self.replicas.ask(replica, "scores", [found[place][1] for place in own], phase=_SCORING))
+        return calls, tuple(places)
+
+
+def _applied(
+    function: Callable[[TokenRows], Any], places: Sequence[np.ndarray], scores: Sequence[Any], rows: TokenRows
+) -> Any:
+    """Return `function` of the rows with the scores behind references."""
+    return function(with_scores(rows, places, ray.get(list(scores))))
 
 
 class Replicas:
@@ -330,7 +374,8 @@ class Replicas:
         kinds = list(dict.fromkeys(wanted))
         if isinstance(rows, CountedRows):
             found = rows.share([(shares[replica], layers) for replica, layers in kinds])
-            method, given = "put_parts", [(name, one.order, *one.parts) for one in found]
+            given = [(name, one.order, one.scored, *one.parts, *one.scores) for one in found]
+            method = "put_parts"
         else:
             parts = [rows.select(shares[replica]).with_layers(layers) for replica, layers in kinds]
             method, given = "put_batch", [(self._group.put(part), name) for part in parts]
@@ -345,6 +390,15 @@ class Replicas:
         results = wait(self._group.call_each(method, arguments, phase))
         reported = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}
         return [reported[replica] for replica in range(self.count)]
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str) -> None:
+        """Call a method of every rank, with the arguments of its replica, whose references are resolved."""
+        wait(self._group.call_each(method, [arguments[place.data_rank] for place in self._places], phase))
+
+    def ask(self, replica: int, method: str, *arguments: Any, phase: str) -> Call:
+        """Call a method of the rank that reports the results of a replica."""
+        (rank,) = [rank for rank, one in enumerate(self._places) if one.data_rank == replica and one.reports]
+        return self._group.call_one(rank, [(method, arguments)], phase)
 
 
 def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:

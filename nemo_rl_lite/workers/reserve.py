@@ -143,10 +143,6 @@ def start_rollout_workers(
     config: Config, rollouts: WorkerGroup, model_path: Path, run_folder: Path, ranks: Sequence[int]
 ) -> Call:
     """Build rollout workers of these ranks."""
-    if rollout_workers(config) > 1:
-        # Each has an endpoint for its agents.
-        serve = replace(config.generation.serve, port=None)
-        config = replace(config, generation=replace(config.generation, serve=serve))
     arguments = {
         "config": config,
         "model_path": str(model_path),

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import EngineError, LauncherError, WorkerError
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.losses.batch import TokenRows
+from nemo_rl_lite.losses.batch import SharedRows, TokenRows
 from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.background import BackgroundLoop
 from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, SampleFile
@@ -83,6 +83,10 @@ class RolloutWorker:
     def __init__(self, config: Config, model_path: str, folder: str, rank: int, name: str, current_folder: str):
         # Paths of user code may be relative.
         os.chdir(current_folder)
+        if rank > 0:
+            # The first one serves, at the configured port. Agents ask their own worker.
+            serve = replace(config.generation.serve, enabled=False, port=None)
+            config = replace(config, generation=replace(config.generation, serve=serve))
         self._config, self._folder, self._rank, self._name = config, Path(folder), rank, name
         self._tokenizer = ChatTokenizer(Path(model_path), config.policy.tokenizer.chat_template_kwargs)
         self._judge, self._playing = make_judge(config.reward), Playing(config)
@@ -120,6 +124,10 @@ class RolloutWorker:
     def finish_generation(self) -> dict[str, float]:
         """See `Generation.finish_generation`, which is the launcher's part."""
         return {}
+
+    def close(self) -> None:
+        """End the endpoint, if there is one."""
+        self._stack.close()
 
     def enter(self, session: int) -> None:
         """Play groups until `leave`. `session`: a unique number."""
@@ -194,6 +202,10 @@ class RolloutWorker:
     def own_rows(self, chosen: Sequence[Kept], version: int, no_experts: np.ndarray | None) -> TokenRows:
         """Return training rows; see `Episode.row`."""
         return TokenRows.of([self._kept(one).row(one.advantage or 0.0, version, no_experts, one.row) for one in chosen])
+
+    def apply(self, function: Callable[[TokenRows], Any], shared: SharedRows) -> Any:
+        """Return `function` of rows of any workers."""
+        return function(TokenRows.concatenated(ray.get(list(shared.parts))).select(shared.order))
 
     def write(self, target: SampleFile, samples: Sequence[tuple[int, Kept]]) -> None:
         """Write samples, each with its number in the rollout, in a thread."""

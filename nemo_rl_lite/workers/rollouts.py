@@ -19,7 +19,7 @@ from nemo_rl_lite.losses.batch import CountedRows, Share, SharedRows, TokenRows,
 from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, EpisodeStore, SampleFile
 from nemo_rl_lite.rollout.groups import Group, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.play import Section
-from nemo_rl_lite.rollout.playing import section_of
+from nemo_rl_lite.rollout.playing import ENDPOINT_FILE, section_of
 from nemo_rl_lite.workers.reserve import load_rollout_workers, start_rollout_workers
 from nemo_rl_lite.workers.rollout_worker import Kept, WorkerReport
 
@@ -88,6 +88,8 @@ class RolloutWorkers:
         for member in self._members:
             member.alive = set(member.engines)
             self._connect(member)
+        if config.generation.serve.enabled:
+            say(f"the first rollout worker serves during rollouts; address and token are in {folder / ENDPOINT_FILE}")
         self._numbers = itertools.count()
         self._unplaced: dict[int, Group] = {}
         self._held_back, self._is_paused, self._session = 0, False, 0
@@ -116,6 +118,11 @@ class RolloutWorkers:
         for member, leaving in [(member, self._call(member, "leave")) for member in self._members]:
             with suppress(WorkerError):
                 [member.report] = wait(leaving)
+
+    def close(self) -> None:
+        """End the endpoint of the first worker, and remove its file."""
+        with suppress(WorkerError):
+            wait(self.group.call_beside(0, "close", phase="rollouts"))
 
     # The players of a collector.
 
@@ -494,3 +501,10 @@ class _Rows:
                 parts += wait(self.workers._call(member, "own_rows", chosen, self.version, self.no_experts))
                 joined += own
         return TokenRows.concatenated(parts).select([joined.index(row) for row in index])
+
+    def apply(self, function: Callable[[TokenRows], Any], index: Sequence[int]) -> Any:
+        """See `RowSource.apply`: a worker with the largest share of the rollout calls it."""
+        [shared] = self.share([(index, ())])
+        member, _ = max(self.workers._by_member(self.records), key=lambda one: len(one[1]))
+        [found] = wait(self.workers._call(member, "apply", function, shared))
+        return found

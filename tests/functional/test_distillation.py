@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.functional.conftest import train
 from tests.functional.here import run_here, train_here
 from tests.functional.ranks import run_ranks
 from tests.functional.supervised import series
@@ -64,6 +65,14 @@ def test_every_metric_is_documented_and_logged(run):
     names = set().union(*run[2])
     assert undocumented(names) == [] and not_logged(names, "distillation") == []
     assert {"timing/train/teacher_logprob_inference", "offload/teacher_weights/to_device_bytes"} <= names
+
+
+def test_rollout_workers_give_their_rows_to_the_teacher(tmp_path, model_folder, teacher_folder):
+    own = [*SHORT, *TOPK, "algorithm.max_num_steps=2", "generation.colocated.enabled=false", "logger.plots=false"]
+    own += [f"teacher.model_name={teacher_folder}", "generation.data_parallel_size=2", "cluster.cpu_ranks=2"]
+    for workers in (0, 2):
+        train(tmp_path / str(workers), model_folder, *own, f"algorithm.rollouts.num_workers={workers}")
+    assert metrics_of(tmp_path / "2") == metrics_of(tmp_path / "0")
 
 
 LAYOUTS = {

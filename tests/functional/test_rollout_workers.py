@@ -77,6 +77,13 @@ def test_two_rollout_workers_train_like_the_launcher(tmp_path, model_folder, alo
     assert len(list((tmp_path / "run" / "rollouts").glob("step-00000001-*-train.parquet"))) == 2
 
 
+def test_a_loss_that_reads_tokens_counts_them_in_a_rollout_worker(tmp_path, model_folder):
+    own = [*GRPO, "algorithm.max_num_steps=2", "algorithm.loss_fn.policy_loss=kl_cov"]
+    train_here(tmp_path / "alone", model_folder, *own)
+    train(tmp_path / "run", model_folder, *own, *TWO)
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
+
+
 def test_a_killed_rollout_worker_is_named_and_costs_nothing(tmp_path, model_folder, alone):
     said = hit(tmp_path / "run", model_folder, ("rollouts-1.log",), *TWO)
     assert "rollouts rank 1 failed in phase 'rollouts': the process died" in said

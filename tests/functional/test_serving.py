@@ -1,9 +1,12 @@
 """An agent trains through the endpoint, and what it has trained is served: whole commands on the CPU."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -11,7 +14,7 @@ import pytest
 
 from nemo_rl_lite.models.embedded import build_tokenizer
 from nemo_rl_lite.rollout.store import read_rollout
-from tests.functional.conftest import PYTHONPATH
+from tests.functional.conftest import PYTHONPATH, run_command
 from tests.functional.here import train_here
 
 pytestmark = pytest.mark.functional
@@ -54,6 +57,31 @@ def test_an_agents_tokens_have_the_policys_logprobs(run):
     # A token for each character, and one for the start.
     assert all(row["prompt_tokens"] == len(f"^{row['prompt'][0]['content']}==") for row in rows)
     assert "during rollouts; the token is in" in said and not (folder / "endpoint.json").exists()
+
+
+def test_agents_and_a_client_ask_rollout_workers(tmp_path, model_folder):
+    folder, two = tmp_path / "run", ("generation.data_parallel_size=2", "algorithm.rollouts.num_workers=2")
+    apart = ("generation.colocated.enabled=false", "generation.serve.enabled=true", "algorithm.max_num_steps=6")
+    command = run_command(folder, model_folder, "logger.plots=false", *SMALL, *AGENT, *two, *apart)
+    body, answers = {"messages": [{"role": "user", "content": "7310"}], "max_tokens": 4}, []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": PYTHONPATH}
+    ) as process:
+        while process.poll() is None and not answers:
+            time.sleep(0.05)
+            with suppress(OSError, ValueError, httpx.HTTPError):
+                given = json.loads((folder / "endpoint.json").read_text())
+                keys = {"Authorization": f"Bearer {given['api_key']}"}
+                with httpx.Client(base_url=given["base_url"], headers=keys, trust_env=False, timeout=60) as client:
+                    answers = [one for one in [client.post("/chat/completions", json=body)] if one.status_code == 200]
+        said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    assert answers and answers[0].json()["usage"]["completion_tokens"] <= 4
+    assert "the first rollout worker serves during rollouts" in said and not (folder / "endpoint.json").exists()
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(one["train/avg_turns_per_sample"] == 2 for one in steps if "train/loss" in one)
+    assert all(one["train/environment_errors"] == 0 for one in steps if "train/loss" in one)
+    assert len(list(folder.glob("rollouts/step-00000001-*-train.parquet"))) == 2
 
 
 def test_its_checkpoint_is_served_until_it_is_told_to_stop(run):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
+from nemo_rl_lite.losses.batch import Batch, CountedRows, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import count_masked
 
 ROWS = [
@@ -29,6 +29,34 @@ def test_a_part_of_a_batch_is_a_part_of_all_of_its_fields():
     part = Batch.padded(ROWS).rows(torch.tensor([1, 0]), width=2)
     assert part.tokens.tolist() == [[8, 0], [5, 6]] and part.mask.tolist() == [[0, 0], [0, 1]]
     assert part.advantages.tolist() == [-0.5, 0.5] and part.lengths.tolist() == [1, 3] and part.topk_ids is None
+
+
+class Elsewhere:
+    """A source that calls functions, and gives no row away."""
+
+    asked = 0
+
+    def apply(self, function, index):
+        self.asked += 1
+        return function(TokenRows.of(ROWS).select(index))
+
+
+@pytest.mark.parametrize(
+    ("count", "reads"),
+    [
+        (count_masked, False),
+        (len, False),
+        (lambda rows: sum(int(row.tokens[-1]) for row in rows), True),
+        (lambda rows: rows[0].tokens.tolist(), True),
+        (lambda rows: TokenRows.of(rows).tokens.tolist(), True),
+    ],
+)
+def test_a_function_that_reads_rows_is_called_where_they_are(count, reads):
+    source = Elsewhere()
+    rows = CountedRows(source, np.array([1, 0]), np.array([1, 3]), np.zeros(2), [{}, {2: 1, 1: 1}])
+    assert rows.apply(count) == count(TokenRows.of(ROWS).select([1, 0]))
+    assert rows[1:].apply(count) == count(TokenRows.of(ROWS[:1]))
+    assert source.asked == (2 if reads else 0)
 
 
 def test_rows_are_joined_selected_and_taken_apart_again():

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
-from nemo_rl_lite.policy.interface import TeacherScores
+from nemo_rl_lite.cluster.calls import Call
+from nemo_rl_lite.losses.batch import Batch, CountedRows, SharedRows, TokenRow, TokenRows
+from nemo_rl_lite.policy.interface import TeacherScores, with_scores
 from nemo_rl_lite.policy.model import ParallelPlace
+from nemo_rl_lite.policy.teacher import TeacherWorker
 from nemo_rl_lite.workers import policy as policy_module
 from nemo_rl_lite.workers.policy import RemoteTeacher
 
@@ -37,6 +39,8 @@ class Worker:
         ids = np.stack([tokens + 1, tokens + 2], axis=1).astype(np.int32)
         return TeacherScores(-tokens.astype(np.float32), *((ids * 0.5, ids) if self.topk else (None, None)))
 
+    score_parts, scores = TeacherWorker.score_parts, TeacherWorker.scores
+
     def pop_memory(self):
         other = {"measured/logprob/activations": 9.0}
         return {"measured/logprob/teacher_weights": 5.0 + self.own.data_rank} | other
@@ -53,13 +57,20 @@ class Group:
     def call(self, method, *arguments, phase=""):
         return [getattr(worker, method)(*arguments) for worker in self.workers]
 
+    def call_one(self, place, methods, phase):
+        return Call((), phase, tuple(getattr(self.workers[place], method)(*own) for method, own in methods))
+
     def call_each(self, method, arguments, phase=""):
         return [getattr(worker, method)(*own) for worker, own in zip(self.workers, arguments, strict=True)]
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(policy_module, "wait", lambda results: results)
+    def results(*calls):
+        return [one for call in calls for one in (call.references if isinstance(call, Call) else call)]
+
+    monkeypatch.setattr(policy_module, "wait", results)
+    monkeypatch.setattr(policy_module.ray, "get", lambda references: references)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -75,6 +86,41 @@ def test_scores_are_where_their_tokens_are(replicas):
     assert batch.teacher_logprobs.tolist() == [[-30, -31, -32, -33], [-10, -11, 0, 0]]
     assert batch.teacher_topk_ids.shape == (2, 4, 2) and batch.teacher_topk_ids[1, 1].tolist() == [12, 13]
     assert batch.teacher_topk_logits[0, 0].tolist() == [15.5, 16.0]
+
+
+class Elsewhere:
+    """A source that gives one part for each row, in reverse."""
+
+    def share(self, shares):
+        whole = [self.fetch(rows[::-1]) for rows, _ in shares]
+        return [
+            SharedRows(tuple(rows[place : place + 1] for place in range(len(rows))), tuple(range(len(rows)))[::-1])
+            for rows in whole
+        ]
+
+    def fetch(self, index):
+        return ROWS.select(index)
+
+    def apply(self, function, index):
+        return function(ROWS.select(index))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_scores_of_rows_elsewhere_stay_with_the_teacher(replicas):
+    counted = CountedRows(Elsewhere(), np.array([4, 2, 0, 1]), ROWS.lengths[[4, 2, 0, 1]], np.zeros(4), [{}] * 4)
+    scored = RemoteTeacher(Group(replicas, topk=True)).scored(counted)
+    assert isinstance(scored, CountedRows)
+    for index in ([0, 1, 2, 3], [3, 0]):
+        (share,) = scored.share([(index, ())])
+        rows = TokenRows.concatenated(share.parts).select(share.order)
+        whole = with_scores(rows, share.scored, share.scores)
+        assert (whole.tokens == ROWS.select(counted.places[index]).tokens).all()
+        assert (whole.teacher_logprobs == -whole.tokens).all()
+        assert (whole.teacher_topk_ids[:, 0] == whole.tokens + 1).all()
+    assert (scored.fetched.teacher_logprobs == -scored.fetched.tokens).all()
+    assert scored[1:].apply(lambda rows: [row.teacher_logprobs[0] for row in rows]) == [
+        -row.tokens[0] for row in scored[1:]
+    ]
 
 
 def test_without_largest_logits_there_are_none():

@@ -205,7 +205,6 @@ CASES = {
     f"{VLLM} cluster.gpus_per_node=2 policy.model_name=MOE policy.router_replay.enabled=true "
     "generation.vllm_cfg.pipeline_parallel_size=2": "must be 1 with router replay",
     "policy.model_name=MOE policy.router_replay.enabled=true generation=transformers": "policy.router_replay.enabled",
-    "generation.serve.enabled=true algorithm.rollouts.num_workers=1": "algorithm.rollouts.num_workers",
     "generation.serve.enabled=true generation.serve.host=http://here": "generation.serve.host",
     "generation.temperature=2.5": "generation.temperature",
     "generation.max_new_tokens=32": "policy.max_total_sequence_length=64",

@@ -29,6 +29,12 @@ def told(*arguments: str) -> str:
         (f"{SCHEDULER}.lr_warmup_iters=119", ""),
         (f"{SCHEDULER}.lr_decay_style=cosine", f"{SCHEDULER}.lr_decay_iters"),
         ("algorithm.max_num_steps=1", ""),
+        ("algorithm.rollouts.num_workers=1", ""),
+        (
+            "algorithm.rollouts.num_workers=3",
+            "algorithm.rollouts.num_workers = 3: each needs an engine, so 1 will start",
+        ),
+        ("algorithm.rollouts.num_workers=3 generation.data_parallel_size=3", ""),
         # Two optimizer steps, at 0 and a quarter of the rate.
         (f"algorithm.max_num_steps=2 {ONE_STEP}", f"{SCHEDULER}.lr_warmup_iters = 4: the run has 2 optimizer step"),
         (f"algorithm.max_num_steps=1 {ONE_STEP}", "nothing is learned"),
