@@ -168,6 +168,7 @@ class GRPOConfig(RolloutAlgorithmConfig):
     normalize_rewards: bool | Literal["batch", "advantages", "parts"]
     advantage_clip_low: Annotated[float, Field(lt=0)] | None
     advantage_clip_high: PositiveFloat | None
+    num_iterations: PositiveInt
     loss_fn: LossConfig
 
 

@@ -17,7 +17,7 @@ from nemo_rl_lite.config.schema_algorithm import (
     KTOConfig,
     LossConfig,
 )
-from nemo_rl_lite.config.sizes import as_teacher, optimizer_steps, samples_per_step, validates
+from nemo_rl_lite.config.sizes import as_teacher, iterations, optimizer_steps, samples_per_step, validates
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.shape import push_problems
@@ -35,7 +35,7 @@ from nemo_rl_lite.validation.layout import (
 
 TEACHER = "teacher.model_name"
 _GROUP, _TOPK = "algorithm.num_generations_per_prompt", "algorithm.topk_logits_k"
-LOSS = "algorithm.loss_fn"
+LOSS, _ITERATIONS = "algorithm.loss_fn", "algorithm.num_iterations"
 _TYPE, _RATIO = f"{LOSS}.truncated_importance_sampling_type", f"{LOSS}.truncated_importance_sampling_ratio"
 # Suggested limits: of a token's weight, and of a sequence's geometric mean.
 _FIRST_BOUNDS = {"icepop": (0.5, 5.0), "seq-mask-tis": (0.999, 1.002)}
@@ -222,12 +222,13 @@ def check_kl_in_reward(config: Config) -> Iterator[Violation]:
         yield Violation(key, True, rule_text, f"{term}=clip, or {key}=false")
 
 
-@rule(LOSS, _GROUP, "algorithm.num_prompts_per_step", BATCH, options=GRPOConfig)
+@rule(LOSS, _GROUP, "algorithm.num_prompts_per_step", BATCH, _ITERATIONS, options=GRPOConfig)
 def check_forced_ratios(config: Config) -> Iterator[Violation]:
     steps, key = optimizer_steps(config), f"{LOSS}.force_on_policy_ratio"
     if config.options(GRPOConfig).loss_fn.force_on_policy_ratio and steps > 1:
         rule_text = f"needs one optimizer step per rollout, and there are {steps}"
-        yield Violation(key, True, rule_text, f"{key}=null, or {BATCH}={samples_per_step(config)}")
+        once = f" {_ITERATIONS}=1" if iterations(config) > 1 else ""
+        yield Violation(key, True, rule_text, f"{key}=null, or {BATCH}={samples_per_step(config)}{once}")
 
 
 @rule("algorithm")

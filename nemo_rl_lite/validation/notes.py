@@ -16,6 +16,7 @@ from nemo_rl_lite.config.schema_algorithm import ActiveIf, LossConfig, RolloutAl
 from nemo_rl_lite.config.sizes import (
     batch_mode,
     has_endpoint,
+    iterations,
     on_gpus,
     optimizer_steps,
     parallel_dims,
@@ -165,7 +166,7 @@ def _optimizer_steps_of_run(config: Config) -> int | None:
     steps = config.algorithm.max_num_steps
     if steps is None or not isinstance(config.algorithm, RolloutAlgorithmConfig):
         return steps
-    return steps * max(1, samples_per_step(config) // config.policy.train_global_batch_size)
+    return steps * max(iterations(config), optimizer_steps(config))
 
 
 def _kl_estimate(config: Config, loss: LossConfig) -> str:
@@ -189,9 +190,10 @@ def _steps_without_a_ratio(config: Config, loss: LossConfig) -> str:
         return ""
     if (steps := optimizer_steps(config)) == 1:
         return ""
+    one_step = f"{BATCH}={samples_per_step(config)}{' algorithm.num_iterations=1' if iterations(config) > 1 else ''}"
     return (
         f"{LOSS}.policy_loss = reinforce: of {steps} optimizer steps per rollout, all but the first are off-policy "
-        f"without a ratio ({BATCH}={samples_per_step(config)} makes one step, {LOSS}.policy_loss=clip has a ratio)"
+        f"without a ratio ({one_step} makes one step, {LOSS}.policy_loss=clip has a ratio)"
     )
 
 

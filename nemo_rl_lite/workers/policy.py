@@ -45,6 +45,7 @@ class RemotePolicy:
         together: int = 1,
         flops: SequenceFlops | None = None,
         layout: Layout | None = None,
+        iterations: int = 1,
     ):
         """Create a client.
 
@@ -53,9 +54,10 @@ class RemotePolicy:
             together: neighbouring sequences that a loss compares, such as 2 for pairs.
             flops: FLOPs of a sequence; None for an unknown architecture, whose work is counted in tokens.
             layout: layout of training micro-batches, if the work depends on it.
+            iterations: training passes over a batch.
         """
         self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
-        self._layout = layout
+        self._layout, self._iterations = layout, iterations
         self._cost: Cost = float if flops is None else cache(flops.forward)
         self._replicas = Replicas(group)
         self._held: dict[str, BatchRef] = {}
@@ -94,7 +96,7 @@ class RemotePolicy:
         for one in which:
             forward = self._flops.reference if one == "reference" else self._flops.forward
             scoring += sum(map(forward, lengths[self._global_batch :] if one == "later" else lengths))
-        return Work(scoring, sum(map(self._flops.training, lengths)))
+        return Work(scoring, self._iterations * sum(map(self._flops.training, lengths)))
 
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         whole = len(batch.rows)
@@ -126,7 +128,8 @@ class RemotePolicy:
         sampled = isinstance(batch.rows, CountedRows) or batch.rows[0].generation_logprobs is not None
         compared = name in self._unscored and sampled
         mismatch = self._mismatch[name]
-        for step, start in enumerate(range(0, len(batch.rows), self._global_batch)):
+        of_a_pass = enumerate(range(0, len(batch.rows), self._global_batch))
+        for step, start in [*of_a_pass] * self._iterations:
             counts = loss.counts(batch.rows[start : start + self._global_batch])
             own = slice(step * share, (step + 1) * share)
             of_all = count_masked(batch.rows) if compared and step == 0 else None
