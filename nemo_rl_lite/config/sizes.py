@@ -344,8 +344,8 @@ def optimizer_steps(config: Config) -> int:
 
 
 def repeats_first_pass(config: Config) -> bool:
-    """Return whether the first optimizer step needs a separate pass for previous logprobs. Later training passes compare
-    with the weights before the first one."""
+    """Return whether the first optimizer step needs a separate pass for previous logprobs. All training passes over a
+    rollout compare with the weights before the first one."""
     return config.options(GRPOConfig).loss_fn.force_on_policy_ratio is False or iterations(config) > 1
 
 

@@ -35,7 +35,7 @@ from nemo_rl_lite.validation.layout import (
 
 TEACHER = "teacher.model_name"
 _GROUP, _TOPK = "algorithm.num_generations_per_prompt", "algorithm.topk_logits_k"
-LOSS, _ITERATIONS = "algorithm.loss_fn", "algorithm.num_iterations"
+LOSS, _ITERATIONS, _SCALE = "algorithm.loss_fn", "algorithm.num_iterations", "algorithm.normalize_rewards"
 _TYPE, _RATIO = f"{LOSS}.truncated_importance_sampling_type", f"{LOSS}.truncated_importance_sampling_ratio"
 # Suggested limits: of a token's weight, and of a sequence's geometric mean.
 _FIRST_BOUNDS = {"icepop": (0.5, 5.0), "seq-mask-tis": (0.999, 1.002)}
@@ -123,13 +123,25 @@ def check_best_metric(config: Config) -> Iterator[Violation]:
         yield Violation(key, metric, rule_text, f"algorithm.val_samples_per_problem=4, or {key}=accuracy")
 
 
-@rule("algorithm.use_leave_one_out_baseline", "algorithm.normalize_rewards", options=GRPOConfig)
+@rule("algorithm.use_leave_one_out_baseline", _SCALE, options=GRPOConfig)
 def check_batch_baseline_scale(config: Config) -> Iterator[Violation]:
-    options, key = config.options(GRPOConfig), "algorithm.normalize_rewards"
+    options, key = config.options(GRPOConfig), _SCALE
     scale = options.normalize_rewards
-    if options.use_leave_one_out_baseline == "batch" and (scale is True or scale == "parts"):
+    if options.use_leave_one_out_baseline == "batch" and (scale is True or scale in ("mean", "parts")):
         rule_text = "divides by 0 for prompts with equal rewards, which use_leave_one_out_baseline=batch keeps"
         yield Violation(key, scale, rule_text, f"{key}=advantages, or {key}=false")
+
+
+@rule("algorithm.pass_at_k", _SCALE, _GROUP, options=GRPOConfig)
+def check_pass_at_k(config: Config) -> Iterator[Violation]:
+    options, key = config.options(GRPOConfig), "algorithm.pass_at_k"
+    k, size = options.pass_at_k, options.num_generations_per_prompt
+    if k is not None and k >= size:
+        rule_text = f"must be below {_GROUP} = {size}: larger subsets of the responses have equal best rewards"
+        yield Violation(key, k, rule_text, f"{key}={max(size // 2, 1)}, or {_GROUP}={2 * k}")
+    if k is not None and options.normalize_rewards == "parts":
+        rule_text = f"takes the best of k rewards, and {_SCALE}=parts has no single reward"
+        yield Violation(key, k, rule_text, f"{_SCALE}=true, or {key}=null")
 
 
 @rule("algorithm", options=DPOConfig)
@@ -174,12 +186,13 @@ def check_loss(config: Config) -> Iterator[Violation]:
         yield Violation(key, None, rule_text, f"{level}=token, or {_TYPE}=icepop")
 
 
-@rule(LOSS, "algorithm.topk_logits_k", "generation.top_p", "generation.top_k", options=GRPOConfig)
+@rule(LOSS, _TOPK, "generation.top_p", "generation.top_k", "generation.min_p", options=GRPOConfig)
 def check_nucleus(config: Config) -> Iterator[Violation]:
-    """Refuse top-p and top-k with sequence-level corrections. The engine's probabilities then exceed the policy's at
-    every token, so the product of ratios vanishes with the length."""
+    """Refuse top-p, top-k and min-p with sequence-level corrections. The engine's probabilities then exceed the
+    policy's at every token, so the product of ratios vanishes with the length."""
     loss, generation = config.options(GRPOConfig).loss_fn, config.generation
-    cut = {"generation.top_p": (generation.top_p, 1.0), "generation.top_k": (generation.top_k, None)}
+    off = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+    cut = {f"generation.{name}": (getattr(generation, name), value) for name, value in off.items()}
     cut = {key: (value, whole) for key, (value, whole) in cut.items() if value != whole}
     if not cut or not reads_ratios(config):
         return

@@ -12,7 +12,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 from nemo_rl_lite.config.algorithms import algorithm_of, compares, generates, has_teacher
 from nemo_rl_lite.config.keys import known_variables, unread_variables
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.schema_algorithm import ActiveIf, LossConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema_algorithm import ActiveIf, GRPOConfig, LossConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     batch_mode,
     has_endpoint,
@@ -69,6 +69,7 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     yield from _held_out(config, given)
     if isinstance(loss := getattr(config.algorithm, "loss_fn", None), LossConfig):
         yield from filter(None, (_kl_estimate(config, loss), _steps_without_a_ratio(config, loss)))
+        yield from _negative_means(config)
         yield from _adapter_dropout(config)
     yield from _longer_than_a_phase(config)
     yield from _unread_environment(config)
@@ -195,6 +196,13 @@ def _steps_without_a_ratio(config: Config, loss: LossConfig) -> str:
         f"{LOSS}.policy_loss = reinforce: of {steps} optimizer steps per rollout, all but the first are off-policy "
         f"without a ratio ({one_step} makes one step, {LOSS}.policy_loss=clip has a ratio)"
     )
+
+
+def _negative_means(config: Config) -> Iterator[str]:
+    options = config.options(GRPOConfig)
+    if options.normalize_rewards == "mean" and options.reward_shaping.overlong_buffer_length is not None:
+        why = "the penalty of long responses can make a prompt's mean reward negative, which ends the run"
+        yield f"algorithm.normalize_rewards = mean: {why} (algorithm.reward_shaping.overlong_buffer_length=null)"
 
 
 def _adapter_dropout(config: Config) -> Iterator[str]:

@@ -67,7 +67,9 @@ def test_all_passes_compare_with_the_weights_before_the_first_one(outcomes, mode
             losses.append(loss.item())
             clipped.append(((ratio > 1.1) & (gain > 0)).float().mean().item())
     mean = {"loss": sum(losses) / len(losses), "clip_ratio/high": sum(clipped) / len(clipped), "lr": LR}
-    assert len(losses) == steps * passes and {key: saved["metrics"][key] for key in mean} == pytest.approx(mean, abs=1e-5)
+    assert len(losses) == steps * passes and {key: saved["metrics"][key] for key in mean} == pytest.approx(
+        mean, abs=1e-5
+    )
     assert (mean["clip_ratio/high"] > 0) == (passes > 1 or steps > 1)
     trained = load_file(f"{outcomes / name.replace(' ', '-')}.hf/model.safetensors")
     assert all(torch.allclose(trained[key], model.state_dict()[key], atol=1e-5) for key in trained)
@@ -75,7 +77,7 @@ def test_all_passes_compare_with_the_weights_before_the_first_one(outcomes, mode
 
 
 def test_every_token_is_compared_with_the_engines_once(outcomes):
-    """Whether in a pass before training or in the first training pass."""
+    """In a pass before training, or in the first training pass."""
     found = [torch.load(outcomes / name.replace(" ", "-"), weights_only=False)["metrics"] for name in CASES]
     errors = [metrics["token_mult_prob_error"] for metrics in found]
     assert errors == pytest.approx([errors[0]] * len(errors), rel=1e-5) and errors[0] > 1
