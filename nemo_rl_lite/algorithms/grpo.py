@@ -123,6 +123,9 @@ class GRPO:
                 self.policy.prepare_for_training()
             with timer("policy_training"):
                 trained = self.policy.train(batch, self.loss)
+            if config.ref_model_sync_steps and "reference" in self.scored and step % config.ref_model_sync_steps == 0:
+                with timer("reference_sync"):
+                    self.policy.follow_policy(config.ref_model_mixup_alpha)
             with timer("generation"), self.report.console.busy(f"step {step + 1}: generating", announced=False) as show:
                 self.rollouts.wait_until_idle(show)
             with timer("checkpointing"):

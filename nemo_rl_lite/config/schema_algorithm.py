@@ -175,6 +175,8 @@ class GRPOConfig(RolloutAlgorithmConfig):
     advantage_clip_low: Annotated[float, Field(lt=0)] | None
     advantage_clip_high: PositiveFloat | None
     num_iterations: PositiveInt
+    ref_model_sync_steps: Annotated[PositiveInt | None, ActiveIf(".loss_fn.reference_policy_kl_penalty")]
+    ref_model_mixup_alpha: Annotated[Fraction, ActiveIf(".ref_model_sync_steps")]
     loss_fn: LossConfig
 
 

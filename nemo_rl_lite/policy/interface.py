@@ -13,7 +13,7 @@ from nemo_rl_lite.offload.mover import Move
 
 Scored = Literal["previous", "later", "reference"]
 """Logprobs that a loss compares with: of the current policy (`previous`; `later` omits the first optimizer step's
-rows), or of the starting weights (`reference`)."""
+rows), or of the reference policy (`reference`)."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,9 @@ class Policy(Protocol):
         If engines sampled the rows, the metrics include `mismatch_metrics` of the whole batch. Rows of the first step
         without `previous` logprobs use those of the training pass; several passes need `previous` logprobs.
         """
+
+    def follow_policy(self, share: float) -> None:
+        """Set the reference policy's weights to `share` x policy + (1 - `share`) x reference, in the training phase."""
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
         """Return logprobs [B, T] in nats of a few right-padded sequences at the sampling temperature.

@@ -218,6 +218,15 @@ def _reads_whole_sequences(loss: LossConfig) -> tuple[str | None, str]:
     return None, ""
 
 
+@rule("algorithm", "policy.megatron_cfg.peft", options=GRPOConfig)
+def check_moving_reference(config: Config) -> Iterator[Violation]:
+    key, peft = "algorithm.ref_model_sync_steps", "policy.megatron_cfg.peft.enabled"
+    steps = config.options(GRPOConfig).ref_model_sync_steps
+    if steps is not None and compares(config) and config.policy.megatron_cfg.peft.enabled:
+        rule_text = "needs reference weights, and with LoRA the reference is the model without its adapters"
+        yield Violation(key, steps, rule_text, f"{key}=null, or {peft}=false")
+
+
 @rule("algorithm", options=GRPOConfig)
 def check_kl_in_reward(config: Config) -> Iterator[Violation]:
     loss, key = config.options(GRPOConfig).loss_fn, f"{LOSS}.use_kl_in_reward"

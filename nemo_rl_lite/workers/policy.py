@@ -138,6 +138,9 @@ class RemotePolicy:
             mismatch = mismatch + [own for own in shares if own]
         return mean_of_steps(steps) | (combine_metrics(mismatch) if mismatch else {})
 
+    def follow_policy(self, share: float) -> None:
+        wait(self.group.call("follow_policy", share))
+
     def begin_save(self, folder: str) -> None:
         self._checkpoint("begin_save", folder)
 

@@ -127,6 +127,7 @@ CASES = {
     f"generation.min_p=0.1 {LOSS}.sequence_rejection_ratio_min=0.99": "generation.min_p=0.0",
     "generation.min_p=0.1 generation.speculation=ngram": "generation.min_p=0.0, or generation.speculation=null",
     f"generation.min_p=0.1 +{KWARGS}.speculative_config.method=ngram": f"{KWARGS}.speculative_config=null",
+    f"algorithm.ref_model_sync_steps=5 {PEFT}.enabled=true": "algorithm.ref_model_sync_steps=null",
     "algorithm.pass_at_k=8": "algorithm.pass_at_k=4",
     "algorithm.pass_at_k=2 algorithm.normalize_rewards=parts": "algorithm.normalize_rewards=true",
     "algorithm.use_leave_one_out_baseline=batch algorithm.normalize_rewards=mean": "algorithm.normalize_rewards=false",
