@@ -51,7 +51,7 @@ class Reference:
         self.has_moved = True
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return copies of the weights on the host, as megatron-core's sharded tensors under names of their own."""
+        """Return copies of the weights on the host, as megatron-core's sharded tensors with a prefix."""
         from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
         state = {}
