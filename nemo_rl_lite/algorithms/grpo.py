@@ -80,9 +80,9 @@ class GRPO:
 
     def run(self) -> None:
         sampling, config, step = self.sampling, self.config, self.steps.done
-        if sampling.top_p < 1 or sampling.top_k is not None:
+        if sampling.is_truncated:
             log.warning(
-                "generation.top_p or top_k truncates the sampled distribution, but not the policy's logprobs: "
+                "generation.top_p, top_k or min_p truncates the sampled distribution, but not the policy's logprobs: "
                 "importance ratios are wrong by the truncated share"
             )
         setup = Timer()
@@ -130,6 +130,9 @@ class GRPO:
             with timer("policy_training"):
                 trained = self.policy.train(batch, self.loss)
             self.log.scored(step, rollout, partial(self.policy.write_scores, batch, self.loss))
+            if config.ref_model_sync_steps and "reference" in self.scored and step % config.ref_model_sync_steps == 0:
+                with timer("reference_sync"):
+                    self.policy.follow_policy(config.ref_model_mixup_alpha)
             with timer("generation"), self.report.console.busy(f"step {step + 1}: generating", announced=False) as show:
                 self.rollouts.wait_until_idle(show)
             with timer("checkpointing"):
@@ -178,7 +181,7 @@ class GRPO:
             parts_NPG = rollout.parts_NB(self.reward_weights).view(-1, *rewards_PG.shape)
             found_PG = separate_advantages(parts_NPG, [*self.reward_weights.values(), 1.0], baseline)
         else:
-            found_PG = group_advantages(rewards_PG, baseline, config.normalize_rewards)
+            found_PG = group_advantages(rewards_PG, baseline, config.normalize_rewards, config.pass_at_k)
         return clip_advantages(found_PG, config.advantage_clip_low, config.advantage_clip_high)
 
     def validate(self, step: int) -> dict[str, float]:

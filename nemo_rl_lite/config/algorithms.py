@@ -113,6 +113,15 @@ def compares(config: Config) -> bool:
     return algorithm_of(config).compares(config.algorithm)
 
 
+def moves_reference(config: Config) -> bool:
+    """Return whether the reference policy follows the trained one."""
+    return (
+        isinstance(config.algorithm, GRPOConfig)
+        and config.algorithm.ref_model_sync_steps is not None
+        and compares(config)
+    )
+
+
 def has_teacher(config: Config) -> bool:
     """Return whether a teacher computes logprobs of the rows."""
     return algorithm_of(config).has_teacher

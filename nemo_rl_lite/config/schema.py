@@ -85,6 +85,7 @@ class GenerationConfig:
     temperature: PositiveFloat
     top_p: Fraction
     top_k: Annotated[PositiveInt | None, NoneIsOff]
+    min_p: Annotated[float, Field(ge=0, le=1)]
     stop_token_ids: Annotated[list[NonNegativeInt], NullIsEmpty]
     stop_strings: Annotated[list[str], NullIsEmpty]
     speculation: Annotated[

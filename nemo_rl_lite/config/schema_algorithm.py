@@ -62,12 +62,16 @@ PreferenceMetric = Literal[
 
 @dataclass(frozen=True, config=STRICT)
 class LossConfig:
-    policy_loss: Literal["clip", "clip_cov", "kl_cov", "cispo", "sapo", "reinforce"]
+    policy_loss: Literal["clip", "clip_cov", "kl_cov", "cispo", "sapo", "dppo_tv", "dppo_kl", "reinforce"]
     ratio_clip_min: Annotated[float, Field(ge=0, le=1), ActiveIf(".policy_loss", "clip", "clip_cov", "cispo")]
     ratio_clip_max: Annotated[NonNegativeFloat, ActiveIf(".policy_loss", "clip", "clip_cov", "cispo")]
-    ratio_clip_c: Annotated[Annotated[float, Field(gt=1)] | None, ActiveIf(".policy_loss", "clip", "clip_cov")]
+    ratio_clip_c: Annotated[
+        Annotated[float, Field(gt=1)] | None, ActiveIf(".policy_loss", "clip", "clip_cov", "dppo_tv", "dppo_kl")
+    ]
     sapo_temperature_pos: Annotated[PositiveFloat, ActiveIf(".policy_loss", "sapo")]
     sapo_temperature_neg: Annotated[PositiveFloat, ActiveIf(".policy_loss", "sapo")]
+    dppo_mask_low: Annotated[NonNegativeFloat | None, ActiveIf(".policy_loss", "dppo_tv", "dppo_kl")]
+    dppo_mask_high: Annotated[NonNegativeFloat | None, ActiveIf(".policy_loss", "dppo_tv", "dppo_kl")]
     clip_cov_ratio: Annotated[Fraction, ActiveIf(".policy_loss", "clip_cov")]
     clip_cov_lb: Annotated[float, ActiveIf(".policy_loss", "clip_cov")]
     clip_cov_ub: Annotated[float, ActiveIf(".policy_loss", "clip_cov")]
@@ -88,7 +92,8 @@ class LossConfig:
     constant_length: Annotated[PositiveInt, ActiveIf(".token_level_loss", "constant")]
     force_on_policy_ratio: bool | None
     sequence_level_importance_ratios: Annotated[
-        bool | Literal["token"], ActiveIf(".policy_loss", "clip", "clip_cov", "kl_cov", "cispo", "sapo")
+        bool | Literal["token"],
+        ActiveIf(".policy_loss", "clip", "clip_cov", "kl_cov", "cispo", "sapo", "dppo_tv", "dppo_kl"),
     ]
     use_importance_sampling_correction: bool
     importance_sampling_correction_level: Annotated[
@@ -165,9 +170,13 @@ class GRPOConfig(RolloutAlgorithmConfig):
     reward_shaping: RewardShapingConfig
     val_metric: Annotated[Literal["accuracy", "pass_at_k", "avg_length"], ActiveIf("validations")]
     use_leave_one_out_baseline: bool | Literal["batch"]
-    normalize_rewards: bool | Literal["batch", "advantages", "parts"]
+    normalize_rewards: bool | Literal["batch", "advantages", "mean", "parts"]
+    pass_at_k: PositiveInt | None
     advantage_clip_low: Annotated[float, Field(lt=0)] | None
     advantage_clip_high: PositiveFloat | None
+    num_iterations: PositiveInt
+    ref_model_sync_steps: Annotated[PositiveInt | None, ActiveIf(".loss_fn.reference_policy_kl_penalty")]
+    ref_model_mixup_alpha: Annotated[Fraction, ActiveIf(".ref_model_sync_steps")]
     loss_fn: LossConfig
 
 

@@ -331,14 +331,20 @@ def samples_per_step(config: Config) -> int:
     return options.num_prompts_per_step * options.num_generations_per_prompt
 
 
+def iterations(config: Config) -> int:
+    """Return the training passes over a batch: several only over rollouts."""
+    return config.algorithm.num_iterations if isinstance(config.algorithm, GRPOConfig) else 1
+
+
 def optimizer_steps(config: Config) -> int:
-    """Return the optimizer steps on a rollout."""
-    return samples_per_step(config) // sequences_per_optimizer_step(config)
+    """Return the optimizer steps on a rollout, in all training passes over it."""
+    return iterations(config) * (samples_per_step(config) // sequences_per_optimizer_step(config))
 
 
 def repeats_first_pass(config: Config) -> bool:
-    """Return whether the first optimizer step needs a separate pass for previous logprobs."""
-    return config.options(GRPOConfig).loss_fn.force_on_policy_ratio is False
+    """Return whether the first optimizer step needs a separate pass for previous logprobs. All training passes over a
+    rollout compare with the weights before the first one."""
+    return config.options(GRPOConfig).loss_fn.force_on_policy_ratio is False or iterations(config) > 1
 
 
 def previous_passes(config: Config) -> float:

@@ -49,7 +49,13 @@ class Sampling:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
+    min_p: float = 0.0
     options: ServedOptions = ServedOptions()
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if tokens are excluded that have a probability at this temperature."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
 
     @classmethod
     def of(cls, config: GenerationConfig, end_tokens: Sequence[int]) -> "Sampling":
@@ -61,10 +67,11 @@ class Sampling:
             max_new_tokens=config.max_new_tokens,
             stop_token_ids=tuple(sorted({*end_tokens, *config.stop_token_ids})),
             stop_strings=tuple(config.stop_strings),
+            min_p=config.min_p,
         )
 
     def greedy(self) -> "Sampling":
-        return replace(self, temperature=0.0, top_p=1.0, top_k=None)
+        return replace(self, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
 
 
 @dataclass(frozen=True)

@@ -185,13 +185,15 @@ class _SeededSampling:
     noise is a sample (the Gumbel-max trick)."""
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int], device: torch.device):
-        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+        from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         self.logprobs: list[Tensor] = []
         """Logprobs of the sampled tokens, [rows], one tensor per step."""
         self._device = device
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds] if sampling.temperature else []
         self._warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)] if sampling.temperature else []
+        # In vLLM's order.
+        self._warpers += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
         self._warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
         self._warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
 

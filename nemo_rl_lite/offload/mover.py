@@ -18,6 +18,8 @@ from nemo_rl_lite.offload.host_memory import Copies, HostArena
 ALIGNMENT = 512
 # The link's bandwidth before the first measurement.
 ASSUMED_BYTES_PER_S = 20e9
+# Elements of a part of `HostCopy.blend`, which needs a few copies of it on the device.
+_BLENDED = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,19 @@ class HostCopy:
             raise RuntimeError("the tensors are not those whose contents were taken")
         host = self._arena.reserve(host_bytes(spans))
         self._copy([(span.device_bytes(), span.of(host)) for span in spans])
+
+    def blend(self, share: float) -> None:
+        """Set the copy to `share` x the tensors + (1 - `share`) x the copy, computed in float32 and rounded."""
+        tensors = list(self._tensors())
+        types = {storage_id(tensor.untyped_storage()): tensor.dtype for tensor in tensors}
+        spans = lay_out(storages_of(tensors, self._device))
+        host = self._arena.reserve(host_bytes(spans))
+        for span in spans:
+            kind = types[storage_id(span.storage)]
+            parts = span.of(host).view(kind).split(_BLENDED), span.device_bytes().view(kind).split(_BLENDED)
+            for kept, new in zip(*parts, strict=True):
+                blended = kept.to(self._device).float().lerp(new.float(), share).to(kind)
+                kept.copy_(blended if kind.is_floating_point else new)
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS
 from nemo_rl_lite.checkpoint.store import files_below
+from nemo_rl_lite.config.algorithms import moves_reference
 from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
@@ -29,13 +30,14 @@ class DiskUse:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> "DiskUse":
-        """Predict the use of a run. A checkpoint has the trained parameters, their float32 copies and the moments. Only
-        the distributed optimizer has copies of float32 parameters."""
+        """Predict the use of a run. A checkpoint has the trained parameters, their float32 copies and the moments, and
+        a moving reference policy. Only the distributed optimizer has copies of float32 parameters."""
         options, item, optimizer = config.checkpoint, item_bytes(config), config.policy.megatron_cfg.optimizer
         moments = 8 if optimizer.optimizer == "adam" else 4 if optimizer.sgd_momentum > 0 else 0
         copies = 4 if item < 4 or optimizer.use_distributed_optimizer else 0
         trained = whole_trained_parameters(shape, config.policy.megatron_cfg.peft, on_gpus(config))
         one = trained * (item + copies + moments)
+        one += parameter_count(shape) * item if moves_reference(config) else 0
         saves, steps = 0, config.algorithm.max_num_steps
         if options.save_period:
             most = options.keep_newest + options.keep_best

@@ -25,6 +25,7 @@ from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.policy import optimizer as cpu_optimizer
 from nemo_rl_lite.policy.memory import torch_optimizers
 from nemo_rl_lite.policy.model import MegatronModel, is_adapter
+from nemo_rl_lite.policy.reference import Reference
 
 # megatron-core's formats of optimizer states, by `checkpoint.resume_layouts`: by parameter, gathered in host memory of
 # one rank per data-parallel group; or each rank's share of the optimizer's buckets.
@@ -32,7 +33,7 @@ _OPTIMIZER_FORMATS = {
     "any": {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True},
     "data_parallel": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
-_FORMAT = "resume_layouts"
+_FORMAT, _REFERENCE = "resume_layouts", "has_reference"
 # torch.distributed.checkpoint's index.
 INDEX_FILE = ".metadata"
 # Overrides torch.distributed.checkpoint's weights_only=False.
@@ -72,13 +73,21 @@ _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 class PolicyState:
     """State that a policy rank saves and resumes from. With LoRA, only adapters are saved, because other weights do not
-    change. All methods except `is_written` are collective; all components must be on the device."""
+    change; a reference policy is saved once it has moved. All methods except `is_written` are collective; all
+    components must be on the device."""
 
-    def __init__(self, model: MegatronModel, optimizer: Any, scheduler: Any, resume_layouts: str = "any"):
+    def __init__(
+        self,
+        model: MegatronModel,
+        optimizer: Any,
+        scheduler: Any,
+        resume_layouts: str = "any",
+        reference: Reference | None = None,
+    ):
         """`resume_layouts`: the format of saves; `load` reads both. Raises CheckpointError: see `check_padding`."""
         check_padding(optimizer)
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._format = resume_layouts
+        self._format, self._reference = resume_layouts, reference
         self._writing: _Writing | None = None
 
     def begin_save(self, folder: Path) -> None:
@@ -99,7 +108,8 @@ class PolicyState:
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
         try:
-            request = async_request(self._sharded(self._format, is_loading=False), folder)
+            moved = self._reference is not None and self._reference.has_moved
+            request = async_request(self._sharded(self._format, moved, is_loading=False), folder)
         # megatron-core rejects a model or optimizer with an assertion, on all ranks.
         except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
             raise CheckpointError(_cause(error)) from error
@@ -121,9 +131,13 @@ class PolicyState:
 
         make_states(self._optimizer)
         with _reading(folder):
-            form = str(dist_checkpointing.load_common_state_dict(str(folder)).get(_FORMAT, "any"))
-        state = _read(self._sharded(form, is_loading=True), folder)
+            common = dist_checkpointing.load_common_state_dict(str(folder))
+        with_reference = self._reference is not None and bool(common.get(_REFERENCE, False))
+        form = str(common.get(_FORMAT, "any"))
+        state = _read(self._sharded(form, with_reference, is_loading=True), folder)
         self._put_weights(state)
+        if self._reference is not None and with_reference:
+            self._reference.load(state)
         # In float32 the main parameters are the model's, which require a gradient.
         with own_settings(self._optimizer, state["optimizer"]), torch.no_grad():
             self._optimizer.load_state_dict(state["optimizer"])
@@ -150,13 +164,15 @@ class PolicyState:
             for index, state in enumerate(states)
         }
 
-    def _sharded(self, form: str, is_loading: bool) -> dict[str, Any]:
+    def _sharded(self, form: str, with_reference: bool, is_loading: bool) -> dict[str, Any]:
         models = self._sharded_weights()
         whole = {name: value for weights in models.values() for name, value in weights.items()}
         metadata = _OPTIMIZER_FORMATS[form]
         with padded_buckets(self._optimizer):
             optimizer = self._optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=metadata)
-        return {**models, "optimizer": optimizer, "scheduler": self._scheduler.state_dict(), _FORMAT: form}
+        own = {"scheduler": self._scheduler.state_dict(), _FORMAT: form, _REFERENCE: with_reference}
+        reference = self._reference.sharded_state() if self._reference is not None and with_reference else {}
+        return {**models, "optimizer": optimizer, **own, **reference}
 
     def _live_storages(self) -> set[int]:
         """Return addresses of memory that training writes to."""

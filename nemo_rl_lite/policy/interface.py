@@ -14,7 +14,7 @@ from nemo_rl_lite.policy.score_files import ScoreFile
 
 Scored = Literal["previous", "later", "reference"]
 """Logprobs that a loss compares with: of the current policy (`previous`; `later` omits the first optimizer step's
-rows), or of the starting weights (`reference`)."""
+rows), or of the reference policy (`reference`)."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,19 @@ class Policy(Protocol):
         """Enter the training phase from any other."""
 
     def train(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
-        """Take one optimizer step per `train_global_batch_size` rows, in order. Returns metrics averaged over steps.
+        """Take one optimizer step per `train_global_batch_size` rows, in order, and repeat this for further passes over
+        the batch. Returns metrics averaged over steps.
 
         If engines sampled the rows, the metrics include `mismatch_metrics` of the whole batch. Rows of the first step
-        without `previous` logprobs use those of the training pass.
+        without `previous` logprobs use those of the training pass; several passes need `previous` logprobs.
         """
 
     def write_scores(self, batch: BatchRef, loss: Loss, target: ScoreFile) -> Callable[[], list[str]]:
         """Start to write scores of a batch of samples, after training on it. Return a function that waits for it, and
         returns errors of file systems."""
+
+    def follow_policy(self, share: float) -> None:
+        """Set the reference policy's weights to `share` x policy + (1 - `share`) x reference, in the training phase."""
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
         """Return logprobs [B, T] in nats of a few right-padded sequences at the sampling temperature.

@@ -1,9 +1,7 @@
-"""Memory of a policy rank: components that `offload/` moves, reference weights, caches of modules."""
+"""Memory of a policy rank: components that `offload/` moves, caches of modules."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psutil
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload.host_memory import CudaRegistrar, HostArena
-from nemo_rl_lite.offload.mover import HostCopy, Movable
+from nemo_rl_lite.offload.mover import Movable
 from nemo_rl_lite.offload.phases import GradientBuffers, PhaseMemory, optimizer_tensors
 from nemo_rl_lite.offload.residency import Component, Residency
 from nemo_rl_lite.policy.model import MegatronModel
@@ -22,8 +20,6 @@ log = logging.getLogger(__name__)
 # Segments of torch's cache that are worth a line in the log.
 _LARGE_BYTES = 256 << 20
 GIB, MIB = 2**30, 2**20
-Reference = Callable[[], AbstractContextManager[Any]]
-"""Makes the model the reference policy within the block."""
 
 
 def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, residency: Residency) -> PhaseMemory:
@@ -127,26 +123,3 @@ def clear_module_caches(model: MegatronModel) -> None:
     kinds = {type(module) for chunk in model.bare_chunks for module in chunk.modules()}
     for cached in (kind.forward for kind in kinds if hasattr(kind.forward, "cache_clear")):
         cached.cache_clear()
-
-
-def kept_reference(config: PolicyConfig, model: MegatronModel) -> Reference:
-    """Return the reference policy of a model with its starting weights: a copy, or the model without its adapters."""
-    if model.lora is not None:
-        return partial(model.lora.disable_adapter, model.chunks)
-    registrar = host_registrar(config, model)
-    starting, own = (
-        HostCopy(model.state, HostArena(purpose, registrar), model.device)
-        for purpose in ("the reference policy's weights", "the policy's weights during the reference policy's passes")
-    )
-    starting.take()
-
-    @contextmanager
-    def in_place() -> Iterator[None]:
-        own.take()
-        try:
-            starting.put()
-            yield
-        finally:
-            own.put()
-
-    return in_place

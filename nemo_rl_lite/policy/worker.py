@@ -28,12 +28,13 @@ from nemo_rl_lite.policy.checkpoint import PolicyState
 from nemo_rl_lite.policy.export import export_folder, exported_adapters, plan_refit
 from nemo_rl_lite.policy.graphs import CudaRecorder, MicroBatchGraphs
 from nemo_rl_lite.policy.interface import with_scores
-from nemo_rl_lite.policy.memory import clear_module_caches, kept_reference, phase_memory, require_weights
+from nemo_rl_lite.policy.memory import clear_module_caches, phase_memory, require_weights
 from nemo_rl_lite.policy.micro_batches import Layout
 from nemo_rl_lite.policy.model import ParallelPlace, build_model, leave_groups
 from nemo_rl_lite.policy.moe import expert_biases
 from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, step_threads
 from nemo_rl_lite.policy.passes import forward_backward, forward_scores, put_rows
+from nemo_rl_lite.policy.reference import Reference
 from nemo_rl_lite.policy.score_files import ScoreFile, ScoreWriter
 from nemo_rl_lite.refit.interface import RefitReport, WeightSource
 from nemo_rl_lite.refit.ipc import SharedBytes, SharedWeights
@@ -85,7 +86,7 @@ class MegatronWorker:
             self._optimizer, self._scheduler = build_optimizer(policy, self._model)
         if policy.megatron_cfg.optimizer.optimizer_cpu_offload and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
-        self._reference = kept_reference(policy, self._model) if keep_reference else None
+        self._reference = Reference(policy, self._model) if keep_reference else None
         self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together)
         self._logprob_layout = Layout.configured(policy, "logprob", on_gpu)
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
@@ -95,7 +96,7 @@ class MegatronWorker:
         self._held: dict[str, Batch] = {}
         self._experts: dict[str, RoutedExperts | None] = {}
         self._score_writer = ScoreWriter(self._model.place.data_rank)
-        self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts)
+        self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts, self._reference)
 
     def place(self) -> ParallelPlace:
         return self._model.place
@@ -173,7 +174,7 @@ class MegatronWorker:
             if self._reference is None:
                 raise RuntimeError("the worker was started without reference weights (keep_reference)")
             require_weights(self._model, self._phases)
-            with self._reference():
+            with self._reference.in_place():
                 batch = replace(batch, reference_logprobs=self._pass_logprobs(name, then_train=True))
         self._held[name] = batch
         return floats([measured])[0] if self._model.place.reports else None
@@ -251,6 +252,13 @@ class MegatronWorker:
     def scores_written(self) -> list[str]:
         """See `ScoreWriter.written`."""
         return self._score_writer.written()
+
+    def follow_policy(self, share: float) -> None:
+        """Move the reference policy's weights towards the policy's; see `Reference.follow`."""
+        if self._reference is None:
+            raise RuntimeError("the worker was started without reference weights (keep_reference)")
+        require_weights(self._model, self._phases)
+        self._reference.follow(share)
 
     def pop_memory(self) -> Peaks:
         """Return peak memory by phase since the last call; empty on a CPU."""

@@ -17,7 +17,7 @@ from nemo_rl_lite.config.schema_algorithm import (
     KTOConfig,
     LossConfig,
 )
-from nemo_rl_lite.config.sizes import as_teacher, optimizer_steps, samples_per_step, validates
+from nemo_rl_lite.config.sizes import as_teacher, iterations, optimizer_steps, samples_per_step, validates
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.shape import push_problems
@@ -35,7 +35,7 @@ from nemo_rl_lite.validation.layout import (
 
 TEACHER = "teacher.model_name"
 _GROUP, _TOPK = "algorithm.num_generations_per_prompt", "algorithm.topk_logits_k"
-LOSS = "algorithm.loss_fn"
+LOSS, _ITERATIONS, _SCALE = "algorithm.loss_fn", "algorithm.num_iterations", "algorithm.normalize_rewards"
 _TYPE, _RATIO = f"{LOSS}.truncated_importance_sampling_type", f"{LOSS}.truncated_importance_sampling_ratio"
 # Suggested limits: of a token's weight, and of a sequence's geometric mean.
 _FIRST_BOUNDS = {"icepop": (0.5, 5.0), "seq-mask-tis": (0.999, 1.002)}
@@ -123,13 +123,25 @@ def check_best_metric(config: Config) -> Iterator[Violation]:
         yield Violation(key, metric, rule_text, f"algorithm.val_samples_per_problem=4, or {key}=accuracy")
 
 
-@rule("algorithm.use_leave_one_out_baseline", "algorithm.normalize_rewards", options=GRPOConfig)
+@rule("algorithm.use_leave_one_out_baseline", _SCALE, options=GRPOConfig)
 def check_batch_baseline_scale(config: Config) -> Iterator[Violation]:
-    options, key = config.options(GRPOConfig), "algorithm.normalize_rewards"
+    options, key = config.options(GRPOConfig), _SCALE
     scale = options.normalize_rewards
-    if options.use_leave_one_out_baseline == "batch" and (scale is True or scale == "parts"):
+    if options.use_leave_one_out_baseline == "batch" and (scale is True or scale in ("mean", "parts")):
         rule_text = "divides by 0 for prompts with equal rewards, which use_leave_one_out_baseline=batch keeps"
         yield Violation(key, scale, rule_text, f"{key}=advantages, or {key}=false")
+
+
+@rule("algorithm.pass_at_k", _SCALE, _GROUP, options=GRPOConfig)
+def check_pass_at_k(config: Config) -> Iterator[Violation]:
+    options, key = config.options(GRPOConfig), "algorithm.pass_at_k"
+    k, size = options.pass_at_k, options.num_generations_per_prompt
+    if k is not None and k >= size:
+        rule_text = f"must be below {_GROUP} = {size}: larger subsets of the responses have equal best rewards"
+        yield Violation(key, k, rule_text, f"{key}={max(size // 2, 1)}, or {_GROUP}={2 * k}")
+    if k is not None and options.normalize_rewards == "parts":
+        rule_text = f"takes the best of k rewards, and {_SCALE}=parts has no single reward"
+        yield Violation(key, k, rule_text, f"{_SCALE}=true, or {key}=null")
 
 
 @rule("algorithm", options=DPOConfig)
@@ -174,12 +186,13 @@ def check_loss(config: Config) -> Iterator[Violation]:
         yield Violation(key, None, rule_text, f"{level}=token, or {_TYPE}=icepop")
 
 
-@rule(LOSS, "algorithm.topk_logits_k", "generation.top_p", "generation.top_k", options=GRPOConfig)
+@rule(LOSS, _TOPK, "generation.top_p", "generation.top_k", "generation.min_p", options=GRPOConfig)
 def check_nucleus(config: Config) -> Iterator[Violation]:
-    """Refuse top-p and top-k with sequence-level corrections. The engine's probabilities then exceed the policy's at
-    every token, so the product of ratios vanishes with the length."""
+    """Refuse top-p, top-k and min-p with sequence-level corrections. The engine's probabilities then exceed the
+    policy's at every token, so the product of ratios vanishes with the length."""
     loss, generation = config.options(GRPOConfig).loss_fn, config.generation
-    cut = {"generation.top_p": (generation.top_p, 1.0), "generation.top_k": (generation.top_k, None)}
+    off = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+    cut = {f"generation.{name}": (getattr(generation, name), value) for name, value in off.items()}
     cut = {key: (value, whole) for key, (value, whole) in cut.items() if value != whole}
     if not cut or not reads_ratios(config):
         return
@@ -205,6 +218,15 @@ def _reads_whole_sequences(loss: LossConfig) -> tuple[str | None, str]:
     return None, ""
 
 
+@rule("algorithm", "policy.megatron_cfg.peft", options=GRPOConfig)
+def check_moving_reference(config: Config) -> Iterator[Violation]:
+    key, peft = "algorithm.ref_model_sync_steps", "policy.megatron_cfg.peft.enabled"
+    steps = config.options(GRPOConfig).ref_model_sync_steps
+    if steps is not None and compares(config) and config.policy.megatron_cfg.peft.enabled:
+        rule_text = "needs reference weights, and with LoRA the reference is the model without its adapters"
+        yield Violation(key, steps, rule_text, f"{key}=null, or {peft}=false")
+
+
 @rule("algorithm", options=GRPOConfig)
 def check_kl_in_reward(config: Config) -> Iterator[Violation]:
     loss, key = config.options(GRPOConfig).loss_fn, f"{LOSS}.use_kl_in_reward"
@@ -222,12 +244,13 @@ def check_kl_in_reward(config: Config) -> Iterator[Violation]:
         yield Violation(key, True, rule_text, f"{term}=clip, or {key}=false")
 
 
-@rule(LOSS, _GROUP, "algorithm.num_prompts_per_step", BATCH, options=GRPOConfig)
+@rule(LOSS, _GROUP, "algorithm.num_prompts_per_step", BATCH, _ITERATIONS, options=GRPOConfig)
 def check_forced_ratios(config: Config) -> Iterator[Violation]:
     steps, key = optimizer_steps(config), f"{LOSS}.force_on_policy_ratio"
     if config.options(GRPOConfig).loss_fn.force_on_policy_ratio and steps > 1:
         rule_text = f"needs one optimizer step per rollout, and there are {steps}"
-        yield Violation(key, True, rule_text, f"{key}=null, or {BATCH}={samples_per_step(config)}")
+        once = f" {_ITERATIONS}=1" if iterations(config) > 1 else ""
+        yield Violation(key, True, rule_text, f"{key}=null, or {BATCH}={samples_per_step(config)}{once}")
 
 
 @rule("algorithm")

@@ -140,6 +140,9 @@ def check_speculation(config: Config) -> Iterator[Violation]:
     generation, key = config.generation, "generation.draft_model"
     options, policy = speculation(generation), config.policy.model_name
     method, name = generation.speculation, (options or {}).get("model")
+    if options is not None and generation.min_p:
+        fix = f"generation.min_p=0.0, or {'generation.speculation' if method else f'{_KWARGS}.speculative_config'}=null"
+        yield Violation("generation.min_p", generation.min_p, "is not supported by vLLM with speculation", fix)
     if method == "mtp" and name is None and own_draft_layers(policy) == 0:
         rule_text = f"needs layers for multi-token prediction, and config.json of {policy} names none"
         yield Violation("generation.speculation", method, rule_text, "generation.speculation=ngram")

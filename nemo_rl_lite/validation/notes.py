@@ -17,6 +17,7 @@ from nemo_rl_lite.config.sizes import (
     batch_mode,
     engines,
     has_endpoint,
+    iterations,
     on_gpus,
     optimizer_steps,
     parallel_dims,
@@ -69,6 +70,7 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     yield from _held_out(config, given)
     if isinstance(loss := getattr(config.algorithm, "loss_fn", None), LossConfig):
         yield from filter(None, (_kl_estimate(config, loss), _steps_without_a_ratio(config, loss)))
+        yield from _negative_means(config)
         yield from _adapter_dropout(config)
     if isinstance(config.algorithm, GRPOConfig):
         yield from _workers_without_engines(config, config.algorithm)
@@ -176,7 +178,7 @@ def _optimizer_steps_of_run(config: Config) -> int | None:
     steps = config.algorithm.max_num_steps
     if steps is None or not isinstance(config.algorithm, RolloutAlgorithmConfig):
         return steps
-    return steps * max(1, samples_per_step(config) // config.policy.train_global_batch_size)
+    return steps * max(iterations(config), optimizer_steps(config))
 
 
 def _kl_estimate(config: Config, loss: LossConfig) -> str:
@@ -200,10 +202,18 @@ def _steps_without_a_ratio(config: Config, loss: LossConfig) -> str:
         return ""
     if (steps := optimizer_steps(config)) == 1:
         return ""
+    one_step = f"{BATCH}={samples_per_step(config)}{' algorithm.num_iterations=1' if iterations(config) > 1 else ''}"
     return (
         f"{LOSS}.policy_loss = reinforce: of {steps} optimizer steps per rollout, all but the first are off-policy "
-        f"without a ratio ({BATCH}={samples_per_step(config)} makes one step, {LOSS}.policy_loss=clip has a ratio)"
+        f"without a ratio ({one_step} makes one step, {LOSS}.policy_loss=clip has a ratio)"
     )
+
+
+def _negative_means(config: Config) -> Iterator[str]:
+    options = config.options(GRPOConfig)
+    if options.normalize_rewards == "mean" and options.reward_shaping.overlong_buffer_length is not None:
+        why = "the penalty of long responses can make a prompt's mean reward negative, which ends the run"
+        yield f"algorithm.normalize_rewards = mean: {why} (algorithm.reward_shaping.overlong_buffer_length=null)"
 
 
 def _adapter_dropout(config: Config) -> Iterator[str]:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
-from nemo_rl_lite.config.sizes import generates_ahead, on_gpus, sequences_per_optimizer_step, sequences_together
+from nemo_rl_lite.config.sizes import (
+    generates_ahead,
+    iterations,
+    on_gpus,
+    sequences_per_optimizer_step,
+    sequences_together,
+)
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.models.shape import described_shape
@@ -143,7 +149,7 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
     shape = described_shape(begun.model_path)
     flops = None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)
     with setup("connect"):
-        policy = RemotePolicy(begun.policy_group, batch, together, flops, padding)
+        policy = RemotePolicy(begun.policy_group, batch, together, flops, padding, iterations(config))
     if saved is not None:
         try:
             with setup("resume"):

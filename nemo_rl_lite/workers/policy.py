@@ -58,6 +58,7 @@ class RemotePolicy:
         together: int = 1,
         flops: SequenceFlops | None = None,
         layout: Layout | None = None,
+        iterations: int = 1,
     ):
         """Create a client.
 
@@ -66,9 +67,10 @@ class RemotePolicy:
             together: neighbouring sequences that a loss compares, such as 2 for pairs.
             flops: FLOPs of a sequence; None for an unknown architecture, whose work is counted in tokens.
             layout: layout of training micro-batches, if the work depends on it.
+            iterations: training passes over a batch.
         """
         self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
-        self._layout = layout
+        self._layout, self._iterations = layout, iterations
         self._cost: Cost = float if flops is None else cache(flops.forward)
         self._replicas = Replicas(group)
         self._held: dict[str, BatchRef] = {}
@@ -110,7 +112,7 @@ class RemotePolicy:
         for one in which:
             forward = self._flops.reference if one == "reference" else self._flops.forward
             scoring += sum(map(forward, lengths[first:] if one == "later" else lengths))
-        return Work(scoring, sum(map(self._flops.training, lengths)))
+        return Work(scoring, self._iterations * sum(map(self._flops.training, lengths)))
 
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         whole = len(batch.rows)
@@ -142,7 +144,7 @@ class RemotePolicy:
         sampled = isinstance(batch.rows, CountedRows) or batch.rows[0].generation_logprobs is not None
         compared = name in self._unscored and sampled
         mismatch = self._mismatch[name]
-        for step, (rows, own) in enumerate(self._steps(batch.rows)):
+        for step, (rows, own) in [*enumerate(self._steps(batch.rows))] * self._iterations:
             counts = counts_of(loss, batch.rows[rows.start : rows.stop])
             of_all = count_masked(batch.rows) if compared and step == 0 else None
             replicas, shares = zip(*self._replicas.call("train", None, loss, counts, own, name, of_all), strict=True)
@@ -159,6 +161,9 @@ class RemotePolicy:
         own = [(places[:, np.minimum(share, count)],) for share in batch.shares]
         self._replicas.call("write_scores", own, target, loss, self._name(batch), phase="scores")
         return lambda: [error for errors in self._replicas.call("scores_written", phase="scores") for error in errors]
+
+    def follow_policy(self, share: float) -> None:
+        wait(self.group.call("follow_policy", share))
 
     def begin_save(self, folder: str) -> None:
         self._checkpoint("begin_save", folder)

@@ -67,8 +67,11 @@ def aborted() -> tuple[list[int], list[Completion]]:
     return sorted(found | engine.step()), [done for _, done in sorted(found.items())]
 
 
+# With drafts, vLLM has no min-p.
+MIN_P = 0.0 if options else 0.2
 seen = {
     "prompts": prompts,
+    "smallest share": MIN_P,
     "greedy": generate(sampling.greedy(), samples=1),
     "decoded before": engine.take_decoded(),
     "sampled": generate(sampling),
@@ -81,6 +84,8 @@ seen = {
     "stops": generate(replace(sampling, stop_token_ids=tuple(range(2, 34)))),
     "nothing stops": generate(replace(sampling, stop_token_ids=(), max_new_tokens=20)),
     "top k": generate(replace(sampling, top_k=1), samples=1),
+    "truncated": generate(replace(sampling, min_p=MIN_P, top_k=5, top_p=0.9)),
+    "min p": generate(replace(sampling, min_p=MIN_P)),
     "stop string, greedy": generate(replace(sampling, stop_strings=(":::",)).greedy(), samples=1),
     "stop string": generate(replace(sampling, stop_strings=("a", "b", "1"), max_new_tokens=20)),
 }

@@ -178,6 +178,26 @@ def test_greedy_is_the_most_probable_token(seen, model_folder):
     assert greedy == top_k
 
 
+@pytest.mark.parametrize("name", ["min p", "truncated"])
+def test_logprobs_are_of_the_tokens_that_truncation_leaves(seen, model_folder, name):
+    """Keep tokens with a share of the largest probability, of these the five most likely, of these the first 90 %."""
+    model, smallest = load(model_folder).eval(), seen["smallest share"]
+    for prompt, completion in zip([one for one in seen["prompts"] for _ in range(4)], seen[name], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
+        for row, token, logprob in zip(logits, completion.tokens, completion.logprobs, strict=True):
+            chances, order = (row / 0.8).softmax(-1).sort(descending=True)
+            left = chances >= smallest * chances[0]
+            if name == "truncated":
+                left &= torch.arange(len(left)) < 5
+                of_left = torch.where(left, chances, 0.0) / chances[left].sum()
+                left &= of_left.cumsum(0) - of_left < 0.9
+            place = order.tolist().index(token)
+            assert left[place] and logprob == pytest.approx(
+                (chances[place] / chances[left].sum()).log().item(), abs=1e-3
+            )
+
+
 def test_served_options_change_the_response_or_are_rejected(seen):
     if "options" not in seen:
         pytest.skip("the transformers engine takes none")

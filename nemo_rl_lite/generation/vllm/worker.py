@@ -369,6 +369,7 @@ def _parameters(request: Request) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k or 0,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_new_tokens,
         seed=request.seed,
         stop_token_ids=list(sampling.stop_token_ids),

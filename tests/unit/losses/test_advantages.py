@@ -1,10 +1,13 @@
 import math
+from itertools import combinations
 
 import pytest
 import torch
 
+from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.advantages import (
     advantage_metrics,
+    best_of_subsets,
     clip_advantages,
     differ,
     group_advantages,
@@ -189,3 +192,89 @@ def test_a_part_that_is_not_there_or_failed_says_nothing():
     found = separate_advantages(torch.stack([first, torch.full((5, 2), math.nan), rest]), [1.0, 2.0, 1.0], True)
     alone = separate_advantages(torch.stack([first, rest]), [1.0, 1.0], True)
     assert torch.equal(found, alone) and (found[0] == 0).all() and found[1:].abs().min() > 0.5
+
+
+def test_maxrl_divides_by_the_mean_reward():
+    """K of N correct responses: each has (1 - K/N) / (K/N), the others -1, and nothing is learned without any."""
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.float64)
+    found = group_advantages(rewards, leave_one_out=False, normalize="mean")
+    expected = torch.tensor([[3.0, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0, 0, 0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    # With equal scores of all responses, the score's mean weight is the gradient of the log of the mean reward.
+    unbiased = group_advantages(rewards, leave_one_out=True, normalize="mean")
+    torch.testing.assert_close(unbiased, expected * 4 / 3, atol=1e-5, rtol=1e-5)
+
+
+def test_maxrl_needs_rewards_with_a_positive_mean():
+    assert (group_advantages(torch.full((2, 3), -1.0), leave_one_out=False, normalize="mean") == 0).all()
+    with pytest.raises(TrainingError, match=r"normalize_rewards = mean: the mean reward of a prompt is -0.25"):
+        group_advantages(torch.tensor([[1.0, 0.0], [0.0, -0.5]]), leave_one_out=False, normalize="mean")
+
+
+def by_subsets(rewards: list[float], k: int) -> tuple[list[float], list[float]]:
+    """The largest rewards of all subsets of k samples, and each sample's mean over the subsets that contain it."""
+    subsets = [*combinations(range(len(rewards)), k)]
+    largest = [max(rewards[one] for one in own) for own in subsets]
+    of_sample = [
+        [best for best, own in zip(largest, subsets, strict=True) if one in own] for one in range(len(rewards))
+    ]
+    return largest, [sum(own) / len(own) for own in of_sample]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("rewards", [[0.3, -1.0, 2.0, 0.3, 0.0, 7.5], [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]])
+def test_the_best_of_k_is_that_of_all_subsets(rewards, k):
+    largest, expected = by_subsets(rewards, k)
+    table = torch.tensor([[*rewards[:2], math.nan, *rewards[2:]]], dtype=torch.float64)
+    best, deviation = best_of_subsets(table, k)
+    judged = ~table.isnan()
+    assert best[judged].tolist() == pytest.approx(expected) and best[~judged].isnan().all()
+    assert deviation.item() == pytest.approx(torch.tensor(largest, dtype=torch.float64).std(correction=0).item())
+
+
+@pytest.mark.parametrize(("correct", "size", "k"), [(1, 8, 4), (3, 8, 2), (5, 8, 4), (2, 16, 8)])
+def test_pass_at_k_training_has_its_analytical_advantages(correct, size, k):
+    """Of the N wrong of G responses (Chen et al. 2025): R = 1 - C(N, k) / C(G, k), s = sqrt(R (1 - R))."""
+    wrong = size - correct
+    mean = 1 - math.comb(wrong, k) / math.comb(size, k)
+    scale = max(math.sqrt(mean * (1 - mean)), 1e-12)
+    positive = (1 - mean) / scale
+    negative = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)) / scale
+    expected = torch.tensor([[positive] * correct + [negative] * wrong], dtype=torch.float64)
+    if wrong < k:
+        # Every subset has a correct response.
+        expected = torch.zeros_like(expected)
+    rewards = torch.tensor([[1.0] * correct + [0.0] * wrong], dtype=torch.float64)
+    found = group_advantages(rewards, leave_one_out=False, normalize=True, pass_at_k=k)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("baseline", [True, False])
+def test_pass_at_k_has_an_unbiased_gradient(baseline):
+    """Pass@k is 1 - (1 - p)^k for a policy that is right with probability p. Its gradient is the mean of k / G x
+    advantage x score over all rollouts. Only the baseline of the other subsets keeps it unbiased."""
+    p, size, k, gradient = 0.3, 5, 2, 0.0
+    for outcome in range(2**size):
+        rewards = [float(outcome >> place & 1) for place in range(size)]
+        chance = math.prod(p if reward else 1 - p for reward in rewards)
+        table = torch.tensor([rewards], dtype=torch.float64)
+        found = group_advantages(table, baseline, normalize=False, pass_at_k=k)[0].tolist()
+        scores = [1 / p if reward else -1 / (1 - p) for reward in rewards]
+        gradient += chance * k / size * sum(a * score for a, score in zip(found, scores, strict=True))
+    expected = k * (1 - p) ** (k - 1)
+    assert gradient == pytest.approx(expected if baseline else expected * (1 - k / size))
+
+
+def test_one_of_one_is_the_reward_itself():
+    rewards = random_rewards(4)
+    for baseline in (True, False, "batch"):
+        for scale in (False, "batch", "advantages", "mean"):
+            found = group_advantages(rewards, baseline, scale, pass_at_k=1)
+            torch.testing.assert_close(found, group_advantages(rewards, baseline, scale))
+
+
+def test_prompts_with_too_few_rewards_for_a_subset_teach_nothing():
+    rewards = torch.tensor([[1.0, 0.0, math.nan], [1.0, 0.0, 0.5]], dtype=torch.float64)
+    for baseline in (True, False, "batch"):
+        found = group_advantages(rewards, baseline, normalize=False, pass_at_k=2)
+        assert (found[0] == 0).all() and found[1].abs().max() > 0.1

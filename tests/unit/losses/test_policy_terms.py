@@ -94,6 +94,55 @@ CASES = {
 }
 
 
+def divergence(kind: str, policy: float, engine: float) -> float:
+    """The distance of the distributions over "this token" and "another"."""
+    pairs = [(engine, policy), (1 - engine, 1 - policy)]
+    if kind == "dppo_tv":
+        return sum(abs(one - other) for one, other in pairs) / 2
+    return sum(one * math.log(one / other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [
+        ("dppo_tv", {}),
+        ("dppo_kl", {}),
+        ("dppo_tv", {"dppo_mask_low": 0.02, "dppo_mask_high": 0.05}),
+        ("dppo_kl", {"dppo_mask_low": 0.01, "dppo_mask_high": 0.002, "ratio_clip_c": 1.1}),
+    ],
+)
+def test_dppo_masks_tokens_outside_its_region_around_the_engine(kind, limits, seed):
+    """Qi et al. 2026: M A pi / mu, with mu of the engine; the ratio's parts are pi / previous, at most c, and
+    previous / mu."""
+    # Probabilities of at most 1.
+    inputs = {name: one - 1.5 if name.endswith("logprobs") else one for name, one in doubles(seed).items()}
+    usual = 0.15 if kind == "dppo_tv" else 0.05
+    low, high = (limits.get(f"dppo_mask_{side}", usual) for side in ("low", "high"))
+    logprobs, kept = inputs["logprobs"].clone().requires_grad_(), inputs["mask"].bool()
+    total, masked = 0.0, {"low": 0, "high": 0}
+    for row, place in kept.nonzero().tolist():
+        p, advantage = logprobs[row, place], inputs["advantages"][row].item()
+        before, engine = (inputs[f"{name}_logprobs"][row, place].item() for name in ("previous", "generation"))
+        policy, distance = p.item(), divergence(kind, math.exp(p.item()), math.exp(engine))
+        if advantage > 0 and policy > engine and distance > high:
+            masked["high"] += 1
+        elif advantage < 0 and policy < engine and distance > low:
+            masked["low"] += 1
+        else:
+            ratio = min(math.exp(policy - before), limits.get("ratio_clip_c", math.inf)) * math.exp(before - engine)
+            total = total - ratio * advantage * p
+    (total / kept.sum()).backward()
+    loss, counts = GRPOLoss(loss_config(policy_loss=kind, **limits, **WEIGHTED)), count_masked(rows_of(inputs["mask"]))
+    found, metrics = loss(own := inputs["logprobs"].clone().requires_grad_(), batch_of(inputs), counts)
+    found.backward()
+    assert found.item() == pytest.approx(total.item() / kept.sum().item())
+    torch.testing.assert_close(own.grad, logprobs.grad, atol=TOLERANCE, rtol=TOLERANCE)
+    for side, count in masked.items():
+        assert metrics[f"clip_ratio/{side}"].item() == pytest.approx(count / kept.sum().item())
+    assert not limits or any(masked.values())
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("changes", "of_token", "of_sums"), CASES.values(), ids=CASES)
 def test_value_and_gradient_are_the_published_ones(changes, of_token, of_sums, seed):
@@ -113,10 +162,14 @@ def test_a_sequences_ratio_has_the_same_gradient_with_and_without_its_tokens():
         torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["constant length", "cispo", "sapo", "gspo token", "reinforce"])
-def test_terms_add_up_over_micro_batches_and_ignore_padding(name):
+TERMS = {name: CASES[name][0] for name in ("constant length", "cispo", "sapo", "gspo token", "reinforce")}
+TERMS["dppo"] = {"policy_loss": "dppo_kl", "dppo_mask_high": 0.01}
+
+
+@pytest.mark.parametrize("changes", TERMS.values(), ids=TERMS)
+def test_terms_add_up_over_micro_batches_and_ignore_padding(changes):
     inputs = doubles(2)
-    loss, counts = GRPOLoss(loss_config(**CASES[name][0])), count_masked(rows_of(inputs["mask"]))
+    loss, counts = GRPOLoss(loss_config(**changes)), count_masked(rows_of(inputs["mask"]))
     whole, metrics = loss(inputs["logprobs"], batch_of(inputs), counts)
     dirty = {
         key: torch.where(inputs["mask"] > 0, values, -math.inf) if key.endswith("logprobs") else values
@@ -137,6 +190,8 @@ EXTREMES = {
     "dual clip": {"ratio_clip_c": 3.0},
     "cispo": {"policy_loss": "cispo"},
     "sapo": {"policy_loss": "sapo"},
+    "dppo tv": {"policy_loss": "dppo_tv"},
+    "dppo kl": {"policy_loss": "dppo_kl"},
     "gspo": {"sequence_level_importance_ratios": True, "token_level_loss": False},
     "gspo token": {"sequence_level_importance_ratios": "token"},
     "weights of tokens": WEIGHTED,

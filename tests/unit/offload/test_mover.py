@@ -5,6 +5,7 @@ import torch
 
 from nemo_rl_lite.errors import HostMemoryError
 from nemo_rl_lite.offload import host_memory as arena_module
+from nemo_rl_lite.offload import mover
 from nemo_rl_lite.offload.host_memory import HostArena
 from nemo_rl_lite.offload.mover import ALIGNMENT, FrozenWeights, HostCopy, Movable, Move, move_metrics
 
@@ -224,3 +225,24 @@ def test_they_are_copied_to_the_host_once():
     moves = own.pop_moves()
     assert [name for name, _ in moves] == ["weights/to_host", *["weights/to_device"] * 3]
     assert {move.nbytes for _, move in moves} == {own.device_bytes()} and own.pop_moves() == []
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_a_copy_is_blended_with_its_tensors(share, monkeypatch):
+    """Each storage once, in parts; views, rounding to the type, and whole numbers, which have no mean."""
+    monkeypatch.setattr(mover, "_BLENDED", 3)
+    whole = torch.arange(8.0)
+    tensors = [whole[:4], whole[2:], torch.full((5,), 1.0).bfloat16(), torch.tensor([7])]
+    before = [tensor.clone() for tensor in tensors]
+    copy = HostCopy(lambda: tensors, HostArena("weights", None), torch.device("cpu"))
+    copy.take()
+    whole += 1
+    tensors[2].fill_(3.0)
+    tensors[3].fill_(9)
+    now = [tensor.clone() for tensor in tensors]
+    copy.blend(share)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, now, strict=True))
+    copy.put()
+    for found, old, new in zip(tensors[:3], before, now, strict=False):
+        assert torch.equal(found, (share * new.float() + (1 - share) * old.float()).to(found.dtype))
+    assert tensors[3].item() == 9

@@ -34,6 +34,8 @@ def test_adapters_and_moments_that_are_not_kept_take_no_space():
     optimizer = "policy.megatron_cfg.optimizer"
     assert one(f"{optimizer}.optimizer=sgd", f"{optimizer}.use_distributed_optimizer=false") <= whole / 2
     assert one("policy.precision=bfloat16") == whole * 14 // 16
+    assert one("algorithm.ref_model_sync_steps=5") == whole * 20 // 16
+    assert one("algorithm.ref_model_sync_steps=5", "algorithm.loss_fn.reference_policy_kl_penalty=0") == whole
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,15 @@ def test_each_optimizer_step_is_split_over_the_replicas():
     assert metrics == {"loss": 2.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
 
 
+def test_each_pass_over_a_batch_takes_the_same_steps():
+    group = Group(2)
+    remote = RemotePolicy(group, 4, iterations=3, flops=SimpleNamespace(forward=float, training=float))  # pyrefly: ignore
+    batch = remote.put_batch(rows(*[3] * 8))
+    assert remote.train(batch, SFTLoss())["loss"] == 2.0
+    assert group.workers[0].steps == 3 * [([0, 2], 12.0), ([4, 6], 12.0)]
+    assert remote.work(batch, []) == Work(0, 3 * 8 * 3)
+
+
 def test_pairs_stay_together_where_shares_are_balanced():
     remote, group = policy(replicas=2, global_batch=8, together=2)
     remote.put_batch(rows(9, 9, 8, 8, 1, 1, 2, 2))

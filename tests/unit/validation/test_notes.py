@@ -102,6 +102,20 @@ def test_without_a_ratio_a_rollout_has_one_optimizer_step(algorithm):
         assert told(*algorithm, *samples, other) == ""
 
 
+def test_a_second_pass_is_an_optimizer_step_without_a_ratio_too():
+    one_step = "policy.train_global_batch_size=256 algorithm.num_iterations=1 makes one step"
+    samples = ["algorithm.num_prompts_per_step=32", "algorithm.num_generations_per_prompt=8"]
+    batch = "policy.train_global_batch_size=256"
+    assert one_step in told("algorithm=rloo", *samples, batch, "algorithm.num_iterations=2")
+    assert told("algorithm=rloo", *samples, batch) == ""
+
+
+def test_a_penalty_of_long_responses_can_make_a_mean_reward_negative():
+    shaped, mean = "algorithm.reward_shaping.overlong_buffer_length=2", "algorithm.normalize_rewards=mean"
+    assert "ends the run" in told(shaped, mean)
+    assert told(shaped) == told(mean) == ""
+
+
 def test_a_loss_without_that_term_says_nothing_of_ratios():
     own = "algorithm.loss=nemo_rl_lite.losses.grpo.GRPOLoss"
     assert told("algorithm=rloo", own) == told("algorithm=grpo") == told("algorithm=sft") == ""
