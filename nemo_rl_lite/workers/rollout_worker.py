@@ -146,7 +146,7 @@ class RolloutWorker:
             self._session = 0
             self._changed.notify_all()
             report = self._now()
-            # Nobody reads the news of this report, and the launcher must replace these engines.
+            # The launcher reads the losses of this report with the next one.
             self._lost = dict(report.lost)
             return report
 

@@ -46,7 +46,7 @@ class Ranks(Group):
 
     def call_each(self, method, arguments, phase=""):
         if method == "put_parts":
-            each = [(TokenRows.concatenated(parts).select(order), name) for name, order, *parts in arguments]
+            each = [(TokenRows.concatenated(parts).select(order), name) for name, order, _, *parts in arguments]
             return super().call_each("put_batch", each)
         if method == "join_episodes":
             for worker, (tokens, fillers, name) in zip(self.workers, arguments, strict=True):
