@@ -360,10 +360,16 @@ class RolloutWorkers:
         try:
             yield
         except Exception as error:  # reaches the groups
-            if not (isinstance(error, WorkerError) and error.lost and error.worker.startswith(self.group.name)):
+            loss = self._loss_of_worker(error)
+            if loss is None:
                 self._fail(error)
             elif member.is_alive and member.first == first:
-                self._lose(member, error)
+                self._lose(member, loss)
+
+    def _loss_of_worker(self, error: Exception) -> WorkerError | None:
+        if isinstance(error, WorkerError) and error.lost and error.worker.startswith(self.group.name):
+            return error
+        return None
 
     def _read(self, member: _Member, report: WorkerReport) -> None:
         member.report = report
@@ -427,6 +433,9 @@ class RolloutWorkers:
             if self._is_paused:
                 await result(self._call(member, "pause"))
         except Exception as error:  # the loss reaches the groups
+            if (next_loss := self._loss_of_worker(error)) is not None:
+                self._lose(member, next_loss)
+                return
             self._say(f"the restart failed: {error}")
             self._fail(loss)
             return

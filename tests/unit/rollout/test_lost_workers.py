@@ -77,6 +77,7 @@ class Workers:
 
     def __init__(self, *most: float):
         self.workers = [Worker(rank, own) for rank, own in enumerate(most)]
+        self.lost_starts = 0
 
     def __len__(self):
         return len(self.workers)
@@ -87,6 +88,7 @@ class Workers:
     def replace(self, ranks):
         for rank in ranks:
             self.workers[rank] = Worker(rank, float("inf"))
+            self.workers[rank].is_dead, self.lost_starts = self.lost_starts > 0, self.lost_starts - 1
         return self
 
     def call_one(self, rank, methods, phase):
@@ -167,6 +169,13 @@ def test_a_complete_rollout_that_is_lost_leaves_nothing_of_its_first_play(player
 
     asyncio.run(run())
     assert [len(worker.episodes) for worker in group.workers] == [0, 0]
+
+
+def test_a_worker_that_dies_while_it_restarts_is_restarted_again(players):
+    group, losses = Workers(1), []
+    group.lost_starts = 2
+    rollout = RolloutCollector(players(group, losses), ErrorShares(0.0, 0.0)).collect(task([], 3, oversample=1.0))
+    assert asked(rollout) == ["p 0", "p 1", "p 2"] and len(losses) == 3
 
 
 def test_a_worker_that_dies_between_two_rollouts_plays_none_of_the_first_again(players):
