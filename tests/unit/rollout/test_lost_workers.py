@@ -1,6 +1,7 @@
 """Rollout workers that die: what the launcher plays again, and what the others keep."""
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from itertools import count
 
@@ -211,6 +212,19 @@ def test_a_worker_that_fails_to_begin_is_not_restarted(players):
     with pytest.raises(WorkerError, match="there is no episode"):
         RolloutCollector(workers, ErrorShares(0.0, 0.0)).collect(task([], 1, oversample=1.0))
     assert losses == []
+
+
+def test_asyncio_reports_no_failed_group(players, caplog):
+    group = Workers(float("inf"))
+
+    def report(session):
+        raise KeyError(session)
+
+    group.workers[0].report = report
+    with pytest.raises(WorkerError, match="there is no episode"):
+        RolloutCollector(players(group, []), ErrorShares(0.0, 0.0)).collect(task([], 3, oversample=1.0))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_group_may_be_lost_just_after_its_end():
