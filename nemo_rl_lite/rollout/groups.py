@@ -144,7 +144,7 @@ class Group:
 
     def _ended(self, played: asyncio.Future[Any]) -> None:
         if not played.cancelled():
-            # Otherwise asyncio reports the error of each group that nobody waits for after the first failure.
+            # Otherwise asyncio reports the error of each group after the first failure.
             played.exception()
         if self.on_end is not None:
             self.on_end(self)

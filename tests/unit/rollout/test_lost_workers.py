@@ -229,7 +229,7 @@ def test_asyncio_reports_no_failed_group(players, caplog):
 
 def test_a_group_may_be_lost_just_after_its_end():
     class Restarting(LocalPlayers):
-        """Ends each group, and restarts it before anybody has looked."""
+        """Ends each group, and restarts it at once."""
 
         def __init__(self):
             self.section = "environment"
