@@ -13,7 +13,7 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.observability.liveness import note_state, progressed
-from nemo_rl_lite.rollout.episode import Episode, Rollout, Sampled
+from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, EpisodeStore, Rollout, Sampled
 from nemo_rl_lite.rollout.groups import Failure, Group, Players, Playground, PlayProgress, PromptTask
 
 log = logging.getLogger(__name__)
@@ -231,11 +231,12 @@ class RolloutCollector:
         rewards = _Failures("the reward", "reward.max_failure_fraction", self._shares.reward)
         environments = _Failures(f"the {section}", f"{section}.max_failure_fraction", self._shares.environment)
         ended: asyncio.Queue[Group] = asyncio.Queue()
-        while groups and groups[-1].played.cancelled():
-            groups.pop()
+        begun = max((place + 1 for place, group in enumerate(groups) if not group.played.cancelled()), default=0)
+        await players.discard(groups[begun:])
+        del groups[begun:]
         for group in groups:
             group.on_end = ended.put_nowait
-            if group.played.cancelled():
+            if group.played.cancelled() or _is_lost(group, players.store):
                 players.play_again(group)
             elif group.played.done():
                 group.played.result()
@@ -251,13 +252,17 @@ class RolloutCollector:
                         await asyncio.sleep(0)
                 while not task.missing() and task.kept() is None:
                     for group in [await ended.get(), *_waiting(ended)]:
+                        if not group.played.done():
+                            # It has ended and is played again, because its worker has died.
+                            continue
                         group.played.result()
                         environments.note([one for one in group.failures if one.kind == "play"])
                         rewards.note([one for one in group.failures if one.kind == "reward"])
         finally:
             for group in groups:
                 group.on_end = None
-            await players.stop(groups)
+            kept = task.kept() or []
+            await players.stop([group for group in groups if group not in kept])
         if task.kept() is None:
             # A rollout worker died at the end.
             return await self.gather(task, players)
@@ -274,6 +279,12 @@ class RolloutCollector:
 def _waiting(ended: asyncio.Queue[Group]) -> Iterator[Group]:
     while not ended.empty():
         yield ended.get_nowait()
+
+
+def _is_lost(group: Group, store: EpisodeStore | None) -> bool:
+    """Return whether a finished group's episodes have died with their worker."""
+    records = [one for one in group.episodes if isinstance(one, EpisodeRecord)] if group.is_done else []
+    return store is not None and not all(map(store.has, records))
 
 
 def _is_late(failure: Failure, group: Group) -> bool:

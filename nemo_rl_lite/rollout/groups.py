@@ -143,6 +143,9 @@ class Group:
         self.played.add_done_callback(self._ended)
 
     def _ended(self, played: asyncio.Future[Any]) -> None:
+        if not played.cancelled():
+            # Otherwise asyncio reports the error of each group after the first failure.
+            played.exception()
         if self.on_end is not None:
             self.on_end(self)
 
@@ -172,11 +175,15 @@ class Players(Protocol):
         ...
 
     def play_again(self, group: Group) -> None:
-        """Play a group again that was stopped."""
+        """Play a group again that was stopped, or whose episodes are lost."""
         ...
 
     async def stop(self, groups: Sequence[Group]) -> None:
-        """Abort the unfinished groups of a rollout, which is complete."""
+        """Abort the unfinished ones of these groups. Finished ones are not played again if their episodes are lost."""
+        ...
+
+    async def discard(self, groups: Sequence[Group]) -> None:
+        """Stop groups that no rollout has, and forget their episodes."""
         ...
 
     def progress(self, groups: Sequence[Group]) -> PlayProgress:
@@ -284,6 +291,9 @@ class LocalPlayers:
         for group in groups:
             group.played.cancel()
         await asyncio.gather(*(group.played for group in groups), return_exceptions=True)
+
+    async def discard(self, groups: Sequence[Group]) -> None:
+        await self.stop(groups)
 
     def progress(self, groups: Sequence[Group]) -> PlayProgress:
         return PlayProgress.of([episode for group in groups for episode in group.episodes])

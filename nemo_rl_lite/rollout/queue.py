@@ -99,6 +99,8 @@ class _RolloutPrefetcher:
         while one.task is not None and rollout.is_lost:
             # The prompts of other groups were given back.
             noted = len(one.draft.draws)
+            if self.players is not None:
+                await self.players.discard(one.task.groups[noted:])
             del one.task.groups[noted:]
             rollout = self._sampler.finish(one.draft, await self.gather(one.task, step), noted)
         del self._begun[step]

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ class _Member:
     is_alive: bool = True
     playing: dict[int, Group] = field(default_factory=dict)
     done: dict[int, Group] = field(default_factory=dict)
-    """Groups whose rows are there, and not used yet."""
+    """Groups that a rollout keeps, and whose rows are there and not used yet."""
     report: WorkerReport = field(default_factory=WorkerReport)
     busy_before: float = 0.0
     """Busy seconds with earlier processes."""
@@ -141,10 +141,12 @@ class RolloutWorkers:
         return group
 
     def play_again(self, group: Group) -> None:
+        self.release(_records([group]))
         group.restart()
         self._start(group)
 
     async def stop(self, groups: Sequence[Group]) -> None:
+        self._keep_no_longer(set(groups))
         unfinished = {group for group in groups if not group.played.done()}
         for number in [number for number, group in self._unplaced.items() if group in unfinished]:
             del self._unplaced[number]
@@ -159,6 +161,10 @@ class RolloutWorkers:
                         own[number].episodes = played.episodes
         for group in unfinished:
             group.played.cancel()
+
+    async def discard(self, groups: Sequence[Group]) -> None:
+        await self.stop(groups)
+        self.release(_records(groups))
 
     def progress(self, groups: Sequence[Group]) -> PlayProgress:
         whole = PlayProgress.of([episode for group in groups if group.is_done for episode in group.episodes])
@@ -279,16 +285,24 @@ class RolloutWorkers:
 
     def release(self, records: Sequence[EpisodeRecord]) -> None:
         self._forget_groups(records)
-        for member, places in self._by_member([one for one in records if self.has(one)]):
-            with suppress(WorkerError):
-                wait(self._call(member, "release", [records[place].number for place in places]))
+        there = [one for one in records if self.has(one)]
+        for member, places in self._by_member(there):
+            # A worker that has died meanwhile has forgotten them.
+            self._call(member, "release", [there[place].number for place in places])
 
     def _forget_groups(self, records: Sequence[EpisodeRecord]) -> None:
         used = {(one.worker, one.number) for one in records}
+        groups = [group for member in self._members for group in list(member.done.values())]
+        self._keep_no_longer(
+            {group for group in groups if any((one.worker, one.number) in used for one in _records([group]))}
+        )
+
+    def _keep_no_longer(self, groups: Collection[Group]) -> None:
+        """Do not play these finished groups again if their worker dies."""
         for member in self._members:
-            for number, group in list(member.done.items()):
-                if any(isinstance(one, EpisodeRecord) and (one.worker, one.number) in used for one in group.episodes):
-                    del member.done[number]
+            # Called in the main thread and in that of the rollouts.
+            for number in [number for number, group in list(member.done.items()) if group in groups]:
+                member.done.pop(number, None)
 
     def _by_member(self, records: Sequence[EpisodeRecord]) -> Iterator[tuple[_Member, list[int]]]:
         for member in self._members:
@@ -307,11 +321,8 @@ class RolloutWorkers:
         wait(self._call(member, "connect", engines, dead, member.first))
 
     async def _enter(self, member: _Member) -> None:
-        try:
+        with self._handling(member):
             await result(self._call(member, "enter", self._session))
-        except WorkerError as error:
-            self._lose(member, error)
-        else:
             self._run(self._listen(member))
 
     def _start(self, group: Group) -> None:
@@ -362,10 +373,16 @@ class RolloutWorkers:
         try:
             yield
         except Exception as error:  # reaches the groups
-            if not (isinstance(error, WorkerError) and error.lost and error.worker.startswith(self.group.name)):
+            loss = self._loss_of_worker(error)
+            if loss is None:
                 self._fail(error)
             elif member.is_alive and member.first == first:
-                self._lose(member, error)
+                self._lose(member, loss)
+
+    def _loss_of_worker(self, error: Exception) -> WorkerError | None:
+        if isinstance(error, WorkerError) and error.lost and error.worker.startswith(self.group.name):
+            return error
+        return None
 
     def _read(self, member: _Member, report: WorkerReport) -> None:
         member.report = report
@@ -405,11 +422,11 @@ class RolloutWorkers:
     def _lose(self, member: _Member, error: WorkerError) -> None:
         """Play the groups of a dead worker again, and replace it."""
         member.is_alive, member.first = False, time.time_ns()
-        for number, group in member.done.items():
+        done, member.done = member.done, {}
+        for group in done.values():
             group.restart()
-            self._unplaced[number] = group
-        self._unplaced = {**member.playing, **self._unplaced}
-        member.playing, member.done = {}, {}
+        self._unplaced = {**done, **member.playing, **self._unplaced}
+        member.playing = {}
         try:
             self._on_worker_loss(error)
         except WorkerError as last:
@@ -429,6 +446,9 @@ class RolloutWorkers:
             if self._is_paused:
                 await result(self._call(member, "pause"))
         except Exception as error:  # the loss reaches the groups
+            if (next_loss := self._loss_of_worker(error)) is not None:
+                self._lose(member, next_loss)
+                return
             self._say(f"the restart failed: {error}")
             self._fail(loss)
             return
@@ -459,6 +479,10 @@ class RolloutWorkers:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _records(groups: Iterable[Group]) -> list[EpisodeRecord]:
+    return [one for group in groups for one in group.episodes if isinstance(one, EpisodeRecord)]
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ from nemo_rl_lite.validation.compose import compose_config
 KILL_EVERY_S, SAVE_EVERY = 25.0, 5
 # The share of kills that fall due before a step has followed the last one, and are done.
 HIT_A_START = 0.25
+# Kills of workers at a start may end one or two commands without a step.
+MOST_FRUITLESS = 3
 MAX_AGE, PROMPTS = 2, 8
 ASYNC = (
     *("algorithm.rollouts.source=queue", f"algorithm.rollouts.max_trajectory_age_steps={MAX_AGE}"),
@@ -82,6 +84,8 @@ class Soak:
     """Processes of the command that a kill has ended."""
     survived: int = 0
     """Kills that a finished step has followed."""
+    fruitless: int = 0
+    """Commands since the last step that have ended by themselves."""
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -117,6 +121,7 @@ class Soak:
             for at, step, seconds in _steps(self._process):
                 self._note_memory(self._process.pid, step)
                 self.step_s.append(seconds)
+                self.fruitless = 0
                 for name, killed_at in self.kills[self.survived :]:
                     self.recovery_s[name].append(at - killed_at)
                     self.survived += 1
@@ -127,6 +132,11 @@ class Soak:
             if self.survived == len(self.kills) and self._process.pid not in self.ended:
                 done.set()
                 sys.exit(f"the run in {self.folder} ended with status {status}, and nothing was killed")
+            if self._process.pid not in self.ended:
+                self.fruitless += 1
+            if self.fruitless == MOST_FRUITLESS:
+                done.set()
+                sys.exit(f"{self.fruitless} commands in {self.folder} have ended, and none of them has done a step")
             self._process = self._start()
         done.set()
 

@@ -1,0 +1,256 @@
+"""Rollout workers that die: what the launcher plays again, and what the others keep."""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord
+from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers import rollouts
+from nemo_rl_lite.workers.rollout_worker import WorkerReport
+
+SAMPLES = 2
+
+
+class Worker:
+    """Plays a group per report, in memory. It dies instead of the group after the first `most`."""
+
+    def __init__(self, rank: int, most: float):
+        self.rank, self.most, self.tasks, self.episodes = rank, most, {}, {}
+        self.played: list[str] = []
+        self.is_dead = False
+
+    def connect(self, engines, dead, first):
+        self.numbers = count(first)
+
+    def play(self, tasks):
+        self.tasks |= tasks
+
+    def report(self, session):
+        finished = {}
+        if self.tasks:
+            if len(self.played) == self.most:
+                self.is_dead = True
+                raise dead(self.rank)
+            number = next(iter(self.tasks))
+            finished[number] = self._played(self.tasks.pop(number))
+        return WorkerReport(finished)
+
+    def stop(self, numbers):
+        return {number: self._played(self.tasks.pop(number)) for number in numbers if number in self.tasks}
+
+    def release(self, numbers):
+        for number in numbers:
+            del self.episodes[number]
+
+    def fetch(self, chosen):
+        return [self.episodes[one.number] for one in chosen]
+
+    def leave(self):
+        return WorkerReport()
+
+    def _played(self, task) -> PlayedGroup:
+        self.played.append(task.problem.messages[0]["content"])
+        rewards = (0.0, 1.0) if task.problem.answer == "mixed" else (1.0, 1.0)
+        records = []
+        for number, reward in zip(self.numbers, rewards, strict=False):
+            self.episodes[number] = Episode(task.problem, [1, 2], 2, reward=reward)
+            records.append(EpisodeRecord.of(self.episodes[number], self.rank, number))
+        return PlayedGroup(records)
+
+
+def dead(rank: int) -> WorkerError:
+    return WorkerError(f"rollouts rank {rank}", "rollouts", "the process died", lost=True)
+
+
+class Workers:
+    """The part of `WorkerGroup` that the launcher uses. A call is done at once."""
+
+    name = "rollouts"
+
+    def __init__(self, *most: float):
+        self.workers = [Worker(rank, own) for rank, own in enumerate(most)]
+        self.lost_starts = 0
+
+    def __len__(self):
+        return len(self.workers)
+
+    def one(self, rank):
+        return self
+
+    def replace(self, ranks):
+        for rank in ranks:
+            self.workers[rank] = Worker(rank, float("inf"))
+            self.workers[rank].is_dead, self.lost_starts = self.lost_starts > 0, self.lost_starts - 1
+        return self
+
+    def call_one(self, rank, methods, phase):
+        [(method, arguments)] = methods
+        worker = self.workers[rank]
+        if worker.is_dead:
+            return dead(rank)
+        try:
+            return getattr(worker, method, lambda *_: None)(*arguments)
+        except WorkerError as error:
+            return error
+        except KeyError as error:
+            return WorkerError(f"rollouts rank {rank}", phase, f"there is no episode {error}")
+
+    def call_beside(self, rank, method, *arguments, phase):
+        return self.call_one(rank, [(method, arguments)], phase)
+
+
+@pytest.fixture
+def players(monkeypatch) -> Iterator:
+    async def result(call):
+        await asyncio.sleep(0.001)
+        return wait(call)
+
+    def wait(*calls, timeout_s=None):
+        for call in calls:
+            if isinstance(call, WorkerError):
+                raise call
+        return list(calls)
+
+    monkeypatch.setattr(rollouts, "result", result)
+    monkeypatch.setattr(rollouts, "wait", wait)
+    for name in ("load_rollout_workers", "start_rollout_workers"):
+        monkeypatch.setattr(rollouts, name, lambda *_: None)
+
+    def make(group: Workers, losses: list[WorkerError]) -> rollouts.RolloutWorkers:
+        own = (group, group, compose_config(), "model", "folder")
+        return rollouts.RolloutWorkers(*own, lambda *_: None, lambda: None, losses.append, lambda _: None)
+
+    return make
+
+
+def task(kinds: list[str], useful: int, **options) -> RolloutTask:
+    """A rollout of some useful prompts, the first of which are of these kinds and the others mixed."""
+
+    def problem(number: int) -> Problem:
+        return Problem(chat(f"p {number}"), kinds[number] if number < len(kinds) else "mixed")
+
+    sampling = Sampling(1.0, 1.0, None, 8, (0,), ())
+    return RolloutTask(problem, useful, SAMPLES, sampling, 0, useful=True, **options)
+
+
+@pytest.mark.parametrize("played", range(3))
+def test_a_released_rollout_leaves_nothing_in_a_worker_whenever_another_one_dies(players, played):
+    group, losses = Workers(float("inf"), played), []
+    workers = players(group, losses)
+    collector = RolloutCollector(workers, ErrorShares(0.0, 0.0))
+    rollout = collector.collect(task(["same", "mixed", "same", "same"], 4, oversample=3.0))
+    assert asked(rollout) == ["p 1", "p 4", "p 5", "p 6"] and len(losses) == 1
+    rollout.release()
+    assert [len(worker.episodes) for worker in group.workers] == [0, 0]
+
+
+def test_a_complete_rollout_that_is_lost_leaves_nothing_of_its_first_play(players):
+    group, losses = Workers(float("inf"), float("inf")), []
+    workers = players(group, losses)
+    collector, own = RolloutCollector(workers, ErrorShares(0.0, 0.0)), task(["same", "mixed"], 4, oversample=3.0)
+
+    async def run() -> None:
+        async with workers.serving():
+            rollout = await collector.gather(own, workers)
+            group.workers[1].is_dead = True
+            while not rollout.is_lost:
+                await asyncio.sleep(0.01)
+            rollout = await collector.gather(own, workers)
+            assert asked(rollout) == ["p 1", "p 2", "p 3", "p 4"] and not rollout.is_lost
+            rollout.release()
+
+    asyncio.run(run())
+    assert [len(worker.episodes) for worker in group.workers] == [0, 0]
+
+
+def test_a_worker_that_dies_while_it_restarts_is_restarted_again(players):
+    group, losses = Workers(1), []
+    group.lost_starts = 2
+    rollout = RolloutCollector(players(group, losses), ErrorShares(0.0, 0.0)).collect(task([], 3, oversample=1.0))
+    assert asked(rollout) == ["p 0", "p 1", "p 2"] and len(losses) == 3
+
+
+def test_a_worker_that_dies_between_two_rollouts_plays_none_of_the_first_again(players):
+    group, losses = Workers(float("inf"), float("inf")), []
+    collector = RolloutCollector(players(group, losses), ErrorShares(0.0, 0.0))
+    collector.collect(task(["same"] * 3, 2, oversample=4.0)).release()
+    group.workers[0].is_dead = True
+    group.workers[1].played.clear()
+    collector.collect(task(["mixed"], 1, oversample=1.0)).release()
+    assert len(losses) == 1
+    assert [*group.workers[0].played, *group.workers[1].played] == ["p 0"]
+
+
+def test_only_the_episodes_of_living_workers_are_released(players):
+    group, losses = Workers(float("inf"), float("inf")), []
+    workers = players(group, losses)
+    rollout = RolloutCollector(workers, ErrorShares(0.0, 0.0)).collect(task([], 4, oversample=1.0))
+    first = rollout.records
+    assert {one.worker for one in first} == {0, 1}
+    workers._members[0].first = max(one.number for one in first if one.worker == 0) + 1
+    rollout.release()
+    assert not group.workers[1].episodes
+
+
+def test_a_worker_that_fails_to_begin_is_not_restarted(players):
+    group, losses = Workers(float("inf")), []
+    workers = players(group, losses)
+
+    def enter(session):
+        raise KeyError(session)
+
+    group.workers[0].enter = enter
+    with pytest.raises(WorkerError, match="there is no episode"):
+        RolloutCollector(workers, ErrorShares(0.0, 0.0)).collect(task([], 1, oversample=1.0))
+    assert losses == []
+
+
+def test_asyncio_reports_no_failed_group(players, caplog):
+    group = Workers(float("inf"))
+
+    def report(session):
+        raise KeyError(session)
+
+    group.workers[0].report = report
+    with pytest.raises(WorkerError, match="there is no episode"):
+        RolloutCollector(players(group, []), ErrorShares(0.0, 0.0)).collect(task([], 3, oversample=1.0))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def test_a_group_may_be_lost_just_after_its_end():
+    class Restarting(LocalPlayers):
+        """Ends each group, and restarts it at once."""
+
+        def __init__(self):
+            self.section = "environment"
+
+        def play(self, task):
+            loop = asyncio.get_running_loop()
+            group = Group(task, loop.create_future())
+            episodes = [Episode(task.problem, [1, 2], 2, reward=reward) for reward in (0.0, 1.0)]
+            group.end(PlayedGroup(episodes))
+            group.restart()
+            loop.call_later(0.01, group.end, PlayedGroup(episodes))
+            loop.call_soon(lambda: group.on_end and group.on_end(group))
+            return group
+
+        def submit_as_batch(self):
+            return pytest.MonkeyPatch.context()
+
+    own = Restarting()
+    rollout = asyncio.run(RolloutCollector(own, ErrorShares(0.0, 0.0)).gather(task([], 2, oversample=1.0), own))
+    assert asked(rollout) == ["p 0", "p 1"]
+
+
+def asked(rollout) -> list[str]:
+    return [episode.problem.messages[0]["content"] for episode in rollout.whole()[::SAMPLES]]
