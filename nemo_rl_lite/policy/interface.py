@@ -103,8 +103,8 @@ class Policy(Protocol):
         """Enter the training phase from any other."""
 
     def train(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
-        """Take one optimizer step per `train_global_batch_size` episodes, or sequences of datasets, in order, and repeat
-        this for further passes over the batch. Returns metrics averaged over steps.
+        """Take one optimizer step per `train_global_batch_size` episodes, or sequences of datasets, in order.
+        Repeat this for further passes over the batch. Returns metrics averaged over steps.
 
         If engines sampled the rows, the metrics include `mismatch_metrics` of the whole batch. Rows of the first step
         without `previous` logprobs use those of the training pass; several passes need `previous` logprobs.
