@@ -265,6 +265,9 @@ def rollout_workers(config: Config) -> int:
     count = config.algorithm.rollouts.num_workers
     if count != "auto":
         return min(count, engines(config))
+    if config.generation.serve.enabled:
+        # Clients reach the launcher's node.
+        return 0
     nodes = config.cluster.num_nodes
     if on_gpus(config):
         nodes = -(-generation_gpus(config) // config.cluster.gpus_per_node)

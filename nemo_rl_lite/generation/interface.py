@@ -35,8 +35,9 @@ class ServedOptions:
     """The schema of the response, as JSON text; None for free text."""
 
     def changed(self) -> list[str]:
-        """Return the names of the options that differ from the defaults."""
-        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        """Return the names of the options that differ from the defaults, as requests have them."""
+        changed = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        return ["response_format" if name == "json_schema" else name for name in changed]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode, Span
 from nemo_rl_lite.rollout.play import Assistant, Section
+from nemo_rl_lite.rollout.segments import Start
 from nemo_rl_lite.serving.protocol import (
     FULL,
     Answer,
@@ -26,12 +27,12 @@ from nemo_rl_lite.serving.protocol import (
     Reply,
     tokenized,
 )
-from nemo_rl_lite.serving.public import limited
+from nemo_rl_lite.serving.public import all_or, limited
 from nemo_rl_lite.serving.server import Endpoint
 from nemo_rl_lite.system.user_errors import CallError, as_call_error
 
 # Sampling parameters and their values in the APIs if a request has none. Many agents send these.
-_DEFAULTS = {"temperature": 1, "top_p": 1, "top_k": None}
+_DEFAULTS = {"temperature": 1, "top_p": 1, "top_k": None, "min_p": 0}
 
 
 @dataclass(frozen=True)
@@ -88,19 +89,23 @@ class _AgentSession:
         """See `CompletionHandler.respond`."""
         if not isinstance(asked, ChatRequest):
             raise RefusedError(400, "an agent's episode is a chat: use /chat/completions instead of /completions")
+        # A request that runs at the same time may find that it is too long.
+        self.is_full = False
         episode, assistant = self._episode, self._assistant
         tokenizer, sampling = assistant.tokenizer, self._sampling(asked)
         messages, tools = asked.chat(), asked.offered
         repeated = list(map(_compared, messages))
         start = episode.start_of(repeated, tools)
-        if start.segment is None:
-            (tokens,) = await self._tokenized(asked, lambda: asked.prompts(tokenizer))
-        else:
+        tokens: Sequence[int] = ()
+        if start.segment is not None:
             work = partial(tokenizer.continuation, messages, start.messages, start.tokens[-1], tools)
             try:
-                tokens = tuple(await self._tokenized(asked, work))
-            except DataError as error:
-                raise RefusedError(400, str(error), asked.source) from None
+                tokens = await self._tokenized(asked, work)
+            except DataError:
+                # The template renders these messages only as a whole.
+                start = Start()
+        if start.segment is None:
+            (tokens,) = await self._tokenized(asked, lambda: asked.prompts(tokenizer))
         prompt = (*start.tokens, *tokens)
         try:
             sampling = limited(sampling, asked, len(prompt), assistant.max_length)
@@ -110,7 +115,7 @@ class _AgentSession:
         with self._answering():
             shown = None if progress is None else partial(progress, 0)
             segment = await assistant.answer(messages, tools, start, tokens, sampling, shown)
-        self.is_full, (_, completion) = False, segment.turns[-1]
+        _, completion = segment.turns[-1]
         reply = asked.reply(completion, tokenizer)
         segment.said[-1] |= {"tool_calls": list(reply.calls)} if reply.calls else {}
         segment.note([*repeated, _compared(_answered(reply))])
@@ -156,6 +161,8 @@ class _AgentSession:
         own, training = self._assistant.sampling, self._training
         for name in _DEFAULTS:
             value = getattr(asked, name)
+            # vLLM writes no limit as 0 or -1.
+            value = all_or(value) if name == "top_k" and value is not None else value
             if value not in (None, _DEFAULTS[name], getattr(training, name), getattr(own, name)):
                 rule = f"training samples with generation.{name} = {getattr(training, name)}, which the loss relies on"
                 raise RefusedError(400, f"{name} = {value}: {rule}; leave it out, or set that key", name)

@@ -85,12 +85,12 @@ class PlayProgress:
             if isinstance(episode, EpisodeRecord):
                 answers += 1
                 continue
-            what = episode.waits_for
-            answers += len(episode.spans) - (what is not None)
+            what, unanswered = episode.waits_for, [span for span in episode.spans if span.end is None]
+            answers += len(episode.spans) - len(unanswered)
             if what is not None:
                 waiting[what] += 1
-            if what == "generate":
-                oldest = max(oldest, episode.spans[-1].seconds)
+            # An agent may ask for several responses at a time.
+            oldest = max(oldest, *(span.seconds for span in unanswered if span.what == "generate"), 0.0)
         return cls(generated, answers, waiting, oldest)
 
     def __add__(self, other: "PlayProgress") -> "PlayProgress":

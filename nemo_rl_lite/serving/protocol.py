@@ -37,7 +37,6 @@ _INSTEAD = {
 _NEUTRAL: dict[str, Any] = {
     "tool_choice": "none",
     "best_of": 1,
-    "min_p": 0,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
 }
@@ -108,6 +107,7 @@ class ApiRequest(WireRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = None
     n: int | None = Field(default=None, gt=0, le=128)
     max_tokens: int | None = Field(default=None, gt=0)

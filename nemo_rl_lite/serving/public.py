@@ -70,13 +70,15 @@ class PublicHandler:
             # The sampled token is the most likely one.
             options = replace(options, top_logprobs=0)
         if (unsupported := options.changed()) and not engine.takes_options:
-            name = "response_format" if unsupported[0] == "json_schema" else unsupported[0]
+            name = unsupported[0]
             raise RefusedError(400, f"{name} is not supported by this engine: serve with vLLM, or leave it out", name)
         sampling = replace(sampling, options=options)
         if not temperature:
             return sampling.greedy()
         top_k = sampling.top_k if asked.top_k is None else all_or(asked.top_k)
-        return replace(sampling, temperature=temperature, top_p=asked.top_p or sampling.top_p, top_k=top_k)
+        min_p = sampling.min_p if asked.min_p is None else asked.min_p
+        top_p = asked.top_p or sampling.top_p
+        return replace(sampling, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
 
 
 def out_of_range(

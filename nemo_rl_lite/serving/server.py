@@ -130,11 +130,21 @@ class LoopBridge:
         if send is None:
             return exchange.body(await session.handler.respond(exchange.asked))
 
-        def tell(index: int, so_far: Completion) -> None:
-            for event in exchange.begun(index, so_far):
-                send(event)
+        failed: list[Exception] = []
 
-        for event in exchange.ended(await session.handler.respond(exchange.asked, tell)):
+        def tell(index: int, so_far: Completion) -> None:
+            if failed:
+                return
+            try:
+                for event in exchange.begun(index, so_far):
+                    send(event)
+            except Exception as error:  # ends this request, and not the engines' queue
+                failed.append(error)
+
+        answer = await session.handler.respond(exchange.asked, tell)
+        if failed:
+            raise failed[0]
+        for event in exchange.ended(answer):
             send(event)
         return {}
 

@@ -14,6 +14,7 @@ import numpy as np
 from nemo_rl_lite.cluster.calls import Call, result, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import has_endpoint
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.losses.batch import CountedRows, Share, SharedRows, TokenRows, episode_numbers
 from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, EpisodeStore, SampleFile
@@ -22,6 +23,9 @@ from nemo_rl_lite.rollout.play import Section
 from nemo_rl_lite.rollout.playing import ENDPOINT_FILE, section_of
 from nemo_rl_lite.workers.reserve import load_rollout_workers, start_rollout_workers
 from nemo_rl_lite.workers.rollout_worker import Kept, WorkerReport
+
+# Seconds for an endpoint to end.
+_CLOSE_S = 40.0
 
 
 @dataclass(eq=False)
@@ -121,8 +125,11 @@ class RolloutWorkers:
 
     def close(self) -> None:
         """End the endpoint of the first worker, and remove its file."""
-        with suppress(WorkerError):
-            wait(self.group.call_beside(0, "close", phase="rollouts"))
+        if has_endpoint(self._config):
+            with suppress(WorkerError):
+                wait(self.group.call_beside(0, "close", phase="rollouts"), timeout_s=_CLOSE_S)
+            # A dead worker leaves it.
+            (self._folder / ENDPOINT_FILE).unlink(missing_ok=True)
 
     # The players of a collector.
 
@@ -519,12 +526,14 @@ class _Rows:
         self.workers.require(self.records)
         parts, joined = [], []
         for member, places in self.workers._by_member(self.records):
-            own = [row for row in index if row in set(places)]
+            of_member = set(places)
+            own = [row for row in index if row in of_member]
             if own:
                 chosen = [self.kept[row] for row in own]
                 parts += wait(self.workers._call(member, "own_rows", chosen, self.version, self.no_experts))
                 joined += own
-        return TokenRows.concatenated(parts).select([joined.index(row) for row in index])
+        place = {row: index for index, row in enumerate(joined)}
+        return TokenRows.concatenated(parts).select([place[row] for row in index])
 
     def apply(self, function: Callable[[TokenRows], Any], index: Sequence[int]) -> Any:
         """See `RowSource.apply`: a worker with the largest share of the rollout calls it."""

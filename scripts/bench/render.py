@@ -120,6 +120,14 @@ TABLES = {
             *("kills", "steps taken again", "end to end", "maximum staleness"),
         ),
     ),
+    "workers soak table": Table(
+        "analysis/async",
+        "plane-soak-cpu-2cores",
+        (
+            *(f"from a killed {who} to the next step's end" for who in ("rollouts-0", "rollouts-1", *KILLED)),
+            *("kills", "steps taken again", "end to end"),
+        ),
+    ),
     "async rate table": Table(
         "analysis/async",
         "async-rate-2x-h200",

@@ -54,7 +54,9 @@ async def never(*_):
     ("play", "reward", "waits"), [(Play(60), lambda *_: 1.0, "environment"), (Play(), never, "reward")]
 )
 def test_what_does_not_answer_ends_the_run_and_is_named(play, reward, waits):
-    with pytest.raises(WorkerError, match=f"not done within {LIMIT_S} s: 0 of 1 prompts.* 1 wait for the {waits}; it is at"):
+    with pytest.raises(
+        WorkerError, match=f"not done within {LIMIT_S} s: 0 of 1 prompts.* 1 wait for the {waits}; it is at"
+    ):
         collect(play, reward)
 
 

@@ -34,11 +34,16 @@ def test_an_answer_has_the_tokens_and_logprobs_that_were_sampled(endpoint, echo)
 
 def test_a_request_may_choose_its_sampling_and_every_request_has_a_seed(endpoint, echo):
     with Client(endpoint) as client:
-        for parameters in ({"temperature": 0}, {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "seed": 7}, {}):
+        for parameters in (
+            {"temperature": 0},
+            {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 7},
+            {},
+        ):
             client.chat("ab", max_tokens=9, **parameters).raise_for_status()
     greedy, chosen, usual = echo.asked
     assert (greedy.sampling.temperature, greedy.sampling.top_p) == (0, 1)
     assert (chosen.sampling.temperature, chosen.sampling.top_p, chosen.sampling.top_k, chosen.seed) == (0.5, 0.9, 3, 7)
+    assert chosen.sampling.min_p == 0.1 and usual.sampling.min_p == 0
     assert usual.sampling.temperature == 1 and len({one.seed for one in echo.asked}) == 3
     assert {one.sampling.max_new_tokens for one in echo.asked} == {9}
 
@@ -47,7 +52,7 @@ def test_a_request_may_choose_its_sampling_and_every_request_has_a_seed(endpoint
     ("parameters", "status", "said"),
     [
         ({"functions": [{"name": "add"}]}, 400, "is not supported here: use tools"),
-        ({"min_p": 0.5}, 400, "min_p = 0.5 is not supported here: leave it out"),
+        ({"best_of": 3}, 400, "best_of = 3 is not supported here: leave it out"),
         ({"temperature": 3}, 400, "temperature = 3: must be 0, or 0.01 to 2"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "the last message is the assistant's"),
         ({"messages": [{"role": "user", "content": "a" * 99}], "max_tokens": 1}, 400, "exceed the context of 100"),
