@@ -13,9 +13,10 @@ from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.runtime import place
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.config.sizes import engines
+from nemo_rl_lite.config.sizes import engines, rollout_workers
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers import reserve
 from nemo_rl_lite.workers.reserve import generation_group, load_generation, start_engines
 from tests.functional.conftest import PYTHONPATH
 
@@ -76,6 +77,25 @@ def quiet_group(slots, folder) -> WorkerGroup:
     wait(group.load("tests.functional.workers.Quiet", [{}, {}]), timeout_s=300)
     wait(group.start([{}, {}]), timeout_s=300)
     return group
+
+
+def test_rollout_workers_are_on_the_nodes_of_their_engines(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(reserve, "ROLLOUT_CLASS", f"{WORKERS}.Quiet")
+    nodes = [cluster.add_node(num_cpus=1, num_gpus=2).node_id for _ in range(2)]
+    connect()
+    size = ["cluster.num_nodes=2", "cluster.gpus_per_node=2", "algorithm.rollouts.num_workers=auto"]
+    config = compose_config(["policy=megatron_gpu", "generation=vllm_gpu", *size])
+    assert (rollout_workers(config), engines(config)) == (2, 4)
+    group = reserve._rollout_group(config, place(config, 4), tmp_path)
+    wait(reserve.load_rollout_workers(group), timeout_s=300)
+    wait(group.start([{}, {}]), timeout_s=300)
+    assert set(wait(group.call("node"))) == set(nodes)
+    # A replaced one starts on its node, although engines hold all GPUs.
+    before = wait(group.call("node"))
+    again = group.replace([1])
+    wait(reserve.load_rollout_workers(again), timeout_s=300)
+    wait(again.start([{}]), timeout_s=300)
+    assert wait(group.call("node")) == before
 
 
 def test_an_engine_on_two_nodes_starts_on_both_and_again_after_a_loss(cluster, tmp_path, monkeypatch):

@@ -25,6 +25,9 @@ class Quiet:
     def answer(self) -> str:
         return "here"
 
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
 
 class Slow:
     """Says that it starts, and does not come to an end with it."""
