@@ -34,11 +34,21 @@ TWO_NODES = [
 
 @pytest.fixture
 def cluster(monkeypatch):
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    nodes = started_cluster()
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
     yield nodes
     ray.shutdown()
     nodes.shutdown()
+
+
+def started_cluster(attempts: int = 3) -> Cluster:
+    """A head node. On a busy machine it may not start within Ray's 30 s."""
+    try:
+        return Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    except Exception:
+        if attempts == 1:
+            raise
+        return started_cluster(attempts - 1)
 
 
 def connect() -> None:
@@ -90,7 +100,7 @@ def test_rollout_workers_are_on_the_nodes_of_their_engines(cluster, tmp_path, mo
     wait(reserve.load_rollout_workers(group), timeout_s=300)
     wait(group.start([{}, {}]), timeout_s=300)
     assert set(wait(group.call("node"))) == set(nodes)
-    # A replaced one starts on its node, although engines hold all GPUs.
+    # A replaced one starts on its node.
     before = wait(group.call("node"))
     again = group.replace([1])
     wait(reserve.load_rollout_workers(again), timeout_s=300)
