@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
 from multiprocessing import Pipe, forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -306,8 +306,11 @@ def belongings() -> Counter[str]:
     """What this process has of that which a run may not leave behind: models, threads, sockets, and child processes."""
     found = Counter(f"model {type(one).__name__}" for one in _models)
     found.update(f"thread {one.name}" for one in threading.enumerate() if one.name != "tqdm_monitor")
-    tasks = [task / "comm" for task in Path("/proc/self/task").iterdir()]
-    found.update(name for task in tasks if task.exists() and (name := task.read_text().strip()).startswith("pt_"))
+    for task in Path("/proc/self/task").iterdir():
+        # A thread may end meanwhile.
+        with suppress(OSError):
+            name = (task / "comm").read_text().strip()
+            found.update([name] if name.startswith("pt_") else [])
     found.update("socket" for one in Path("/proc/self/fd").iterdir() if "socket:" in os.path.realpath(one))
     # multiprocessing's own end with this process.
     lasting = (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
