@@ -4,6 +4,7 @@ ways.py COMPARISON MODEL [--steps N] [--only WAY ...] [--record NAME] [--other N
 
 COMPARISON                  MODEL, and the task
 speed                       qwen3-1.7b; 64 x 8 responses of 512 tokens on one GPU; each way adds to those before it
+rollout_workers             the same, played by the launcher or by a rollout worker
 lora, lora_copies           the same with adapters of rank 16: merged or served by engines; shared weights or not
 router_replay               qwen3-moe-1.5b; 16 x 8 responses of 256 tokens on one GPU
 experts                     qwen3-30b-a3b:4; 32 x 8 responses of 512 tokens on two GPUs
@@ -165,6 +166,13 @@ COMPARISONS = {
                 "logits kept": [f"{MEGATRON}.keep_logits=true"],
             }
         ),
+        warm=3,
+    ),
+    "rollout_workers": Comparison(
+        "rollout-workers-large",
+        [*LARGE, *AUTO, "generation.vllm_cfg.gpu_memory_utilization=0.5"],
+        {f"{count} rollout workers": [f"algorithm.rollouts.num_workers={count}"] for count in (0, 1)},
+        [*PHASES, ("launcher's CPU", "s", "performance/launcher_cpu_s", 1), *SHARES],
         warm=3,
     ),
     "lora": Comparison(
