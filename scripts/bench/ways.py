@@ -66,11 +66,12 @@ MISMATCH: list[Quantity] = [
     ("gen_kl_error", "nats", "train/gen_kl_error", 1),
     ("token_mult_prob_error", "factor", "train/token_mult_prob_error", 1),
 ]
+REFIT_TRANSFER, WAKES = ("refit, transfer and load", "s", "refit/seconds", 1), ("engine wakes", "s", "refit/wake_s", 1)
 REFITS: list[Quantity] = [
-    ("refit, transfer and load", "s", "refit/seconds", 1),
+    REFIT_TRANSFER,
     ("bytes of a refit", "MB", "refit/bytes", 1e6),
     ("bandwidth of a refit", "GB/s", "refit/gb_per_s", 1),
-    ("engine wakes", "s", "refit/wake_s", 1),
+    WAKES,
 ]
 RATES: list[Quantity] = [
     ("throughput over the step", "tokens/s", "performance/tokens_per_sec", 1),
@@ -164,8 +165,10 @@ COMPARISONS = {
                 "auto, and half of the GPU for the engine": [*AUTO, "generation.vllm_cfg.gpu_memory_utilization=0.5"],
                 "fast scheduler": [f"{SCHEDULER}=nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"],
                 "logits kept": [f"{MEGATRON}.keep_logits=true"],
+                "auto share of the GPU": ["generation.vllm_cfg.gpu_memory_utilization=auto"],
             }
         ),
+        [*PHASES, REFIT_TRANSFER, WAKES, *MEMORY, *SHARES],
         warm=3,
     ),
     "rollout_workers": Comparison(
