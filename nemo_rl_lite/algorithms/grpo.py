@@ -79,13 +79,7 @@ class GRPO:
     """Weights of reward terms, by name."""
 
     def run(self) -> None:
-        sampling, config, step = self.sampling, self.config, self.steps.done
-        if sampling.is_truncated:
-            log.warning(
-                "generation.top_p, top_k or min_p truncates the sampled distribution, but not the policy's logprobs: "
-                "importance ratios are wrong by the truncated share"
-            )
-        setup = Timer()
+        config, step, setup = self.config, self.steps.done, Timer()
         with setup("first_refit"):
             refitted = self.rollouts.publish(step)
         self.report.metrics.log(step, under("refit", refitted) | under("timing/setup", setup.take()))

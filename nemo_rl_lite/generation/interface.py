@@ -53,11 +53,6 @@ class Sampling:
     min_p: float = 0.0
     options: ServedOptions = ServedOptions()
 
-    @property
-    def is_truncated(self) -> bool:
-        """True if tokens are excluded that have a probability at this temperature."""
-        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
-
     @classmethod
     def of(cls, config: GenerationConfig, end_tokens: Sequence[int]) -> "Sampling":
         """Return the configured sampling, with the tokenizer's end tokens as further stop tokens."""

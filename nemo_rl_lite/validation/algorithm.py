@@ -186,17 +186,21 @@ def check_loss(config: Config) -> Iterator[Violation]:
         yield Violation(key, None, rule_text, f"{level}=token, or {_TYPE}=icepop")
 
 
+def truncations(config: Config) -> dict[str, tuple[float | None, float | None]]:
+    """Return the keys that exclude tokens from sampling, each with its value and the one that excludes none."""
+    off = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+    values = {f"generation.{name}": (getattr(config.generation, name), value) for name, value in off.items()}
+    return {key: (value, whole) for key, (value, whole) in values.items() if value != whole}
+
+
 @rule(LOSS, _TOPK, "generation.top_p", "generation.top_k", "generation.min_p", options=GRPOConfig)
 def check_nucleus(config: Config) -> Iterator[Violation]:
     """Refuse top-p, top-k and min-p with sequence-level corrections. The engine's probabilities then exceed the
     policy's at every token, so the product of ratios vanishes with the length."""
-    loss, generation = config.options(GRPOConfig).loss_fn, config.generation
-    off = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
-    cut = {f"generation.{name}": (getattr(generation, name), value) for name, value in off.items()}
-    cut = {key: (value, whole) for key, (value, whole) in cut.items() if value != whole}
+    cut = truncations(config)
     if not cut or not reads_ratios(config):
         return
-    key, fix = _reads_whole_sequences(loss)
+    key, fix = _reads_whole_sequences(config.options(GRPOConfig).loss_fn)
     if key is None:
         return
     whole = " ".join(f"{name}={'null' if value is None else value}" for name, (_, value) in cut.items())

@@ -27,7 +27,7 @@ from nemo_rl_lite.config.sizes import (
 from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.system import sandbox
-from nemo_rl_lite.validation.algorithm import LOSS, reads_ratios
+from nemo_rl_lite.validation.algorithm import LOSS, reads_ratios, truncations
 from nemo_rl_lite.validation.layout import BATCH, MEGATRON
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     yield from _held_out(config, given)
     if isinstance(loss := getattr(config.algorithm, "loss_fn", None), LossConfig):
         yield from filter(None, (_kl_estimate(config, loss), _steps_without_a_ratio(config, loss)))
+        yield from _truncated_sampling(config)
         yield from _negative_means(config)
         yield from _adapter_dropout(config)
     if isinstance(config.algorithm, GRPOConfig):
@@ -207,6 +208,12 @@ def _steps_without_a_ratio(config: Config, loss: LossConfig) -> str:
         f"{LOSS}.policy_loss = reinforce: of {steps} optimizer steps per rollout, all but the first are off-policy "
         f"without a ratio ({one_step} makes one step, {LOSS}.policy_loss=clip has a ratio)"
     )
+
+
+def _truncated_sampling(config: Config) -> Iterator[str]:
+    if reads_ratios(config) and (cut := truncations(config)):
+        settings = ", ".join(f"{key} = {value}" for key, (value, _) in cut.items())
+        yield f"{settings}: the policy's logprobs are not truncated, so ratios are wrong by the excluded share"
 
 
 def _negative_means(config: Config) -> Iterator[str]:
