@@ -1,38 +1,46 @@
-"""Measure TRL on the tasks of this project's records, and compare the two.
+"""Measure TRL on the tasks of this project's records.
 
-trl_step.py grpo MODEL [--steps 11] [--micro-batch 8] [--lora DIM]    TRL's GRPO step with vLLM on the same GPU
-trl_step.py sft MODEL CHATS.jsonl [--steps 12] [--tokens 4096]        SFTTrainer with packing, and ours, in one run
-trl_step.py ratio WAY [--folder FOLDER]                               steps of `ways.py speed` over TRL's fastest
+trl_step.py grpo MODEL --times FILE [--settings JSON ...] [--prompts 64]  GRPO step with vLLM on the same GPU
+                       [--steps 2] [--lora DIM]
+trl_step.py sft MODEL CHATS.jsonl [--steps 12] [--tokens 4096]            SFTTrainer with packing, and ours, in one run
 
-Needs `trl` in addition to this project's packages, and with `--lora` `peft`. GRPO: 64 x 8 responses of 512 tokens, a
-model of 1.7 B parameters in bfloat16 with recomputed layers, one optimizer step per rollout, no KL penalty, an engine
-that sleeps while the policy trains. SFT: all weights, bfloat16 computation, Adam, no recomputation, rows of CHATS with
-`prompt` and `answer`. The first three steps do not count.
+Needs `trl` in addition to this project's packages, and with `--lora` `peft`. GRPO: prompts x 8 responses of 512 tokens,
+weights and optimizer in bfloat16, one optimizer step per rollout, no KL penalty, no correction for the engine's
+logprobs, an engine that sleeps while the policy trains. A setting has `micro_batch` (sequences), `recompute`,
+`attention` and `liger` (kernels of layers). All share an engine. FILE gets the seconds of each counted step by setting,
+and why a setting has none. The first step of a setting does not count. SFT: all weights, bfloat16 computation, Adam, no
+recomputation, rows of CHATS with `prompt` and `answer`. The first three steps do not count.
 """
 
 import argparse
+import functools
+import gc
 import json
 import os
-import random
-import re
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import record
-from whole_runs import KNOWN_MODEL, STEPS_ALONE, one_run, tiny_model, tried
+from sum_task import is_right, sums
+from whole_runs import KNOWN_MODEL, STEPS_ALONE, Times, one_run, tiny_model, tried
 
 WARM = 3
 PROMPTS, RESPONSES, NEW = 64, 8, 512
 LONGEST, BATCH = 512, 128
-TARGET = 0.36
 OURS, THEIRS = "nemo_rl_lite", "TRL's SFTTrainer, packed"
+PLAIN = {"recompute": False, "attention": "sdpa", "liger": False}
+# What may break the process comes last.
+SETTINGS = [
+    *(PLAIN | {"micro_batch": size} for size in (8, 16, 32, 64)),
+    *(PLAIN | {"micro_batch": size, "recompute": True} for size in (16, 32, 64)),
+    *(PLAIN | {"micro_batch": size, "liger": True} for size in (16, 32)),
+    *(PLAIN | {"micro_batch": size, "attention": "flash_attention_4"} for size in (16, 32)),
+]
 ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
@@ -41,8 +49,10 @@ def main(arguments: list[str]) -> None:
     parts = parser.add_subparsers(dest="part", required=True)
     part = parts.add_parser("grpo")
     part.add_argument("model")
-    part.add_argument("--steps", type=int, default=11)
-    part.add_argument("--micro-batch", type=int, default=8)
+    part.add_argument("--times", type=Path, required=True)
+    part.add_argument("--settings", type=json.loads, nargs="+", default=SETTINGS)
+    part.add_argument("--prompts", type=int, default=PROMPTS)
+    part.add_argument("--steps", type=int, default=2, help="that count, of each setting")
     part.add_argument("--lora", type=int, metavar="DIM")
     part = parts.add_parser("sft")
     part.add_argument("model")
@@ -50,11 +60,8 @@ def main(arguments: list[str]) -> None:
     part.add_argument("--steps", type=int, default=12)
     part.add_argument("--tokens", type=int, default=4096, help="of a micro-batch")
     part.add_argument("--rates", type=Path, help="measure TRL alone in this process, and write its rates here")
-    part = parts.add_parser("ratio")
-    part.add_argument("way")
-    part.add_argument("--folder", type=Path, default=record.FOLDER)
     given = parser.parse_args(arguments)
-    {"grpo": grpo, "sft": sft, "ratio": ratio}[given.part](given)
+    {"grpo": grpo, "sft": sft}[given.part](given)
 
 
 class Clock:
@@ -84,18 +91,46 @@ class Clock:
 
         trainer.add_callback(Callback())
 
+    def last(self) -> dict[str, float]:
+        """Return the quantities of the last step: seconds, and GiB of the GPU in use after it."""
+        in_use = {"GPU in use after training": self.gpu_bytes[-1] / 2**30} if self.gpu_bytes else {}
+        return {"step time": self.seconds[-1]} | in_use
+
 
 def grpo(given: argparse.Namespace) -> None:
-    """Train for some steps, and keep the record after each that counts."""
+    """Take steps with each setting."""
     os.environ |= ALONE | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    import torch
+    from trl.trainer import grpo_trainer
+
+    grpo_trainer.VLLMGeneration = functools.partial(_shared_engine, {}, grpo_trainer.VLLMGeneration)
+    times = Times(given.times)
+    for setting in given.settings:
+        try:
+            _train(given, setting, times)
+        except Exception as error:
+            times.skip(setting, error)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _shared_engine(made: dict[str, Any], make: Any, model: Any, accelerator: Any, **settings: Any) -> Any:
+    """Return the engine of the first trainer, which now serves this one's model."""
+    engine = made.setdefault("engine", None) or make(model=model, accelerator=accelerator, **settings)
+    engine.model, engine.accelerator = model, accelerator
+    made["engine"] = engine
+    return engine
+
+
+def _train(given: argparse.Namespace, setting: dict[str, Any], times: Times) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     small = not torch.cuda.is_available()
-    prompts, responses, new = (1, 2, 4) if small else (PROMPTS, RESPONSES, NEW)
-    micro_batch = prompts * responses if small else given.micro_batch
+    responses, new = (2, 4) if small else (RESPONSES, NEW)
+    sequences = given.prompts * responses
     engine = {
         "use_vllm": True,
         "vllm_mode": "colocate",
@@ -103,24 +138,27 @@ def grpo(given: argparse.Namespace) -> None:
         "vllm_enable_sleep_mode": True,
         "vllm_max_model_length": 1024,
         "bf16": True,
-        "gradient_checkpointing": True,
     }
+    attention = {"attn_implementation": setting["attention"]}
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=prompts * responses // micro_batch,
+            per_device_train_batch_size=setting["micro_batch"],
+            gradient_accumulation_steps=sequences // setting["micro_batch"],
+            gradient_checkpointing=setting["recompute"],
+            use_liger_kernel=setting["liger"],
             num_generations=responses,
             max_completion_length=new,
-            max_steps=given.steps,
+            max_steps=1 + given.steps,
             beta=0.0,
+            vllm_importance_sampling_correction=False,
             learning_rate=5e-6,
             lr_scheduler_type="constant",
             save_strategy="no",
             report_to=[],
-            model_init_kwargs={"dtype": "float32" if small else "bfloat16"},
+            model_init_kwargs=attention | {"dtype": "float32" if small else "bfloat16"},
             generation_kwargs={} if small else {"min_tokens": new, "ignore_eos": True},
             **({"use_cpu": True, "bf16": False} if small else engine),
         )
@@ -128,25 +166,12 @@ def grpo(given: argparse.Namespace) -> None:
             model=given.model,
             reward_funcs=_reward,
             args=settings,
-            train_dataset=Dataset.from_list(_sums(prompts * (given.steps + 1))),
+            train_dataset=Dataset.from_list(sums(given.prompts * (given.steps + 2))),
             processing_class=tokenizer,
             peft_config=None if given.lora is None else _adapters(given.lora),
         )
-        clock = Clock(trainer, lambda: _keep(given, clock))
+        clock = Clock(trainer, lambda: times.add(setting, clock.last()))
         trainer.train()
-
-
-def _keep(given: argparse.Namespace, clock: Clock) -> None:
-    """Write the record of the steps so far."""
-    if len(clock.seconds) <= WARM:
-        return
-    bench = "speed-trl-large" if given.micro_batch == 8 else f"speed-trl-mb{given.micro_batch}-large"
-    bench = bench if given.lora is None else f"lora-trl-large-{given.lora}"
-    results = [record.result("step time", "TRL, large", "s", clock.seconds[WARM:])]
-    if clock.gpu_bytes:
-        in_use = [nbytes / 2**30 for nbytes in clock.gpu_bytes[WARM:]]
-        results.append(record.result("GPU in use after training", "TRL, large", "GiB", in_use))
-    print(record.write(bench, results, [], f"TRL {version('trl')}"), results[0]["reps"], flush=True)
 
 
 def _adapters(dim: int) -> Any:
@@ -155,21 +180,8 @@ def _adapters(dim: int) -> Any:
     return LoraConfig(r=dim, lora_alpha=2 * dim, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def _sums(count: int) -> list[dict[str, Any]]:
-    """Return questions for the sum or difference of two one-digit numbers."""
-    draw, rows = random.Random(0), []
-    for _ in range(count):
-        left, right, sign = draw.randint(0, 9), draw.randint(0, 9), draw.choice("+-")
-        question = f"State the final answer to the following arithmetic problem: {left} {sign} {right} ="
-        answer = left + right if sign == "+" else left - right
-        rows.append({"prompt": [{"role": "user", "content": question}], "answer": str(answer)})
-    return rows
-
-
 def _reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """Return 1 where the last number of a response is its answer."""
-    found = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
-    return [float(bool(numbers) and numbers[-1] == right) for numbers, right in zip(found, answer, strict=True)]
+    return [float(is_right(one[0]["content"], right)) for one, right in zip(completions, answer, strict=True)]
 
 
 def sft(given: argparse.Namespace) -> None:
@@ -241,42 +253,16 @@ def _rates_of_trl(model: str, chats: Path, steps: int, tokens: int) -> list[floa
     return [a_pack * 2 * tokens / longest / seconds for seconds in clock.seconds[WARM:]]
 
 
-def ratio(given: argparse.Namespace) -> None:
-    """Compare a way of `ways.py speed` with the fastest of TRL's micro-batches that the folder has on the same
-    hardware."""
-    ours = _newest(given.folder, "speed-ablation-large-*.json")
-    found = sorted(given.folder.glob(f"speed-trl-*large-{ours['hardware']['name']}.json"))
-    rivals = {_micro_batch(file): json.loads(file.read_text()) for file in found}
-    steps = {size: _steps(one, "TRL, large") for size, one in rivals.items()}
-    mine, best = _steps(ours, given.way), min(steps, key=lambda size: statistics.median(steps[size]))
-    results = [record.result("step time", f"nemo_rl_lite, {given.way}", "s", mine)]
-    results += [record.result("step time", f"TRL, micro-batches of {size}", "s", steps[size]) for size in sorted(steps)]
-    value = statistics.median(mine) / statistics.median(steps[best])
-    bars = [record.bar("step, ours over TRL's at its best, medians", value, TARGET, at_least=False)]
-    origin = {name: ours[name] for name in ("date", "commit", "hardware", "versions")}
-    origin |= {"command": shlex.join(["python", "scripts/bench/trl_step.py", "ratio", given.way])}
-    origin |= {"note": f"{rivals[best]['note']}; its fastest micro-batch has {best} sequences"}
-    print(record.save("speed-over-trl-large", origin, results, bars), bars[0]["value"])
-
-
-def _newest(folder: Path, pattern: str) -> dict[str, Any]:
-    return max((json.loads(file.read_text()) for file in folder.glob(pattern)), key=lambda one: one["date"])
-
-
-def _micro_batch(file: Path) -> int:
-    sized = re.match(r"speed-trl-mb(\d+)-", file.name)
-    return int(sized[1]) if sized else 8
-
-
-def _steps(measured: dict[str, Any], config: str) -> list[float]:
-    return next(one["reps"] for one in measured["results"] if (one["name"], one["config"]) == ("step time", config))
-
-
 def trial() -> None:
     """Take TRL's steps on CPUs with transformers' generation, and compare with ours."""
     own, model = Path(os.environ["NRL_BENCH_OUT"]), str(tiny_model())
     before = dict(os.environ)
-    main(["grpo", model, "--steps", "4"])
+    settings = [PLAIN | {"micro_batch": size, "recompute": size == 2} for size in (1, 2)]
+    tried_settings = map(json.dumps, [PLAIN | {"micro_batch": 2, "attention": "no such"}, *settings])
+    main(["grpo", model, "--times", f"{own}/trl.times", "--prompts", "1", "--settings", *tried_settings])
+    steps = json.loads((own / "trl.times").read_text())["steps"]
+    results = [record.result("step time", name, "s", found["step time"]) for name, found in steps.items()]
+    record.write("peers-trl", results, [])
     chats = own / "chats.jsonl"
     chats.write_text('{"prompt": "12", "answer": "21"}\n' * 64)
     with tried():
@@ -285,10 +271,6 @@ def trial() -> None:
     _write_sft("tiny", {OURS: [step["performance/tokens_per_sec"] for step in ours], THEIRS: theirs})
     os.environ.clear()
     os.environ.update(before)
-    trl = json.loads(next(own.glob("speed-trl-large-*.json")).read_text())
-    results = [record.result("step time", "way", "s", [1.0])]
-    record.save("speed-ablation-large", {name: trl[name] for name in trl if name not in ("bench", "bars")}, results, [])
-    main(["ratio", "way", "--folder", str(own)])
 
 
 if __name__ == "__main__":

@@ -94,6 +94,41 @@ def results_of(steps: Sequence[dict[str, float]], config: str, quantities: Seque
     return results
 
 
+class Times:
+    """Quantities of a peer's steps by setting, in a file of JSON that is written after each step. The first step of a
+    setting does not count."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.steps: dict[str, dict[str, list[float]]] = {}
+        self.settings: dict[str, dict[str, Any]] = {}
+        self.skipped: dict[str, str] = {}
+
+    def add(self, setting: dict[str, Any], step: dict[str, float]) -> None:
+        """Keep a step, unless it is the setting's first."""
+        if label(setting) in self.settings:
+            kept = self.steps.setdefault(label(setting), {})
+            for name, value in step.items():
+                kept.setdefault(name, []).append(value)
+        self.settings[label(setting)] = setting
+        self._write()
+
+    def skip(self, setting: dict[str, Any], error: Exception) -> None:
+        """Keep why a setting has no steps."""
+        self.skipped[label(setting)] = f"{type(error).__name__}: {error}"[:300]
+        print(f"{label(setting)}: {type(error).__name__}: {error}", flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        kept = {"steps": self.steps, "settings": self.settings, "skipped": self.skipped}
+        self.path.write_text(json.dumps(kept, indent=2))
+
+
+def label(setting: dict[str, Any]) -> str:
+    """Return the name of a peer's setting."""
+    return ", ".join(f"{name} {value}" for name, value in sorted(setting.items()))
+
+
 def model_key(model: Path) -> str:
     """Return the override that names a model: a folder by its whole path, because runs start elsewhere."""
     return f"policy.model_name={model.resolve() if model.exists() else model}"

@@ -1,0 +1,150 @@
+"""Measure a GRPO step of this project and of its peers in turn on one GPU, each peer at its best settings.
+
+peers.py MODEL --times FOLDER [--rounds 2] [--steps 3] [--lora] [--packages PATH:...]
+
+The task: 64 x 8 responses of 512 tokens, no KL penalty, one optimizer step per rollout, an engine on the same GPU; all
+weights, or adapters of rank 16. FOLDER has trl.times and verl.times of `trl_step.py grpo` and `verl_step.py`. Each peer
+gets its fastest setting there, and one without a file is left out. A round runs this project and each peer once, and
+the record is written after each run. The first step of a peer's run does not count, nor the first two of ours.
+`--packages` come first on the import path of the peers' processes.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import record
+from trl_step import PLAIN
+from ways import COMPARISONS
+from whole_runs import PHASES, STEPS_ALONE, Times, label, model_key, one_run, tiny_model, tried
+
+OURS = "nemo_rl_lite"
+RANK = "adapters, rank 16"
+PEERS = {"TRL": ("trl", ["trl_step.py", "grpo"]), "verl": ("verl", ["verl_step.py"])}
+Reps = dict[tuple[str, str], list[float]]
+"""By quantity and name of who was measured."""
+UNITS = {"GPU in use after training": "GiB"}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--times", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3, help="that count, of each run")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--packages", default="", metavar="PATH:...")
+    given = parser.parse_args(arguments)
+    searched = {name: json.loads(path.read_text()) for name in PEERS if (path := _file(given, name)).exists()}
+    best = {name: fastest(one) for name, one in searched.items() if one["steps"]}
+    runs: dict[str, Callable[[], dict[str, list[float]]]] = {OURS: lambda: _ours(given)}
+    runs |= {name: lambda name=name: _peer(given, name, best[name]) for name in best}
+    reps: Reps = {}
+    failures: list[str] = []
+    for _ in range(given.rounds):
+        for name, run in runs.items():
+            try:
+                measured = run()
+            except (SystemExit, subprocess.CalledProcessError) as error:
+                failures.append(f"{name}: {error}"[-300:])
+                continue
+            for quantity, found in measured.items():
+                reps.setdefault((quantity, name), []).extend(found)
+            print(name, {quantity: round(statistics.median(found), 3) for quantity, found in measured.items()})
+            print(_write(given, reps, searched, best, failures), flush=True)
+
+
+def fastest(searched: dict[str, Any]) -> dict[str, Any]:
+    """Return the setting with the shortest median step of a file of `Times`."""
+    medians = {name: statistics.median(found["step time"]) for name, found in searched["steps"].items()}
+    return searched["settings"][min(medians, key=lambda name: medians[name])]
+
+
+def _file(given: argparse.Namespace, name: str) -> Path:
+    return given.times / f"{PEERS[name][0]}.times"
+
+
+def _ours(given: argparse.Namespace) -> dict[str, list[float]]:
+    comparison, way = COMPARISONS["lora" if given.lora else "speed"], RANK if given.lora else "fast scheduler"
+    warm = 2
+    keys = [*comparison.task, *STEPS_ALONE, *comparison.ways[way], model_key(given.model)]
+    steps, _ = one_run([*keys, f"algorithm.max_num_steps={warm + given.steps}"], warm)
+    return {name: [step[metric] / by for step in steps] for name, _, metric, by in PHASES if metric in steps[0]}
+
+
+def _peer(given: argparse.Namespace, name: str, setting: dict[str, Any]) -> dict[str, list[float]]:
+    """Run a peer's script. Raises CalledProcessError: it took no step."""
+    with tempfile.TemporaryDirectory() as folder:
+        times = Path(folder) / "times"
+        script, *part = PEERS[name][1]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name(script)),
+            *part,
+            str(given.model),
+            "--times",
+            str(times),
+        ]
+        command += ["--settings", json.dumps(setting), "--steps", str(given.steps)]
+        command += ["--lora", "16"] if given.lora else []
+        paths = ":".join(filter(None, (given.packages, os.environ.get("PYTHONPATH"))))
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, stdout=sys.stderr)
+        found = json.loads(times.read_text()) if times.exists() else {"steps": {}, "skipped": {}}
+        if not found["steps"]:
+            raise SystemExit(f"status {done.returncode}, {found['skipped']}")
+        return found["steps"][label(setting)]
+
+
+def _write(
+    given: argparse.Namespace, reps: Reps, searched: dict[str, Any], best: dict[str, Any], failures: list[str]
+) -> Path:
+    """Write the record: the repetitions, the settings, and the steps of the search."""
+    rows = [
+        record.result(quantity, _row(name), UNITS.get(quantity, "s"), found) for (quantity, name), found in reps.items()
+    ]
+    rows += [
+        record.result("step time in the search", f"{name}, {setting}", "s", found["step time"])
+        for name, one in searched.items()
+        for setting, found in one["steps"].items()
+    ]
+    more = {"settings": best, "skipped": {name: one["skipped"] for name, one in searched.items()}, "failures": failures}
+    bench = "peers-lora-1.7b" if given.lora else "peers-1.7b"
+    return record.write(bench, rows, [], "; ".join(map(_row, [OURS, *best])), more)
+
+
+def _row(name: str) -> str:
+    """Return a name with its version."""
+    if name == OURS:
+        return name
+    try:
+        return f"{name} {version(PEERS[name][0])}"
+    except PackageNotFoundError:
+        return name
+
+
+def trial() -> None:
+    """Take the steps of TRL with the setting of a search, and ours from a known run."""
+    own = Path(os.environ["NRL_BENCH_OUT"]) / "times"
+    own.mkdir(exist_ok=True)
+    times = Times(own / "trl.times")
+    for size, seconds in ((1, 2.0), (128, 1.0)):
+        for _ in range(2):
+            times.add(PLAIN | {"micro_batch": size}, {"step time": seconds})
+    shutil.copytree(tiny_model(), own / "model", dirs_exist_ok=True)
+    shape = json.loads((own / "model" / "config.json").read_text()) | {"max_position_embeddings": 1024}
+    (own / "model" / "config.json").write_text(json.dumps(shape))
+    with tried():
+        main([str(own / "model"), "--times", str(own), "--rounds", "1", "--steps", "1"])
+
+
+if __name__ == "__main__":
+    record.start(main, trial)
