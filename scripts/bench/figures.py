@@ -13,7 +13,8 @@ import record
 import terminal
 
 FOLDER = record.ROOT / "docs" / "images"
-SPEED, SPLIT, SHARED = "speed-over-trl-large-1x-h200", "async-rate-2x-h200", "async-rate-colocated-2x-h200"
+SPEED = max((one.stem for one in record.FOLDER.glob("peers-1.7b-*.json")), default="speed-over-trl-large-1x-h200")
+SPLIT, SHARED = "async-rate-2x-h200", "async-rate-colocated-2x-h200"
 DIRECT, BROADCAST = "refit-shared-qwen3-8b-2x-h200", "refit-apart-qwen3-8b-2x-h200"
 MEMORY = "memory-by-phase-predicted-cpu"
 SUMS = [record.FOLDER / "runs" / f"chain-sum-seed{seed}.json" for seed in (1, 2, 42)]
@@ -88,10 +89,10 @@ def medians(one: Record, setting: str) -> dict[str, float]:
 
 
 def speed(one: Record) -> Picture:
-    """Draw the step time of nemo_rl_lite and TRL: a bar for each setting."""
+    """Draw the step time of nemo_rl_lite and its peers: a bar for each setting."""
     rows = [(row["config"].split(", fast")[0], row["median"]) for row in one["results"] if row["name"] == "step time"]
     longest = max(seconds for _, seconds in rows)
-    picture = Picture(680, 30 * len(rows) + 10, "Step time of nemo_rl_lite and TRL")
+    picture = Picture(680, 30 * len(rows) + 10, "Step time of nemo_rl_lite and its peers")
     for place, (name, seconds) in enumerate(rows):
         top, length = 30 * place + 10, seconds / longest * 340
         picture.text(250, top + 15, name, "end")

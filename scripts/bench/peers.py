@@ -1,12 +1,13 @@
 """Measure a GRPO step of this project and of its peers in turn on one GPU, each peer at its best settings.
 
-peers.py MODEL --times FOLDER [--rounds 2] [--steps 3] [--lora] [--packages PATH:...]
+peers.py MODEL --times FOLDER [--rounds 2] [--steps 3] [--lora] [--packages PACKAGE=PATH:... ...]
 
 The task: 64 x 8 responses of 512 tokens, no KL penalty, one optimizer step per rollout, an engine on the same GPU; all
 weights, or adapters of rank 16. FOLDER has trl.times and verl.times of `trl_step.py grpo` and `verl_step.py`. Each peer
 gets its fastest setting there, and one without a file is left out. A round runs this project and each peer once, and
 the record is written after each run. The first step of a peer's run does not count, nor the first two of ours.
-`--packages` come first on the import path of the peers' processes.
+`--packages`: for `trl` and `verl`, what comes first on the import path of that peer's process. verl 0.9.1 needs a path
+without TRL 1.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="that count, of each run")
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--packages", default="", metavar="PATH:...")
+    parser.add_argument("--packages", nargs="+", default=[], metavar="PACKAGE=PATH:...")
     given = parser.parse_args(arguments)
     searched = {name: json.loads(path.read_text()) for name in PEERS if (path := _file(given, name)).exists()}
     best = {name: fastest(one) for name, one in searched.items() if one["steps"]}
@@ -96,7 +97,8 @@ def _peer(given: argparse.Namespace, name: str, setting: dict[str, Any]) -> dict
         ]
         command += ["--settings", json.dumps(setting), "--steps", str(given.steps)]
         command += ["--lora", "16"] if given.lora else []
-        paths = ":".join(filter(None, (given.packages, os.environ.get("PYTHONPATH"))))
+        packages = dict(one.split("=") for one in given.packages).get(PEERS[name][0])
+        paths = ":".join(filter(None, (packages, os.environ.get("PYTHONPATH"))))
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, stdout=sys.stderr)
         found = json.loads(times.read_text()) if times.exists() else {"steps": {}, "skipped": {}}
         if not found["steps"]:
@@ -107,16 +109,16 @@ def _peer(given: argparse.Namespace, name: str, setting: dict[str, Any]) -> dict
 def _write(
     given: argparse.Namespace, reps: Reps, searched: dict[str, Any], best: dict[str, Any], failures: list[str]
 ) -> Path:
-    """Write the record: the repetitions, the settings, and the steps of the search."""
+    """Write the record: the repetitions, the settings, and the search for them."""
     rows = [
         record.result(quantity, _row(name), UNITS.get(quantity, "s"), found) for (quantity, name), found in reps.items()
     ]
-    rows += [
-        record.result("step time in the search", f"{name}, {setting}", "s", found["step time"])
-        for name, one in searched.items()
-        for setting, found in one["steps"].items()
-    ]
-    more = {"settings": best, "skipped": {name: one["skipped"] for name, one in searched.items()}, "failures": failures}
+    more = {
+        "settings": best,
+        "search": {name: one["steps"] for name, one in searched.items()},
+        "skipped": {name: one["skipped"] for name, one in searched.items()},
+        "failures": failures,
+    }
     bench = "peers-lora-1.7b" if given.lora else "peers-1.7b"
     return record.write(bench, rows, [], "; ".join(map(_row, [OURS, *best])), more)
 

@@ -193,7 +193,7 @@ TABLES = {
             *("throughput while generating", "generation", "refit", "engine's weights", "step time"),
         ),
     ),
-    "over TRL table": Table("performance", "speed-over-trl-large-1x-h200", columns=("step time",)),
+    "peers table": Table("performance", figures.SPEED, columns=("step time",)),
     "published table": Table("analysis/published_row", "published-row-4-512-4x-h200", columns=PUBLISHED),
     "layouts table": Table("choosing", "choosing-predicted-cpu"),
     "longest table": Table("analysis/long_sequences", "context-longest-qwen3-8b-1x-h100", columns=LONGEST),
