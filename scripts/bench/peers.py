@@ -1,13 +1,13 @@
-"""Measure a GRPO step of this project and of its peers in turn on one GPU, each peer at its best settings.
+"""Compare the GRPO step of this project with its peers' at their fastest settings, in alternating runs on one GPU.
 
 peers.py MODEL --times FOLDER [--rounds 2] [--steps 3] [--lora] [--packages PACKAGE=PATH:... ...]
 
-The task: 64 x 8 responses of 512 tokens, no KL penalty, one optimizer step per rollout, an engine on the same GPU; all
-weights, or adapters of rank 16. FOLDER has trl.times and verl.times of `trl_step.py grpo` and `verl_step.py`. Each peer
-gets its fastest setting there, and one without a file is left out. A round runs this project and each peer once, and
-the record is written after each run. The first step of a peer's run does not count, nor the first two of ours.
-`--packages`: for `trl` and `verl`, what comes first on the import path of that peer's process. verl 0.9.1 needs a path
-without TRL 1.
+The task is 64 x 8 responses of 512 tokens. There is no KL penalty and one optimizer step per rollout. The engine is on
+the same GPU. All weights are trained, or adapters of rank 16. FOLDER has trl.times and verl.times, the searches of
+`trl_step.py grpo` and `verl_step.py`. Each peer runs with its fastest setting; one without a file is left out. A round
+runs this project and each peer once, and the record is written after each run. Warm-up steps do not count: the first of
+a peer, the first two of this project. `--packages` gives the first folders of the import path for `trl` and `verl`.
+verl 0.9.1 does not start next to TRL 1.
 """
 
 import argparse
@@ -32,7 +32,7 @@ OURS = "nemo_rl_lite"
 RANK = "adapters, rank 16"
 PEERS = {"TRL": ("trl", ["trl_step.py", "grpo"]), "verl": ("verl", ["verl_step.py"])}
 Reps = dict[tuple[str, str], list[float]]
-"""By quantity and name of who was measured."""
+"""Repetitions by quantity and name of the system."""
 UNITS = {"GPU in use after training": "GiB"}
 
 

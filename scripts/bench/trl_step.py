@@ -1,15 +1,17 @@
 """Measure TRL on the tasks of this project's records.
 
-trl_step.py grpo MODEL --times FILE [--settings JSON ...] [--prompts 64]  GRPO step with vLLM on the same GPU
-                       [--steps 2] [--lora DIM]
-trl_step.py sft MODEL CHATS.jsonl [--steps 12] [--tokens 4096]            SFTTrainer with packing, and ours, in one run
+trl_step.py grpo MODEL --times FILE [--settings JSON ...] [--prompts 64] [--steps 2] [--lora DIM]
+trl_step.py sft MODEL CHATS.jsonl [--steps 12] [--tokens 4096]
 
-Needs `trl` in addition to this project's packages, and with `--lora` `peft`. GRPO: prompts x 8 responses of 512 tokens,
-weights and optimizer in bfloat16, one optimizer step per rollout, no KL penalty, no correction for the engine's
-logprobs, an engine that sleeps while the policy trains. A setting has `micro_batch` (sequences), `recompute`,
-`attention` and `liger` (kernels of layers). All share an engine. FILE gets the seconds of each counted step by setting,
-and why a setting has none. The first step of a setting does not count. SFT: all weights, bfloat16 computation, Adam, no
-recomputation, rows of CHATS with `prompt` and `answer`. The first three steps do not count.
+Needs `trl` in addition to this project's packages, and with `--lora` `peft`.
+
+`grpo` is a GRPO step with vLLM on the same GPU, 8 responses of 512 tokens per prompt, and no KL penalty. It has one
+optimizer step per rollout. Weights and optimizer are bfloat16. The engine sleeps during training, and there is no correction for its
+logprobs. A setting has `micro_batch` (sequences), `recompute`, `attention` and `liger` (layer kernels). All settings
+share an engine. FILE gets the step times of each setting without its first step, and the errors of settings.
+
+`sft` measures SFTTrainer with packing, and this project in the same run. It is full fine-tuning with Adam in bfloat16
+computation, without recomputation. Rows of CHATS have `prompt` and `answer`. The first three steps do not count.
 """
 
 import argparse
@@ -65,7 +67,7 @@ def main(arguments: list[str]) -> None:
 
 
 class Clock:
-    """The seconds of each step of a trainer of TRL, and the GPU's bytes in use after it."""
+    """Step times of a TRL trainer, and the GPU's bytes in use after each step."""
 
     def __init__(self, trainer: Any, after_step: Any = lambda: None):
         import torch

@@ -2,11 +2,11 @@
 
 verl_step.py MODEL --times FILE [--settings JSON ...] [--steps 1] [--lora DIM] [--dry-run]
 
-A setting has `tokens` (limit of a micro-batch), `recompute`, `attention`, `fused` (loss from hidden states), `backend`
-(`fsdp`, `fsdp2` or `megatron`). Sequences have no padding if `attention` is of FlashAttention. Settings that differ in
-tokens alone share a launch. The first step of a setting does not count. FILE gets the seconds of each counted step by
-setting, and why a setting has none. Needs `verl` in addition to this project's packages. Logprobs of sampling serve as
-old logprobs, so there is no logprob pass. Weights of the optimizer are float32.
+Needs `verl` in addition to this project's packages. A setting has `tokens` (limit of a micro-batch), `recompute`,
+`attention`, `fused` (loss from hidden states) and `backend` (`fsdp`, `fsdp2` or `megatron`). FlashAttention trains
+without padding. Settings that differ in tokens alone share a launch. FILE gets the step times of each setting without
+its first step, and the errors of settings. Sampling logprobs serve as old logprobs, so there is no logprob pass. Master
+weights are float32.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def _write_rows(folder: Path, count: int) -> Path:
 
 
 def _read(log: Path) -> Iterable[dict[str, float]]:
-    """Return the seconds of each step that verl logged, and those of its phases."""
+    """Return the step times and phase times that verl logged."""
     for line in log.read_text().splitlines() if log.exists() else ():
         found = json.loads(line)["data"]
         names = {"step": "step time"} | PHASES
