@@ -6,8 +6,8 @@ trl_step.py sft MODEL CHATS.jsonl [--steps 12] [--tokens 4096]
 Needs `trl` in addition to this project's packages, and with `--lora` `peft`.
 
 `grpo` is a GRPO step with vLLM on the same GPU, 8 responses of 512 tokens per prompt, and no KL penalty. It has one
-optimizer step per rollout. Weights and optimizer are bfloat16. The engine sleeps during training, and there is no correction for its
-logprobs. A setting has `micro_batch` (sequences), `recompute`, `attention` and `liger` (layer kernels). All settings
+optimizer step per rollout. Weights and optimizer are bfloat16. The engine sleeps during training, and there is no
+correction for its logprobs. A setting has `micro_batch` (sequences), `recompute`, `attention` and `liger` (layer kernels). All settings
 share an engine. FILE gets the step times of each setting without its first step, and the errors of settings.
 
 `sft` measures SFTTrainer with packing, and this project in the same run. It is full fine-tuning with Adam in bfloat16
@@ -38,9 +38,9 @@ OURS, THEIRS = "nemo_rl_lite", "TRL's SFTTrainer, packed"
 PLAIN = {"recompute": False, "attention": "sdpa", "liger": False}
 # What may break the process comes last.
 SETTINGS = [
-    *(PLAIN | {"micro_batch": size} for size in (8, 16, 32, 64)),
-    *(PLAIN | {"micro_batch": size, "recompute": True} for size in (16, 32, 64)),
-    *(PLAIN | {"micro_batch": size, "liger": True} for size in (16, 32)),
+    *(PLAIN | {"micro_batch": size} for size in (16, 32, 8, 64)),
+    *(PLAIN | {"micro_batch": size, "recompute": True} for size in (32, 64)),
+    PLAIN | {"micro_batch": 32, "liger": True},
     *(PLAIN | {"micro_batch": size, "attention": "flash_attention_4"} for size in (16, 32)),
 ]
 ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -118,9 +118,10 @@ def grpo(given: argparse.Namespace) -> None:
 
 def _shared_engine(made: dict[str, Any], make: Any, model: Any, accelerator: Any, **settings: Any) -> Any:
     """Return the engine of the first trainer, which now serves this one's model."""
-    engine = made.setdefault("engine", None) or make(model=model, accelerator=accelerator, **settings)
+    if not made:
+        made["engine"] = make(model=model, accelerator=accelerator, **settings)
+    engine = made["engine"]
     engine.model, engine.accelerator = model, accelerator
-    made["engine"] = engine
     return engine
 
 
