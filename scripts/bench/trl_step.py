@@ -7,8 +7,9 @@ Needs `trl` in addition to this project's packages, and with `--lora` `peft`.
 
 `grpo` is a GRPO step with vLLM on the same GPU, 8 responses of 512 tokens per prompt, and no KL penalty. It has one
 optimizer step per rollout. Weights and optimizer are bfloat16. The engine sleeps during training, and there is no
-correction for its logprobs. A setting has `micro_batch` (sequences), `recompute`, `attention` and `liger` (layer kernels). All settings
-share an engine. FILE gets the step times of each setting without its first step, and the errors of settings.
+correction for its logprobs. A setting has `micro_batch` (sequences), `recompute`, `attention` and `liger` (layer
+kernels). All settings share an engine. FILE gets the step times of each setting without its first step, and the errors
+of settings.
 
 `sft` measures SFTTrainer with packing, and this project in the same run. It is full fine-tuning with Adam in bfloat16
 computation, without recomputation. Rows of CHATS have `prompt` and `answer`. The first three steps do not count.
