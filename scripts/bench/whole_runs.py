@@ -115,7 +115,9 @@ class Times:
 
     def skip(self, setting: dict[str, Any], error: Exception) -> None:
         """Keep why a setting has no steps."""
-        self.skipped[label(setting)] = f"{type(error).__name__}: {error}"[:300]
+        # The cause is the last line of an error that Ray brings.
+        last = str(error).strip().splitlines()[-1:]
+        self.skipped[label(setting)] = f"{type(error).__name__}: {''.join(last)[:300]}"
         print(f"{label(setting)}: {type(error).__name__}: {error}", flush=True)
         self._write()
 
