@@ -37,7 +37,7 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
 
 def gradients(worker) -> dict[str, torch.Tensor]:
     chunks = worker._model.chunks
-    return {name: own.main_grad.clone() for chunk in chunks for name, own in chunk.named_parameters()}
+    return {name: own.main_grad.cpu() for chunk in chunks for name, own in chunk.named_parameters()}
 
 
 def sampled_rows() -> list[TokenRow]:
