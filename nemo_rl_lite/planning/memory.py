@@ -98,30 +98,26 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
 
 
 def siblings_per_pack(config: Config, prompt: float, response: float, training: bool) -> float:
-    """Return how many sequences of these mean lengths share a prompt in a pack; 1 if they share none."""
+    """Return how many sequences of a pack share a prompt, at these mean lengths; 1 if prompts are not shared."""
+    siblings = prompt_siblings(config)
+    if siblings == 1:
+        return 1.0
     sequences = sequences_per_optimizer_step(config) if training else samples_per_step(config)
-    siblings = gcd(prompt_siblings(config), -(-sequences // max(1, parallel_dims(config).dp)))
-    fit = (micro_batch(config, training).tokens - prompt) / response
-    return max(1.0, min(siblings, fit))
-
-
-def shared_tokens(config: Config, prompt: float, response: float, training: bool) -> float:
-    """Return the tokens that shared prompts save per sequence of these mean lengths; 0 if they are not shared."""
-    saved = prompt * (1 - 1 / siblings_per_pack(config, prompt, response, training))
-    return saved if saved > least_saved(config.policy) * (prompt + response) else 0.0
+    siblings = gcd(siblings, -(-sequences // max(1, parallel_dims(config).dp)))
+    count = max(1.0, min(siblings, (micro_batch(config, training).tokens - prompt) / response))
+    saved = prompt * (1 - 1 / count)
+    return count if saved > least_saved(config.policy) * (prompt + response) else 1.0
 
 
 def key_copies(config: Config, training: bool) -> float:
     """Return the keys that attention reads per token of a pack with shared prompts: copies of a prompt's keys for each
-    of its sequences. The responses have half of `max_new_tokens`; 0 if prompts are not shared."""
+    of its sequences. Responses have half of `max_new_tokens`, and prompts the rest; 0 if prompts are not shared."""
     if prompt_siblings(config) == 1:
         return 0.0
     response = config.generation.max_new_tokens / 2
     prompt = max(1.0, config.policy.max_total_sequence_length - 2 * response)
-    if not shared_tokens(config, prompt, response, training):
-        return 0.0
     count = siblings_per_pack(config, prompt, response, training)
-    return (prompt + count * (prompt + response)) / (prompt + count * response)
+    return (prompt + count * (prompt + response)) / (prompt + count * response) if count > 1 else 0.0
 
 
 def own_part(config: Config, training: bool) -> MicroBatch:

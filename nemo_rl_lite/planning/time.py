@@ -48,7 +48,7 @@ from nemo_rl_lite.planning.memory import (
     matrix_weights,
     micro_batch,
     parameter_count,
-    shared_tokens,
+    siblings_per_pack,
     teacher_shape,
     token_cache_bytes,
     trained_parameters,
@@ -177,14 +177,14 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     length = lengths.prompt + (lengths.longest if padded else lengths.mean)
     batch, share = micro_batch(config, training), sequences / dims.dp
     # A packed micro-batch has as many sequences as fit, a padded one has its rows.
-    shared = shared_tokens(config, lengths.prompt, lengths.mean, training)
-    count = math.ceil(share / (batch.tokens // batch.row if padded else batch.tokens / (length - shared)))
+    skipped = 1 - 1 / siblings_per_pack(config, lengths.prompt, lengths.mean, training)
+    tokens = length - skipped * lengths.prompt
+    count = math.ceil(share / (batch.tokens // batch.row if padded else batch.tokens / tokens))
     again = 1 if training and parallel.activation_checkpointing else 0
     whole, matrix = (SequenceFlops(own, parallel.peft) for own in (shape, replace(shape, layers=0, dense_layers=0)))
-    # The shared part of a prompt is a sequence of its own.
-    skipped = shared / lengths.prompt
 
     def of_row(flops: Callable[[float], float]) -> float:
+        """Return the FLOPs of a sequence, with its share of a shared prompt."""
         return flops(length) - skipped * flops(lengths.prompt)
 
     work, last = (of_row(own.training if training else own.forward) for own in (whole, matrix))
