@@ -207,8 +207,8 @@ def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
 
 
 def copied_bytes(config: Config, shape: ModelShape, batch: MicroBatch, training: bool) -> float:
-    """Return the bytes of a layer's copies of the keys and values of shared prompts, with their gradients in training,
-    of which one is also in float32."""
+    """Return the bytes of a layer's copies of keys and values of shared prompts. Training adds gradients, of which one
+    is also in float32."""
     item = item_bytes(config)
     each = batch.tokens * key_copies(config, training) * shape.kv_heads * shape.head_dim / parallel_dims(config).tp
     return each * (4 * item + 4 if training else 2 * item)

@@ -47,7 +47,7 @@ class Family:
 
 
 def families_of(tokens_BT: Tensor, lengths: Sequence[int], together: int, least: float) -> list[Family]:
-    """Return the families that save the most tokens, in order. Units of `together` rows stay together.
+    """Return the families that save the maximum number of tokens, in order. Units of `together` rows stay together.
 
     Each unit is a family without a prefix if the share of saved tokens would not exceed `least`.
     """
@@ -90,7 +90,7 @@ def parts_of(
 
 
 def _common(tokens_BT: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the number of common first tokens of each row and the next one, less the last of them, [B - 1]."""
+    """Return the number of common first tokens of each row and the next one, minus 1, at least 0, [B - 1]."""
     differs = np.pad(tokens_BT[1:] != tokens_BT[:-1], ((0, 0), (0, 1)), constant_values=True)
     return np.maximum(np.minimum(differs.argmax(1), np.minimum(lengths[1:], lengths[:-1])) - 1, 0)
 
