@@ -120,6 +120,13 @@ class SharedKeys:
     qkv_format: str = "sbhd"
     cp_group: None = None
     tokens_per_sample: None = None
+    _rotated: tuple[Tensor, Tensor] | None = None
+
+    def rotary(self, of_positions: Tensor) -> Tensor:
+        """Return the rotary embedding of each token, [N, 1, 1, d], from that of each position; the layers share it."""
+        if self._rotated is None or self._rotated[0] is not of_positions:
+            self._rotated = of_positions, of_positions.index_select(0, self.positions_N)
+        return self._rotated[1]
 
 
 def install(chunks: Sequence[Any], policy: PolicyConfig, device: torch.device) -> bool:
@@ -170,7 +177,7 @@ def _rotate_by_position(_: Any, arguments: Any, options: dict[str, Any]) -> tupl
     shared, embedding = options.get("packed_seq_params"), options.get("rotary_pos_emb")
     if not isinstance(shared, SharedKeys) or embedding is None:
         return None
-    return arguments, options | {"rotary_pos_emb": embedding.index_select(0, shared.positions_N)}
+    return arguments, options | {"rotary_pos_emb": shared.rotary(embedding)}
 
 
 def _attend(
