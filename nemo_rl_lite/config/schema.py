@@ -213,6 +213,7 @@ class MegatronConfig(TeacherParallelConfig):
 @dataclass(frozen=True, config=STRICT)
 class SequencePackingConfig:
     enabled: bool | Auto
+    shared_prompts: Annotated[bool | Auto, ActiveIf("batches", "packed")]
     train_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "packed")]
     logprob_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "packed")]
 

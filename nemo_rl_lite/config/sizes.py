@@ -28,6 +28,8 @@ ENOUGH_TOKENS = 16384
 SHARE_APART, SHARE_COLOCATED = 0.9, 0.5
 # The policy computes the logits of this many entries of the vocabulary at a time.
 VOCABULARY_SLICE = 8192
+# Share of a batch's tokens that shared prompts must save, with `auto`.
+LEAST_SAVED = 0.05
 BatchMode = Literal["fixed", "dynamic", "packed"]
 
 
@@ -296,6 +298,24 @@ def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
     if packs == "auto":
         packs = on_gpu and policy.precision == "bfloat16" and not policy.dynamic_batching.enabled
     return "packed" if packs else "dynamic" if policy.dynamic_batching.enabled else "fixed"
+
+
+def shares_prompts(policy: PolicyConfig, on_gpu: bool) -> bool:
+    """Return whether packed rows may share prompts: without context parallelism and CUDA graphs."""
+    parallel = policy.megatron_cfg
+    plain = parallel.context_parallel_size == 1 and not (on_gpu and parallel.cuda_graph_impl != "none")
+    return plain and policy.sequence_packing.shared_prompts is not False and batch_mode(policy, on_gpu) == "packed"
+
+
+def prompt_siblings(config: Config) -> int:
+    """Return the number of neighbouring rows whose prompt packs may share; 1 if they share none."""
+    shares = isinstance(config.algorithm, RolloutAlgorithmConfig) and shares_prompts(config.policy, on_gpus(config))
+    return config.options(RolloutAlgorithmConfig).num_generations_per_prompt if shares else 1
+
+
+def least_saved(policy: PolicyConfig) -> float:
+    """Return the share of a batch's tokens above which prompts are shared."""
+    return LEAST_SAVED if policy.sequence_packing.shared_prompts == "auto" else 0.0
 
 
 def row_round(policy: PolicyConfig) -> int:

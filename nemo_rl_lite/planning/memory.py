@@ -25,7 +25,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import ceil
+from math import ceil, gcd
 
 from nemo_rl_lite.config.algorithms import generates, has_teacher
 from nemo_rl_lite.config.engines import (
@@ -43,10 +43,12 @@ from nemo_rl_lite.config.sizes import (
     batch_mode,
     engine_ranks,
     keeps_logits,
+    least_saved,
     mb_tokens,
     micro_batch_sizes,
     on_gpus,
     parallel_dims,
+    prompt_siblings,
     records_training,
     row_round,
     samples_per_step,
@@ -93,6 +95,29 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
     round_to = row_round(policy)
     tokens = -(-tokens // round_to) * round_to
     return MicroBatch(tokens, tokens if mode == "packed" else longest)
+
+
+def siblings_per_pack(config: Config, prompt: float, response: float, training: bool) -> float:
+    """Return how many sequences of a pack share a prompt, at these mean lengths; 1 if prompts are not shared."""
+    siblings = prompt_siblings(config)
+    if siblings == 1:
+        return 1.0
+    sequences = sequences_per_optimizer_step(config) if training else samples_per_step(config)
+    siblings = gcd(siblings, -(-sequences // max(1, parallel_dims(config).dp)))
+    count = max(1.0, min(siblings, (micro_batch(config, training).tokens - prompt) / response))
+    saved = prompt * (1 - 1 / count)
+    return count if saved > least_saved(config.policy) * (prompt + response) else 1.0
+
+
+def key_copies(config: Config, training: bool) -> float:
+    """Return the keys that attention reads per token of a pack with shared prompts: copies of a prompt's keys for each
+    of its sequences. Responses have half of `max_new_tokens`, and prompts the rest; 0 if prompts are not shared."""
+    if prompt_siblings(config) == 1:
+        return 0.0
+    response = config.generation.max_new_tokens / 2
+    prompt = max(1.0, config.policy.max_total_sequence_length - 2 * response)
+    count = siblings_per_pack(config, prompt, response, training)
+    return (prompt + count * (prompt + response)) / (prompt + count * response) if count > 1 else 0.0
 
 
 def own_part(config: Config, training: bool) -> MicroBatch:
@@ -167,6 +192,7 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
     # After the head, a layer's gradients take about as many bytes as its activations. A recomputed layer has both at
     # once, mostly the gradients of its MLP.
     working = sum(layer.values()) + (mlp_gradients(config, shape, batch) if parallel.activation_checkpointing else 0.0)
+    working += copied_bytes(config, shape, batch, training=True)
     device = layers * in_flight * kept - waiting + max(head, working)
     return int(device), int(waiting)
 
@@ -174,10 +200,18 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
 def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
     """Return the peak bytes of logprob inference on a pipeline stage."""
     batch = own_part(config, training=False)
-    working = sum(layer_bytes(config, shape, batch).values())
+    working = sum(layer_bytes(config, shape, batch).values()) + copied_bytes(config, shape, batch, training=False)
     if stage < parallel_dims(config).pp - 1:
         return int(working)
     return int(max(slice_logits(config, shape, batch) * (item_bytes(config) + 4), working))
+
+
+def copied_bytes(config: Config, shape: ModelShape, batch: MicroBatch, training: bool) -> float:
+    """Return the bytes of a layer's copies of keys and values of shared prompts. Training adds gradients, of which one
+    is also in float32."""
+    item = item_bytes(config)
+    each = batch.tokens * key_copies(config, training) * shape.kv_heads * shape.head_dim / parallel_dims(config).tp
+    return each * (4 * item + 4 if training else 2 * item)
 
 
 def slice_logits(config: Config, shape: ModelShape, batch: MicroBatch) -> float:

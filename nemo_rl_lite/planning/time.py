@@ -11,7 +11,7 @@ between ranks, environments, rewards, agents and resampled prompts.
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from nemo_rl_lite.config.algorithms import compares
@@ -48,6 +48,7 @@ from nemo_rl_lite.planning.memory import (
     matrix_weights,
     micro_batch,
     parameter_count,
+    siblings_per_pack,
     teacher_shape,
     token_cache_bytes,
     trained_parameters,
@@ -176,11 +177,18 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     length = lengths.prompt + (lengths.longest if padded else lengths.mean)
     batch, share = micro_batch(config, training), sequences / dims.dp
     # A packed micro-batch has as many sequences as fit, a padded one has its rows.
-    count = math.ceil(share / (batch.tokens // batch.row if padded else batch.tokens / length))
+    skipped = 1 - 1 / siblings_per_pack(config, lengths.prompt, lengths.mean, training)
+    tokens = length - skipped * lengths.prompt
+    count = math.ceil(share / (batch.tokens // batch.row if padded else batch.tokens / tokens))
     again = 1 if training and parallel.activation_checkpointing else 0
     whole, matrix = (SequenceFlops(own, parallel.peft) for own in (shape, replace(shape, layers=0, dense_layers=0)))
-    work, last = ((own.training if training else own.forward)(length) for own in (whole, matrix))
-    of_layers = work - last + again * (whole.forward(length) - matrix.forward(length))
+
+    def of_row(flops: Callable[[float], float]) -> float:
+        """Return the FLOPs of a sequence, with its share of a shared prompt."""
+        return flops(length) - skipped * flops(lengths.prompt)
+
+    work, last = (of_row(own.training if training else own.forward) for own in (whole, matrix))
+    of_layers = work - last + again * (of_row(whole.forward) - of_row(matrix.forward))
     # The last pipeline stage also has the LM head. The slowest stage counts.
     layers = dims.stage_layers(shape.layers)
     stages = [of_layers * own / shape.layers for own in layers]

@@ -4,7 +4,7 @@ Layouts:
 
 - fixed: a fixed number of right-padded sequences
 - dynamic: padded sequences of similar length, up to a token budget
-- packed: sequences concatenated in one row, with attention within each
+- packed: sequences concatenated in one row, with attention within each. They may share prefixes: `shared_prompts.py`
 
 Up to rounding, logprobs and gradients do not depend on the layout.
 """
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import PolicyConfig
-from nemo_rl_lite.config.sizes import BatchMode, batch_mode, mb_tokens, row_round
+from nemo_rl_lite.config.sizes import BatchMode, batch_mode, least_saved, mb_tokens, row_round
+from nemo_rl_lite.policy.shared_prompts import Family, families_of, parts_of
 
 Cost = Callable[[int], float]
 """Work of a sequence with this number of tokens, in any unit."""
@@ -95,19 +96,27 @@ class Layout:
     """Pad packs to a `Bucket`."""
     piece: int = 1
     """Packed sequences are padded to a multiple of this many tokens, for context-parallel ranks."""
+    least_saved: float | None = None
+    """Packed sequences share prefixes if they save more than this share of a batch's tokens; None if they never do."""
 
     @classmethod
     def configured(
-        cls, config: PolicyConfig, purpose: Literal["train", "logprob"], on_gpu: bool, together: int = 1
+        cls,
+        config: PolicyConfig,
+        purpose: Literal["train", "logprob"],
+        on_gpu: bool,
+        together: int = 1,
+        can_share: bool = False,
     ) -> "Layout":
-        """Return the configured layout for training or for logprobs."""
+        """Return the configured layout for training or for logprobs. `can_share`: the model can share prefixes."""
         mode, training, parallel = batch_mode(config, on_gpu), purpose == "train", config.megatron_cfg
         if mode == "fixed":
             size = config.train_micro_batch_size if training else config.logprob_batch_size
             return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, together)
         in_buckets, context = training and on_gpu and parallel.cuda_graph_impl != "none", parallel.context_parallel_size
         piece = 2 * context if context > 1 else 1
-        return cls(mode, mb_tokens(config, mode, training), row_round(config), together, in_buckets, piece)
+        least = least_saved(config) if can_share else None
+        return cls(mode, mb_tokens(config, mode, training), row_round(config), together, in_buckets, piece, least)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
         """Return the indices of each micro-batch's sequences: `at_least` micro-batches, if there are that many
@@ -125,8 +134,31 @@ class Layout:
             groups = _similar_lengths([len(one) * self.rounded(max(one)) for one in each], self.size, at_least)
         return [[item * self.together + place for item in group for place in range(self.together)] for group in groups]
 
+    def packs(self, tokens_BT: Tensor, lengths: Sequence[int], at_least: int = 1) -> list[list[Family]]:
+        """Return the families of each pack: `groups` of packed rows if they share no prefixes."""
+        if self.least_saved is None:
+            return [[Family(range(row, row + 1)) for row in group] for group in self.groups(lengths, at_least)]
+        families = families_of(tokens_BT, lengths, self.together, self.least_saved)
+        parts = parts_of(families, lengths, self.size, self.together, at_least)
+        packs = _even_packs([part.tokens(lengths) for part in parts], self.size, at_least)
+        return [[parts[place] for place in pack] for pack in packs]
+
     def rounded(self, length: int) -> int:
         return round_up(length, self.round_to)
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Prefixes that the b sequences of a pack share. Each is a piece of the row, before the rests of its sequences."""
+
+    lengths: Tensor
+    """Tokens of each sequence's prefix, [b]; 0 without one."""
+    starts: Tensor
+    """Index of its first token in the row, [b]."""
+    pieces: tuple[int, ...]
+    """Tokens of each piece: prefixes, and rests of sequences."""
+    seen: tuple[range, ...]
+    """Tokens before each piece that it attends to."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +172,16 @@ class ModelInput:
     lengths: Tensor
     """Tokens of each sequence, [b]."""
     starts: Tensor
-    """Index of each sequence's first token in `tokens_nS.flatten()`, [b]."""
+    """Index of each sequence's first token in `tokens_nS.flatten()`, [b]. With a shared prefix, that of its rest minus
+    the prefix's length."""
     own_lengths: tuple[int, ...]
     """`lengths` on the host."""
     packed: bool
     bucket: Bucket | None = None
     piece: int = 1
     """See `Layout`. A sequence's padding attends to the sequence, but not the reverse."""
+    prefixes: Prefixes | None = None
+    """None if no sequences share any."""
 
     @property
     def width(self) -> int:
@@ -155,50 +190,93 @@ class ModelInput:
 
     def to(self, device: torch.device) -> "ModelInput":
         """Copy all tensors except `rows` to `device`."""
-        names = ("tokens_nS", "lengths", "starts")
-        return replace(self, **sent_together({name: getattr(self, name) for name in names}, device))
+        own = {name: getattr(self, name) for name in ("tokens_nS", "lengths", "starts")}
+        if self.prefixes is None:
+            return replace(self, **sent_together(own, device))
+        own |= {"of_prefixes": self.prefixes.lengths, "to_prefixes": self.prefixes.starts}
+        sent = sent_together(own, device)
+        prefixes = replace(self.prefixes, lengths=sent.pop("of_prefixes"), starts=sent.pop("to_prefixes"))
+        return replace(self, prefixes=prefixes, **sent)
 
     @property
     def pieces(self) -> list[int]:
         """Tokens of the packed sequences and of the padding after them (one piece, or several in a bucket)."""
         if self.bucket is not None:
             return self.bucket.pieces_of(self.own_lengths)
-        padded = [round_up(length, self.piece) for length in self.own_lengths]
+        if self.prefixes is not None:
+            padded = [*self.prefixes.pieces]
+        else:
+            padded = [round_up(length, self.piece) for length in self.own_lengths]
         padding = self.tokens_nS.numel() - sum(padded)
         return [*padded, padding] if padding else padded
 
     @property
-    def longest(self) -> int:
-        """Maximum length of the `pieces`, of the bucket if there is one."""
-        return max(self.pieces) if self.bucket is None else self.bucket.width
+    def longest(self) -> tuple[int, int]:
+        """Maximum number of tokens and of keys of the `pieces`, of the bucket if there is one."""
+        return (max(self.pieces), max(self.key_pieces)) if self.bucket is None else (self.bucket.width,) * 2
 
     def boundaries(self) -> Tensor:
         """Return cumulative lengths of the `pieces`, int32 [pieces + 1], on the host."""
         return torch.tensor([0, *accumulate(self.pieces)], dtype=torch.int32)
+
+    def key_boundaries(self) -> Tensor:
+        """Return cumulative numbers of keys of the `pieces`, int32 [pieces + 1], on the host."""
+        return torch.tensor([0, *accumulate(self.key_pieces)], dtype=torch.int32)
 
     def positions(self) -> Tensor:
         """Return each token's place in its sequence, [n, S]."""
         count = torch.arange(self.tokens_nS.shape[1])
         if not self.packed:
             return count.expand_as(self.tokens_nS)
-        pieces = torch.tensor(self.pieces)
-        return (count - (pieces.cumsum(0) - pieces).repeat_interleave(pieces))[None]
+        pieces, before = torch.tensor(self.pieces), torch.tensor([len(own) for own in self.seen])
+        return (count - (pieces.cumsum(0) - pieces - before).repeat_interleave(pieces))[None]
+
+    @property
+    def seen(self) -> list[range]:
+        """Tokens of shared prefixes that each of the `pieces` attends to."""
+        seen = [] if self.prefixes is None else [*self.prefixes.seen]
+        return seen + [range(0)] * (len(self.pieces) - len(seen))
+
+    @property
+    def key_pieces(self) -> list[int]:
+        """Number of keys of each piece: tokens of its shared prefix, and its own."""
+        return [len(seen) + piece for seen, piece in zip(self.seen, self.pieces, strict=True)]
+
+    def keys(self) -> Tensor:
+        """Return the index of each key's token in the row, by piece, [K]."""
+        ends = accumulate(self.pieces)
+        places = [
+            (seen, range(end - piece, end)) for seen, piece, end in zip(self.seen, self.pieces, ends, strict=True)
+        ]
+        return torch.cat([torch.arange(own.start, own.stop) for pair in places for own in pair])
 
     def hidden_from(self) -> Tensor:
-        """Return the attention mask, bool [1, 1, S, S]: hidden above the diagonal and between packed sequences."""
+        """Return the attention mask, bool [1, 1, S, K]: hidden above the diagonal and between pieces. Without shared
+        prefixes, the K keys are the row's."""
         length = self.tokens_nS.shape[1]
-        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-        if self.packed:
-            sequence = torch.cat([torch.full((length,), place) for place, length in enumerate(self.pieces)])
-            hidden |= sequence[:, None] != sequence[None, :]
-        return hidden[None, None]
+        if not self.packed:
+            return torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        own, of_keys = (
+            torch.arange(len(self.pieces)).repeat_interleave(torch.tensor(each))
+            for each in (self.pieces, self.key_pieces)
+        )
+        place = self.positions()[0]
+        return ((own[:, None] != of_keys) | (place[:, None] < place[self.keys()]))[None, None]
+
+    def places_before(self, place: Tensor) -> Tensor:
+        """Return the index of the token before each `place` of each sequence in `tokens_nS.flatten()`, [b, places]."""
+        index = self.starts[:, None] + place - 1
+        if self.prefixes is None:
+            return index
+        return torch.where(place <= self.prefixes.lengths[:, None], self.prefixes.starts[:, None] + place - 1, index)
 
     def lay(self, values: Tensor, counts: Tensor, outside: int) -> Tensor:
         """Place values of the first tokens of each sequence in the input's layout, [n, S, ...], with `outside`
         elsewhere. `counts`: tokens of each sequence that have values, whose sum is `len(values)`."""
-        first = self.starts[: len(counts)] - (counts.cumsum(0) - counts)
+        place = torch.arange(int(counts.max())) if len(counts) else torch.arange(0)
+        inside = place < counts[:, None]
         laid = values.new_full((self.tokens_nS.numel(), *values.shape[1:]), outside)
-        laid[first.repeat_interleave(counts) + torch.arange(len(values))] = values
+        laid[self.places_before(place + 1)[: len(counts)][inside]] = values
         return laid.view(*self.tokens_nS.shape, *values.shape[1:])
 
     def pack(self, of_token_bTk: Tensor) -> Tensor:
@@ -207,7 +285,7 @@ class ModelInput:
         inside = (place > 0) & (place < self.lengths[:, None])
         packed = of_token_bTk.new_zeros(self.tokens_nS.numel(), of_token_bTk.shape[2])
         # Other places map to one that `unpack` does not read: the last token of the first sequence.
-        index = torch.where(inside, self.starts[:, None] + place - 1, self.starts[0] + self.lengths[0] - 1)
+        index = torch.where(inside, self.places_before(place), self.starts[0] + self.lengths[0] - 1)
         packed[index.flatten()] = torch.where(inside[..., None], of_token_bTk, 0).flatten(0, 1)
         return packed
 
@@ -215,7 +293,7 @@ class ModelInput:
         """Return values [b, width, ...] by token from values [N, ...] of the next token at the input's N = n * S
         positions. Entry 0 and entries beyond a sequence's end are 0. Keeps gradients."""
         place = torch.arange(self.width, device=of_next_N.device)
-        index = (self.starts[:, None] + place - 1).clamp(0, len(of_next_N) - 1)
+        index = self.places_before(place).clamp(0, len(of_next_N) - 1)
         inside = (place > 0) & (place < self.lengths[:, None])
         return torch.where(inside.view(*inside.shape, *[1] * (of_next_N.dim() - 1)), of_next_N[index], 0)
 
@@ -223,8 +301,9 @@ class ModelInput:
 def cut(tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, at_least: int = 1) -> list[ModelInput]:
     """Split right-padded sequences into micro-batches, in the layout's order."""
     lengths = lengths_B.tolist()
-    lay = _pack if layout.mode == "packed" else _pad
-    return [lay(tokens_BT, lengths, group, layout) for group in layout.groups(lengths, at_least)]
+    if layout.mode == "packed":
+        return [_pack(tokens_BT, lengths, pack, layout) for pack in layout.packs(tokens_BT, lengths, at_least)]
+    return [_pad(tokens_BT, lengths, group, layout) for group in layout.groups(lengths, at_least)]
 
 
 def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
@@ -237,20 +316,53 @@ def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout
     return ModelInput(rows, padded, torch.tensor(own), torch.arange(len(group)) * width, own, packed=False)
 
 
-def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
-    rows, own = torch.tensor(group), tuple(lengths[row] for row in group)
-    wide = [round_up(length, layout.piece) for length in own]
-    each, pieces = torch.tensor(own), torch.tensor(wide)
-    starts = pieces.cumsum(0) - pieces
-    place = torch.arange(sum(own)) - (each.cumsum(0) - each).repeat_interleave(each)
+def _pack(tokens_BT: Tensor, lengths: list[int], pack: Sequence[Family], layout: Layout) -> ModelInput:
+    rows = [row for family in pack for row in family.rows]
+    # Row, first token and number of tokens of each piece: prefixes, and rests of rows.
+    pieces = [
+        piece
+        for family in pack
+        for piece in (
+            *([(family.rows.start, 0, family.prefix)] if family.prefix else []),
+            *((row, family.prefix, lengths[row] - family.prefix) for row in family.rows),
+        )
+    ]
+    of_rows, firsts, each = (torch.tensor(values) for values in zip(*pieces, strict=True))
+    wide = (each + layout.piece - 1) // layout.piece * layout.piece
+    starts, inside = (
+        wide.cumsum(0) - wide,
+        torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each),
+    )
+    own = tuple(lengths[row] for row in rows)
     bucket = Bucket.of(own, layout.round_to, layout.size) if layout.in_buckets else None
-    tokens = layout.rounded(sum(wide)) if bucket is None else bucket.tokens
-    row = tokens_BT.new_zeros(tokens)
-    row[starts.repeat_interleave(each) + place] = tokens_BT[rows.repeat_interleave(each), place]
-    missing = 0 if bucket is None else bucket.rows - len(own)
-    starts, each = (torch.nn.functional.pad(values, (0, missing)) for values in (starts, each))
+    row = tokens_BT.new_zeros(layout.rounded(int(wide.sum())) if bucket is None else bucket.tokens)
+    row[starts.repeat_interleave(each) + inside] = tokens_BT[
+        of_rows.repeat_interleave(each), firsts.repeat_interleave(each) + inside
+    ]
+    prefixes, is_rest = _prefixes(pack, each, starts)
+    begins, missing = (starts - firsts)[is_rest], 0 if bucket is None else bucket.rows - len(own)
+    begins, counts = (torch.nn.functional.pad(values, (0, missing)) for values in (begins, torch.tensor(own)))
     own += (0,) * missing
-    return ModelInput(rows, row[None], each, starts, own, packed=True, bucket=bucket, piece=layout.piece)
+    found = ModelInput(
+        torch.tensor(rows), row[None], counts, begins, own, packed=True, bucket=bucket, piece=layout.piece
+    )
+    return replace(found, prefixes=prefixes)
+
+
+def _prefixes(pack: Sequence[Family], pieces: Tensor, starts: Tensor) -> tuple[Prefixes | None, list[int]]:
+    """Return the prefixes of a pack, and the indices of its `pieces` that are rests of rows. `starts`: of pieces."""
+    lengths, begins, seen, rests = list[int](), list[int](), list[range](), list[int]()
+    for family in pack:
+        begin = int(starts[len(seen)])
+        if family.prefix:
+            seen.append(range(0))
+        rests += range(len(seen), len(seen) + len(family.rows))
+        seen += [range(begin, begin + family.prefix)] * len(family.rows)
+        lengths += [family.prefix] * len(family.rows)
+        begins += [begin] * len(family.rows)
+    if not any(lengths):
+        return None, rests
+    return Prefixes(torch.tensor(lengths), torch.tensor(begins), tuple(pieces.tolist()), tuple(seen)), rests
 
 
 def balanced_shares(

@@ -18,9 +18,9 @@ from torch import Tensor
 from nemo_rl_lite.compat import transformer_engine
 from nemo_rl_lite.compat.megatron import auto_bridge, forget_groups
 from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
-from nemo_rl_lite.config.sizes import ParallelDims, keeps_logits
+from nemo_rl_lite.config.sizes import ParallelDims, keeps_logits, shares_prompts
 from nemo_rl_lite.errors import TrainingError
-from nemo_rl_lite.policy import activation_offload, moe
+from nemo_rl_lite.policy import activation_offload, moe, shared_prompts
 from nemo_rl_lite.policy.context import ContextRanks, check_shareable
 from nemo_rl_lite.policy.logprobs import check_scorable
 from nemo_rl_lite.policy.moe import RouterReplay
@@ -159,6 +159,8 @@ class MegatronModel:
     """Chunks are wrapped in megatron-core's DistributedDataParallel."""
     context: ContextRanks = field(default_factory=ContextRanks)
     replay: RouterReplay | None = None
+    shares_prompts: bool = False
+    """Packed rows may share prefixes (`shared_prompts.py`)."""
     in_engine: SharedFrozenParams = field(default_factory=SharedFrozenParams)
     """Frozen weights in the memory of the engine on this device."""
 
@@ -244,6 +246,8 @@ def build_model(
     if config.router_replay.enabled:
         model.replay = moe.replaying(model.chunks, parallel, model.context, device)
         model.place = replace(model.place, replayed_layers=model.replay.layers)
+    if shares_prompts(config, on_gpu):
+        model.shares_prompts = shared_prompts.install(model.bare_chunks, config, device)
     if model.place.has_logits:
         check_scorable(unwrap_model(model.chunks[-1]))
     return model

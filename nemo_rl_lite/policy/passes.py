@@ -18,6 +18,7 @@ from nemo_rl_lite.policy.context import ContextRanks, Shard
 from nemo_rl_lite.policy.logprobs import TopLogits, scores_of
 from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut, sent_together
 from nemo_rl_lite.policy.model import MegatronModel
+from nemo_rl_lite.policy.shared_prompts import SharedKeys
 
 Before = Callable[[int, int], None] | None
 """Called before each micro-batch with the number of micro-batches that have not started, and that are in flight."""
@@ -240,10 +241,15 @@ def trained_on(
 
 def view_of(micro: ModelInput, device: torch.device, context: ContextRanks) -> dict[str, Tensor]:
     """Return host tensors: `positions`, and `attention_mask` on a CPU, or `boundaries` of packed sequences for
-    Transformer Engine's causal attention. Mask and boundaries are of the whole row, on context-parallel ranks too."""
-    seen = {"positions": context.own(micro.positions(), micro)}
+    Transformer Engine's causal attention. Mask and boundaries are of the whole row, on context-parallel ranks too. With
+    shared prefixes also `keys`, and their `key_boundaries`."""
+    seen, shares = {"positions": context.own(micro.positions(), micro)}, micro.prefixes is not None
+    if shares:
+        seen["keys"] = micro.keys()
     if device.type == "cpu":
         return seen | {"attention_mask": micro.hidden_from()}
+    if shares:
+        seen["key_boundaries"] = micro.key_boundaries()
     return seen | ({"boundaries": micro.boundaries()} if micro.packed else {})
 
 
@@ -252,13 +258,16 @@ def forward(
     chunk: Any,
     tokens_nS: Tensor,
     seen: dict[str, Tensor],
-    longest: int,
+    longest: tuple[int, int],
     scores: Callable[..., dict[str, Tensor]],
 ) -> Any:
-    """Return the output of a stage. `seen`: `view_of` the micro-batch, with sequences of up to `longest` tokens."""
+    """Return the output of a stage. `seen`: `view_of` the micro-batch. `longest`: `ModelInput.longest`."""
     # megatron-core would convert the output to float32.
     options: dict[str, Any] = {"fp32_output": False} if model.half_precision else {}
-    if "boundaries" in seen:
+    if "keys" in seen:
+        boundaries = seen.get("boundaries"), seen.get("key_boundaries")
+        options["packed_seq_params"] = SharedKeys(seen["positions"][0], seen["keys"], *longest, *boundaries)
+    elif "boundaries" in seen:
         from megatron.core.packed_seq_params import PackedSeqParams
 
         padded = seen["boundaries"] if model.context.splits else None
@@ -266,8 +275,8 @@ def forward(
             qkv_format="thd",
             cu_seqlens_q=seen["boundaries"],
             cu_seqlens_kv=seen["boundaries"],
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            max_seqlen_q=longest[0],
+            max_seqlen_kv=longest[1],
             # Context parallelism requires these. Padding is part of its sequence here, which saves a comparison on the
             # GPU in each layer.
             cu_seqlens_q_padded=padded,  # pyrefly: ignore

@@ -54,7 +54,7 @@ class TeacherWorker:
         self._temperature, self._topk = temperature, topk
         with SETUP("model"):
             self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed, trains=False)
-        self._layout = Layout.configured(policy, "logprob", on_gpu)
+        self._layout = Layout.configured(policy, "logprob", on_gpu, can_share=self._model.shares_prompts)
         log.info("micro-batches: %s", self._layout)
         arena = HostArena("the teacher's weights", host_registrar(policy, self._model))
         self._weights = FrozenWeights("teacher_weights", self._model.state, arena, self._model.device)

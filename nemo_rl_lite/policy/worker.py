@@ -87,8 +87,9 @@ class MegatronWorker:
         if policy.megatron_cfg.optimizer.optimizer_cpu_offload and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
         self._reference = Reference(policy, self._model) if keep_reference else None
-        self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together)
-        self._logprob_layout = Layout.configured(policy, "logprob", on_gpu)
+        shares = self._model.shares_prompts
+        self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together, shares)
+        self._logprob_layout = Layout.configured(policy, "logprob", on_gpu, can_share=shares)
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
         self._phases = phase_memory(policy, self._model, self._optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)

@@ -35,6 +35,7 @@ _CPU, _SHARDED = f"{_OPTIMIZER}.optimizer_cpu_offload", f"{_OPTIMIZER}.use_distr
 _TENSOR, _EXPERTS = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
 _PIPELINE, _CONTEXT = f"{MEGATRON}.pipeline_model_parallel_size", f"{MEGATRON}.context_parallel_size"
 _SEQUENCE, _PACKING = f"{MEGATRON}.sequence_parallel", "policy.sequence_packing.enabled"
+_SHARED = "policy.sequence_packing.shared_prompts"
 _ACTIVATIONS, _MODULES = f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.offload_modules"
 _REPLAY, _FUSION = "policy.router_replay.enabled", f"{MEGATRON}.moe_router_fusion"
 _GRAPHS, _PEFT = f"{MEGATRON}.cuda_graph_impl", f"{MEGATRON}.peft"
@@ -114,6 +115,9 @@ def check_context_parallel(config: Config) -> Iterator[Violation]:
         rule_text = "needs policy.sequence_packing"
         fix = f"{_PACKING}=true policy.dynamic_batching.enabled=false policy.precision=bfloat16, or {_CONTEXT}=1"
         yield Violation(_CONTEXT, size, rule_text, fix)
+    elif config.policy.sequence_packing.shared_prompts is True:
+        rule_text = f"excludes context parallelism ({_CONTEXT}={size})"
+        yield Violation(_SHARED, True, rule_text, f"{_SHARED}=auto, or {_CONTEXT}=1")
 
 
 @rule("cluster", "policy", "generation")
@@ -451,6 +455,7 @@ def check_graphs(config: Config) -> Iterator[Violation]:
         (f"{_PEFT}.enabled", parallel.peft.enabled, "adapters", "false"),
         (f"{_DATA_PARALLEL}.overlap_grad_reduce", overlap, "overlapped gradient reduction", "false"),
         (_REPLAY, config.policy.router_replay.enabled, "router replay", "false"),
+        (_SHARED, config.policy.sequence_packing.shared_prompts is True, "shared prompts", "auto"),
     ):
         if on:
             yield Violation(key, None, f"CUDA graphs cannot capture {what}", f"{key}={off}, or {_GRAPHS}=none")

@@ -10,6 +10,7 @@ from nemo_rl_lite.config.sizes import (
     generates_ahead,
     iterations,
     on_gpus,
+    prompt_siblings,
     sequences_per_optimizer_step,
     sequences_together,
 )
@@ -149,7 +150,8 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
     shape = described_shape(begun.model_path)
     flops = None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)
     with setup("connect"):
-        policy = RemotePolicy(begun.policy_group, batch, together, flops, padding, iterations(config))
+        siblings = prompt_siblings(config)
+        policy = RemotePolicy(begun.policy_group, batch, together, flops, padding, iterations(config), siblings)
     if saved is not None:
         try:
             with setup("resume"):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class RemotePolicy:
         flops: SequenceFlops | None = None,
         layout: Layout | None = None,
         iterations: int = 1,
+        siblings: int = 1,
     ):
         """Create a client.
 
@@ -68,9 +70,10 @@ class RemotePolicy:
             flops: FLOPs of a sequence; None for an unknown architecture, whose work is counted in tokens.
             layout: layout of training micro-batches, if the work depends on it.
             iterations: training passes over a batch.
+            siblings: neighbouring rows that share a prompt, which stay on a replica if all get equally many rows.
         """
         self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
-        self._layout, self._iterations = layout, iterations
+        self._layout, self._iterations, self._siblings = layout, iterations, siblings
         self._cost: Cost = float if flops is None else cache(flops.forward)
         self._replicas = Replicas(group)
         self._held: dict[str, BatchRef] = {}
@@ -262,7 +265,8 @@ class RemotePolicy:
             index += range(len(rows), len(rows) + missing)
             if not missing or rows.episodes is not None:
                 of_step = [*lengths[own_rows.start : own_rows.stop], *[1] * missing]
-                owned = balanced_shares(of_step, count, self._cost, together, self._layout)
+                neighbours = together if rows.episodes is not None else max(together, gcd(self._siblings, each))
+                owned = balanced_shares(of_step, count, self._cost, neighbours, self._layout)
             else:
                 owned = [list(range(replica * each, (replica + 1) * each)) for replica in range(count)]
             for share, own in zip(shares, owned, strict=True):

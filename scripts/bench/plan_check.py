@@ -176,7 +176,7 @@ def compared(run: dict[str, Any]) -> dict[str, tuple[float, float]]:
 def config_of(run: dict[str, Any]) -> Config:
     """Return the run's configuration; keys newer than the run have their defaults, or the behaviour before them."""
     name = run["config"]["algorithm"]["name"]
-    before = [f"algorithm={name}", "refit.cuda_ipc=false"]
+    before = [f"algorithm={name}", "refit.cuda_ipc=false", "policy.sequence_packing.shared_prompts=false"]
     before += ["algorithm.loss_fn.force_on_policy_ratio=false"] if name == "grpo" else []
     whole = dataclasses.asdict(compose_config(before))
     return restore(json.dumps(_laid_over(whole, run["config"])))

@@ -52,7 +52,7 @@ def main(model_folder: str, output_folder: str, cases: str) -> None:
     policy_module.wait = lambda call: call
     for name, config, worker in policies(model_folder, cases):
         if "graphs" in name:
-            worker._train_layout = replace(worker._train_layout, in_buckets=True)
+            worker._train_layout = replace(worker._train_layout, in_buckets=True, least_saved=None)
             worker._graphs = MicroBatchGraphs(worker._model, Again())
         keep(train(config, worker), output_folder, name)
 

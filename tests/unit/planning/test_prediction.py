@@ -277,7 +277,7 @@ def test_the_table_says_how_much_is_where():
 def test_context_parallel_ranks_share_activations_and_optimizer_states():
     batch = [*BATCH, "policy.max_total_sequence_length=32768"]
     limits = [f"policy.sequence_packing.{phase}_mb_tokens=32768" for phase in ("train", "logprob")]
-    two = ["cluster.gpus_per_node=2", *limits]
+    two = ["cluster.gpus_per_node=2", "policy.sequence_packing.shared_prompts=false", *limits]
     alone, shared = (
         predict(compose_config([*ONE_GPU, *batch, *two, *own]), replace(QWEN3, max_positions=40960), H100)
         for own in ([], [f"{MEGATRON}.context_parallel_size=2"])
@@ -288,3 +288,18 @@ def test_context_parallel_ranks_share_activations_and_optimizer_states():
         assert 0.49 * whole < ours < 0.53 * whole
     for component in (Component.PARAMETERS, Component.GRADIENTS, Component.OPTIMIZER_STATES):
         assert shared[Phase.TRAIN, component] == alone[Phase.TRAIN, component]
+
+
+def test_shared_prompts_take_copies_of_keys_in_one_layer_at_a_time():
+    """8 responses of 256 tokens to a prompt of 3,584."""
+    own = [*BATCH, "policy.max_total_sequence_length=4096", "generation.max_new_tokens=512"]
+    own += ["policy.sequence_packing.train_mb_tokens=16384", "policy.sequence_packing.shared_prompts"]
+    plain, shared = (
+        predict(compose_config([*ONE_GPU, *own[:-1], f"{own[-1]}={value}"]), QWEN3, H100) for value in ("false", "auto")
+    )
+    keys = 16384 * (3584 + 8 * 3840) / (3584 + 8 * 256) * QWEN3.kv_heads * QWEN3.head_dim
+    for phase, most in ((Phase.TRAIN, 12 * keys), (Phase.LOGPROB, 4 * keys)):
+        ours, before = (one[phase, Component.ACTIVATIONS].device for one in (shared, plain))
+        # The LM head may take more than a layer.
+        assert before <= ours <= before + most + 1
+    assert shared[Phase.TRAIN, Component.ACTIVATIONS].device > plain[Phase.TRAIN, Component.ACTIVATIONS].device

@@ -8,7 +8,7 @@ from nemo_rl_lite.validation.compose import compose_config
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
 GPUS = ["policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-8B", "cluster.gpus_per_node=8"]
-GPUS += ["policy.megatron_cfg.activation_checkpointing=true"]
+GPUS += ["policy.megatron_cfg.activation_checkpointing=true", "policy.sequence_packing.shared_prompts=false"]
 # 3,840 sequences can be divided by any number of replicas below 7.
 SIZES = ["algorithm.num_prompts_per_step=480", "policy.train_global_batch_size=3840"]
 APART = ["generation.colocated.enabled=false", "generation.colocated.resources.gpus_per_node=4"]

@@ -38,6 +38,7 @@ GPUS = [
     *("algorithm.num_prompts_per_step=32", "algorithm.num_generations_per_prompt=8", "generation.max_new_tokens=512"),
     *("policy.max_total_sequence_length=1024", "policy.train_global_batch_size=256"),
     *("policy.sequence_packing.train_mb_tokens=8192", "policy.sequence_packing.logprob_mb_tokens=8192"),
+    "policy.sequence_packing.shared_prompts=false",
 ]
 SLOW_TO_COMPUTE, SLOW_TO_READ = Gpu("", 0, 1e13, 1e30), Gpu("", 0, 1e30, 1e12)
 MEMORY = 80 * 2**30
@@ -58,6 +59,20 @@ def test_what_training_computes_again_or_not_at_all(key, again):
     layers = 2 * (MATRICES - VOCABULARY) + 2 * LAYERS * QUERIES * 400
     expected = TOKENS / 8 * ((3 + again) * layers + 3 * 2 * VOCABULARY) / (MFU * 1e13)
     assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_shared_prompt_takes_its_flops_once():
+    """Each rank has 4 prompts of 100 tokens with 8 responses of 300, in packs of 3 groups at most."""
+    config = compose_config([*GPUS, "policy.sequence_packing.shared_prompts=auto"])
+    attention = 2 * LAYERS * QUERIES * (8 * 400 * 400 - 7 * 100 * 100)
+    forward = 4 * (2500 * 2 * MATRICES + attention) / (MFU * 1e13)
+    assert logprob_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(forward, rel=1e-3)
+    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(3 * forward, rel=1e-3)
+    short = Lengths(prompt=10, mean=300, longest=500)
+    plain = compose_config(GPUS)
+    assert logprob_seconds(config, SHAPE, SLOW_TO_COMPUTE, short) == logprob_seconds(
+        plain, SHAPE, SLOW_TO_COMPUTE, short
+    )
 
 
 def test_small_micro_batches_take_their_launches():

@@ -169,6 +169,16 @@ def test_pairs_stay_together_where_shares_are_balanced():
     assert held == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+@pytest.mark.parametrize(
+    ("siblings", "expected"), [(4, [[0, 1, 2, 3], [4, 5, 6, 7]]), (8, [[0, 1, 2, 3], [4, 5, 6, 7]])]
+)
+def test_responses_to_a_prompt_stay_on_a_replica(siblings, expected):
+    """A group that is larger than a replica's share is in parts of neighbours."""
+    group = Group(2)
+    RemotePolicy(group, 8, siblings=siblings).put_batch(rows(9, 9, 8, 8, 1, 1, 2, 2))
+    assert [[row.tokens[0] for row in worker.held["train"]] for worker in group.workers[::2]] == expected
+
+
 class Doubled(SFTLoss):
     def summarize(self, metrics):
         return {"loss": metrics["loss"], "double": 2 * metrics["loss"]}

@@ -30,6 +30,7 @@ CP, EP = f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.expert_model_parallel
 LAST_STAGE, DDP = f"{MEGATRON}.num_layers_in_last_pipeline_stage", f"{MEGATRON}.distributed_data_parallel_config"
 ACTIVATIONS, MODULES = f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.offload_modules"
 GRAPHS, FUSION = f"{MEGATRON}.cuda_graph_impl=full_iteration", f"{MEGATRON}.moe_router_fusion"
+SHARED = "policy.sequence_packing.shared_prompts"
 BATCH, TYPE, RATIO = "policy.train_global_batch_size", f"{LOSS}.truncated_importance_sampling_type", "sampling_ratio"
 IS = f"{LOSS}.use_importance_sampling_correction=true"
 KWARGS, LORA = "generation.vllm_kwargs", "generation.vllm_cfg.lora"
@@ -73,6 +74,8 @@ CASES = {
     f"cluster.gpus_per_node=3 policy=megatron_gpu {CP}=2": CP,
     f"cluster.cpu_ranks=2 {CP}=2": CP,
     f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 policy.dynamic_batching.enabled=true": CP,
+    f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 {SHARED}=true": SHARED,
+    f"{GPU} {GRAPHS} {SHARED}=true": SHARED,
     f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=8 {CP}=8 {MEGATRON}.cp_comm_type=a2a": "cp_comm_type",
     f"{MEGATRON}.sequence_parallel=true {TP}=2 cluster.cpu_ranks=2": f"{MEGATRON}.sequence_parallel",
     f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=8 {TP}=2": f"{MEGATRON}.sequence_parallel=true",
