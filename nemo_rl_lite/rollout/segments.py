@@ -12,7 +12,6 @@ Messages are equal in the form in which requests repeat them, which the endpoint
 drop the reasoning of a response; the segment has the sampled tokens in any case.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -109,9 +108,10 @@ class Segment:
 
     @property
     def row_counts(self) -> RowCounts:
-        found = Counter[int]()
+        # A plain dict: a Counter takes longer to unpickle than the rest of a record.
+        found: dict[int, int] = {}
         for _, length, version in self.sampled_runs():
-            found[version] += length
+            found[version] = found.get(version, 0) + length
         return RowCounts(len(self.tokens), found)
 
     def generation_logprobs(self) -> np.ndarray:

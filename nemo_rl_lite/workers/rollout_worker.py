@@ -34,24 +34,19 @@ from nemo_rl_lite.workers.generation import RemoteReplica
 
 log = logging.getLogger(__name__)
 
-# Seconds that a report waits for news, the least time between two with news, and between two sums of progress.
-_REPORT_S, _PERIOD_S, _PROGRESS_S = 0.2, 0.02, 0.5
+# Seconds that a report waits for news, the least time between two while groups are unfinished, and between two sums of
+# progress.
+_REPORT_S, _PERIOD_S, _PROGRESS_S = 0.2, 0.1, 0.5
 
 
-@dataclass(frozen=True)
-class Kept:
-    """An episode that the worker keeps, with what the launcher decides about it."""
+Kept = tuple[int, float | None, bool, float, int]
+"""Number of an episode that the worker keeps. The launcher's decisions: advantage, whether the episode is left out, and
+length penalty. Number of the row, if a call means one of several."""
 
-    number: int
-    advantage: float | None
-    is_left_out: bool
-    length_penalty: float
-    row: int = 0
-    """Number of the row, if one of the episode's is meant."""
 
-    @classmethod
-    def of(cls, record: EpisodeRecord, advantage: float | None = None, row: int = 0) -> "Kept":
-        return cls(record.number, advantage, record.is_left_out, record.length_penalty, row)
+def kept(record: EpisodeRecord, advantage: float | None = None, row: int = 0) -> Kept:
+    """Return a plain tuple, which pickles several times faster than an object."""
+    return record.number, advantage, record.is_left_out, record.length_penalty, row
 
 
 @dataclass(frozen=True)
@@ -164,7 +159,7 @@ class RolloutWorker:
             self._changed.wait_for(lambda: self._has_news() or session != self._session, _REPORT_S)
             # Collect several groups.
             early = self._reported + _PERIOD_S - time.monotonic()
-            self._changed.wait_for(lambda: self._error is not None or session != self._session, max(early, 0.0))
+            self._changed.wait_for(lambda: self._is_urgent() or session != self._session, max(early, 0.0))
             if session != self._session:
                 return WorkerReport()
             self._reported = time.monotonic()
@@ -201,7 +196,8 @@ class RolloutWorker:
 
     def own_rows(self, chosen: Sequence[Kept], version: int, no_experts: np.ndarray | None) -> TokenRows:
         """Return training rows; see `Episode.row`."""
-        return TokenRows.of([self._kept(one).row(one.advantage or 0.0, version, no_experts, one.row) for one in chosen])
+        each = ((self._kept(one), advantage or 0.0, row) for one in chosen for _, advantage, *_, row in [one])
+        return TokenRows.of([episode.row(advantage, version, no_experts, row) for episode, advantage, row in each])
 
     def apply(self, function: Callable[[TokenRows], Any], shared: SharedRows) -> Any:
         """Return `function` of rows of any workers."""
@@ -209,7 +205,7 @@ class RolloutWorker:
 
     def write(self, target: SampleFile, samples: Sequence[tuple[int, Kept]]) -> None:
         """Write samples, each with its number in the rollout, in a thread."""
-        chosen = [(index, replace(self._kept(one)), one.advantage) for index, one in samples]
+        chosen = [(index, replace(self._kept(one)), one[1]) for index, one in samples]
         self._writing.append(self._writer.submit(write_samples, target, chosen, worker=self._rank))
 
     def written(self) -> list[str]:
@@ -227,8 +223,9 @@ class RolloutWorker:
             self._episodes.pop(number, None)
 
     def _kept(self, one: Kept) -> Episode:
-        episode = self._episodes[one.number]
-        episode.is_left_out, episode.length_penalty = one.is_left_out, one.length_penalty
+        number, _, is_left_out, length_penalty, _ = one
+        episode = self._episodes[number]
+        episode.is_left_out, episode.length_penalty = is_left_out, length_penalty
         return episode
 
     async def _clear(self, gone: Sequence[int]) -> list[int]:
@@ -307,6 +304,9 @@ class RolloutWorker:
 
     def _has_news(self) -> bool:
         return bool(self._finished or self._lost or self._error)
+
+    def _is_urgent(self) -> bool:
+        return self._error is not None or not self._groups
 
     def _now(self) -> WorkerReport:
         if (now := time.monotonic()) > self._summed + _PROGRESS_S:

@@ -22,7 +22,7 @@ from nemo_rl_lite.rollout.groups import Group, PlayedGroup, PlayProgress, Prompt
 from nemo_rl_lite.rollout.play import Section
 from nemo_rl_lite.rollout.playing import ENDPOINT_FILE, section_of
 from nemo_rl_lite.workers.reserve import load_rollout_workers, start_rollout_workers
-from nemo_rl_lite.workers.rollout_worker import Kept, WorkerReport
+from nemo_rl_lite.workers.rollout_worker import Kept, WorkerReport, kept
 
 # Seconds for an endpoint to end.
 _CLOSE_S = 40.0
@@ -248,7 +248,7 @@ class RolloutWorkers:
     def rows(self, records: Sequence[EpisodeRecord], advantages: Sequence[float], version: int) -> CountedRows:
         self._forget_groups(records)
         each = [
-            (record, Kept.of(record, advantage, number), counts)
+            (record, kept(record, advantage, number), counts)
             for record, advantage in zip(records, advantages, strict=True)
             for number, counts in enumerate(record.rows)
         ]
@@ -258,7 +258,7 @@ class RolloutWorkers:
             for one, _, counts in each
         ]
         no_experts = next((one.no_experts for one in records if one.no_experts is not None), None)
-        source = _Rows(self, [one for one, _, _ in each], [kept for _, kept, _ in each], version, no_experts)
+        source = _Rows(self, [one for one, _, _ in each], [one for _, one, _ in each], version, no_experts)
         lengths = np.array([counts.length for _, _, counts in each], np.int64)
         episodes = episode_numbers([one.row_count for one in records])
         return CountedRows(source, np.arange(len(each)), lengths, np.array(rewards, np.float64), ages, episodes)
@@ -274,7 +274,7 @@ class RolloutWorkers:
         self.require(records)
         found: dict[int, Episode] = {}
         for member, places in self._by_member(records):
-            [episodes] = wait(self._call(member, "fetch", [Kept.of(records[place]) for place in places]))
+            [episodes] = wait(self._call(member, "fetch", [kept(records[place]) for place in places]))
             found |= zip(places, episodes, strict=True)
         return [found[place] for place in range(len(records))]
 
@@ -284,7 +284,7 @@ class RolloutWorkers:
         self.require(records)
         acknowledged = []
         for member, places in self._by_member(records):
-            samples = [(place, Kept.of(records[place], advantages[place])) for place in places]
+            samples = [(place, kept(records[place], advantages[place])) for place in places]
             wait(self._call(member, "write", target, samples))
             # Ask at once: an acknowledged write does not need the worker.
             acknowledged.append(self.group.call_beside(member.rank, "written", phase="rollouts"))

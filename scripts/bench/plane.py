@@ -8,6 +8,7 @@ The steps of engines sleep. Queues, actors and messages are the real ones.
 """
 
 import argparse
+import gc
 import os
 import statistics
 import tempfile
@@ -117,6 +118,8 @@ def runtime() -> Iterator[None]:
     """Run Ray, whose processes can import this folder's modules."""
     own = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([own, str(record.ROOT), os.environ.get("PYTHONPATH", "")])
+    # As the launcher does.
+    gc.freeze()
     with ray_runtime():
         yield
 

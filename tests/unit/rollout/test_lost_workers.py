@@ -52,7 +52,7 @@ class Worker:
             del self.episodes[number]
 
     def fetch(self, chosen):
-        return [self.episodes[one.number] for one in chosen]
+        return [self.episodes[number] for number, *_ in chosen]
 
     def leave(self):
         return WorkerReport()
