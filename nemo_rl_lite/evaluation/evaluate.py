@@ -37,7 +37,8 @@ from nemo_rl_lite.rollout.episode import RESAMPLES, Episode, Rollout, fetched, i
 from nemo_rl_lite.rollout.groups import Group
 from nemo_rl_lite.rollout.playing import Playing, error_shares
 from nemo_rl_lite.rollout.sampler import fitting_prompts
-from nemo_rl_lite.rollout.store import RolloutFiles, SavedRollout, load_rollouts, save_rollouts
+from nemo_rl_lite.rollout.saved import SavedGroup, load_groups, save_groups
+from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.run.folder import is_run, locked
 from nemo_rl_lite.run.model import chat_tokenizer
 from nemo_rl_lite.run.serving import Served, start_engine
@@ -168,14 +169,16 @@ class Journal:
         """
         self._folder, self._kept_at = folder / GROUPS, -math.inf
         self._folder.mkdir(exist_ok=True)
-        self.done: dict[int, list[Episode]] = {}
+        self.done: dict[int, SavedGroup] = {}
         try:
-            for saved in load_rollouts(self._folder):
-                self.done |= saved.done
+            for file in sorted(self._folder.glob("*.parquet")):
+                self.done |= load_groups(file)
+            episodes = {number: group.read() or [] for number, group in self.done.items()}
         except (OSError, pa.ArrowException) as error:
             raise CheckpointError(f"{self._folder} cannot be read: {error}. Remove the folder to restart") from None
-        for number, episodes in self.done.items():
-            if number >= len(problems) or _asked(episodes[0].problem) != _asked(problems[number]):
+        self.episodes: dict[int, list[Episode]] = episodes
+        for number, own in episodes.items():
+            if number >= len(problems) or _asked(own[0].problem) != _asked(problems[number]):
                 rule = f"has changed since the evaluation in {folder} started"
                 raise ConfigError([Violation("data", None, rule, f"{OUTPUT} ANOTHER_FOLDER")])
         self._kept = set(self.done)
@@ -195,9 +198,9 @@ class Journal:
             # Readers of the folder see only complete files.
             partial, place = self._folder / ".partial", len(list(self._folder.glob("*.parquet")))
             partial.mkdir(exist_ok=True)
-            save_rollouts([SavedRollout(place, [], None, new)], partial)
-            for file in partial.glob(f"*{place}.parquet"):
-                file.replace(self._folder / file.name)
+            file = partial / f"rollout-{place:08d}.parquet"
+            save_groups(file, new)
+            file.replace(self._folder / file.name)
             self._kept |= set(new)
         self._kept_at = time.monotonic()
 
@@ -275,7 +278,7 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
         if journal.done:
             console.say(f"{len(journal.done)} of {len(asked)} problems are done in {folder}")
         if len(journal.done) == len(asked):
-            episodes = [episode for number in range(len(asked)) for episode in journal.done[number]]
+            episodes = [episode for number in range(len(asked)) for episode in journal.episodes[number]]
             rollout = Rollout(episodes, evaluation.options.samples, reward_errors=0)
         else:
             rollout = _sampled(evaluation, asked, journal, playing, judge, tokenizer, folder, console)

@@ -13,8 +13,9 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.observability.liveness import note_state, progressed
-from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, EpisodeStore, Rollout, Sampled
+from nemo_rl_lite.rollout.episode import EpisodeRecord, EpisodeStore, Rollout, Sampled
 from nemo_rl_lite.rollout.groups import Failure, Group, Players, Playground, PlayProgress, PromptTask
+from nemo_rl_lite.rollout.saved import SavedGroup
 
 log = logging.getLogger(__name__)
 
@@ -90,10 +91,12 @@ class RolloutTask:
     share: float = 1.0
     """Expected share of useful prompts before any is done."""
     most: int = sys.maxsize
-    done: Mapping[int, list[Episode]] = field(default_factory=dict)
+    done: Mapping[int, SavedGroup] = field(default_factory=dict)
     """Episodes that an earlier run has scored, by the number of their prompt."""
     begun: int = 0
     """Number of prompts that an earlier run had started."""
+    spent_s: float = 0.0
+    """Seconds that an earlier run has taken."""
     step: int = 0
     """Step that trains on the rollout."""
     groups: list[Group] = field(default_factory=list, init=False)
@@ -131,9 +134,14 @@ class RolloutTask:
             environment_errors,
             tuple(group.is_useful for group in groups[: last + 1]),
             dropped=tuple(episode for group in dropped for episode in group.episodes),
-            took_s=time.perf_counter() - self.began,
+            took_s=self.took_s,
             store=None if self.players is None else self.players.store,
         )
+
+    @property
+    def took_s(self) -> float:
+        """Seconds since the first request."""
+        return time.perf_counter() - self.began + self.spent_s
 
     def kept(self) -> list[Group] | None:
         """Return the groups to keep, in data order; None as long as unfinished groups can change them."""
@@ -155,7 +163,7 @@ class RolloutTask:
         groups, seconds = list(self.groups), time.perf_counter() - self.began
         done, now = sum(group.is_done for group in groups), self.live()
         said = [f"{done} of {max(self.count, len(groups))} prompts"]
-        before = sum(episode.generated for own in self.done.values() for episode in own)
+        before = sum(episode.generated for group in groups if group.task.done for episode in group.episodes)
         if tokens := now.generated - before + unfinished_tokens:
             said.append(f"{tokens / seconds:,.0f} tokens/s")
         if generating := now.waiting.get("generate"):

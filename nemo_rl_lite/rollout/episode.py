@@ -341,6 +341,12 @@ class EpisodeStore(Protocol):
         for it, and returns errors of file systems."""
         ...
 
+    def save(self, file: Path, groups: Mapping[int, Sequence[EpisodeRecord]]) -> Callable[[], list[Path]]:
+        """Start to write the episodes of prompts, by number, for a checkpoint. Return a function that waits for it and
+        returns the files, whose names begin with that of `file`. Groups of workers that die are missing. It raises
+        OSError."""
+        ...
+
     def release(self, records: Sequence[EpisodeRecord]) -> None:
         """Forget the episodes of the records."""
         ...
@@ -436,13 +442,6 @@ class Rollout:
         """Return all episodes, or those at `places`, from wherever they are."""
         chosen = self.episodes if places is None else [self.episodes[place] for place in places]
         return fetched(chosen, self.store)
-
-    def fetched(self) -> "Rollout":
-        """Return the rollout with all its episodes here."""
-        if self.store is None:
-            return self
-        dropped = [one for one in self.dropped if isinstance(one, Episode) or self.store.has(one)]
-        return replace(self, episodes=self.whole(), dropped=tuple(fetched(dropped, self.store)), store=None)
 
     @property
     def is_lost(self) -> bool:

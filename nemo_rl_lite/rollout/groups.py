@@ -17,6 +17,7 @@ from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Activity, Episode, EpisodeRecord, EpisodeStore, Sampled
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, Section
+from nemo_rl_lite.rollout.saved import SavedGroup
 from nemo_rl_lite.system.user_errors import CallError
 
 
@@ -35,7 +36,7 @@ class PromptTask:
     """Seed of the responses, together with the numbers of prompt, sample and turn."""
     step: int
     """Step that trains on the rollout. Earlier steps have priority."""
-    done: Sequence[Episode] | None = None
+    done: SavedGroup | None = None
     """Episodes that an earlier run has scored."""
 
 
@@ -213,10 +214,10 @@ class GroupPlayer:
 
     def begin(self, task: PromptTask, requests: Requests) -> Group:
         """Start a group in the running event loop. Raises DataError: the prompt leaves no room for the response."""
-        if task.done is not None:
+        if task.done is not None and (scored := task.done.read()) is not None:
             played = asyncio.get_running_loop().create_future()
             played.set_result(None)
-            return Group(task, played, task.done)
+            return Group(task, played, scored)
         problem = task.problem
         prompt = self.tokenizer.prompt(problem.messages, problem.tools)
         check_length(problem, len(prompt), task.sampling.max_new_tokens, self.max_length)

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +13,11 @@ from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.observability.liveness import note_state, progressed
 from nemo_rl_lite.rollout.background import BackgroundLoop
 from nemo_rl_lite.rollout.collector import RolloutTask, Show
-from nemo_rl_lite.rollout.episode import Episode, Rollout, fetched
+from nemo_rl_lite.rollout.episode import Rollout
 from nemo_rl_lite.rollout.groups import Players
 from nemo_rl_lite.rollout.sampler import PendingRollout, Sampler
+from nemo_rl_lite.rollout.saved import RolloutState, SavedRollout, begin_save
 from nemo_rl_lite.rollout.source import Engines
-from nemo_rl_lite.rollout.store import SavedRollout, save_rollouts
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +61,13 @@ class Staleness:
 
 @dataclass(eq=False)
 class _Begun:
-    """The rollout of a later step, sampled by `task` or complete in the checkpoint."""
+    """The rollout of a later step."""
 
     draft: PendingRollout
-    task: RolloutTask | None
+    task: RolloutTask
     rollout: asyncio.Future[Rollout]
+    noted: int
+    """See `RolloutState`."""
 
 
 class _RolloutPrefetcher:
@@ -96,7 +98,7 @@ class _RolloutPrefetcher:
         one = self._begun[step]
         await asyncio.wait([one.rollout])
         rollout = one.rollout.result()
-        while one.task is not None and rollout.is_lost:
+        while rollout.is_lost:
             # The prompts of other groups were given back.
             noted = len(one.draft.draws)
             if self.players is not None:
@@ -141,23 +143,28 @@ class _RolloutPrefetcher:
             raise RuntimeError("the engines have no weights yet")
         return await self._sampler.gather(task, step, self.players)
 
-    async def snapshot(self) -> tuple[dict[str, Any], list[SavedRollout]]:
-        """Return the sampler's state, and the rollouts of later steps."""
+    async def begin_save(self, folder: Path | None) -> tuple[dict[str, Any], list[Callable[[], None]]]:
+        """Return the sampler's state. Start to write the rollouts of later steps to `folder`, and return functions that
+        complete them."""
         self._raise_failed()
-        found = []
-        for step, one in sorted(self._begun.items()):
-            draws = list(one.draft.draws)
-            try:
-                found.append(SavedRollout(step, draws, *_fetched(one)))
-            except WorkerError as error:
-                if not error.lost:
-                    raise
-                log.warning("%s: only the prompts of its rollout of step %d are saved", error, step)
-                found.append(SavedRollout(step, draws, None, {}))
-        return self._sampler.state(), [*found, *self._saved.values()]
+        states = {step: _state(one) for step, one in sorted(self._begun.items())}
+        draws = [*(one.draws for one in states.values()), *(one.state.draws for one in self._saved.values())]
+        state = {**self._sampler.state(), "ahead": list(chain.from_iterable(chain.from_iterable(draws)))}
+        if folder is None:
+            return state, []
+        store = None if self.players is None else self.players.store
+        ends = []
+        for step, own in states.items():
+            groups = dict(enumerate(self._begun[step].task.groups[: len(own.draws)]))
+            done = {number: group.episodes for number, group in groups.items() if group.is_done}
+            ends.append(begin_save(folder, own, done, store))
+        for saved in self._saved.values():
+            read = {number: group.read() for number, group in saved.done.items()}
+            ends.append(begin_save(folder, saved.state, {number: own for number, own in read.items() if own}, None))
+        return state, ends
 
     def tasks(self) -> list[RolloutTask]:
-        return [one.task for one in self._unfinished() if one.task is not None]
+        return [one.task for one in self._unfinished()]
 
     def _begin(self) -> None:
         """Start the rollouts for which the weights are fresh enough."""
@@ -166,19 +173,14 @@ class _RolloutPrefetcher:
                 return
             step, self._next = self._next, self._next + 1
             saved = self._saved.pop(step, None)
-            draft = PendingRollout(step, saved.draws if saved else [])
-            if saved is not None and saved.rollout is not None:
-                ready = asyncio.get_running_loop().create_future()
-                ready.set_result(saved.rollout)
-                self._begun[step] = _Begun(draft, None, ready)
-                continue
-            task = self._sampler.task(draft, saved.done if saved else None)
-            future = asyncio.ensure_future(self._sample(draft, task))
-            self._begun[step] = _Begun(draft, task, future)
+            draft = PendingRollout(step, saved.state.draws if saved else [])
+            task, noted = self._sampler.task(draft, saved), saved.state.noted if saved else 0
+            future = asyncio.ensure_future(self._sample(draft, task, noted))
+            self._begun[step] = _Begun(draft, task, future, noted)
             future.add_done_callback(self._ended)
 
-    async def _sample(self, draft: PendingRollout, task: RolloutTask) -> Rollout:
-        return self._sampler.finish(draft, await self.gather(task, draft.step))
+    async def _sample(self, draft: PendingRollout, task: RolloutTask, noted: int) -> Rollout:
+        return self._sampler.finish(draft, await self.gather(task, draft.step), noted)
 
     def _ended(self, future: asyncio.Task[Rollout]) -> None:
         # An error is raised in the main thread.
@@ -189,12 +191,13 @@ class _RolloutPrefetcher:
         """Return the rollouts by step that are not too stale, and give back the prompts of the others."""
         kept = {}
         for one in saved:
-            age = one.step - 1 - one.oldest
+            step, oldest = one.state.step, one.state.oldest
+            age = -1 if oldest is None else step - 1 - oldest
             if age <= self._staleness.max_age:
-                kept[one.step] = one
+                kept[step] = one
                 continue
-            log.warning("the saved rollout of step %d is %d steps stale: it is sampled again", one.step, age)
-            self._sampler.order.give_back(chain.from_iterable(one.draws))
+            log.warning("the saved rollout of step %d is %d steps stale: it is sampled again", step, age)
+            self._sampler.order.give_back(chain.from_iterable(one.state.draws))
         return kept
 
     def _unfinished(self) -> list[_Begun]:
@@ -206,15 +209,13 @@ class _RolloutPrefetcher:
                 one.rollout.result()
 
 
-def _fetched(one: _Begun) -> tuple[Rollout | None, dict[int, list[Episode]]]:
-    """Return a rollout with all its episodes here, or the episodes of its finished prompts."""
-    if one.rollout.done():
-        return one.rollout.result().fetched(), {}
-    groups = [] if one.task is None else one.task.groups
-    done = {number: group.episodes for number, group in enumerate(groups) if group.is_done}
-    store = None if one.task is None or one.task.players is None else one.task.players.store
-    episodes = iter(fetched(list(chain.from_iterable(done.values())), store))
-    return None, {number: list(islice(episodes, len(own))) for number, own in done.items()}
+def _state(one: _Begun) -> RolloutState:
+    """Return the state of a rollout for a checkpoint."""
+    draws, done = list(one.draft.draws), one.rollout.done()
+    episodes = [episode for group in one.task.groups[: len(draws)] if group.is_done for episode in group.episodes]
+    oldest = min((version for episode in episodes for version in episode.versions), default=None)
+    noted, spent_s = (len(draws), one.rollout.result().took_s) if done else (one.noted, one.task.took_s)
+    return RolloutState(one.draft.step, draws, noted, spent_s, oldest)
 
 
 class QueuedEngines(Engines, Protocol):
@@ -289,9 +290,10 @@ class AsyncRolloutSource:
             self._run(self._prefetcher.release())
 
     def save(self, folder: Path) -> Mapping[str, Any]:
-        state, rollouts = self._run(self._prefetcher.snapshot())
-        save_rollouts(rollouts if self._saves_begun else [], folder)
-        return {**state, "ahead": list(chain.from_iterable(draw for one in rollouts for draw in one.draws))}
+        state, ends = self._run(self._prefetcher.begin_save(folder if self._saves_begun else None))
+        for end in ends:
+            end()
+        return state
 
     def close(self) -> None:
         self._thread_loop.close()

@@ -18,8 +18,9 @@ from nemo_rl_lite.errors import DataError, EngineError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import overlong_penalty
 from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask, Show
-from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.episode import Rollout
 from nemo_rl_lite.rollout.groups import Players, check_length
+from nemo_rl_lite.rollout.saved import SavedRollout
 
 log = logging.getLogger(__name__)
 
@@ -183,9 +184,10 @@ class Sampler:
         with _naming(step):
             return await self.collector.gather(task, players)
 
-    def task(self, draft: PendingRollout, done: Mapping[int, list[Episode]] | None = None) -> RolloutTask:
-        """Return the task of a rollout. `done`: see `RolloutTask`."""
+    def task(self, draft: PendingRollout, saved: SavedRollout | None = None) -> RolloutTask:
+        """Return the task of a rollout, which may continue one of a checkpoint."""
         options = self.config
+        most = int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches)
 
         def problem(number: int) -> Problem:
             while len(draft.draws) <= number:
@@ -201,9 +203,11 @@ class Sampler:
             useful=options.use_dynamic_sampling,
             oversample=None if options.oversample == "auto" else options.oversample,
             share=self.useful_share,
-            most=int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
-            done=done or {},
+            # A saved complete rollout needs no more prompts.
+            most=len(draft.draws) if saved is not None and saved.state.noted else most,
+            done=saved.done if saved is not None else {},
             begun=len(draft.draws),
+            spent_s=saved.state.spent_s if saved is not None else 0.0,
             step=draft.step,
         )
 

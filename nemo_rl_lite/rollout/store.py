@@ -1,9 +1,8 @@
-"""Store rollouts: all samples of a run as Parquet files, and unfinished rollouts in a checkpoint."""
+"""Sample files: all samples of a run's rollouts, as Parquet files."""
 
-import io
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -14,13 +13,11 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from nemo_rl_lite.data.messages import Message
-from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
 from nemo_rl_lite.policy.score_files import SCORE_COLUMNS, SCORES, ScoreFile, WriteScores, read_scores
-from nemo_rl_lite.rollout.episode import Episode, Rollout, Sampled, SampleFile, Split, fetched
-from nemo_rl_lite.rollout.segments import Branch, Segment
+from nemo_rl_lite.rollout.episode import Episode, Rollout, Sampled, SampleFile, Split
+from nemo_rl_lite.rollout.segments import Segment
 
 log = logging.getLogger(__name__)
 ROLLOUTS = "rollouts"
@@ -282,198 +279,4 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         }
         for message in messages
         for other in [{name: value for name, value in message.items() if name not in ("role", "content")}]
-    ]
-
-
-_COUNTED = pa.struct([("version", pa.int32()), ("count", pa.int32())])
-_TURN = pa.struct(
-    [
-        ("start", pa.int32()),
-        ("length", pa.int32()),
-        ("logprobs", pa.list_(pa.float32())),
-        ("finish_reason", pa.string()),
-        ("versions", pa.list_(_COUNTED)),
-        # A .npy file.
-        ("routed_experts", pa.binary()),
-    ]
-)
-_BRANCH = pa.struct(
-    [
-        ("tokens", pa.list_(pa.int32())),
-        ("prompt_length", pa.int64()),
-        # JSON: the messages before the first turn, the tools, and the messages after it.
-        ("messages", pa.string()),
-        ("turns", pa.list_(_TURN)),
-    ]
-)
-_SAVED_SCHEMA = pa.schema(
-    [
-        # The number of the prompt in an incomplete rollout.
-        ("prompt", pa.int64()),
-        ("is_dropped", pa.bool_()),
-        # JSON: messages, answer, metadata, tools, and the agent's own prompt and tools or null.
-        ("problem", pa.string()),
-        ("tokens", pa.list_(pa.int32())),
-        ("prompt_length", pa.int64()),
-        ("turns", pa.list_(_TURN)),
-        ("said", pa.string()),
-        ("reward", pa.float64()),
-        ("length_penalty", pa.float64()),
-        ("reward_parts", pa.string()),
-        ("ending", pa.string()),
-        ("is_left_out", pa.bool_()),
-        ("branches", pa.list_(_BRANCH)),
-        ("latest", pa.int32()),
-    ]
-)
-_NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught", "rested", "took_s")
-
-
-@dataclass(frozen=True)
-class SavedRollout:
-    """A rollout that started before a checkpoint and is trained on after it; `draws` as in `PendingRollout`. An
-    incomplete rollout has `done` instead: the episodes of its finished prompts, by number."""
-
-    step: int
-    draws: list[list[int]]
-    rollout: Rollout | None
-    done: Mapping[int, list[Episode]]
-
-    @property
-    def oldest(self) -> int:
-        """The oldest version of the weights that sampled a token; the rollout's step without tokens."""
-        episodes = self.rollout.episodes if self.rollout else [one for own in self.done.values() for one in own]
-        versions = (version for one in episodes for version in one.versions)
-        return min(versions, default=self.step)
-
-
-def save_rollouts(rollouts: Sequence[SavedRollout], folder: Path) -> None:
-    """Write one file per rollout. Raises OSError."""
-    for one in rollouts:
-        try:
-            parts = [(own, number, False) for number, own in one.done.items()]
-            if one.rollout is not None:
-                dropped = fetched(one.rollout.dropped, None)
-                parts = [(one.rollout.whole(), None, False), (dropped, None, True)]
-            rows = [_saved_row(episode, number, dropped) for own, number, dropped in parts for episode in own]
-        except (TypeError, ValueError) as error:
-            cause = f"its messages or rows cannot be written as JSON: {error}"
-            raise OSError(f"the rollout of step {one.step} cannot be saved: {cause}") from error
-        numbers = one.rollout and {name: getattr(one.rollout, name) for name in _NUMBERS}
-        known = {"step": one.step, "draws": one.draws, "complete": numbers}
-        schema = _SAVED_SCHEMA.with_metadata({"rollout": json.dumps(known)})
-        file = folder / f"rollout-{one.step:08d}.parquet"
-        parquet.write_table(pa.Table.from_pylist(rows, schema), file, compression="zstd")
-
-
-def load_rollouts(folder: Path) -> list[SavedRollout]:
-    """Read the rollouts of `save_rollouts`, without the spans of their episodes."""
-    return [_load_saved(file) for file in sorted(folder.glob("rollout-*.parquet"))]
-
-
-def _load_saved(file: Path) -> SavedRollout:
-    table = parquet.read_table(file)
-    known = json.loads(table.schema.metadata[b"rollout"])
-    step, numbers, draws = known["step"], known["complete"], known["draws"]
-    episodes: dict[bool, list[Episode]] = {False: [], True: []}
-    done: dict[int, list[Episode]] = {}
-    for row in table.to_pylist():
-        kept = episodes[row["is_dropped"]] if row["prompt"] is None else done.setdefault(row["prompt"], [])
-        kept.append(_episode(row))
-    if numbers is None:
-        return SavedRollout(step, draws, None, done)
-    taught = tuple(numbers.pop("taught"))
-    rollout = Rollout(episodes[False], taught=taught, dropped=tuple(episodes[True]), **numbers)
-    return SavedRollout(step, draws, rollout, {})
-
-
-def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str, Any]:
-    problem = episode.problem
-    own = [episode.own_prompt, episode.own_tools]
-    asked = [problem.messages, problem.answer, problem.metadata, problem.tools, *own]
-    return {
-        "prompt": prompt,
-        "is_dropped": dropped,
-        "problem": json.dumps(asked, default=str),
-        "tokens": episode.tokens,
-        "prompt_length": episode.prompt_length,
-        "turns": _saved_turns(episode),
-        "said": json.dumps(episode.said, default=str),
-        "reward": episode.reward,
-        "length_penalty": episode.length_penalty,
-        "reward_parts": json.dumps(dict(episode.reward_parts)),
-        "ending": episode.ending,
-        "is_left_out": episode.is_left_out,
-        "branches": [
-            {
-                "tokens": one.tokens,
-                "prompt_length": one.prompt_length,
-                "messages": json.dumps([one.prompt, one.tools, one.said], default=str),
-                "turns": _saved_turns(one),
-            }
-            for one in episode.branches
-        ],
-        "latest": episode.latest,
-    }
-
-
-def _saved_turns(segment: Segment) -> list[dict[str, Any]]:
-    return [
-        {
-            "start": start,
-            "length": len(turn.tokens),
-            "logprobs": turn.logprobs,
-            "finish_reason": turn.finish_reason,
-            "versions": [{"version": version, "count": count} for version, count in turn.versions],
-            "routed_experts": None if turn.routed_experts is None else _array_bytes(turn.routed_experts),
-        }
-        for start, turn in segment.turns
-    ]
-
-
-def _array_bytes(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
-def _episode(row: dict[str, Any]) -> Episode:
-    messages, answer, metadata, tools, own_prompt, own_tools = json.loads(row["problem"])
-    return Episode(
-        Problem(tuple(messages), answer, metadata, tuple(tools)),
-        row["tokens"],
-        row["prompt_length"],
-        _turns(row),
-        json.loads(row["said"]),
-        row["reward"],
-        row["ending"],
-        reward_parts=json.loads(row["reward_parts"]),
-        is_left_out=row["is_left_out"],
-        own_prompt=None if own_prompt is None else tuple(own_prompt),
-        own_tools=None if own_tools is None else tuple(own_tools),
-        # Absent in checkpoints of earlier versions.
-        length_penalty=row.get("length_penalty", 0.0),
-        branches=list(map(_branch, row.get("branches", ()))),
-        latest=row.get("latest", 0),
-    )
-
-
-def _branch(row: Mapping[str, Any]) -> Branch:
-    prompt, tools, said = json.loads(row["messages"])
-    return Branch(row["tokens"], row["prompt_length"], tuple(prompt), tuple(tools), _turns(row), said)
-
-
-def _turns(row: Mapping[str, Any]) -> list[tuple[int, Completion]]:
-    return [
-        (
-            turn["start"],
-            Completion(
-                np.array(row["tokens"][turn["start"] : turn["start"] + turn["length"]], np.int32),
-                np.array(turn["logprobs"], np.float32),
-                turn["finish_reason"],
-                tuple((run["version"], run["count"]) for run in turn["versions"]),
-                None if turn["routed_experts"] is None else np.load(io.BytesIO(turn["routed_experts"])),
-            ),
-        )
-        for turn in row["turns"]
     ]

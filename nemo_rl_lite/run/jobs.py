@@ -42,8 +42,9 @@ from nemo_rl_lite.rollout.groups import Playground
 from nemo_rl_lite.rollout.playing import Playing, error_shares
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler, fitting_prompts
+from nemo_rl_lite.rollout.saved import load_rollouts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
-from nemo_rl_lite.rollout.store import RolloutFiles, load_rollouts
+from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
 from nemo_rl_lite.run.rollout_log import RolloutLog
 from nemo_rl_lite.system.pool import ending_pools

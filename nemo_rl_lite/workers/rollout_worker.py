@@ -29,6 +29,7 @@ from nemo_rl_lite.rollout.background import BackgroundLoop
 from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, SampleFile
 from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.playing import Playing
+from nemo_rl_lite.rollout.saved import save_groups
 from nemo_rl_lite.rollout.store import write_samples
 from nemo_rl_lite.workers.generation import RemoteReplica
 
@@ -212,6 +213,14 @@ class RolloutWorker:
         """Wait for all writes; return their errors."""
         writing, self._writing = self._writing, []
         return [error for one in writing for error in one.result()]
+
+    def save(self, file: Path, groups: Mapping[int, Sequence[Kept]]) -> str:
+        """Write the episodes of prompts, by number, for a checkpoint. Return the error of the file system, if any."""
+        try:
+            save_groups(file, {number: [self._kept(one) for one in own] for number, own in groups.items()})
+        except OSError as error:
+            return str(error)
+        return ""
 
     def fetch(self, chosen: Sequence[Kept]) -> list[Episode]:
         """Return episodes."""

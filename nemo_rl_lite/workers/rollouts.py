@@ -2,8 +2,9 @@
 
 import asyncio
 import itertools
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from nemo_rl_lite.rollout.play import Section
 from nemo_rl_lite.rollout.playing import ENDPOINT_FILE, section_of
 from nemo_rl_lite.workers.reserve import load_rollout_workers, start_rollout_workers
 from nemo_rl_lite.workers.rollout_worker import Kept, WorkerReport, kept
+
+log = logging.getLogger(__name__)
 
 # Seconds for an endpoint to end.
 _CLOSE_S = 40.0
@@ -290,6 +293,19 @@ class RolloutWorkers:
             acknowledged.append(self.group.call_beside(member.rank, "written", phase="rollouts"))
         return lambda: [error for errors in wait(*acknowledged) for error in errors]
 
+    def save(self, file: Path, groups: Mapping[int, Sequence[EpisodeRecord]]) -> Callable[[], list[Path]]:
+        saving = []
+        for member in self._members:
+            own = {
+                number: [kept(one) for one in records]
+                for number, records in groups.items()
+                if records[0].worker == member.rank and self.has(records[0])
+            }
+            if own:
+                part = file.with_name(f"{file.name}-{member.rank}.parquet")
+                saving.append((part, self._call(member, "save", part, own)))
+        return lambda: [part for part, call in saving if _is_saved(part, call)]
+
     def release(self, records: Sequence[EpisodeRecord]) -> None:
         self._forget_groups(records)
         there = [one for one in records if self.has(one)]
@@ -486,6 +502,21 @@ class RolloutWorkers:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _is_saved(part: Path, saving: Call) -> bool:
+    """Wait until a rollout worker has written a file. Return False if it died. Raises OSError."""
+    try:
+        [error] = wait(saving)
+    except WorkerError as loss:
+        if not loss.lost:
+            raise
+        log.warning("%s: the checkpoint has its prompts without their episodes", loss)
+        part.unlink(missing_ok=True)
+        return False
+    if error:
+        raise OSError(error)
+    return True
 
 
 def _records(groups: Iterable[Group]) -> list[EpisodeRecord]:

@@ -5,11 +5,12 @@ import pickle
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.rollout.episode import Episode, Rollout
-from nemo_rl_lite.rollout.store import SavedRollout, load_rollouts, save_rollouts
+from nemo_rl_lite.rollout.saved import RolloutState, begin_save, load_groups, load_rollouts, save_groups
 
 
 def make_rollout() -> Rollout:
@@ -28,24 +29,42 @@ def test_a_saved_rollout_is_the_same_to_the_bit(tmp_path):
     assert load_rollouts(tmp_path) == []
     rollout = make_rollout()
     saved = [
-        SavedRollout(9, [[4], [6, 7]], rollout, {}),
+        (RolloutState(9, [[4], [6, 7]], 2, 1.5, 1), {0: list(rollout.episodes), 1: list(rollout.dropped)}),
         # Of this one, the prompt of number 1 is done, and number 0 is not.
-        SavedRollout(10, [[8], [9]], None, {1: [*rollout.episodes, *rollout.dropped]}),
-        SavedRollout(11, [], None, {}),
+        (RolloutState(10, [[8], [9]], oldest=1), {1: [*rollout.episodes, *rollout.dropped]}),
+        (RolloutState(11, []), {}),
     ]
-    save_rollouts(saved, tmp_path)
+    for state, groups in saved:
+        begin_save(tmp_path, state, groups, None)()
     found = load_rollouts(tmp_path)
-    assert found == saved
-    assert [one.oldest for one in found] == [2, 1, 11]
+    assert [(one.state, {number: own.read() for number, own in one.done.items()}) for one in found] == saved
+
+
+def test_a_group_of_a_removed_checkpoint_is_not_read(tmp_path):
+    file = tmp_path / "groups.parquet"
+    save_groups(file, {3: make_rollout().episodes})
+    (group,) = load_groups(file).values()
+    file.unlink()
+    assert group.read() is None
+
+
+def test_a_group_in_a_file_of_several_is_read_alone(tmp_path):
+    """Evaluations of earlier versions have one row group for several prompts."""
+    file, rollout = tmp_path / "groups.parquet", make_rollout()
+    save_groups(file, {3: rollout.episodes, 5: rollout.dropped})
+    parquet.write_table(parquet.read_table(file), file)
+    assert parquet.ParquetFile(file).num_row_groups == 1
+    found = load_groups(file)
+    assert [found[number].read() for number in (3, 5)] == [list(rollout.episodes), list(rollout.dropped)]
 
 
 def test_routed_experts_are_saved(tmp_path):
     rollout, experts = make_rollout(), np.arange(16, dtype=np.uint8).reshape(4, 2, 2)
     place, turn = rollout.episodes[0].turns[0]
     rollout.episodes[0].turns[0] = place, dataclasses.replace(turn, routed_experts=experts)
-    save_rollouts([SavedRollout(3, [[6]], rollout, {})], tmp_path)
-    (found,) = load_rollouts(tmp_path)
-    (_, first), (_, second) = found.rollout.episodes[0].turns
+    save_groups(tmp_path / "groups.parquet", {0: rollout.episodes})
+    [episode] = load_groups(tmp_path / "groups.parquet")[0].read()
+    (_, first), (_, second) = episode.turns
     assert np.array_equal(first.routed_experts, experts) and first.routed_experts.dtype == np.uint8
     assert second.routed_experts is None
 
@@ -53,10 +72,11 @@ def test_routed_experts_are_saved(tmp_path):
 def test_a_rollout_that_is_not_json_is_not_saved(tmp_path):
     rollout = make_rollout()
     rollout.episodes[0].said[1] |= {"other": {1, 2}}
-    save_rollouts([SavedRollout(3, [[6]], rollout, {})], tmp_path)
+    file = tmp_path / "groups.parquet"
+    save_groups(file, {0: rollout.episodes})
     wrong = dataclasses.replace(rollout.episodes[0], problem=Problem(chat("?"), "", {(1, 2): 3}))
-    with pytest.raises(OSError, match=r"the rollout of step 3 cannot be saved: .* cannot be written as JSON"):
-        save_rollouts([SavedRollout(3, [[6]], Rollout([wrong], 1, 0), {})], tmp_path)
+    with pytest.raises(OSError, match=r"groups.parquet cannot be saved: .* cannot be written as JSON"):
+        save_groups(file, {0: [wrong]})
 
 
 def test_a_row_takes_at_most_20_bytes_a_token():

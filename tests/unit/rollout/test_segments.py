@@ -10,14 +10,8 @@ import pytest
 
 from nemo_rl_lite.losses.batch import TokenRows
 from nemo_rl_lite.rollout.episode import EpisodeRecord, Rollout
-from nemo_rl_lite.rollout.store import (
-    RolloutFiles,
-    SavedRollout,
-    load_rollouts,
-    read_rollout,
-    rollout_files,
-    save_rollouts,
-)
+from nemo_rl_lite.rollout.saved import load_groups, save_groups
+from nemo_rl_lite.rollout.store import RolloutFiles, read_rollout, rollout_files
 from tests.unit.rollout.histories import FIRST, Engine, Numbers, ask, begun, logprob_of, user, wandered
 
 TOOL = {"type": "function", "function": {"name": "look"}}
@@ -209,14 +203,13 @@ def test_a_saved_rollout_has_all_segments(tmp_path):
     rollout = three_episodes()
     for episode in rollout.episodes:
         episode.spans = []
-    saved = [SavedRollout(4, [[1]], rollout, {}), SavedRollout(5, [], None, {3: list(rollout.episodes)})]
-    save_rollouts(saved, tmp_path)
-    found = load_rollouts(tmp_path)
-    assert found == saved
-    (before, after) = (one[0].rollout.rows([0.5] * 3, 9) for one in (saved, found))
+    save_groups(tmp_path / "groups.parquet", {3: list(rollout.episodes)})
+    found = load_groups(tmp_path / "groups.parquet")[3].read()
+    assert found == rollout.episodes
+    before, after = rollout.rows([0.5] * 3, 9), dataclasses.replace(rollout, episodes=found).rows([0.5] * 3, 9)
     for name in ("tokens", "mask", "ages", "generation_logprobs", "episodes"):
         assert np.array_equal(getattr(before, name), getattr(after, name)), name
-    assert found[0].rollout.episodes[1].response == saved[0].rollout.episodes[1].response
+    assert found[1].response == rollout.episodes[1].response
 
 
 def test_a_sample_in_a_file_has_all_rows(tmp_path):

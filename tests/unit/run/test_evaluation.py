@@ -264,7 +264,7 @@ def test_groups_without_a_failure_are_kept(tmp_path):
     journal.keep(more)
     assert list(Journal(tmp_path, asked).done) == [0, 1]
     journal.keep(more, at_once=True)
-    done = Journal(tmp_path, asked).done
+    done = Journal(tmp_path, asked).episodes
     assert [[one.reward for one in done[number]] for number in range(3)] == [[1.0, 0.0], [1.0, 0.5], [0.0, 0.0]]
     with pytest.raises(ConfigError, match="has changed since the evaluation"):
         Journal(tmp_path, asked[::-1])

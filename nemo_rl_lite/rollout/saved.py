@@ -1,0 +1,247 @@
+"""Rollouts in flight in a checkpoint. Each process writes the episodes that it keeps, a row group for each prompt."""
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.rollout.episode import Episode, EpisodeStore, Sampled
+from nemo_rl_lite.rollout.segments import Branch, Segment
+
+_COUNTED = pa.struct([("version", pa.int32()), ("count", pa.int32())])
+_TURN = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("length", pa.int32()),
+        ("logprobs", pa.list_(pa.float32())),
+        ("finish_reason", pa.string()),
+        ("versions", pa.list_(_COUNTED)),
+        # A .npy file.
+        ("routed_experts", pa.binary()),
+    ]
+)
+_BRANCH = pa.struct(
+    [
+        ("tokens", pa.list_(pa.int32())),
+        ("prompt_length", pa.int64()),
+        # JSON: the messages before the first turn, the tools, and the messages after it.
+        ("messages", pa.string()),
+        ("turns", pa.list_(_TURN)),
+    ]
+)
+_SAVED_SCHEMA = pa.schema(
+    [
+        # The number of the prompt in the rollout.
+        ("prompt", pa.int64()),
+        # JSON: messages, answer, metadata, tools, and the agent's own prompt and tools or null.
+        ("problem", pa.string()),
+        ("tokens", pa.list_(pa.int32())),
+        ("prompt_length", pa.int64()),
+        ("turns", pa.list_(_TURN)),
+        ("said", pa.string()),
+        ("reward", pa.float64()),
+        ("length_penalty", pa.float64()),
+        ("reward_parts", pa.string()),
+        ("ending", pa.string()),
+        ("is_left_out", pa.bool_()),
+        ("branches", pa.list_(_BRANCH)),
+        ("latest", pa.int32()),
+    ]
+)
+_STATE = b"rollout"
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """The scored episodes of a prompt, in a file that any process can read."""
+
+    file: Path
+    row_group: int
+    prompt: int
+
+    def read(self) -> list[Episode] | None:
+        """Return the episodes, without their spans. None: the file is gone, as its checkpoint was removed."""
+        try:
+            rows = parquet.ParquetFile(self.file).read_row_group(self.row_group).to_pylist()
+        except FileNotFoundError:
+            return None
+        return [_episode(row) for row in rows if row["prompt"] == self.prompt]
+
+
+@dataclass(frozen=True)
+class RolloutState:
+    """State of a rollout that started before a checkpoint and is trained on after it."""
+
+    step: int
+    draws: list[list[int]]
+    """See `PendingRollout`."""
+    noted: int = 0
+    """See `Sampler.finish`. With it, all prompts of `draws` are part of the rollout."""
+    spent_s: float = 0.0
+    """Seconds since the first request."""
+    oldest: int | None = None
+    """The oldest version of the weights that sampled a token; None without tokens."""
+
+
+@dataclass(frozen=True)
+class SavedRollout:
+    """A rollout in a checkpoint."""
+
+    state: RolloutState
+    done: Mapping[int, SavedGroup]
+    """Finished prompts, by number."""
+
+
+def begin_save(
+    folder: Path, state: RolloutState, groups: Mapping[int, Sequence[Sampled]], store: EpisodeStore | None
+) -> Callable[[], None]:
+    """Let rollout workers write their episodes of `groups`, the finished prompts by number. Return a function that
+    waits for them and completes the rollout. It raises OSError."""
+    here = {number: own for number, own in groups.items() if all(isinstance(one, Episode) for one in own)}
+    records = {number: own for number, own in groups.items() if number not in here}
+    name = f"rollout-{state.step:08d}"
+    written = store.save(folder / name, records) if store is not None and records else list  # pyrefly: ignore
+
+    def end() -> None:
+        known = vars(state) | {"parts": [part.name for part in written()]}
+        save_groups(folder / f"{name}.parquet", here, known)  # pyrefly: ignore
+
+    return end
+
+
+def save_groups(file: Path, groups: Mapping[int, Sequence[Episode]], state: Mapping[str, Any] | None = None) -> None:
+    """Write the episodes of prompts, by number. Raises OSError."""
+    schema = _SAVED_SCHEMA.with_metadata({_STATE: json.dumps(state)})
+    with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+        for number, episodes in groups.items():
+            try:
+                rows = [_saved_row(number, episode) for episode in episodes]
+            except (TypeError, ValueError) as error:
+                cause = f"its messages or rows cannot be written as JSON: {error}"
+                raise OSError(f"{file.name} cannot be saved: {cause}") from error
+            writer.write_table(pa.Table.from_pylist(rows, schema))
+
+
+def load_groups(file: Path) -> dict[int, SavedGroup]:
+    """Return the groups of a file by the numbers of their prompts. Raises OSError or pyarrow.ArrowException."""
+    opened = parquet.ParquetFile(file)
+    found = {}
+    for place in range(opened.num_row_groups):
+        for prompt in opened.read_row_group(place, columns=["prompt"]).column("prompt").unique().to_pylist():
+            found[prompt] = SavedGroup(file, place, prompt)
+    return found
+
+
+def load_rollouts(folder: Path) -> list[SavedRollout]:
+    """Return the rollouts in a checkpoint's folder. Raises what `load_groups` raises."""
+    found = []
+    for file in sorted(folder.glob("rollout-????????.parquet")):
+        known = json.loads(parquet.read_schema(file).metadata[_STATE])
+        if "parts" not in known:
+            # Of a checkpoint of an earlier version, only the prompts are read.
+            noted = len(known["draws"]) if known["complete"] else 0
+            found.append(SavedRollout(RolloutState(known["step"], known["draws"], noted), {}))
+            continue
+        files = [file, *(folder / part for part in known.pop("parts"))]
+        done = {number: group for one in files for number, group in load_groups(one).items()}
+        found.append(SavedRollout(RolloutState(**known), done))
+    return found
+
+
+def _saved_row(prompt: int, episode: Episode) -> dict[str, Any]:
+    problem = episode.problem
+    own = [episode.own_prompt, episode.own_tools]
+    asked = [problem.messages, problem.answer, problem.metadata, problem.tools, *own]
+    return {
+        "prompt": prompt,
+        "problem": json.dumps(asked, default=str),
+        "tokens": episode.tokens,
+        "prompt_length": episode.prompt_length,
+        "turns": _saved_turns(episode),
+        "said": json.dumps(episode.said, default=str),
+        "reward": episode.reward,
+        "length_penalty": episode.length_penalty,
+        "reward_parts": json.dumps(dict(episode.reward_parts)),
+        "ending": episode.ending,
+        "is_left_out": episode.is_left_out,
+        "branches": [
+            {
+                "tokens": one.tokens,
+                "prompt_length": one.prompt_length,
+                "messages": json.dumps([one.prompt, one.tools, one.said], default=str),
+                "turns": _saved_turns(one),
+            }
+            for one in episode.branches
+        ],
+        "latest": episode.latest,
+    }
+
+
+def _saved_turns(segment: Segment) -> list[dict[str, Any]]:
+    return [
+        {
+            "start": start,
+            "length": len(turn.tokens),
+            "logprobs": turn.logprobs,
+            "finish_reason": turn.finish_reason,
+            "versions": [{"version": version, "count": count} for version, count in turn.versions],
+            "routed_experts": None if turn.routed_experts is None else _array_bytes(turn.routed_experts),
+        }
+        for start, turn in segment.turns
+    ]
+
+
+def _array_bytes(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def _episode(row: dict[str, Any]) -> Episode:
+    messages, answer, metadata, tools, own_prompt, own_tools = json.loads(row["problem"])
+    return Episode(
+        Problem(tuple(messages), answer, metadata, tuple(tools)),
+        row["tokens"],
+        row["prompt_length"],
+        _turns(row),
+        json.loads(row["said"]),
+        row["reward"],
+        row["ending"],
+        reward_parts=json.loads(row["reward_parts"]),
+        is_left_out=row["is_left_out"],
+        own_prompt=None if own_prompt is None else tuple(own_prompt),
+        own_tools=None if own_tools is None else tuple(own_tools),
+        # Absent in checkpoints of earlier versions.
+        length_penalty=row.get("length_penalty", 0.0),
+        branches=list(map(_branch, row.get("branches", ()))),
+        latest=row.get("latest", 0),
+    )
+
+
+def _branch(row: Mapping[str, Any]) -> Branch:
+    prompt, tools, said = json.loads(row["messages"])
+    return Branch(row["tokens"], row["prompt_length"], tuple(prompt), tuple(tools), _turns(row), said)
+
+
+def _turns(row: Mapping[str, Any]) -> list[tuple[int, Completion]]:
+    return [
+        (
+            turn["start"],
+            Completion(
+                np.array(row["tokens"][turn["start"] : turn["start"] + turn["length"]], np.int32),
+                np.array(turn["logprobs"], np.float32),
+                turn["finish_reason"],
+                tuple((run["version"], run["count"]) for run in turn["versions"]),
+                None if turn["routed_experts"] is None else np.load(io.BytesIO(turn["routed_experts"])),
+            ),
+        )
+        for turn in row["turns"]
+    ]
