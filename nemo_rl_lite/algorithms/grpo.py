@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
+from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import advantage_metrics, clip_advantages, group_advantages, separate_advantages
 from nemo_rl_lite.losses.interface import Loss
@@ -21,8 +22,9 @@ from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.observability.trackers import under
 from nemo_rl_lite.offload.mover import Move, move_metrics
-from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
+from nemo_rl_lite.policy.interface import BatchRef, Policy, Scored, Teacher
 from nemo_rl_lite.policy.score_files import WriteScores
+from nemo_rl_lite.rollout.collector import Show
 from nemo_rl_lite.rollout.episode import Rollout, Split, pass_at_k, passes
 from nemo_rl_lite.rollout.source import RolloutSource
 
@@ -46,6 +48,18 @@ class RolloutLog(Protocol):
     def end(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase]) -> None:
         """Record a rollout and the phases of its step, and free the memory of its episodes."""
         ...
+
+
+class _Ready(NamedTuple):
+    """A rollout whose rows the policy has."""
+
+    batch: BatchRef
+    advantages_PG: Tensor
+    checked: dict[str, float]
+    """Metrics of the refit's check."""
+    moves: dict[str, Move]
+    """The teacher's moves."""
+    memory: dict[str, float]
 
 
 @dataclass
@@ -95,28 +109,11 @@ class GRPO:
         """Take one rollout and the optimizer steps on it."""
         timer, config, cpu_s = Timer(), self.config, time.process_time()
         with timer("total_step_time"):
-            with timer("generation"), self.report.console.busy(f"step {step}: generating", announced=False) as show:
-                rollout = self.rollouts.take(step, show)
-            with timer("generation_sleep"):
-                memory = self.rollouts.finish_generation()
-            with timer("advantage_calculation"):
-                rewards_PG = rollout.rewards_B.view(-1, config.num_generations_per_prompt)
-                advantages_PG = self._advantages(rollout, rewards_PG)
-            rollout.advantages = advantages_PG.flatten().tolist()
-            self.log.begin(step, "train", rollout)
-            rows = rollout.rows(rollout.advantages, step - 1)
-            with timer("logprob_inference_prep"):
-                scores = self.scored or self.teacher is not None
-                (self.policy.prepare_for_logprob if scores else self.policy.prepare_for_training)()
-            with timer("refit_check"):
-                checked = self.check()
-            moves: dict[str, Move] = {}
-            if self.teacher is not None:
-                with timer("teacher_logprob_inference"):
-                    rows = self.teacher.scored(rows)
-                moves, memory = self.teacher.pop_moves(), memory | self.teacher.pop_memory()
+            rollout = self._generate(step, self.rollouts.take, timer)
+            while (ready := self._put(step, rollout, timer)) is None:
+                rollout = self._generate(step, self.rollouts.take_again, timer)
+            batch, advantages_PG, checked, moves, memory = ready
             with timer("policy_and_reference_logprobs"):
-                batch = self.policy.put_batch(rows)
                 if self.scored:
                     self.policy.score(batch, self.scored)
             with timer("training_prep"):
@@ -168,6 +165,39 @@ class GRPO:
         for sentence in self.signals.news(sampled):
             self.report.console.say(f"step {step}: {sentence}")
         self.log.end(step, "train", rollout, timer.phases)
+
+    def _generate(self, step: int, take: Callable[[int, Show], Rollout], timer: Timer) -> Rollout:
+        with timer("generation"), self.report.console.busy(f"step {step}: generating", announced=False) as show:
+            return take(step, show)
+
+    def _put(self, step: int, rollout: Rollout, timer: Timer) -> _Ready | None:
+        """Give the policy the rows of a rollout. Return None if a rollout worker died with some of them."""
+        try:
+            with timer("generation_sleep"):
+                memory = self.rollouts.finish_generation()
+            with timer("advantage_calculation"):
+                rewards_PG = rollout.rewards_B.view(-1, self.config.num_generations_per_prompt)
+                advantages_PG = self._advantages(rollout, rewards_PG)
+            rollout.advantages = advantages_PG.flatten().tolist()
+            self.log.begin(step, "train", rollout)
+            rows = rollout.rows(rollout.advantages, step - 1)
+            with timer("logprob_inference_prep"):
+                scores = self.scored or self.teacher is not None
+                (self.policy.prepare_for_logprob if scores else self.policy.prepare_for_training)()
+            with timer("refit_check"):
+                checked = self.check()
+            moves: dict[str, Move] = {}
+            if self.teacher is not None:
+                with timer("teacher_logprob_inference"):
+                    rows = self.teacher.scored(rows)
+                moves, memory = self.teacher.pop_moves(), memory | self.teacher.pop_memory()
+            with timer("policy_and_reference_logprobs"):
+                batch = self.policy.put_batch(rows)
+        except WorkerError:
+            if not rollout.has_died():
+                raise
+            return None
+        return _Ready(batch, advantages_PG, checked, moves, memory)
 
     def _advantages(self, rollout: Rollout, rewards_PG: Tensor) -> Tensor:
         config, baseline = self.config, self.config.use_leave_one_out_baseline

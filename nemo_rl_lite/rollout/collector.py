@@ -138,6 +138,12 @@ class RolloutTask:
             store=None if self.players is None else self.players.store,
         )
 
+    def forget(self, begun: int) -> None:
+        """Forget the groups from this number on, whose prompts were given back when the rollout was complete."""
+        given_back, self.groups = self.groups[begun:], self.groups[:begun]
+        if self.players is not None and (store := self.players.store) is not None:
+            store.release([one for group in given_back for one in group.episodes if isinstance(one, EpisodeRecord)])
+
     @property
     def took_s(self) -> float:
         """Seconds since the first request."""

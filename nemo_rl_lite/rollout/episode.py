@@ -352,7 +352,11 @@ class EpisodeStore(Protocol):
         ...
 
     def has(self, record: EpisodeRecord) -> bool:
-        """Return whether the worker that played the episode still lives."""
+        """Return whether the worker that played the episode lives, as far as is known."""
+        ...
+
+    def look_for_losses(self) -> None:
+        """Ask all rollout workers whether they live."""
         ...
 
 
@@ -448,6 +452,12 @@ class Rollout:
         """True if a rollout worker has died with some of the episodes."""
         store = self.store
         return store is not None and not all(map(store.has, self.records))
+
+    def has_died(self) -> bool:
+        """Ask the rollout workers whether one has died with some of the episodes."""
+        if self.store is not None:
+            self.store.look_for_losses()
+        return self.is_lost
 
     def release(self) -> None:
         """Let rollout workers forget the episodes."""

@@ -51,8 +51,10 @@ class Playing:
         judge: Judge,
         folder: Path,
         say: Callable[[str], None],
+        machine: str = "127.0.0.1",
     ) -> Iterator[LocalPlayers]:
-        """Yield the players of this process. The endpoint, if the run has one, ends with the block.
+        """Yield the players of this process. The endpoint, if the run has one, ends with the block. `machine`: address
+        of this machine for clients of the endpoint.
 
         Raises:
             ConfigError: the endpoint's address cannot be used.
@@ -71,9 +73,10 @@ class Playing:
                 stack.enter_context(endpoint.running())
                 if config.generation.serve.enabled:
                     responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config))
-                    address = {"base_url": endpoint.url, "api_key": endpoint.token, "model": endpoint.model}
+                    url = endpoint.url_at(machine)
+                    address = {"base_url": url, "api_key": endpoint.token, "model": endpoint.model}
                     file = folder / ENDPOINT_FILE
-                    say(f"serving at {endpoint.url} during rollouts; the token is in {file}")
+                    say(f"serving at {url} during rollouts; the token is in {file}")
                     stack.enter_context(_written(file, address))
                 generation = ServedGeneration(generation, endpoint, responder)
                 if self._agents is not None:

@@ -88,6 +88,7 @@ class _RolloutPrefetcher:
         self.players: Players | None = None
         """None until the engines have weights."""
         self._begun: dict[int, _Begun] = {}
+        self._taken: _Begun
         # True if no other rollout may start.
         self._is_held = False
 
@@ -99,14 +100,16 @@ class _RolloutPrefetcher:
         await asyncio.wait([one.rollout])
         rollout = one.rollout.result()
         while rollout.is_lost:
-            # The prompts of other groups were given back.
             noted = len(one.draft.draws)
-            if self.players is not None:
-                await self.players.discard(one.task.groups[noted:])
-            del one.task.groups[noted:]
+            one.task.forget(noted)
             rollout = self._sampler.finish(one.draft, await self.gather(one.task, step), noted)
-        del self._begun[step]
+        self._taken = self._begun.pop(step)
         return rollout
+
+    async def take_again(self, step: int) -> Rollout:
+        """Sample what the last rollout has lost since."""
+        self._begun[step] = self._taken
+        return await self.take(step)
 
     async def wait_until_idle(self) -> None:
         """Start no rollout until `release`, and wait for the unfinished ones."""
@@ -259,6 +262,9 @@ class AsyncRolloutSource:
         idle = self._engines.queue.idle_s
         rollout.engines_idle_s, self._idle_before = idle - self._idle_before, idle
         return rollout
+
+    def take_again(self, step: int, show: Show) -> Rollout:
+        return self._wait(self._prefetcher.take_again(step), show)
 
     def finish_generation(self) -> dict[str, float]:
         return self._memory

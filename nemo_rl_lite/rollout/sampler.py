@@ -167,12 +167,22 @@ class Sampler:
     order: PromptOrder
     useful_share: float = 1.0
     """Share of useful prompts in the last rollout. It determines how many prompts the next one starts with."""
+    _last: tuple[PendingRollout, RolloutTask] = field(init=False, repr=False)
 
     def rollout(self, step: int, show: Show = lambda _: None) -> Rollout:
         """Sample the rollout of a step; see `RolloutCollector.collect` for `show`."""
         draft = PendingRollout(step)
+        self._last = draft, self.task(draft)
         with _naming(step):
-            return self.finish(draft, self.collector.collect(self.task(draft), show))
+            return self.finish(draft, self.collector.collect(self._last[1], show))
+
+    def again(self, step: int, show: Show = lambda _: None) -> Rollout:
+        """Sample what the last rollout has lost since."""
+        draft, task = self._last
+        noted = len(draft.draws)
+        task.forget(noted)
+        with _naming(step):
+            return self.finish(draft, self.collector.collect(task, show), noted)
 
     def held_out(self, step: int, show: Show = lambda _: None) -> Rollout:
         """Sample `val_samples_per_problem` responses to each held-out problem, at `val_temperature`."""

@@ -17,6 +17,11 @@ class RolloutSource(Protocol):
         """Return the rollout of a step; `show` gets its progress."""
         ...
 
+    def take_again(self, step: int, show: Show) -> Rollout:
+        """Return the last rollout with new episodes for those that have died with a rollout worker. The policy still
+        has the weights of the last `publish`."""
+        ...
+
     def finish_generation(self) -> dict[str, float]:
         """Free the devices that engines share with the policy; return metrics of the engines' memory."""
         ...
@@ -62,6 +67,11 @@ class OnPolicy:
 
     def take(self, step: int, show: Show) -> Rollout:
         return self._sampler.rollout(step, show)
+
+    def take_again(self, step: int, show: Show) -> Rollout:
+        # The engines may have released their weights.
+        self._engines.refit(step - 1)
+        return self._sampler.again(step, show)
 
     def finish_generation(self) -> dict[str, float]:
         return self._engines.finish_generation()

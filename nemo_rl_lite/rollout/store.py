@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -13,6 +14,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
 from nemo_rl_lite.policy.score_files import SCORE_COLUMNS, SCORES, ScoreFile, WriteScores, read_scores
@@ -109,10 +111,19 @@ class RolloutFiles:
     def begin(self, step: int, split: Split, rollout: Rollout) -> None:
         """Let rollout workers write their samples, before they may be lost."""
         if self._limit != 0 and rollout.store is not None:
+            self._remove_lost(step, split)
             target = SampleFile(self._folder, step, split, rollout.samples_per_prompt, _began(rollout.episodes))
             advantages = rollout.advantages or [None] * len(rollout.episodes)
             write = rollout.store.write(target, rollout.records[: self._limit], advantages)
             self._written.setdefault((step, split), []).append(write)
+
+    def _remove_lost(self, step: int, split: Split) -> None:
+        """Remove the samples of a rollout whose worker has died."""
+        for written in self._written.pop((step, split), ()):
+            with suppress(WorkerError):
+                written()
+        for file in self._folder.glob(f"step-{step:08d}-*-{split}.parquet"):
+            file.unlink()
 
     def scored(self, step: int, rollout: Rollout, write: WriteScores) -> None:
         """Let policy replicas write the scores of the samples that they have trained on."""

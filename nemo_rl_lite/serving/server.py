@@ -175,8 +175,12 @@ class Endpoint:
     @property
     def url(self) -> str:
         """Return the base URL for clients on this machine."""
+        return self.url_at("127.0.0.1")
+
+    def url_at(self, machine: str) -> str:
+        """Return the base URL. `machine`: address of this machine, for an endpoint that listens on all addresses."""
         host, port = self._bound.getsockname()[:2]
-        shown = "127.0.0.1" if host in _EVERYWHERE else host
+        shown = machine if host in _EVERYWHERE else host
         return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1"
 
     @contextmanager

@@ -1,6 +1,5 @@
 """Waits for a run's starting workers, and connects them."""
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +109,6 @@ def launch(
     recovering = RecoveringGeneration(
         remote_generation, weights, restart_engines, restarts, make_queue, policy_waits, say
     )
-    # A later garbage collection would walk through all that was imported.
-    gc.freeze()
     return Workers(remote_policy, teacher, recovering, generation, weights, next(iter(rollouts), None))
 
 

@@ -300,9 +300,10 @@ class RemoteTeacher:
         index = np.arange(-(-count // replicas) * replicas).clip(max=count - 1)
         owned = even_shares([self._cost(int(lengths[row])) for row in index], replicas)
         shares = [index[own] for own in owned]
+        # A rollout worker that has died leaves the teacher where it is.
+        parts = rows.share([(own.tolist(), ()) for own in shares]) if isinstance(rows, CountedRows) else []
         wait(self.group.call("prepare_for_logprob", phase=_SCORING))
         if isinstance(rows, CountedRows):
-            parts = rows.share([(own.tolist(), ()) for own in shares])
             self._replicas.call_each("score_parts", [(one.order, *one.parts) for one in parts], _SCORING)
             places = [rows.places[own] for own in shares]
             found: RowBatch = replace(rows, source=_ScoredRows(rows.source, self._replicas, places))

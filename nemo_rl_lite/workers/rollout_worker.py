@@ -108,7 +108,8 @@ class RolloutWorker:
         gone += asyncio.run(self._clear(gone))
         capacity = self._config.generation.vllm_cfg.max_num_seqs
         self._queue = RequestQueue(self._replicas, capacity, self._note_loss, lambda: None, gone, first)
-        playing = self._playing.players(self, self._tokenizer, self._judge, self._folder, log.info)
+        own, machine = (self._tokenizer, self._judge, self._folder, log.info), ray.util.get_node_ip_address()
+        playing = self._playing.players(self, *own, machine)
         self._players: LocalPlayers = self._stack.enter_context(playing)
 
     @asynccontextmanager

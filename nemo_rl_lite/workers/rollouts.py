@@ -248,6 +248,13 @@ class RolloutWorkers:
     def has(self, record: EpisodeRecord) -> bool:
         return record.number >= self._members[record.worker].first
 
+    def look_for_losses(self) -> None:
+        before = [member.first for member in self._members]
+        for rank in self.group.lost():
+            # Otherwise its loss has been noticed meanwhile.
+            if self._members[rank].first == before[rank]:
+                self._members[rank].first = time.time_ns()
+
     def rows(self, records: Sequence[EpisodeRecord], advantages: Sequence[float], version: int) -> CountedRows:
         self._forget_groups(records)
         each = [

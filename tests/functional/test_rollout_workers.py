@@ -2,12 +2,14 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 
 from tests.functional.conftest import PYTHONPATH, run_command, train
 from tests.functional.here import train_here
@@ -91,6 +93,42 @@ def test_a_killed_rollout_worker_is_named_and_costs_nothing(tmp_path, model_fold
     assert_same_run(tmp_path / "run", alone)
 
 
+# Runs the command. It kills a rollout worker in the second call of a function.
+KILLING = """
+import os, re, runpy, signal, sys
+from pathlib import Path
+from importlib import import_module
+
+module, owner, name, log = sys.argv.pop(1).split()
+owner = getattr(import_module(module), owner)
+called, calls = getattr(owner, name), []
+
+def killing(*arguments, **options):
+    calls.append(name)
+    if len(calls) == 2:
+        os.kill(int(re.findall(r"process (\\d+)", Path(log).read_text())[-1]), signal.SIGKILL)
+    return called(*arguments, **options)
+
+setattr(owner, name, killing)
+runpy.run_module("nemo_rl_lite.train", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "place", ["nemo_rl_lite.algorithms.grpo GRPO _advantages", "nemo_rl_lite.workers.policy RemotePolicy put_batch"]
+)
+def test_a_rollout_worker_may_die_before_the_policy_has_its_rows(tmp_path, model_folder, alone, place):
+    folder = tmp_path / "run"
+    command = run_command(folder, model_folder, "logger.plots=false", *GRPO, *TWO)
+    program = [command[0], "-c", KILLING, f"{place} {folder / 'logs' / 'rollouts-1.log'}", *command[3:]]
+    environ = os.environ | {"PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=600, env=environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rollouts rank 1 has restarted" in done.stdout
+    assert "restarting from the last checkpoint" not in done.stdout
+    assert_same_run(folder, alone)
+
+
 def test_a_rollout_worker_that_loses_its_engine_gives_its_groups_away(tmp_path, model_folder, alone):
     said = hit(tmp_path / "run", model_folder, ("generation-0.log",), *TWO)
     assert re.search(r"generation rank 0 failed in phase '\w+': the process died", said)
@@ -105,8 +143,43 @@ def test_a_rollout_worker_and_its_engine_may_die_together(tmp_path, model_folder
     assert_same_run(tmp_path / "run", alone)
 
 
-def test_one_step_off_rollout_workers_train_like_the_launcher(tmp_path, model_folder):
+def test_one_step_off_rollout_workers_train_like_the_launcher_and_resume_with_any_number(tmp_path, model_folder):
+    own = [
+        *GRPO,
+        *ONE_STEP_OFF,
+        "checkpoint.save_period=1",
+        "checkpoint.keep_newest=9",
+        "generation.data_parallel_size=2",
+    ]
     alone, folder = tmp_path / "alone", tmp_path / "run"
-    train_here(alone, model_folder, *GRPO, *ONE_STEP_OFF)
-    train(folder, model_folder, *GRPO, *ONE_STEP_OFF, "algorithm.rollouts.num_workers=1")
+    train(alone, model_folder, *own)
+    train(folder, model_folder, *own, "algorithm.rollouts.num_workers=1")
     assert_same_run(folder, alone)
+
+    again = resumable(folder, tmp_path / "two", done=1)
+    saved = saved_rows(again, done=1, step=2)
+    assert set(saved) == {"rollout-00000002", "rollout-00000002-0"} and saved.pop("rollout-00000002") == 0
+    assert sum(saved.values()) >= 64
+    train(again, model_folder, *own, "algorithm.rollouts.num_workers=2")
+    assert_same_run(again, alone)
+
+    last = resumable(again, tmp_path / "none", done=2)
+    saved = saved_rows(last, done=2, step=3)
+    assert saved.pop("rollout-00000003") == 0 and len(saved) == 2 and sum(saved.values()) >= 64
+    train(last, model_folder, *own)
+    assert_same_run(last, alone)
+
+
+def resumable(folder: Path, target: Path, done: int) -> Path:
+    """Copy a run as it was after the checkpoint of a step."""
+    shutil.copytree(folder, target)
+    shutil.rmtree(target / "hf")
+    for checkpoint in sorted((target / "checkpoints").glob("step-*"))[done:]:
+        shutil.rmtree(checkpoint)
+    return target
+
+
+def saved_rows(folder: Path, done: int, step: int) -> dict[str, int]:
+    """Count the episodes in the files of a rollout in a checkpoint."""
+    files = (folder / "checkpoints" / f"step-{done:08d}").glob(f"rollout-{step:08d}*.parquet")
+    return {file.stem: parquet.read_metadata(file).num_rows for file in files}

@@ -14,6 +14,7 @@ import pytest
 
 from nemo_rl_lite.models.embedded import build_tokenizer
 from nemo_rl_lite.rollout.store import read_rollout
+from nemo_rl_lite.system.machine import free_port
 from tests.functional.conftest import PYTHONPATH, run_command
 from tests.functional.here import train_here
 
@@ -62,6 +63,8 @@ def test_an_agents_tokens_have_the_policys_logprobs(run):
 def test_agents_and_a_client_ask_rollout_workers(tmp_path, model_folder):
     folder, two = tmp_path / "run", ("generation.data_parallel_size=2", "algorithm.rollouts.num_workers=2")
     apart = ("generation.colocated.enabled=false", "generation.serve.enabled=true", "algorithm.max_num_steps=6")
+    port = free_port()
+    apart += ("generation.serve.host=0.0.0.0", f"generation.serve.port={port}")
     command = run_command(folder, model_folder, "logger.plots=false", *SMALL, *AGENT, *two, *apart)
     body, answers = {"messages": [{"role": "user", "content": "7310"}], "max_tokens": 4}, []
     with subprocess.Popen(
@@ -71,6 +74,7 @@ def test_agents_and_a_client_ask_rollout_workers(tmp_path, model_folder):
             time.sleep(0.05)
             with suppress(OSError, ValueError, httpx.HTTPError):
                 given = json.loads((folder / "endpoint.json").read_text())
+                assert httpx.URL(given["base_url"]).port == port
                 keys = {"Authorization": f"Bearer {given['api_key']}"}
                 with httpx.Client(base_url=given["base_url"], headers=keys, trust_env=False, timeout=60) as client:
                     answers = [one for one in [client.post("/chat/completions", json=body)] if one.status_code == 200]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 
 import pytest
+from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import WorkerError
@@ -13,9 +14,12 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord
 from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup
+from nemo_rl_lite.rollout.saved import RolloutState, begin_save, load_rollouts, save_groups
+from nemo_rl_lite.rollout.source import OnPolicy
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.workers import rollouts
 from nemo_rl_lite.workers.rollout_worker import WorkerReport
+from tests.unit.rollout.fleet import Fleet, sampler
 
 SAMPLES = 2
 
@@ -51,6 +55,10 @@ class Worker:
         for number in numbers:
             del self.episodes[number]
 
+    def save(self, file, groups):
+        save_groups(file, {number: self.fetch(own) for number, own in groups.items()})
+        return ""
+
     def fetch(self, chosen):
         return [self.episodes[number] for number, *_ in chosen]
 
@@ -85,6 +93,9 @@ class Workers:
 
     def one(self, rank):
         return self
+
+    def lost(self):
+        return [worker.rank for worker in self.workers if worker.is_dead]
 
     def replace(self, ranks):
         for rank in ranks:
@@ -250,6 +261,72 @@ def test_a_group_may_be_lost_just_after_its_end():
     own = Restarting()
     rollout = asyncio.run(RolloutCollector(own, ErrorShares(0.0, 0.0)).gather(task([], 2, oversample=1.0), own))
     assert asked(rollout) == ["p 0", "p 1"]
+
+
+@pytest.mark.parametrize("has_rows", [False, True])
+@pytest.mark.parametrize("oversample", [1.0, 3.0])
+def test_a_worker_that_dies_after_a_rollout_costs_only_its_groups(players, has_rows, oversample):
+    group, losses = Workers(float("inf"), float("inf")), []
+    own, fleet = sampler(Fleet(), prompts=4, use_dynamic_sampling=True, oversample=oversample), Fleet()
+    own.collector = RolloutCollector(players(group, losses), ErrorShares(0.0, 0.0))
+    own.order._training = All("mixed")
+    source = OnPolicy(own, fleet)
+    rollout = source.take(1, print)
+    assert not rollout.has_died()
+    if has_rows:
+        rollout.rows([0.0] * 8, 0)
+    lost = [one.worker == 1 for one in rollout.records[::SAMPLES]]
+    group.workers[1].is_dead = True
+    group.workers[0].played.clear()
+    assert rollout.has_died() and 0 < sum(lost) < 4
+    again = source.take_again(1, print)
+    assert not again.has_died() and fleet.refitted == [0] and len(losses) == 1
+    prompts = [f"p {number}" for number in range(4)]
+    assert asked(again) == prompts and own.order.state()["position"] == 4
+    played = [*group.workers[0].played, *group.workers[1].played]
+    # Oversampling begins later prompts, too.
+    assert sorted(set(played) & set(prompts)) == [prompt for prompt, gone in zip(prompts, lost, strict=True) if gone]
+    again.release()
+    assert [len(worker.episodes) for worker in group.workers] == [0, 0]
+
+
+@pytest.mark.parametrize("dead", [[], [1], [0, 1]])
+def test_a_checkpoint_has_the_episodes_of_living_workers(players, tmp_path, dead):
+    group = Workers(float("inf"), float("inf"))
+    workers, own = players(group, []), task([], 4, oversample=1.0)
+    RolloutCollector(workers, ErrorShares(0.0, 0.0)).collect(own)
+    for rank in dead:
+        group.workers[rank].is_dead = True
+    groups = {number: one.episodes for number, one in enumerate(own.groups)}
+    begin_save(tmp_path, RolloutState(3, [[number] for number in groups]), groups, workers)()
+    [saved] = load_rollouts(tmp_path)
+    kept = {number: records for number, records in groups.items() if records[0].worker not in dead}
+    assert len(saved.state.draws) == 4 and set(saved.done) == set(kept)
+    for number, records in kept.items():
+        worker = group.workers[records[0].worker]
+        assert saved.done[number].read() == [worker.episodes[one.number] for one in records]
+    assert len(list(tmp_path.glob("*"))) == 3 - len(dead)
+    assert parquet.read_metadata(tmp_path / "rollout-00000003.parquet").num_rows == 0
+
+
+def test_a_file_that_a_worker_cannot_write_fails_the_checkpoint(players, tmp_path):
+    group = Workers(float("inf"))
+    workers, own = players(group, []), task([], 1, oversample=1.0)
+    RolloutCollector(workers, ErrorShares(0.0, 0.0)).collect(own)
+    group.workers[0].save = lambda file, groups: "No space left on device"
+    saving = begin_save(tmp_path, RolloutState(3, [[0]]), {0: own.groups[0].episodes}, workers)
+    with pytest.raises(OSError, match="No space left"):
+        saving()
+
+
+class All:
+    """A training set of prompts of one kind."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def problem(self, number: int) -> Problem:
+        return Problem(chat(f"p {number}"), self.kind)
 
 
 def asked(rollout) -> list[str]:

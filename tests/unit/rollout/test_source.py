@@ -11,8 +11,8 @@ from nemo_rl_lite.checkpoint.store import Checkpoints, CheckpointStore, Retentio
 from nemo_rl_lite.errors import CheckpointError, EngineError, WorkerError
 from nemo_rl_lite.rollout.play import SingleTurn
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
-from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rollout.saved import load_rollouts
+from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from tests.unit.checkpoint.test_checkpoints import NotingPolicy
 from tests.unit.rollout.fleet import Fleet, asked, sampler, versions
 

@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.serving import connections
-from nemo_rl_lite.serving.server import bound_socket
+from nemo_rl_lite.serving.server import Endpoint, bound_socket
 from tests.unit.rollout.script import END, Letters
 from tests.unit.serving.served import SAMPLING, Client, Echo, answering, leaving_client
 
@@ -201,3 +201,10 @@ def test_an_address_that_is_taken_is_named():
         config = ServeConfig(True, "127.0.0.1", other.getsockname()[1])
         with pytest.raises(ConfigError, match=r"cannot listen on this address.*\n.*generation.serve.port=null"):
             bound_socket(config).__enter__()
+
+
+@pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "10.0.0.7"), ("127.0.0.1", "127.0.0.1")])
+def test_clients_on_other_machines_get_the_address_of_this_one(host, shown):
+    with bound_socket(ServeConfig(True, host, None)) as bound:
+        url = httpx.URL(Endpoint(bound, None, ["model"], 8).url_at("10.0.0.7"))
+        assert (url.host, url.port) == (shown, bound.getsockname()[1])
