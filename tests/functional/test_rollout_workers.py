@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
+from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from tests.functional.conftest import PYTHONPATH, run_command, train
 from tests.functional.here import train_here
 from tests.functional.rewards import Gate
@@ -174,6 +175,7 @@ def resumable(folder: Path, target: Path, done: int) -> Path:
     """Copy a run as it was after the checkpoint of a step."""
     shutil.copytree(folder, target)
     shutil.rmtree(target / "hf")
+    (target / SUMMARY_FILE).unlink()
     for checkpoint in sorted((target / "checkpoints").glob("step-*"))[done:]:
         shutil.rmtree(checkpoint)
     return target

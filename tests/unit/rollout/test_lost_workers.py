@@ -14,6 +14,7 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord
 from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup
+from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.saved import RolloutState, begin_save, load_rollouts, save_groups
 from nemo_rl_lite.rollout.source import OnPolicy
 from nemo_rl_lite.validation.compose import compose_config
@@ -288,6 +289,36 @@ def test_a_worker_that_dies_after_a_rollout_costs_only_its_groups(players, has_r
     assert sorted(set(played) & set(prompts)) == [prompt for prompt, gone in zip(prompts, lost, strict=True) if gone]
     again.release()
     assert [len(worker.episodes) for worker in group.workers] == [0, 0]
+
+
+def test_an_asynchronous_rollout_is_replaced_in_the_same_way(players):
+    class Engines:
+        queue = None
+
+        def refit(self, version):
+            return {}
+
+        finish_generation = dict
+
+    group, losses, engines = Workers(float("inf"), float("inf")), [], Engines()
+    own = sampler(Fleet(), prompts=4)
+    engines.queue = players(group, losses)
+    own.collector = RolloutCollector(engines.queue, ErrorShares(0.0, 0.0))
+    own.order._training = All("mixed")
+    source = AsyncRolloutSource(own, engines, Staleness(1, in_flight=False), 0, 3, [], 60.0)
+    try:
+        source.publish(0)
+        rollout = source.take(1, print)
+        rollout.rows([0.0] * 8, 0)
+        assert {one.worker for one in rollout.records} == {0, 1}
+        group.workers[1].is_dead = True
+        assert rollout.has_died()
+        again = source.take_again(1, print)
+        assert asked(again) == [f"p {number}" for number in range(4)] and not again.has_died()
+        source.publish(1)
+        assert asked(source.take(2, print)) == [f"p {number}" for number in range(4, 8)] and len(losses) == 1
+    finally:
+        source.close()
 
 
 @pytest.mark.parametrize("dead", [[], [1], [0, 1]])
