@@ -10,12 +10,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.losses.advantages import advantage_metrics, clip_advantages, group_advantages, separate_advantages
+from nemo_rl_lite.losses.advantages import (
+    advantage_metrics,
+    clip_advantages,
+    group_advantages,
+    separate_advantages,
+    turn_advantages,
+)
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Phase, Timer
@@ -100,11 +108,10 @@ class GRPO:
             with timer("generation_sleep"):
                 memory = self.rollouts.finish_generation()
             with timer("advantage_calculation"):
-                rewards_PG = rollout.rewards_B.view(-1, config.num_generations_per_prompt)
-                advantages_PG = self._advantages(rollout, rewards_PG)
-            rollout.advantages = advantages_PG.flatten().tolist()
+                advantages = rollout.spread_over_turns(self._advantages(rollout))
+                rollout.advantages = advantages
             self.log.begin(step, "train", rollout)
-            rows = rollout.rows(rollout.advantages, step - 1)
+            rows = rollout.rows(advantages, step - 1)
             with timer("logprob_inference_prep"):
                 scores = self.scored or self.teacher is not None
                 (self.policy.prepare_for_logprob if scores else self.policy.prepare_for_training)()
@@ -155,7 +162,7 @@ class GRPO:
             step,
             self.total,
             len(rollout.episodes),
-            sampled | ages | advantage_metrics(advantages_PG) | trained,
+            sampled | ages | advantage_metrics(torch.from_numpy(np.hstack(advantages))) | trained,
             seconds,
             self.policy.work(batch, self.scored),
             shown,
@@ -169,14 +176,17 @@ class GRPO:
             self.report.console.say(f"step {step}: {sentence}")
         self.log.end(step, "train", rollout, timer.phases)
 
-    def _advantages(self, rollout: Rollout, rewards_PG: Tensor) -> Tensor:
-        config, baseline = self.config, self.config.use_leave_one_out_baseline
+    def _advantages(self, rollout: Rollout) -> Tensor:
+        """Return the advantages of turns, or of episodes as one turn, [T, P, G]."""
+        config, baseline, returns_TPG = self.config, self.config.use_leave_one_out_baseline, rollout.returns_TPG
         if config.normalize_rewards == "parts":
-            parts_NPG = rollout.parts_NB(self.reward_weights).view(-1, *rewards_PG.shape)
-            found_PG = separate_advantages(parts_NPG, [*self.reward_weights.values(), 1.0], baseline)
+            parts_NPG = rollout.parts_NB(self.reward_weights).view(-1, *returns_TPG.shape[1:])
+            found_TPG = separate_advantages(parts_NPG, [*self.reward_weights.values(), 1.0], baseline)[None]
+        elif config.pass_at_k is not None:
+            found_TPG = group_advantages(returns_TPG[0], baseline, config.normalize_rewards, config.pass_at_k)[None]
         else:
-            found_PG = group_advantages(rewards_PG, baseline, config.normalize_rewards, config.pass_at_k)
-        return clip_advantages(found_PG, config.advantage_clip_low, config.advantage_clip_high)
+            found_TPG = turn_advantages(returns_TPG, baseline, config.normalize_rewards)
+        return clip_advantages(found_TPG, config.advantage_clip_low, config.advantage_clip_high)
 
     def validate(self, step: int) -> dict[str, float]:
         """Measure the mean reward on the held-out problems (`accuracy`), and pass@k with several responses each."""

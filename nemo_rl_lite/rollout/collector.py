@@ -96,6 +96,8 @@ class RolloutTask:
     """Number of prompts that an earlier run had started."""
     step: int = 0
     """Step that trains on the rollout."""
+    turn_discount: float | None = None
+    """See `Rollout`."""
     groups: list[Group] = field(default_factory=list, init=False)
     players: Players | None = field(default=None, init=False)
     number: int = field(default_factory=_NUMBERS.__next__, init=False)
@@ -133,6 +135,7 @@ class RolloutTask:
             dropped=tuple(episode for group in dropped for episode in group.episodes),
             took_s=time.perf_counter() - self.began,
             store=None if self.players is None else self.players.store,
+            turn_discount=self.turn_discount,
         )
 
     def kept(self) -> list[Group] | None:
@@ -177,7 +180,8 @@ class RolloutTask:
     def prompt(self, number: int) -> PromptTask:
         """Return the task of a prompt."""
         problem, done = self.problem(number), self.done.get(number)
-        return PromptTask(self.number, number, problem, self.samples, self.sampling, self.seed, self.step, done)
+        options = self.samples, self.sampling, self.seed, self.step, done, self.turn_discount
+        return PromptTask(self.number, number, problem, *options)
 
 
 class RolloutCollector:

@@ -199,6 +199,7 @@ class Sampler:
             self.sampling,
             self._seed(draft.step),
             useful=options.use_dynamic_sampling,
+            turn_discount=options.turn_discount if options.credit == "turn" else None,
             oversample=None if options.oversample == "auto" else options.oversample,
             share=self.useful_share,
             most=int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),

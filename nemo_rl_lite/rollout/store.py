@@ -19,7 +19,7 @@ from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
 from nemo_rl_lite.policy.score_files import SCORE_COLUMNS, SCORES, ScoreFile, WriteScores, read_scores
-from nemo_rl_lite.rollout.episode import Episode, Rollout, Sampled, SampleFile, Split, fetched
+from nemo_rl_lite.rollout.episode import Advantage, Episode, Rollout, Sampled, SampleFile, Split, fetched
 from nemo_rl_lite.rollout.segments import Branch, Segment
 
 log = logging.getLogger(__name__)
@@ -62,12 +62,16 @@ _SCHEMA = pa.schema(
         ("ending", pa.string()),
         # Waits (generate, environment, reward) in seconds since the rollout's start; `place` is the engine.
         ("spans", pa.list_(_SPAN)),
-        # Of training samples.
+        # Of training samples; with `credit=turn` of the first turn.
         ("advantage", pa.float32()),
+        # With `credit=turn`: rewards of the turns without the length penalty, in the order in which they ended.
+        ("turn_rewards", pa.list_(pa.float32())),
         # All segments, in order.
         ("token_ids", pa.list_(pa.int32())),
         # One for each token id; 0 for tokens that no engine sampled.
         ("generation_logprobs", pa.list_(pa.float32())),
+        # Of training samples with `credit=turn`: one for each token id; 0 for tokens that no engine sampled.
+        ("token_advantages", pa.list_(pa.float32())),
         # Runs of sampled tokens of one version of the weights: index in `token_ids`, number of tokens, step.
         ("versions", pa.list_(_RUN)),
         # The segments in `token_ids`, if there are several: each is a training row.
@@ -75,7 +79,7 @@ _SCHEMA = pa.schema(
     ]
 )
 # Columns with an entry per token.
-_OF_TOKENS = ("token_ids", "generation_logprobs")
+_OF_TOKENS = ("token_ids", "generation_logprobs", "token_advantages")
 # Key of `Times` in a file's metadata.
 _TIMES = b"times"
 
@@ -140,7 +144,7 @@ class RolloutFiles:
 
 def write_samples(
     target: SampleFile,
-    samples: Sequence[tuple[int, Episode, float | None]],
+    samples: Sequence[tuple[int, Episode, Advantage | None]],
     phases: Sequence[Phase] = (),
     worker: int | None = None,
 ) -> list[str]:
@@ -215,13 +219,15 @@ def rollout_rows(step: int, split: Split, rollout: Rollout) -> list[dict[str, An
     return _sample_rows(SampleFile(Path(), step, split, rollout.samples_per_prompt, began), _with_advantages(rollout))
 
 
-def _with_advantages(rollout: Rollout) -> list[tuple[int, Episode, float | None]]:
+def _with_advantages(rollout: Rollout) -> list[tuple[int, Episode, Advantage | None]]:
     """Return each episode with its number and its advantage."""
     advantages = rollout.advantages or [None] * len(rollout.episodes)
     return [(index, one, advantages[index]) for index, one in enumerate(rollout.whole())]
 
 
-def _sample_rows(target: SampleFile, samples: Sequence[tuple[int, Episode, float | None]]) -> list[dict[str, Any]]:
+def _sample_rows(
+    target: SampleFile, samples: Sequence[tuple[int, Episode, Advantage | None]]
+) -> list[dict[str, Any]]:
     # The spans have this process' clock.
     began = 0.0 if target.began is None else target.began - unix_time(0.0)
     places = [divmod(index, target.samples_per_prompt) for index, _, _ in samples]
@@ -230,9 +236,9 @@ def _sample_rows(target: SampleFile, samples: Sequence[tuple[int, Episode, float
 
 
 def _row(
-    target: SampleFile, place: int, sample: int, episode: Episode, advantage: float | None, began: float
+    target: SampleFile, place: int, sample: int, episode: Episode, advantage: Advantage | None, began: float
 ) -> dict[str, Any]:
-    segments, last = episode.row_segments, episode.last
+    segments, last, by_turn = episode.row_segments, episode.last, isinstance(advantage, np.ndarray)
     starts = [0, *accumulate(len(one.tokens) for one in segments)]
     each = list(zip(starts, segments, strict=False))
     return {
@@ -256,9 +262,13 @@ def _row(
             # Unix times are precise to a microsecond.
             for begin in [max(round(one.begin - began, 6), 0.0)]
         ],
-        "advantage": advantage,
+        "advantage": next(iter(advantage), None) if by_turn else advantage,
+        "turn_rewards": episode.rewards_by_turn(shaped=False) if by_turn else None,
         "token_ids": np.concatenate([np.asarray(one.tokens, np.int32) for one in segments]),
         "generation_logprobs": np.concatenate([one.generation_logprobs() for one in segments]),
+        "token_advantages": np.concatenate([episode.token_advantages(advantage, one) for one in segments])
+        if by_turn
+        else None,
         "versions": [
             {"start": before + start, "length": length, "version": version}
             for before, one in each
@@ -323,10 +333,11 @@ _SAVED_SCHEMA = pa.schema(
         ("ending", pa.string()),
         ("is_left_out", pa.bool_()),
         ("branches", pa.list_(_BRANCH)),
-        ("latest", pa.int32()),
+        ("order", pa.list_(pa.int32())),
+        ("turn_rewards", pa.list_(pa.float64())),
     ]
 )
-_NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught", "rested", "took_s")
+_NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught", "rested", "took_s", "turn_discount")
 
 
 @dataclass(frozen=True)
@@ -413,7 +424,8 @@ def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str,
             }
             for one in episode.branches
         ],
-        "latest": episode.latest,
+        "order": episode.order,
+        "turn_rewards": episode.turn_rewards,
     }
 
 
@@ -454,8 +466,16 @@ def _episode(row: dict[str, Any]) -> Episode:
         # Absent in checkpoints of earlier versions.
         length_penalty=row.get("length_penalty", 0.0),
         branches=list(map(_branch, row.get("branches", ()))),
-        latest=row.get("latest", 0),
+        order=row["order"] if "order" in row else _earlier_order(row),
+        turn_rewards=row.get("turn_rewards", []),
     )
+
+
+def _earlier_order(row: Mapping[str, Any]) -> list[int]:
+    """Return `Episode.order` from a checkpoint that has only the segment of the last turn."""
+    segments, latest = [row, *row.get("branches", ())], row.get("latest", 0)
+    places = [place for place, one in enumerate(segments) for _ in one["turns"]]
+    return sorted(places, key=lambda place: place == latest)
 
 
 def _branch(row: Mapping[str, Any]) -> Branch:

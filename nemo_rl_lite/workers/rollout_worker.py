@@ -26,7 +26,7 @@ from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.losses.batch import SharedRows, TokenRows
 from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.background import BackgroundLoop
-from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, SampleFile
+from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord, SampleFile
 from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.playing import Playing
 from nemo_rl_lite.rollout.store import write_samples
@@ -43,14 +43,14 @@ class Kept:
     """An episode that the worker keeps, with what the launcher decides about it."""
 
     number: int
-    advantage: float | None
+    advantage: Advantage | None
     is_left_out: bool
     length_penalty: float
     row: int = 0
     """Number of the row, if one of the episode's is meant."""
 
     @classmethod
-    def of(cls, record: EpisodeRecord, advantage: float | None = None, row: int = 0) -> "Kept":
+    def of(cls, record: EpisodeRecord, advantage: Advantage | None = None, row: int = 0) -> "Kept":
         return cls(record.number, advantage, record.is_left_out, record.length_penalty, row)
 
 
@@ -201,7 +201,8 @@ class RolloutWorker:
 
     def own_rows(self, chosen: Sequence[Kept], version: int, no_experts: np.ndarray | None) -> TokenRows:
         """Return training rows; see `Episode.row`."""
-        return TokenRows.of([self._kept(one).row(one.advantage or 0.0, version, no_experts, one.row) for one in chosen])
+        each = [(self._kept(one), 0.0 if one.advantage is None else one.advantage, one.row) for one in chosen]
+        return TokenRows.of([episode.row(advantage, version, no_experts, row) for episode, advantage, row in each])
 
     def apply(self, function: Callable[[TokenRows], Any], shared: SharedRows) -> Any:
         """Return `function` of rows of any workers."""

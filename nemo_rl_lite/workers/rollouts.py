@@ -17,7 +17,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import has_endpoint
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.losses.batch import CountedRows, Share, SharedRows, TokenRows, episode_numbers
-from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, EpisodeStore, SampleFile
+from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord, EpisodeStore, SampleFile
 from nemo_rl_lite.rollout.groups import Group, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.play import Section
 from nemo_rl_lite.rollout.playing import ENDPOINT_FILE, section_of
@@ -245,7 +245,7 @@ class RolloutWorkers:
     def has(self, record: EpisodeRecord) -> bool:
         return record.number >= self._members[record.worker].first
 
-    def rows(self, records: Sequence[EpisodeRecord], advantages: Sequence[float], version: int) -> CountedRows:
+    def rows(self, records: Sequence[EpisodeRecord], advantages: Sequence[Advantage], version: int) -> CountedRows:
         self._forget_groups(records)
         each = [
             (record, Kept.of(record, advantage, number), counts)
@@ -279,7 +279,7 @@ class RolloutWorkers:
         return [found[place] for place in range(len(records))]
 
     def write(
-        self, target: SampleFile, records: Sequence[EpisodeRecord], advantages: Sequence[float | None]
+        self, target: SampleFile, records: Sequence[EpisodeRecord], advantages: Sequence[Advantage | None]
     ) -> Callable[[], list[str]]:
         self.require(records)
         acknowledged = []
