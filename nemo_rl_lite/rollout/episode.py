@@ -567,6 +567,9 @@ class Rollout:
                 parts.setdefault(f"reward/{name}", []).append(part)
         rewards_S = _rewards(episode.reward for episode in sampled)
         penalties = [episode.length_penalty for episode in self.episodes if episode.reward is not None]
+        if self.turn_discount is not None:
+            early = [one.rewards_by_turn()[:-1].sum() for one in sampled if one.reward is not None]
+            parts["early_reward"] = early or [math.nan]
         return {
             "reward": rewards_S.nanmean().item(),
             "filtered_reward": _rewards(episode.reward for episode in self.episodes).nanmean().item(),

@@ -207,8 +207,10 @@ def test_a_record_has_the_counts_of_its_episode():
 
 def test_a_saved_rollout_has_all_segments(tmp_path):
     rollout = three_episodes()
+    rollout.turn_discount = 0.5
     for episode in rollout.episodes:
         episode.spans = []
+        episode.turn_rewards = [0.25 * turn for turn in range(episode.turn_count)]
     saved = [SavedRollout(4, [[1]], rollout, {}), SavedRollout(5, [], None, {3: list(rollout.episodes)})]
     save_rollouts(saved, tmp_path)
     found = load_rollouts(tmp_path)
