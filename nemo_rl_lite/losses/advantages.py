@@ -46,13 +46,13 @@ def group_advantages(
 def turn_advantages(returns_TPG: Tensor, leave_one_out: Baseline, normalize: Scale) -> Tensor:
     """Return advantages [T, P, G] of turns from their returns to go (`returns_to_go`).
 
-    The baseline of turn t is `group_advantages`' over all samples of the prompt. An ended sample keeps the return of its
-    last turn there. So whether a sample ends changes neither its baseline nor the number of terms in it, and the policy
-    gradient has no bias by the number of turns. The mean over the samples that reach turn t would also be unbiased, but
-    differs from `group_advantages` if only the last turn has a reward.
+    The baseline of turn t is that of `group_advantages` over all samples of the prompt, of which an ended one has the
+    return of its last turn. The other samples' terms do not depend on when a sample ends, and their number is constant.
+    So the policy gradient has no bias under a variable number of turns. Without a division it is exact with
+    `leave_one_out`, and has the factor (G - 1) / G without.
 
-    All turns have the same divisor, so their relative weights stay: the largest deviation of a turn. With `mean`, the
-    mean return of the first turn. With one turn, or rewards of the last turn only and no discount, each turn has the
+    All turns have one divisor, so their relative weights stay: the largest deviation of any turn. With `mean`, it is
+    the mean return of the first turn. If only last turns have a reward and there is no discount, each turn has the
     advantage of `group_advantages`.
 
     Raises what `group_advantages` raises.

@@ -79,7 +79,7 @@ def _note_reward(episode: Episode, reward: Any) -> None:
         episode.reward = checked_reward("the agent", reward)
         return
     if len(reward) != episode.turn_count:
-        raise ValueError(f"the agent returned {len(reward)} rewards, and the endpoint gave {episode.turn_count} responses")
+        raise ValueError(f"the agent returned {len(reward)} rewards for {episode.turn_count} responses")
     episode.turn_rewards = [checked_reward("the agent", one) for one in reward]
     episode.reward = sum(episode.turn_rewards)
 

@@ -54,8 +54,6 @@ class _Judged:
     """Properties that follow from an episode's reward."""
 
     reward: float | None
-    turn_rewards: Sequence[float]
-    turn_count: int
     length_penalty: float
     is_left_out: bool
 
@@ -67,15 +65,6 @@ class _Judged:
     @property
     def is_trained(self) -> bool:
         return self.reward is not None and not self.is_left_out
-
-    def rewards_by_turn(self, shaped: bool = True) -> np.ndarray:
-        """Return the reward of each turn. The last turn has all that no other has: that of the reward function, and
-        with `shaped` the length penalty. NaN if the reward failed, with one entry at least."""
-        rewards = np.full(max(self.turn_count, 1), math.nan if self.reward is None else 0.0)
-        if self.reward is not None:
-            rewards[: len(self.turn_rewards)] = self.turn_rewards
-            rewards[-1] += self.reward - sum(self.turn_rewards) + (self.length_penalty if shaped else 0.0)
-        return rewards
 
 
 @dataclass
@@ -322,9 +311,10 @@ class Episode(_Judged, Segment):
             mask[own], ages[own] = self.is_trained, version - sampled_by
         tokens, logprobs = np.asarray(segment.tokens, OF_TOKENS["tokens"]), segment.generation_logprobs()
         shaped = self.shaped_reward
-        of_episode, of_tokens = 0.0 if shaped is None else advantage, None
         if isinstance(advantage, np.ndarray):
             of_episode, of_tokens = None, self.token_advantages(advantage, segment)
+        else:
+            of_episode, of_tokens = 0.0 if shaped is None else advantage, None
         return TokenRow(
             tokens,
             mask,
@@ -337,12 +327,23 @@ class Episode(_Judged, Segment):
         )
 
 
+def rewards_by_turn(episode: "Sampled", shaped: bool = True) -> np.ndarray:
+    """Return the reward of each turn. The last turn has all that no other has: that of the reward function, and with
+    `shaped` the length penalty. NaN if the reward failed, with one entry at least."""
+    if episode.reward is None:
+        return np.full(max(episode.turn_count, 1), math.nan)
+    rewards = np.zeros(episode.turn_count)
+    rewards[: len(episode.turn_rewards)] = episode.turn_rewards
+    rewards[-1] += episode.reward - sum(episode.turn_rewards) + (episode.length_penalty if shaped else 0.0)
+    return rewards
+
+
 def returns_of(episodes: Sequence["Sampled"], turn_discount: float | None, shaped: bool = True) -> Tensor:
     """Return the returns to go of the episodes' turns, [T, B]; see `returns_to_go`. Without a discount, the rewards of
     the episodes, [1, B]. NaN marks a failed reward. `shaped`: with length penalties."""
     if turn_discount is None:
         return _rewards(one.shaped_reward if shaped else one.reward for one in episodes)[None]
-    return returns_to_go([one.rewards_by_turn(shaped) for one in episodes], turn_discount)
+    return returns_to_go([rewards_by_turn(one, shaped) for one in episodes], turn_discount)
 
 
 def _versions(rows: Sequence[RowCounts]) -> Mapping[int, int]:
@@ -567,10 +568,9 @@ class Rollout:
                 parts.setdefault(f"reward/{name}", []).append(part)
         rewards_S = _rewards(episode.reward for episode in sampled)
         penalties = [episode.length_penalty for episode in self.episodes if episode.reward is not None]
-        if self.turn_discount is not None:
-            early = [one.rewards_by_turn()[:-1].sum() for one in sampled if one.reward is not None]
-            parts["early_reward"] = early or [math.nan]
-        return {
+        early = [float(rewards_by_turn(one)[:-1].sum()) for one in sampled if one.reward is not None]
+        by_turn = {} if self.turn_discount is None else {"early_reward": sum(early) / max(len(early), 1)}
+        return by_turn | {
             "reward": rewards_S.nanmean().item(),
             "filtered_reward": _rewards(episode.reward for episode in self.episodes).nanmean().item(),
             "length_penalty": sum(penalties) / max(len(penalties), 1),

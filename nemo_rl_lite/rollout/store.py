@@ -19,7 +19,16 @@ from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
 from nemo_rl_lite.policy.score_files import SCORE_COLUMNS, SCORES, ScoreFile, WriteScores, read_scores
-from nemo_rl_lite.rollout.episode import Advantage, Episode, Rollout, Sampled, SampleFile, Split, fetched
+from nemo_rl_lite.rollout.episode import (
+    Advantage,
+    Episode,
+    Rollout,
+    Sampled,
+    SampleFile,
+    Split,
+    fetched,
+    rewards_by_turn,
+)
 from nemo_rl_lite.rollout.segments import Branch, Segment
 
 log = logging.getLogger(__name__)
@@ -225,9 +234,7 @@ def _with_advantages(rollout: Rollout) -> list[tuple[int, Episode, Advantage | N
     return [(index, one, advantages[index]) for index, one in enumerate(rollout.whole())]
 
 
-def _sample_rows(
-    target: SampleFile, samples: Sequence[tuple[int, Episode, Advantage | None]]
-) -> list[dict[str, Any]]:
+def _sample_rows(target: SampleFile, samples: Sequence[tuple[int, Episode, Advantage | None]]) -> list[dict[str, Any]]:
     # The spans have this process' clock.
     began = 0.0 if target.began is None else target.began - unix_time(0.0)
     places = [divmod(index, target.samples_per_prompt) for index, _, _ in samples]
@@ -238,7 +245,7 @@ def _sample_rows(
 def _row(
     target: SampleFile, place: int, sample: int, episode: Episode, advantage: Advantage | None, began: float
 ) -> dict[str, Any]:
-    segments, last, by_turn = episode.row_segments, episode.last, isinstance(advantage, np.ndarray)
+    segments, last = episode.row_segments, episode.last
     starts = [0, *accumulate(len(one.tokens) for one in segments)]
     each = list(zip(starts, segments, strict=False))
     return {
@@ -262,19 +269,26 @@ def _row(
             # Unix times are precise to a microsecond.
             for begin in [max(round(one.begin - began, 6), 0.0)]
         ],
-        "advantage": next(iter(advantage), None) if by_turn else advantage,
-        "turn_rewards": episode.rewards_by_turn(shaped=False) if by_turn else None,
+        **_credit(episode, advantage),
         "token_ids": np.concatenate([np.asarray(one.tokens, np.int32) for one in segments]),
         "generation_logprobs": np.concatenate([one.generation_logprobs() for one in segments]),
-        "token_advantages": np.concatenate([episode.token_advantages(advantage, one) for one in segments])
-        if by_turn
-        else None,
         "versions": [
             {"start": before + start, "length": length, "version": version}
             for before, one in each
             for start, length, version in one.sampled_runs()
         ],
         "segments": [_segment(start, one) for start, one in each] if len(each) > 1 else None,
+    }
+
+
+def _credit(episode: Episode, advantage: Advantage | None) -> dict[str, Any]:
+    if not isinstance(advantage, np.ndarray):
+        return {"advantage": advantage, "turn_rewards": None, "token_advantages": None}
+    return {
+        # An episode that failed may have no turn.
+        "advantage": next(iter(advantage), None),
+        "turn_rewards": rewards_by_turn(episode, shaped=False),
+        "token_advantages": np.concatenate([episode.token_advantages(advantage, one) for one in episode.row_segments]),
     }
 
 

@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.losses.advantages import turn_advantages
-from nemo_rl_lite.rollout.episode import EpisodeRecord, Rollout
+from nemo_rl_lite.rollout.episode import EpisodeRecord, Rollout, rewards_by_turn
 from nemo_rl_lite.rollout.groups import Group, PromptTask
 from nemo_rl_lite.rollout.store import RolloutFiles, read_rollout, rollout_files, rollout_rows
 from tests.unit.rollout.histories import wandered
@@ -56,7 +56,7 @@ def test_an_environment_rewards_turns():
 def test_the_reward_at_the_limit_is_that_of_the_last_turn():
     rollout = scored(["1", "0"], ["no", "2"], ["3", "1"], cut=10.0)
     assert endings(rollout) == ["turns", "turns"]
-    assert [one.rewards_by_turn().tolist() for one in rollout.episodes] == [[1, 0, 13], [0, 2, 11]]
+    assert [rewards_by_turn(one).tolist() for one in rollout.episodes] == [[1, 0, 13], [0, 2, 11]]
 
 
 def test_a_reward_function_and_the_length_penalty_score_the_last_turn():
@@ -64,8 +64,8 @@ def test_a_reward_function_and_the_length_penalty_score_the_last_turn():
     rollout.turn_discount = 0.5
     first, second = rollout.episodes
     first.length_penalty = -0.25
-    assert first.rewards_by_turn().tolist() == [0, 0.75] and second.rewards_by_turn().tolist() == [0]
-    assert first.rewards_by_turn(shaped=False).tolist() == [0, 1]
+    assert rewards_by_turn(first).tolist() == [0, 0.75] and rewards_by_turn(second).tolist() == [0]
+    assert rewards_by_turn(first, shaped=False).tolist() == [0, 1]
     assert rollout.returns_TPG[:, 0].tolist() == [[0.375, 0], [0.75, 0]]
 
 
