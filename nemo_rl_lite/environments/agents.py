@@ -37,8 +37,8 @@ class Agent(Protocol):
     thread."""
 
     def __call__(self, problem: Problem, endpoint: Endpoint, **kwargs: Any) -> AgentReward | Awaitable[AgentReward]:
-        """Play one episode and return its reward: a number, or a list with the reward of each response, in the order in
-        which the endpoint answered. None for the configured reward. `kwargs` are `agent.kwargs`."""
+        """Play one episode and return its reward, or None for the configured reward. A list has the reward of each
+        response, in the order in which the endpoint answered. `kwargs` are `agent.kwargs`."""
         ...
 
 

@@ -46,8 +46,9 @@ def group_advantages(
 def turn_advantages(returns_TPG: Tensor, leave_one_out: Baseline, normalize: Scale) -> Tensor:
     """Return advantages [T, P, G] of turns from their returns to go (`returns_to_go`).
 
-    The baseline of turn t is that of `group_advantages` over all samples of the prompt, of which an ended one has the
-    return of its last turn. The other samples' terms do not depend on when a sample ends, and their number is constant.
+    The baseline of turn t is that of `group_advantages` over all samples of the prompt. A sample that has ended before
+    has the return of its last turn there. The other samples' terms do not depend on when a sample ends, and their
+    number is constant.
     So the policy gradient has no bias under a variable number of turns. Without a division it is exact with
     `leave_one_out`, and has the factor (G - 1) / G without.
 
@@ -198,8 +199,8 @@ def reward_shares(returns_TPG: Tensor) -> dict[str, float]:
 
 
 def differ(returns_TG: Tensor) -> bool:
-    """Return whether two rewards of a prompt (T = 1), or its returns to go in a turn, differ by more than rounding;
-    failed ones (NaN) are ignored."""
+    """Return whether two rewards of a prompt (T = 1), or its returns to go in a turn, differ by more than rounding.
+    Failed ones (NaN) are ignored."""
     return not _all_equal(returns_TG).all().item()
 
 
