@@ -74,7 +74,7 @@ class AgentPlay:
 
 
 def _note_reward(episode: Episode, reward: Any) -> None:
-    """Give an episode what its agent returned. Raises RewardError, or ValueError: it is no reward."""
+    """Give an episode what its agent returned. Raises RewardError or ValueError: it is invalid."""
     if not isinstance(reward, list | tuple):
         episode.reward = checked_reward("the agent", reward)
         return

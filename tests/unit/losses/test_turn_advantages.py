@@ -1,4 +1,4 @@
-"""Advantages of turns: by hand, without bias under a variable number of turns, and equal to those of episodes if only
+"""Advantages of turns: by hand, and without bias under a variable number of turns. They are those of episodes if only
 the last turn has a reward."""
 
 import itertools
@@ -82,8 +82,8 @@ def test_maxrl_refuses_returns_whose_mean_is_not_positive():
 
 
 class Walk:
-    """At each turn the policy goes on with probability `sigmoid(logits[turn])`, or ends the episode. The rewards of
-    going on and of ending differ by turn. After the last logit, the episode ends by itself."""
+    """At each turn the policy continues with probability `sigmoid(logits[turn])`, or ends the episode. The rewards of
+    continuing and of ending differ by turn. After the last logit, the episode ends by itself."""
 
     GO, END = (1.0, 0.5, 2.0), (1.4, 1.2, -0.5)
 
@@ -131,7 +131,7 @@ def test_the_policy_gradient_has_no_bias_under_a_variable_number_of_turns():
     for baseline, factor in ((True, 1.0), (False, 2 / 3)):
         mean = walk.expected(lambda rewards, of=baseline: turn_advantages(turns(rewards), of, False)[:, 0].numpy())
         assert mean == pytest.approx(factor * exact, abs=1e-12)
-    # Only an episode that goes on pays the mean of the next turn, so going on looks bad.
+    # Only an episode that continues pays the mean of the next turn, so continuing looks bad.
     naive = walk.expected(by_turn_index)
     assert exact[0] > 0 > naive[0]
 
