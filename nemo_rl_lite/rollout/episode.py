@@ -293,7 +293,7 @@ class Episode(_Judged, Segment):
         sampled there."""
         found = np.zeros(len(segment.tokens), OF_TOKENS["token_advantages"])
         owners = [self.segments[place] for place in self.order]
-        own = [advantage for owner, advantage in zip(owners, advantages, strict=True) if owner is segment]
+        own = [advantage for owner, advantage in zip(owners, advantages, strict=False) if owner is segment]
         for (start, completion), advantage in zip(segment.turns, own, strict=True):
             found[start : start + len(completion.tokens)] = advantage
         return found
@@ -442,12 +442,12 @@ class Rollout:
         return returns_TB.view(len(returns_TB), -1, self.samples_per_prompt)
 
     def spread_over_turns(self, advantages_TPG: Tensor) -> list[Advantage]:
-        """Return the advantage of each episode, or those of its turns."""
+        """Return the advantage of each episode, or those of its turns, with one entry at least."""
         advantages_TB = advantages_TPG.flatten(1)
         if self.turn_discount is None:
             return advantages_TB[0].tolist()
         each = zip(self.episodes, advantages_TB.T.numpy(), strict=True)
-        return [advantages_T[: episode.turn_count].copy() for episode, advantages_T in each]
+        return [advantages_T[: max(episode.turn_count, 1)].copy() for episode, advantages_T in each]
 
     @property
     def sampled(self) -> list[Sampled]:
@@ -568,8 +568,10 @@ class Rollout:
                 parts.setdefault(f"reward/{name}", []).append(part)
         rewards_S = _rewards(episode.reward for episode in sampled)
         penalties = [episode.length_penalty for episode in self.episodes if episode.reward is not None]
-        early = [float(rewards_by_turn(one)[:-1].sum()) for one in sampled if one.reward is not None]
-        by_turn = {} if self.turn_discount is None else {"early_reward": sum(early) / max(len(early), 1)}
+        by_turn: dict[str, float] = {}
+        if self.turn_discount is not None:
+            early = [float(rewards_by_turn(one)[:-1].sum()) for one in sampled if one.reward is not None]
+            by_turn["early_reward"] = sum(early) / max(len(early), 1)
         return by_turn | {
             "reward": rewards_S.nanmean().item(),
             "filtered_reward": _rewards(episode.reward for episode in self.episodes).nanmean().item(),

@@ -285,9 +285,8 @@ def _credit(episode: Episode, advantage: Advantage | None) -> dict[str, Any]:
     if not isinstance(advantage, np.ndarray):
         return {"advantage": advantage, "turn_rewards": None, "token_advantages": None}
     return {
-        # An episode that failed may have no turn.
-        "advantage": next(iter(advantage), None),
-        "turn_rewards": rewards_by_turn(episode, shaped=False),
+        "advantage": advantage[0],
+        "turn_rewards": None if episode.reward is None else rewards_by_turn(episode, shaped=False),
         "token_advantages": np.concatenate([episode.token_advantages(advantage, one) for one in episode.row_segments]),
     }
 

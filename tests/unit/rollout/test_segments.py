@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 from nemo_rl_lite.losses.batch import TokenRows
 from nemo_rl_lite.rollout.episode import EpisodeRecord, Rollout
@@ -219,6 +220,17 @@ def test_a_saved_rollout_has_all_segments(tmp_path):
     for name in ("tokens", "mask", "ages", "generation_logprobs", "episodes"):
         assert np.array_equal(getattr(before, name), getattr(after, name)), name
     assert found[0].rollout.episodes[1].response == saved[0].rollout.episodes[1].response
+
+
+def test_a_checkpoint_that_has_only_the_segment_of_the_last_turn_loads(tmp_path):
+    rollout = three_episodes()
+    save_rollouts([SavedRollout(4, [[1]], rollout, {})], tmp_path)
+    (file,) = tmp_path.iterdir()
+    table = parquet.read_table(file)
+    latest = [own[-1] for own in table.column("order").to_pylist()]
+    parquet.write_table(table.drop(["order", "turn_rewards"]).append_column("latest", [latest]), file)
+    for found, saved in zip(load_rollouts(tmp_path)[0].rollout.episodes, rollout.episodes, strict=True):
+        assert found.response == saved.response and sorted(found.order) == sorted(saved.order)
 
 
 def test_a_sample_in_a_file_has_all_rows(tmp_path):

@@ -79,6 +79,15 @@ def test_rewards_for_other_responses_fail_the_episode():
     assert endings(found) == ["error"] and found.rewards_B.isnan().all() and found.environment_errors == 1
 
 
+def test_an_episode_that_failed_before_its_first_turn_has_a_row_without_a_loss():
+    rollout = collect_agents(Book(), config("player", how="silent"), share=1.0)
+    rollout.turn_discount = 1.0
+    rollout.advantages = rollout.spread_over_turns(turn_advantages(rollout.returns_TPG, True, True))
+    (row,) = rollout.rows(rollout.advantages, 0)
+    assert not row.mask.any() and not row.token_advantages.any() and len(row.token_advantages) == len(row.tokens)
+    assert rollout_rows(1, "train", rollout)[0]["turn_rewards"] is None and rollout.metrics()["early_reward"] == 0
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_each_token_has_the_advantage_of_its_turn(seed):
     """Tokens of later responses have larger numbers, and all rows are of one episode."""
