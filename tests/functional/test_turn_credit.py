@@ -92,7 +92,7 @@ def test_with_an_outcome_only_the_run_is_that_of_episodes(tmp_path, model_folder
 
 def test_rollout_workers_credit_turns_like_the_launcher(tmp_path, model_folder):
     own = [*RUN, *TURN, OWN, "algorithm.max_num_steps=1", "generation.colocated.enabled=false"]
-    # Otherwise, timing decides how many prompts are sampled in vain.
+    # Otherwise, timing decides how many prompts are sampled and discarded.
     own += ["algorithm.use_dynamic_sampling=true", "algorithm.oversample=1.0"]
     train_here(tmp_path / "alone", model_folder, *own, "algorithm.rollouts.num_workers=0")
     two = ["generation.data_parallel_size=2", "algorithm.rollouts.num_workers=2"]
