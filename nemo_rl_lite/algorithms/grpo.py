@@ -10,13 +10,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.losses.advantages import advantage_metrics, clip_advantages, group_advantages, separate_advantages
+from nemo_rl_lite.losses.advantages import (
+    advantage_metrics,
+    clip_advantages,
+    group_advantages,
+    separate_advantages,
+    turn_advantages,
+)
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Phase, Timer
@@ -25,7 +33,7 @@ from nemo_rl_lite.offload.mover import Move, move_metrics
 from nemo_rl_lite.policy.interface import BatchRef, Policy, Scored, Teacher
 from nemo_rl_lite.policy.score_files import WriteScores
 from nemo_rl_lite.rollout.collector import Show
-from nemo_rl_lite.rollout.episode import Rollout, Split, pass_at_k, passes
+from nemo_rl_lite.rollout.episode import Advantage, Rollout, Split, pass_at_k, passes
 from nemo_rl_lite.rollout.source import RolloutSource
 
 log = logging.getLogger(__name__)
@@ -54,7 +62,7 @@ class _Ready(NamedTuple):
     """A rollout whose rows the policy has."""
 
     batch: BatchRef
-    advantages_PG: Tensor
+    advantages: Sequence[Advantage]
     checked: dict[str, float]
     """Metrics of the refit's check."""
     moves: dict[str, Move]
@@ -112,7 +120,7 @@ class GRPO:
             rollout = self._generate(step, self.rollouts.take, timer)
             while (ready := self._put(step, rollout, timer)) is None:
                 rollout = self._generate(step, self.rollouts.take_again, timer)
-            batch, advantages_PG, checked, moves, memory = ready
+            batch, advantages, checked, moves, memory = ready
             with timer("policy_and_reference_logprobs"):
                 if self.scored:
                     self.policy.score(batch, self.scored)
@@ -152,7 +160,7 @@ class GRPO:
             step,
             self.total,
             len(rollout.episodes),
-            sampled | ages | advantage_metrics(advantages_PG) | trained,
+            sampled | ages | advantage_metrics(torch.from_numpy(np.hstack(advantages))) | trained,
             seconds,
             self.policy.work(batch, self.scored),
             shown,
@@ -176,11 +184,10 @@ class GRPO:
             with timer("generation_sleep"):
                 memory = self.rollouts.finish_generation()
             with timer("advantage_calculation"):
-                rewards_PG = rollout.rewards_B.view(-1, self.config.num_generations_per_prompt)
-                advantages_PG = self._advantages(rollout, rewards_PG)
-            rollout.advantages = advantages_PG.flatten().tolist()
+                advantages = rollout.spread_over_turns(self._advantages(rollout))
+                rollout.advantages = advantages
             self.log.begin(step, "train", rollout)
-            rows = rollout.rows(rollout.advantages, step - 1)
+            rows = rollout.rows(advantages, step - 1)
             with timer("logprob_inference_prep"):
                 scores = self.scored or self.teacher is not None
                 (self.policy.prepare_for_logprob if scores else self.policy.prepare_for_training)()
@@ -197,16 +204,19 @@ class GRPO:
             if not rollout.has_died():
                 raise
             return None
-        return _Ready(batch, advantages_PG, checked, moves, memory)
+        return _Ready(batch, advantages, checked, moves, memory)
 
-    def _advantages(self, rollout: Rollout, rewards_PG: Tensor) -> Tensor:
-        config, baseline = self.config, self.config.use_leave_one_out_baseline
+    def _advantages(self, rollout: Rollout) -> Tensor:
+        """Return the advantages of turns, or of episodes as one turn, [T, P, G]."""
+        config, baseline, returns_TPG = self.config, self.config.use_leave_one_out_baseline, rollout.returns_TPG
         if config.normalize_rewards == "parts":
-            parts_NPG = rollout.parts_NB(self.reward_weights).view(-1, *rewards_PG.shape)
-            found_PG = separate_advantages(parts_NPG, [*self.reward_weights.values(), 1.0], baseline)
+            parts_NPG = rollout.parts_NB(self.reward_weights).view(-1, *returns_TPG.shape[1:])
+            found_TPG = separate_advantages(parts_NPG, [*self.reward_weights.values(), 1.0], baseline)[None]
+        elif config.pass_at_k is not None:
+            found_TPG = group_advantages(returns_TPG[0], baseline, config.normalize_rewards, config.pass_at_k)[None]
         else:
-            found_PG = group_advantages(rewards_PG, baseline, config.normalize_rewards, config.pass_at_k)
-        return clip_advantages(found_PG, config.advantage_clip_low, config.advantage_clip_high)
+            found_TPG = turn_advantages(returns_TPG, baseline, config.normalize_rewards)
+        return clip_advantages(found_TPG, config.advantage_clip_low, config.advantage_clip_high)
 
     def validate(self, step: int) -> dict[str, float]:
         """Measure the mean reward on the held-out problems (`accuracy`), and pass@k with several responses each."""

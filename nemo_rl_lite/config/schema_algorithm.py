@@ -172,6 +172,8 @@ class GRPOConfig(RolloutAlgorithmConfig):
     use_leave_one_out_baseline: bool | Literal["batch"]
     normalize_rewards: bool | Literal["batch", "advantages", "mean", "parts"]
     pass_at_k: PositiveInt | None
+    credit: Annotated[Literal["episode", "turn"], ActiveIf("an environment or agent")]
+    turn_discount: Annotated[float, Field(ge=0, le=1), ActiveIf(".credit", "turn")]
     advantage_clip_low: Annotated[float, Field(lt=0)] | None
     advantage_clip_high: PositiveFloat | None
     num_iterations: PositiveInt

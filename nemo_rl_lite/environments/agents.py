@@ -3,7 +3,7 @@
 import functools
 import inspect
 import os
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,12 +29,16 @@ class Endpoint:
         return self.base_url.removesuffix("/v1")
 
 
+AgentReward = float | Sequence[float] | None
+
+
 class Agent(Protocol):
     """A function that plays one episode. Episodes of an `async def` function share a thread; otherwise each has its own
     thread."""
 
-    def __call__(self, problem: Problem, endpoint: Endpoint, **kwargs: Any) -> float | Awaitable[float | None] | None:
-        """Play one episode and return its reward, or None for the configured reward. `kwargs` are `agent.kwargs`."""
+    def __call__(self, problem: Problem, endpoint: Endpoint, **kwargs: Any) -> AgentReward | Awaitable[AgentReward]:
+        """Play one episode and return its reward, or None for the configured reward. A list has the reward of each
+        response, in the order in which the endpoint answered. `kwargs` are `agent.kwargs`."""
         ...
 
 

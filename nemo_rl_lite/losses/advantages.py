@@ -1,10 +1,11 @@
-"""Group-relative advantages. Shapes: P prompts, G samples per prompt, N parts of a reward."""
+"""Group-relative advantages. Shapes: P prompts, G samples per prompt, B = P G, N parts of a reward, T turns."""
 
 import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,36 +34,85 @@ def group_advantages(
 
     Raises TrainingError: `mean`, and the rewards of a prompt differ, but their mean is not positive.
     """
-    deviation_P1 = None
-    if pass_at_k is not None:
-        rewards_PG, deviation_P1 = best_of_subsets(rewards_PG, pass_at_k)
+    if pass_at_k is None:
+        return turn_advantages(rewards_PG[None], leave_one_out, normalize)[0]
+    best_PG, deviation_P1 = best_of_subsets(rewards_PG, pass_at_k)
+    centred_PG = _centred(best_PG, leave_one_out, pass_at_k)
+    if not normalize:
+        return centred_PG
+    return _divided(centred_PG, deviation_P1 if normalize is True else _scale(best_PG, centred_PG, normalize))
+
+
+def turn_advantages(returns_TPG: Tensor, leave_one_out: Baseline, normalize: Scale) -> Tensor:
+    """Return advantages [T, P, G] of turns from their returns to go (`returns_to_go`).
+
+    The baseline of turn t is that of `group_advantages` over all samples of the prompt. A sample that has ended before
+    has the return of its last turn there. The other samples' terms do not depend on when a sample ends, and their
+    number is constant.
+    So the policy gradient has no bias under a variable number of turns. Without a division it is exact with
+    `leave_one_out`, and has the factor (G - 1) / G without.
+
+    All turns have one divisor, so their relative weights stay: the largest deviation of any turn. With `mean`, it is
+    the mean return of the first turn. If only last turns have a reward and there is no discount, each turn has the
+    advantage of `group_advantages`.
+
+    Raises what `group_advantages` raises.
+    """
+    centred = [_centred(own_PG, leave_one_out) for own_PG in returns_TPG]
+    if not normalize:
+        return torch.stack(centred)
+    scales = torch.stack([_scale(own, less, normalize) for own, less in zip(returns_TPG, centred, strict=True)])
+    if normalize == "mean":
+        _check_means(scales[0], torch.stack([_all_equal(own_PG) for own_PG in returns_TPG]).all(dim=0))
+    scale = scales[0] if normalize == "mean" else scales.amax(dim=0)
+    return torch.stack([_divided(own_PG, scale) for own_PG in centred])
+
+
+def returns_to_go(rewards: Sequence[Sequence[float] | np.ndarray], discount: float) -> Tensor:
+    """Return the discounted sum of a turn's own and later rewards, float64 [T, B], from the rewards of each episode's
+    turns. After its last turn, an episode keeps the return of that turn."""
+    returns_TB = np.empty((max(map(len, rewards)), len(rewards)))
+    for place, own in enumerate(rewards):
+        value = 0.0
+        for turn in reversed(range(len(own))):
+            value = returns_TB[turn, place] = own[turn] + discount * value
+        returns_TB[len(own) :, place] = own[-1]
+    return torch.from_numpy(returns_TB)
+
+
+def _centred(rewards_PG: Tensor, leave_one_out: Baseline, pass_at_k: int | None = None) -> Tensor:
+    """Return rewards less their baseline; 0 for NaN, and if all rewards of a baseline are equal."""
     judged_PG = ~rewards_PG.isnan()
     known_PG = torch.where(judged_PG, rewards_PG, 0.0)
     count_P1, total_P1 = judged_PG.sum(dim=1, keepdim=True), known_PG.sum(dim=1, keepdim=True)
-    mean_P1, others_P1 = total_P1 / count_P1.clamp(min=1), (count_P1 - 1).clamp(min=1)
-    baseline, equal_P = mean_P1, _all_equal(rewards_PG)
+    baseline, equal_P = total_P1 / count_P1.clamp(min=1), _all_equal(rewards_PG)
     if leave_one_out == "batch":
         baseline, equal_P = known_PG.sum() / judged_PG.sum().clamp(min=1), _all_equal(rewards_PG.view(1, -1))
     elif leave_one_out and pass_at_k is not None:
         # The mean over subsets without the sample.
-        baseline = (count_P1 * mean_P1 - pass_at_k * known_PG) / (count_P1 - pass_at_k).clamp(min=1)
+        baseline = (count_P1 * baseline - pass_at_k * known_PG) / (count_P1 - pass_at_k).clamp(min=1)
     elif leave_one_out:
-        baseline = (total_P1 - known_PG) / others_P1
+        baseline = (total_P1 - known_PG) / (count_P1 - 1).clamp(min=1)
     # Normalisation would amplify the rounding error of the mean.
-    useful_PG = judged_PG & ~equal_P[:, None]
-    advantages_PG = torch.where(useful_PG, known_PG - baseline, 0.0)
+    return torch.where(judged_PG & ~equal_P[:, None], known_PG - baseline, 0.0)
+
+
+def _scale(rewards_PG: Tensor, centred_PG: Tensor, normalize: Scale) -> Tensor:
+    """Return the divisor of advantages, broadcastable to [P, 1]."""
+    judged_PG = ~rewards_PG.isnan()
+    if normalize in ("batch", "advantages"):
+        return _std((rewards_PG if normalize == "batch" else centred_PG)[judged_PG])
+    known_PG, count_P1 = torch.where(judged_PG, rewards_PG, 0.0), judged_PG.sum(dim=1, keepdim=True)
+    mean_P1 = known_PG.sum(dim=1, keepdim=True) / count_P1.clamp(min=1)
     if normalize == "mean":
-        _check_means(mean_P1, equal_P)
-        advantages_PG = advantages_PG / (mean_P1 + _STD_EPSILON)
-    elif isinstance(normalize, str):
-        of_all_PG = {"batch": rewards_PG, "advantages": advantages_PG}[normalize]
-        advantages_PG = advantages_PG / (_std(of_all_PG[judged_PG]) + _STD_EPSILON)
-    elif normalize and deviation_P1 is not None:
-        advantages_PG = advantages_PG / (deviation_P1 + _STD_EPSILON)
-    elif normalize:
-        squares_PG = torch.where(judged_PG, (known_PG - mean_P1).square(), 0.0)
-        advantages_PG = advantages_PG / ((squares_PG.sum(dim=1, keepdim=True) / others_P1).sqrt() + _STD_EPSILON)
-    return torch.where(useful_PG, advantages_PG, 0.0)
+        return mean_P1
+    squares_PG = torch.where(judged_PG, (known_PG - mean_P1).square(), 0.0)
+    return (squares_PG.sum(dim=1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt()
+
+
+def _divided(centred_PG: Tensor, scale: Tensor) -> Tensor:
+    """Divide advantages; those of 0 stay 0."""
+    return torch.where(centred_PG == 0, 0.0, centred_PG / (scale + _STD_EPSILON))
 
 
 def best_of_subsets(rewards_PG: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -125,19 +175,22 @@ def clip_advantages(advantages: Tensor, low: float | None, high: float | None) -
     return advantages.clamp(-math.inf if low is None else low, math.inf if high is None else high)
 
 
-def advantage_metrics(advantages_PG: Tensor) -> dict[str, float]:
+def advantage_metrics(advantages: Tensor) -> dict[str, float]:
+    """Return metrics of advantages of any shape."""
     return {
-        "advantages/mean": advantages_PG.mean().item(),
-        "advantages/max": advantages_PG.max().item(),
-        "advantages/min": advantages_PG.min().item(),
+        "advantages/mean": advantages.mean().item(),
+        "advantages/max": advantages.max().item(),
+        "advantages/min": advantages.min().item(),
     }
 
 
-def reward_shares(rewards_PG: Tensor) -> dict[str, float]:
-    """Return the shares of prompts whose rewards [P, G] are all 0, all 1, or mixed. Failed rewards (NaN) are
-    ignored; prompts without other rewards are not counted."""
-    known_PG = rewards_PG[~rewards_PG.isnan().all(dim=1)]
-    mean_P, all_equal_P = known_PG.nanmean(dim=1), _all_equal(known_PG)
+def reward_shares(returns_TPG: Tensor) -> dict[str, float]:
+    """Return the shares of prompts whose rewards (T = 1) or returns to go are all 0, all 1, or mixed. Failed rewards
+    (NaN) are ignored; prompts without other rewards are not counted. Returns are equal if those of each turn are, and
+    then have the value of the first turn."""
+    known_TPG = returns_TPG[:, ~returns_TPG[0].isnan().all(dim=1)]
+    mean_P = known_TPG[0].nanmean(dim=1)
+    all_equal_P = torch.stack([_all_equal(own_PG) for own_PG in known_TPG]).all(dim=0)
     return {
         "baseline_reward/pct_0": (all_equal_P & (mean_P.abs() <= 1e-8)).double().mean().item(),
         "baseline_reward/pct_1": (all_equal_P & ((mean_P - 1).abs() <= 1e-6)).double().mean().item(),
@@ -145,9 +198,10 @@ def reward_shares(rewards_PG: Tensor) -> dict[str, float]:
     }
 
 
-def differ(rewards: Sequence[float]) -> bool:
-    """Return whether two rewards of a prompt differ by more than rounding; failed ones (NaN) are ignored."""
-    return not _all_equal(torch.tensor([rewards], dtype=torch.float64)).item()
+def differ(returns_TG: Tensor) -> bool:
+    """Return whether two rewards of a prompt (T = 1), or its returns to go in a turn, differ by more than rounding.
+    Failed ones (NaN) are ignored."""
+    return not _all_equal(returns_TG).all().item()
 
 
 def overlong_penalty(tokens: int, most: int, buffer: int, penalty: float) -> float:

@@ -18,6 +18,7 @@ OF_TOKENS = {
     "tokens": np.int32,
     "mask": np.bool_,
     "generation_logprobs": np.float32,
+    "token_advantages": np.float32,
     "ages": np.int32,
     "teacher_logprobs": np.float32,
     "teacher_topk_logits": np.float32,
@@ -46,6 +47,8 @@ class TokenRow:
     """Reward; in KTO, 1 for a desirable response, else 0."""
     teacher_logprobs: Sequence[float] | np.ndarray | None = None
     """Logprobs of the teacher in nats; 0 for the first token."""
+    token_advantages: Sequence[float] | np.ndarray | None = None
+    """Advantage of each token instead of `advantage`; 0 for tokens that were not sampled."""
     teacher_topk_logits: Sequence[Sequence[float]] | np.ndarray | None = None
     """The teacher's k largest logits for each token; 0 for the first."""
     teacher_topk_ids: Sequence[Sequence[int]] | np.ndarray | None = None
@@ -111,6 +114,7 @@ class TokenRows(Sequence[TokenRow]):
     advantages: np.ndarray | None
     ages: np.ndarray | None
     rewards: np.ndarray | None = None
+    token_advantages: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
     teacher_topk_logits: np.ndarray | None = None
     teacher_topk_ids: np.ndarray | None = None
@@ -159,6 +163,13 @@ class TokenRows(Sequence[TokenRow]):
         """Number of trained tokens of each row, [B]."""
         before = np.concatenate([[0], self.mask.cumsum()])
         return before[self.ends] - before[self.ends - self.lengths]
+
+    @property
+    def advantages_N(self) -> np.ndarray | None:
+        """Advantage of each token, float32, [N]; None without advantages."""
+        if self.token_advantages is None and self.advantages is not None:
+            return np.repeat(self.advantages.astype(np.float32), self.lengths)
+        return self.token_advantages
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -354,7 +365,9 @@ class Batch:
     generation_logprobs: Tensor | None = None
     """Logprobs [B, T] under the engine that sampled the tokens."""
     advantages: Tensor | None = None
-    """[B]."""
+    """[B]; None with `token_advantages`."""
+    token_advantages: Tensor | None = None
+    """[B, T]; None unless `algorithm.credit=turn`."""
     ages: Tensor | None = None
     """[B, T], int64: see `TokenRow`."""
     previous_logprobs: Tensor | None = None

@@ -149,8 +149,8 @@ class GRPOLoss:
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """See `Loss`.
 
-        Reads `previous_logprobs`, `generation_logprobs` and `advantages`. Options read `reference_logprobs` (KL
-        penalty), `entropy` (bonus, high-entropy tokens) and `rewards` (NLL).
+        Reads `previous_logprobs`, `generation_logprobs`, and `advantages` or `token_advantages`. Options read
+        `reference_logprobs` (KL penalty), `entropy` (bonus, high-entropy tokens) and `rewards` (NLL).
         """
         previous_BT, generation_BT = batch.require("previous_logprobs", "generation_logprobs")
         config, mask_BT = self.config, batch.mask
@@ -205,6 +205,8 @@ class GRPOLoss:
     def advantages(self, batch: Batch, previous_BT: Tensor) -> Tensor:
         """Return each token's advantage, without gradient, broadcastable to [B, T]. `previous_BT` is 0 outside the
         mask."""
+        if batch.token_advantages is not None:
+            return batch.token_advantages
         (advantages_B,) = batch.require("advantages")
         return advantages_B[:, None]
 

@@ -40,10 +40,10 @@ def count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str,
     - `_CHANCE`: the probability of choosing a token within `clip_cov`'s bounds, for a share of `clip_cov_ratio`.
     """
     joined = TokenRows.of(rows)
-    if joined.advantages is None or joined.generation_logprobs is None:
+    if (advantages_N := joined.advantages_N) is None or joined.generation_logprobs is None:
         raise ValueError("covariances need rows with advantages and with logprobs of the engine")
     # float32, because a token's covariance must equal the one in its batch.
-    advantages_N = np.repeat(joined.advantages.astype(np.float32), joined.lengths)[joined.mask].astype(np.float64)
+    advantages_N = advantages_N[joined.mask].astype(np.float64)
     logprobs_N = joined.generation_logprobs[joined.mask].astype(np.float64)
     if not len(logprobs_N):
         return dict.fromkeys((_ADVANTAGE, _LOGPROB, _LEAST, _LEAST_LOGPROB, _LEAST_CHANCE, _CHANCE), 0.0)

@@ -68,9 +68,20 @@ class AgentPlay:
             raise CallError("the agent asked the endpoint for no response")
         if reward is not None:
             try:
-                episode.reward = checked_reward("the agent", reward)
-            except RewardError as error:
+                _note_reward(episode, reward)
+            except (RewardError, ValueError) as error:
                 raise as_call_error(error) from error
+
+
+def _note_reward(episode: Episode, reward: Any) -> None:
+    """Give an episode what its agent returned. Raises RewardError or ValueError: it is invalid."""
+    if not isinstance(reward, list | tuple):
+        episode.reward = checked_reward("the agent", reward)
+        return
+    if len(reward) != episode.turn_count:
+        raise ValueError(f"the agent returned {len(reward)} rewards for {episode.turn_count} responses")
+    episode.turn_rewards = [checked_reward("the agent", one) for one in reward]
+    episode.reward = sum(episode.turn_rewards)
 
 
 class _AgentSession:

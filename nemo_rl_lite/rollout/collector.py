@@ -99,6 +99,8 @@ class RolloutTask:
     """Seconds that an earlier run has taken."""
     step: int = 0
     """Step that trains on the rollout."""
+    turn_discount: float | None = None
+    """See `Rollout`."""
     groups: list[Group] = field(default_factory=list, init=False)
     players: Players | None = field(default=None, init=False)
     number: int = field(default_factory=_NUMBERS.__next__, init=False)
@@ -136,6 +138,7 @@ class RolloutTask:
             dropped=tuple(episode for group in dropped for episode in group.episodes),
             took_s=self.took_s,
             store=None if self.players is None else self.players.store,
+            turn_discount=self.turn_discount,
         )
 
     def forget(self, begun: int) -> None:
@@ -191,7 +194,8 @@ class RolloutTask:
     def prompt(self, number: int) -> PromptTask:
         """Return the task of a prompt."""
         problem, done = self.problem(number), self.done.get(number)
-        return PromptTask(self.number, number, problem, self.samples, self.sampling, self.seed, self.step, done)
+        options = self.samples, self.sampling, self.seed, self.step, done, self.turn_discount
+        return PromptTask(self.number, number, problem, *options)
 
 
 class RolloutCollector:

@@ -20,7 +20,7 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.losses.advantages import reward_shares
+from nemo_rl_lite.losses.advantages import returns_to_go, reward_shares
 from nemo_rl_lite.losses.batch import OF_TOKENS, RowBatch, TokenRow, TokenRows, episode_numbers
 from nemo_rl_lite.observability.sinks import Sample, spread, text_of
 from nemo_rl_lite.observability.timer import unix_time
@@ -30,6 +30,9 @@ Ending = Literal["stop", "length", "turns", "error"]
 """Ended by policy, environment or agent; truncated; no turn left; environment or agent failed."""
 
 Activity = Literal["generate", "environment", "reward"]
+
+Advantage = float | np.ndarray
+"""Advantage of an episode, or of each of its turns."""
 
 
 @dataclass
@@ -85,6 +88,7 @@ class EpisodeRecord(_Judged):
     no_experts: np.ndarray | None
     """See `Episode.no_experts`."""
     reward: float | None
+    turn_rewards: Sequence[float]
     reward_parts: Mapping[str, float]
     ending: Ending
     is_left_out: bool = False
@@ -105,6 +109,7 @@ class EpisodeRecord(_Judged):
             began=episode.began,
             no_experts=episode.no_experts,
             reward=episode.reward,
+            turn_rewards=episode.turn_rewards,
             reward_parts=episode.reward_parts,
             ending=episode.ending,
             is_left_out=episode.is_left_out,
@@ -152,8 +157,10 @@ class Episode(_Judged, Segment):
     """Added to the reward in training; at most 0."""
     branches: list[Branch] = field(default_factory=list)
     """The segments after the first."""
-    latest: int = 0
-    """Place of the segment with the last turn in `segments`."""
+    order: list[int] = field(default_factory=list)
+    """Place of each turn's segment in `segments`, in the order in which the turns ended."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """The rewards of the turns so far that environment or agent gave, in order; empty if they gave none by turn."""
     history: History = field(default_factory=History, compare=False, repr=False)
 
     @property
@@ -168,7 +175,7 @@ class Episode(_Judged, Segment):
     @property
     def last(self) -> Segment:
         """The segment with the last turn."""
-        return self.segments[self.latest]
+        return self.segments[self.order[-1]] if self.branches else self
 
     def start_of(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Start:
         """Return the beginning of a request's messages that the episode has; see `Segment.note` for their form."""
@@ -191,7 +198,8 @@ class Episode(_Judged, Segment):
         """Add an assistant turn to a segment, by default the first. A truncated one is its last."""
         segment = segment or self
         segment.extend(completion, text)
-        self.latest, self.ending = segment.history.number, completion.finish_reason
+        self.order.append(segment.history.number)
+        self.ending = completion.finish_reason
 
     def end(self) -> None:
         """Note that no turn follows."""
@@ -280,7 +288,19 @@ class Episode(_Judged, Segment):
         """Seconds that the episode waited for `what`, over all turns."""
         return sum(span.seconds for span in self.spans if span.what == what)
 
-    def row(self, advantage: float, version: int, no_experts: np.ndarray | None = None, number: int = 0) -> TokenRow:
+    def token_advantages(self, advantages: np.ndarray, segment: Segment) -> np.ndarray:
+        """Return the advantage of each token of a segment from those of all turns, float32; 0 for tokens that were not
+        sampled there."""
+        found = np.zeros(len(segment.tokens), OF_TOKENS["token_advantages"])
+        owners = [self.segments[place] for place in self.order]
+        own = [advantage for owner, advantage in zip(owners, advantages, strict=False) if owner is segment]
+        for (start, completion), advantage in zip(segment.turns, own, strict=True):
+            found[start : start + len(completion.tokens)] = advantage
+        return found
+
+    def row(
+        self, advantage: Advantage, version: int, no_experts: np.ndarray | None = None, number: int = 0
+    ) -> TokenRow:
         """Return a training row for a policy of this version, by its number in `row_segments`. The mask selects the
         tokens of a trained episode that were sampled in this segment. `no_experts`: routed experts of 0 tokens, if the
         engines report them."""
@@ -291,8 +311,39 @@ class Episode(_Judged, Segment):
             mask[own], ages[own] = self.is_trained, version - sampled_by
         tokens, logprobs = np.asarray(segment.tokens, OF_TOKENS["tokens"]), segment.generation_logprobs()
         shaped = self.shaped_reward
-        reward, own = (0.0, 0.0) if shaped is None else (shaped, advantage)
-        return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=segment.routed_experts(no_experts))
+        if isinstance(advantage, np.ndarray):
+            of_episode, of_tokens = None, self.token_advantages(advantage, segment)
+        else:
+            of_episode, of_tokens = 0.0 if shaped is None else advantage, None
+        return TokenRow(
+            tokens,
+            mask,
+            logprobs,
+            of_episode,
+            ages,
+            0.0 if shaped is None else shaped,
+            token_advantages=of_tokens,
+            routed_experts=segment.routed_experts(no_experts),
+        )
+
+
+def rewards_by_turn(episode: "Sampled", shaped: bool = True) -> np.ndarray:
+    """Return the reward of each turn. The last turn has all that no other has: that of the reward function, and with
+    `shaped` the length penalty. NaN if the reward failed, with one entry at least."""
+    if episode.reward is None:
+        return np.full(max(episode.turn_count, 1), math.nan)
+    rewards = np.zeros(episode.turn_count)
+    rewards[: len(episode.turn_rewards)] = episode.turn_rewards
+    rewards[-1] += episode.reward - sum(episode.turn_rewards) + (episode.length_penalty if shaped else 0.0)
+    return rewards
+
+
+def returns_of(episodes: Sequence["Sampled"], turn_discount: float | None, shaped: bool = True) -> Tensor:
+    """Return the returns to go of the episodes' turns, [T, B]; see `returns_to_go`. Without a discount, the rewards of
+    the episodes, [1, B]. NaN marks a failed reward. `shaped`: with length penalties."""
+    if turn_discount is None:
+        return _rewards(one.shaped_reward if shaped else one.reward for one in episodes)[None]
+    return returns_to_go([rewards_by_turn(one, shaped) for one in episodes], turn_discount)
 
 
 def _versions(rows: Sequence[RowCounts]) -> Mapping[int, int]:
@@ -326,7 +377,7 @@ class SampleFile:
 class EpisodeStore(Protocol):
     """The episodes of records. Raises WorkerError: a rollout worker has failed or died."""
 
-    def rows(self, records: Sequence[EpisodeRecord], advantages: Sequence[float], version: int) -> RowBatch:
+    def rows(self, records: Sequence[EpisodeRecord], advantages: Sequence[Advantage], version: int) -> RowBatch:
         """See `Rollout.rows`."""
         ...
 
@@ -335,7 +386,7 @@ class EpisodeStore(Protocol):
         ...
 
     def write(
-        self, target: SampleFile, records: Sequence[EpisodeRecord], advantages: Sequence[float | None]
+        self, target: SampleFile, records: Sequence[EpisodeRecord], advantages: Sequence[Advantage | None]
     ) -> Callable[[], list[str]]:
         """Start to write the samples of a rollout's first records, with their advantages. Return a function that waits
         for it, and returns errors of file systems."""
@@ -382,13 +433,31 @@ class Rollout:
     """Episodes of replaced prompts, whose rewards are all equal, and then of surplus prompts."""
     store: EpisodeStore | None = None
     """Store of the records' episodes; None if all are here."""
-    advantages: Sequence[float] | None = None
+    turn_discount: float | None = None
+    """Discount of later turns' rewards if each turn has its own advantage; None if the episode has one."""
+    advantages: Sequence[Advantage] | None = None
     """Advantage of each episode; None before training and outside it."""
 
     @property
     def rewards_B(self) -> Tensor:
         """The episodes' rewards in training, float64. NaN marks a failed reward."""
         return _rewards(episode.shaped_reward for episode in self.episodes)
+
+    @property
+    def returns_TPG(self) -> Tensor:
+        """The returns to go in training, float64, for G samples of each prompt; see `returns_of`."""
+        return self._by_prompt(returns_of(self.episodes, self.turn_discount))
+
+    def _by_prompt(self, returns_TB: Tensor) -> Tensor:
+        return returns_TB.view(len(returns_TB), -1, self.samples_per_prompt)
+
+    def spread_over_turns(self, advantages_TPG: Tensor) -> list[Advantage]:
+        """Return the advantage of each episode, or those of its turns, with one entry at least."""
+        advantages_TB = advantages_TPG.flatten(1)
+        if self.turn_discount is None:
+            return advantages_TB[0].tolist()
+        each = zip(self.episodes, advantages_TB.T.numpy(), strict=True)
+        return [advantages_T[: max(episode.turn_count, 1)].copy() for episode, advantages_T in each]
 
     @property
     def sampled(self) -> list[Sampled]:
@@ -427,7 +496,7 @@ class Rollout:
         """The episodes that rollout workers keep."""
         return [one for one in self.episodes if isinstance(one, EpisodeRecord)]
 
-    def rows(self, advantages: Sequence[float], version: int) -> RowBatch:
+    def rows(self, advantages: Sequence[Advantage], version: int) -> RowBatch:
         """Return the training rows for a policy of this version, with an advantage per episode. The rows of an episode
         are adjacent."""
         if self.store is not None:
@@ -508,12 +577,16 @@ class Rollout:
                 parts.setdefault(f"reward/{name}", []).append(part)
         rewards_S = _rewards(episode.reward for episode in sampled)
         penalties = [episode.length_penalty for episode in self.episodes if episode.reward is not None]
-        return {
+        by_turn: dict[str, float] = {}
+        if self.turn_discount is not None:
+            early = [float(rewards_by_turn(one)[:-1].sum()) for one in sampled if one.reward is not None]
+            by_turn["early_reward"] = sum(early) / max(len(early), 1)
+        return by_turn | {
             "reward": rewards_S.nanmean().item(),
             "filtered_reward": _rewards(episode.reward for episode in self.episodes).nanmean().item(),
             "length_penalty": sum(penalties) / max(len(penalties), 1),
             **{name: sum(values) / len(values) for name, values in parts.items()},
-            **reward_shares(rewards_S.view(-1, self.samples_per_prompt)),
+            **reward_shares(self._by_prompt(returns_of(sampled, self.turn_discount, shaped=False))),
         }
 
     def ages(self, version: int) -> dict[str, float]:

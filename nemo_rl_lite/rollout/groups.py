@@ -1,7 +1,6 @@
 """Groups: the episodes of one prompt, and who plays them."""
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
@@ -15,7 +14,7 @@ from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
 from nemo_rl_lite.losses.advantages import differ
 from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
-from nemo_rl_lite.rollout.episode import Activity, Episode, EpisodeRecord, EpisodeStore, Sampled
+from nemo_rl_lite.rollout.episode import Activity, Episode, EpisodeRecord, EpisodeStore, Sampled, returns_of
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, Section
 from nemo_rl_lite.rollout.saved import SavedGroup
 from nemo_rl_lite.system.user_errors import CallError
@@ -38,6 +37,8 @@ class PromptTask:
     """Step that trains on the rollout. Earlier steps have priority."""
     done: SavedGroup | None = None
     """Episodes that an earlier run has scored."""
+    turn_discount: float | None = None
+    """See `Rollout`."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ class Group:
 
     @property
     def is_useful(self) -> bool:
-        """True if the group is done and its rewards differ."""
+        """True if the group is done and its rewards, or the returns of a turn, differ."""
         if self._useful is None and self.is_done:
-            self._useful = differ([math.nan if one.reward is None else one.reward for one in self.episodes])
+            self._useful = differ(returns_of(self.episodes, self.task.turn_discount, shaped=False))
         return bool(self._useful)
 
     def end(self, result: PlayedGroup) -> None:

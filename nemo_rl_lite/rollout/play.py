@@ -152,6 +152,7 @@ class Turns:
             _check(observation)
         except (TypeError, ValueError, RewardError) as error:
             raise as_call_error(error) from error
+        episode.turn_rewards.append(0.0)
         _add(observation.reward, episode)
         if observation.done:
             return False
@@ -174,6 +175,7 @@ class Turns:
 def _add(reward: float | None, episode: Episode) -> None:
     if reward is not None:
         episode.reward = (episode.reward or 0.0) + reward
+        episode.turn_rewards[-1] += reward
 
 
 def _check(observation: Observation) -> None:

@@ -211,6 +211,7 @@ class Sampler:
             self.sampling,
             self._seed(draft.step),
             useful=options.use_dynamic_sampling,
+            turn_discount=options.turn_discount if options.credit == "turn" else None,
             oversample=None if options.oversample == "auto" else options.oversample,
             share=self.useful_share,
             # A saved complete rollout needs no more prompts.

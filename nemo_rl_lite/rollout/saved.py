@@ -53,7 +53,8 @@ _SAVED_SCHEMA = pa.schema(
         ("ending", pa.string()),
         ("is_left_out", pa.bool_()),
         ("branches", pa.list_(_BRANCH)),
-        ("latest", pa.int32()),
+        ("order", pa.list_(pa.int32())),
+        ("turn_rewards", pa.list_(pa.float64())),
     ]
 )
 _STATE = b"rollout"
@@ -181,7 +182,8 @@ def _saved_row(prompt: int, episode: Episode) -> dict[str, Any]:
             }
             for one in episode.branches
         ],
-        "latest": episode.latest,
+        "order": episode.order,
+        "turn_rewards": episode.turn_rewards,
     }
 
 
@@ -219,10 +221,10 @@ def _episode(row: dict[str, Any]) -> Episode:
         is_left_out=row["is_left_out"],
         own_prompt=None if own_prompt is None else tuple(own_prompt),
         own_tools=None if own_tools is None else tuple(own_tools),
-        # Absent in checkpoints of earlier versions.
-        length_penalty=row.get("length_penalty", 0.0),
-        branches=list(map(_branch, row.get("branches", ()))),
-        latest=row.get("latest", 0),
+        length_penalty=row["length_penalty"],
+        branches=list(map(_branch, row["branches"])),
+        order=row["order"],
+        turn_rewards=row["turn_rewards"],
     )
 
 

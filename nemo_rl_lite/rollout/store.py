@@ -18,7 +18,15 @@ from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
 from nemo_rl_lite.policy.score_files import SCORE_COLUMNS, SCORES, ScoreFile, WriteScores, read_scores
-from nemo_rl_lite.rollout.episode import Episode, Rollout, Sampled, SampleFile, Split
+from nemo_rl_lite.rollout.episode import (
+    Advantage,
+    Episode,
+    Rollout,
+    Sampled,
+    SampleFile,
+    Split,
+    rewards_by_turn,
+)
 from nemo_rl_lite.rollout.segments import Segment
 
 log = logging.getLogger(__name__)
@@ -61,12 +69,16 @@ _SCHEMA = pa.schema(
         ("ending", pa.string()),
         # Waits (generate, environment, reward) in seconds since the rollout's start; `place` is the engine.
         ("spans", pa.list_(_SPAN)),
-        # Of training samples.
+        # Of training samples; with `credit=turn` of the first turn.
         ("advantage", pa.float32()),
+        # With `credit=turn`: rewards of the turns without the length penalty, in the order in which they ended.
+        ("turn_rewards", pa.list_(pa.float32())),
         # All segments, in order.
         ("token_ids", pa.list_(pa.int32())),
         # One for each token id; 0 for tokens that no engine sampled.
         ("generation_logprobs", pa.list_(pa.float32())),
+        # Of training samples with `credit=turn`: one for each token id; 0 for tokens that no engine sampled.
+        ("token_advantages", pa.list_(pa.float32())),
         # Runs of sampled tokens of one version of the weights: index in `token_ids`, number of tokens, step.
         ("versions", pa.list_(_RUN)),
         # The segments in `token_ids`, if there are several: each is a training row.
@@ -74,7 +86,7 @@ _SCHEMA = pa.schema(
     ]
 )
 # Columns with an entry per token.
-_OF_TOKENS = ("token_ids", "generation_logprobs")
+_OF_TOKENS = ("token_ids", "generation_logprobs", "token_advantages")
 # Key of `Times` in a file's metadata.
 _TIMES = b"times"
 
@@ -148,7 +160,7 @@ class RolloutFiles:
 
 def write_samples(
     target: SampleFile,
-    samples: Sequence[tuple[int, Episode, float | None]],
+    samples: Sequence[tuple[int, Episode, Advantage | None]],
     phases: Sequence[Phase] = (),
     worker: int | None = None,
 ) -> list[str]:
@@ -223,13 +235,13 @@ def rollout_rows(step: int, split: Split, rollout: Rollout) -> list[dict[str, An
     return _sample_rows(SampleFile(Path(), step, split, rollout.samples_per_prompt, began), _with_advantages(rollout))
 
 
-def _with_advantages(rollout: Rollout) -> list[tuple[int, Episode, float | None]]:
+def _with_advantages(rollout: Rollout) -> list[tuple[int, Episode, Advantage | None]]:
     """Return each episode with its number and its advantage."""
     advantages = rollout.advantages or [None] * len(rollout.episodes)
     return [(index, one, advantages[index]) for index, one in enumerate(rollout.whole())]
 
 
-def _sample_rows(target: SampleFile, samples: Sequence[tuple[int, Episode, float | None]]) -> list[dict[str, Any]]:
+def _sample_rows(target: SampleFile, samples: Sequence[tuple[int, Episode, Advantage | None]]) -> list[dict[str, Any]]:
     # The spans have this process' clock.
     began = 0.0 if target.began is None else target.began - unix_time(0.0)
     places = [divmod(index, target.samples_per_prompt) for index, _, _ in samples]
@@ -238,7 +250,7 @@ def _sample_rows(target: SampleFile, samples: Sequence[tuple[int, Episode, float
 
 
 def _row(
-    target: SampleFile, place: int, sample: int, episode: Episode, advantage: float | None, began: float
+    target: SampleFile, place: int, sample: int, episode: Episode, advantage: Advantage | None, began: float
 ) -> dict[str, Any]:
     segments, last = episode.row_segments, episode.last
     starts = [0, *accumulate(len(one.tokens) for one in segments)]
@@ -264,7 +276,7 @@ def _row(
             # Unix times are precise to a microsecond.
             for begin in [max(round(one.begin - began, 6), 0.0)]
         ],
-        "advantage": advantage,
+        **_credit(episode, advantage),
         "token_ids": np.concatenate([np.asarray(one.tokens, np.int32) for one in segments]),
         "generation_logprobs": np.concatenate([one.generation_logprobs() for one in segments]),
         "versions": [
@@ -273,6 +285,16 @@ def _row(
             for start, length, version in one.sampled_runs()
         ],
         "segments": [_segment(start, one) for start, one in each] if len(each) > 1 else None,
+    }
+
+
+def _credit(episode: Episode, advantage: Advantage | None) -> dict[str, Any]:
+    if not isinstance(advantage, np.ndarray):
+        return {"advantage": advantage, "turn_rewards": None, "token_advantages": None}
+    return {
+        "advantage": advantage[0],
+        "turn_rewards": None if episode.reward is None else rewards_by_turn(episode, shaped=False),
+        "token_advantages": np.concatenate([episode.token_advantages(advantage, one) for one in episode.row_segments]),
     }
 
 

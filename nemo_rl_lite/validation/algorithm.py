@@ -144,6 +144,22 @@ def check_pass_at_k(config: Config) -> Iterator[Violation]:
         yield Violation(key, k, rule_text, f"{_SCALE}=true, or {key}=null")
 
 
+@rule("algorithm", options=GRPOConfig)
+def check_turn_credit(config: Config) -> Iterator[Violation]:
+    options, key, ratios = config.options(GRPOConfig), "algorithm.credit", f"{LOSS}.sequence_level_importance_ratios"
+    if options.credit != "turn":
+        return
+    if options.pass_at_k is not None:
+        rule_text = "sums rewards of turns, and pass_at_k takes the best of k episodes"
+        yield Violation(key, "turn", rule_text, f"algorithm.pass_at_k=null, or {key}=episode")
+    if options.normalize_rewards == "parts":
+        rule_text = f"sums rewards of turns, and {_SCALE}=parts normalises terms of an episode's reward"
+        yield Violation(key, "turn", rule_text, f"{_SCALE}=true, or {key}=episode")
+    if options.loss_fn.sequence_level_importance_ratios is True:
+        rule_text = f"gives each turn its own advantage, and {ratios}=true has one ratio per sequence"
+        yield Violation(key, "turn", rule_text, f"{ratios}=token, or {key}=episode")
+
+
 @rule("algorithm", options=DPOConfig)
 def check_preference_loss(config: Config) -> Iterator[Violation]:
     options, kind = config.options(DPOConfig), config.options(DPOConfig).preference_loss

@@ -36,6 +36,7 @@ FACTS: dict[str, Callable[[Config], object]] = {
     "an algorithm that generates": generates,
     "a teacher": has_teacher,
     "an endpoint": has_endpoint,
+    "an environment or agent": lambda config: config.environment.name is not None or config.agent.name is not None,
     "validations": validates,
     "GPUs": on_gpus,
     "CPUs": lambda config: not on_gpus(config),

@@ -26,7 +26,7 @@ from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.losses.batch import SharedRows, TokenRows
 from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.background import BackgroundLoop
-from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, SampleFile
+from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord, SampleFile
 from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.playing import Playing
 from nemo_rl_lite.rollout.saved import save_groups
@@ -40,12 +40,12 @@ log = logging.getLogger(__name__)
 _REPORT_S, _PERIOD_S, _PROGRESS_S = 0.2, 0.1, 0.5
 
 
-Kept = tuple[int, float | None, bool, float, int]
+Kept = tuple[int, Advantage | None, bool, float, int]
 """Number of an episode that the worker keeps. The launcher's decisions: advantage, whether the episode is left out, and
 length penalty. Number of the row, if a call means one of several."""
 
 
-def kept(record: EpisodeRecord, advantage: float | None = None, row: int = 0) -> Kept:
+def kept(record: EpisodeRecord, advantage: Advantage | None = None, row: int = 0) -> Kept:
     """Return a plain tuple, which pickles several times faster than an object."""
     return record.number, advantage, record.is_left_out, record.length_penalty, row
 
@@ -198,8 +198,9 @@ class RolloutWorker:
 
     def own_rows(self, chosen: Sequence[Kept], version: int, no_experts: np.ndarray | None) -> TokenRows:
         """Return training rows; see `Episode.row`."""
-        each = ((self._kept(one), advantage or 0.0, row) for one in chosen for _, advantage, *_, row in [one])
-        return TokenRows.of([episode.row(advantage, version, no_experts, row) for episode, advantage, row in each])
+        each = ((self._kept(one), one[1], one[-1]) for one in chosen)
+        found = [(episode, 0.0 if own is None else own, row) for episode, own, row in each]
+        return TokenRows.of([episode.row(own, version, no_experts, row) for episode, own, row in found])
 
     def apply(self, function: Callable[[TokenRows], Any], shared: SharedRows) -> Any:
         """Return `function` of rows of any workers."""

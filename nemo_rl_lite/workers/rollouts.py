@@ -18,7 +18,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import has_endpoint
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.losses.batch import CountedRows, Share, SharedRows, TokenRows, episode_numbers
-from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord, EpisodeStore, SampleFile
+from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord, EpisodeStore, SampleFile
 from nemo_rl_lite.rollout.groups import Group, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.play import Section
 from nemo_rl_lite.rollout.playing import ENDPOINT_FILE, section_of
@@ -255,7 +255,7 @@ class RolloutWorkers:
             if self._members[rank].first == before[rank]:
                 self._members[rank].first = time.time_ns()
 
-    def rows(self, records: Sequence[EpisodeRecord], advantages: Sequence[float], version: int) -> CountedRows:
+    def rows(self, records: Sequence[EpisodeRecord], advantages: Sequence[Advantage], version: int) -> CountedRows:
         self._forget_groups(records)
         each = [
             (record, kept(record, advantage, number), counts)
@@ -289,7 +289,7 @@ class RolloutWorkers:
         return [found[place] for place in range(len(records))]
 
     def write(
-        self, target: SampleFile, records: Sequence[EpisodeRecord], advantages: Sequence[float | None]
+        self, target: SampleFile, records: Sequence[EpisodeRecord], advantages: Sequence[Advantage | None]
     ) -> Callable[[], list[str]]:
         self.require(records)
         acknowledged = []

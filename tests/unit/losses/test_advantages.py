@@ -57,7 +57,7 @@ NAN = math.nan
     ],
 )
 def test_shares_of_prompts_are_of_those_with_a_reward(rewards, shares):
-    assert tuple(reward_shares(torch.tensor(rewards, dtype=torch.float64)).values()) == pytest.approx(shares)
+    assert tuple(reward_shares(torch.tensor([rewards], dtype=torch.float64)).values()) == pytest.approx(shares)
 
 
 def test_advantage_metrics():
@@ -95,19 +95,19 @@ def test_groups_of_which_nothing_or_one_reward_is_known_teach_nothing():
 )
 def test_rewards_that_differ_by_rounding_are_equal(rewards, metric):
     table = torch.tensor([rewards], dtype=torch.float64)
-    assert not differ(rewards)
+    assert not differ(table)
     for baseline in (True, False, "batch"):
         for scale in (True, False, "batch", "advantages"):
             assert (group_advantages(table, baseline, scale) == 0).all()
     assert (separate_advantages(torch.stack([table, table]), [1.0, 1.0], True) == 0).all()
-    metrics = reward_shares(table)
+    metrics = reward_shares(table[None])
     assert metrics["baseline_reward/pct_mixed"] == 0 and (metric is None or metrics[f"baseline_reward/{metric}"] == 1)
 
 
 @pytest.mark.parametrize("rewards", [[1e-6, 2e-6], [0.0, 1e-5], [0.999, 1.0], [10.0, 10.001], [1e8, 1e8 + 1], [-1, 1]])
 def test_small_differences_are_differences(rewards):
     table = torch.tensor([rewards], dtype=torch.float64)
-    assert differ(rewards) and reward_shares(table)["baseline_reward/pct_mixed"] == 1
+    assert differ(table) and reward_shares(table[None])["baseline_reward/pct_mixed"] == 1
 
 
 def test_small_differences_of_large_rewards_are_not_lost():

@@ -82,6 +82,10 @@ async def player(problem, endpoint, how):
                 first = await ask(messages)
     trimmed = {"role": "assistant", "content": f" {first['content']}\n"}
     last = await ask([*messages, trimmed, TOOL], temperature=1.0, max_tokens=40)
+    if how == "by turn":
+        return [0.25, float(last["content"] == problem.answer)]
+    if how == "too few":
+        return [1.0]
     return float(last["content"] == problem.answer)
 
 

@@ -201,8 +201,10 @@ def test_a_record_has_the_counts_of_its_episode():
 
 def test_a_saved_rollout_has_all_segments(tmp_path):
     rollout = three_episodes()
+    rollout.turn_discount = 0.5
     for episode in rollout.episodes:
         episode.spans = []
+        episode.turn_rewards = [0.25 * turn for turn in range(episode.turn_count)]
     save_groups(tmp_path / "groups.parquet", {3: list(rollout.episodes)})
     found = load_groups(tmp_path / "groups.parquet")[3].read()
     assert found == rollout.episodes

@@ -70,21 +70,24 @@ def episodes():
     return found
 
 
-def here(episodes) -> TokenRows:
-    rows = Rollout(episodes, 1, 0).rows(ADVANTAGES, 3)
+def here(episodes, advantages=ADVANTAGES) -> TokenRows:
+    rows = Rollout(episodes, 1, 0).rows(advantages, 3)
     assert isinstance(rows, TokenRows)
     return rows
 
 
-def elsewhere(episodes):
+def elsewhere(episodes, advantages=ADVANTAGES):
     """The rows of records: the first five episodes are in one worker, the others in another."""
     records = [EpisodeRecord.of(one, place // 5, place % 5) for place, one in enumerate(episodes)]
     store = Keepers([Keeper(episodes[:5]), Keeper(episodes[5:])])
-    return Rollout(records, 1, 0, store=store).rows(ADVANTAGES, 3)
+    return Rollout(records, 1, 0, store=store).rows(advantages, 3)
 
 
-def test_counted_rows_are_the_rows_of_the_episodes(episodes):
-    counted, rows = elsewhere(episodes), here(episodes)
+@pytest.mark.parametrize("by_turn", [False, True])
+def test_counted_rows_are_the_rows_of_the_episodes(episodes, by_turn):
+    of_turns = [np.arange(1.0, one.turn_count + 1) for one in episodes]
+    counted, rows = (made(episodes, of_turns if by_turn else ADVANTAGES) for made in (elsewhere, here))
+    assert (rows.token_advantages is not None) == by_turn
     for name in (*OF_TOKENS, "lengths", "advantages", "rewards", "episodes"):
         assert np.array_equal(getattr(counted.fetched, name), getattr(rows, name)), name
     for name in ("lengths", "rewards", "trained", "episodes"):

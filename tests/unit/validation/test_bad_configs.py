@@ -133,6 +133,9 @@ CASES = {
     f"algorithm.ref_model_sync_steps=5 {PEFT}.enabled=true": "algorithm.ref_model_sync_steps=null",
     "algorithm.pass_at_k=8": "algorithm.pass_at_k=4",
     "algorithm.pass_at_k=2 algorithm.normalize_rewards=parts": "algorithm.normalize_rewards=true",
+    "algorithm.credit=turn algorithm.pass_at_k=2": "algorithm.pass_at_k=null",
+    "algorithm.credit=turn algorithm.normalize_rewards=parts": "algorithm.normalize_rewards=true",
+    "algorithm=gspo algorithm.credit=turn": f"{LOSS}.sequence_level_importance_ratios=token",
     "algorithm.use_leave_one_out_baseline=batch algorithm.normalize_rewards=mean": "algorithm.normalize_rewards=false",
     f"generation.top_k=20 {IS} {LOSS}.importance_sampling_correction_level=sequence "
     f"{LOSS}.truncated_importance_{RATIO}=2": "importance_sampling_correction_level=token",

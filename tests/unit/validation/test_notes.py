@@ -29,6 +29,9 @@ def told(*arguments: str) -> str:
         (f"{SCHEDULER}.lr_warmup_iters=119", ""),
         (f"{SCHEDULER}.lr_decay_style=cosine", f"{SCHEDULER}.lr_decay_iters"),
         ("algorithm.max_num_steps=1", ""),
+        ("algorithm.credit=turn", "algorithm.credit (needs an environment or agent)"),
+        ("algorithm.credit=turn environment=calculator", ""),
+        ("algorithm.turn_discount=0.9", "algorithm.turn_discount (needs algorithm.credit=turn)"),
         ("algorithm.rollouts.num_workers=1", ""),
         (
             "algorithm.rollouts.num_workers=3",
