@@ -89,6 +89,8 @@ class EpisodeRecord(_Judged):
     ending: Ending
     is_left_out: bool = False
     length_penalty: float = 0.0
+    source: str = ""
+    """Name of the problem's source in a mixture."""
 
     @classmethod
     def of(cls, episode: "Episode", worker: int, number: int) -> "EpisodeRecord":
@@ -109,6 +111,7 @@ class EpisodeRecord(_Judged):
             ending=episode.ending,
             is_left_out=episode.is_left_out,
             length_penalty=episode.length_penalty,
+            source=episode.source,
         )
 
     @property
@@ -155,6 +158,11 @@ class Episode(_Judged, Segment):
     latest: int = 0
     """Place of the segment with the last turn in `segments`."""
     history: History = field(default_factory=History, compare=False, repr=False)
+
+    @property
+    def source(self) -> str:
+        """Name of the problem's source in a mixture."""
+        return self.problem.source
 
     @property
     def segments(self) -> list[Segment]:
@@ -374,6 +382,8 @@ class Rollout:
     """Store of the records' episodes; None if all are here."""
     advantages: Sequence[float] | None = None
     """Advantage of each episode; None before training and outside it."""
+    progress: Mapping[str, float] = field(default_factory=dict)
+    """Weights and epochs of the sources of a mixture, as metrics."""
 
     @property
     def rewards_B(self) -> Tensor:

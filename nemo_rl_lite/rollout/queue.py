@@ -194,7 +194,7 @@ class _RolloutPrefetcher:
                 kept[one.step] = one
                 continue
             log.warning("the saved rollout of step %d is %d steps stale: it is sampled again", one.step, age)
-            self._sampler.order.give_back(chain.from_iterable(one.draws))
+            self._sampler.order.give_back(one.draws)
         return kept
 
     def _unfinished(self) -> list[_Begun]:
@@ -291,7 +291,7 @@ class AsyncRolloutSource:
     def save(self, folder: Path) -> Mapping[str, Any]:
         state, rollouts = self._run(self._prefetcher.snapshot())
         save_rollouts(rollouts if self._saves_begun else [], folder)
-        return {**state, "ahead": list(chain.from_iterable(draw for one in rollouts for draw in one.draws))}
+        return {**state, "ahead": [draw for one in rollouts for draw in one.draws]}
 
     def close(self) -> None:
         self._thread_loop.close()

@@ -51,6 +51,8 @@ _SCHEMA = pa.schema(
         # JSON.
         ("tools", pa.string()),
         ("answer", pa.string()),
+        # Name of the problem's source in a mixture.
+        ("source", pa.string()),
         # The last assistant turn, and all messages after the prompt.
         ("response", pa.string()),
         ("turns", pa.list_(_MESSAGE)),
@@ -243,6 +245,7 @@ def _row(
         "prompt": _messages(last.prompt),
         "tools": json.dumps(last.tools) if last.tools else None,
         "answer": str(episode.problem.answer),
+        "source": episode.source or None,
         "response": episode.response,
         "turns": _messages(last.said),
         "reward": episode.reward,
@@ -311,7 +314,7 @@ _SAVED_SCHEMA = pa.schema(
         # The number of the prompt in an incomplete rollout.
         ("prompt", pa.int64()),
         ("is_dropped", pa.bool_()),
-        # JSON: messages, answer, metadata, tools, and the agent's own prompt and tools or null.
+        # JSON: messages, answer, metadata, tools, the agent's own prompt and tools or null, and the source.
         ("problem", pa.string()),
         ("tokens", pa.list_(pa.int32())),
         ("prompt_length", pa.int64()),
@@ -326,7 +329,7 @@ _SAVED_SCHEMA = pa.schema(
         ("latest", pa.int32()),
     ]
 )
-_NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught", "rested", "took_s")
+_NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught", "rested", "took_s", "progress")
 
 
 @dataclass(frozen=True)
@@ -335,7 +338,7 @@ class SavedRollout:
     incomplete rollout has `done` instead: the episodes of its finished prompts, by number."""
 
     step: int
-    draws: list[list[int]]
+    draws: list[list[Any]]
     rollout: Rollout | None
     done: Mapping[int, list[Episode]]
 
@@ -389,7 +392,7 @@ def _load_saved(file: Path) -> SavedRollout:
 
 def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str, Any]:
     problem = episode.problem
-    own = [episode.own_prompt, episode.own_tools]
+    own = [episode.own_prompt, episode.own_tools, episode.source]
     asked = [problem.messages, problem.answer, problem.metadata, problem.tools, *own]
     return {
         "prompt": prompt,
@@ -438,9 +441,10 @@ def _array_bytes(array: np.ndarray) -> bytes:
 
 
 def _episode(row: dict[str, Any]) -> Episode:
-    messages, answer, metadata, tools, own_prompt, own_tools = json.loads(row["problem"])
+    # Checkpoints of earlier versions have no source.
+    messages, answer, metadata, tools, own_prompt, own_tools, *source = json.loads(row["problem"])
     return Episode(
-        Problem(tuple(messages), answer, metadata, tuple(tools)),
+        Problem(tuple(messages), answer, metadata, tuple(tools), *source),
         row["tokens"],
         row["prompt_length"],
         _turns(row),

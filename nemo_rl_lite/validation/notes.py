@@ -24,6 +24,7 @@ from nemo_rl_lite.config.sizes import (
     samples_per_step,
     validates,
 )
+from nemo_rl_lite.config.sources import source_configs
 from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.system import sandbox
@@ -37,6 +38,7 @@ FACTS: dict[str, Callable[[Config], object]] = {
     "a teacher": has_teacher,
     "an endpoint": has_endpoint,
     "validations": validates,
+    "data with epochs": lambda config: any(one.data.name in ROWS for one in source_configs(config).values()),
     "GPUs": on_gpus,
     "CPUs": lambda config: not on_gpus(config),
     "tensor-parallel engines": lambda config: config.generation.vllm_cfg.tensor_parallel_size > 1,

@@ -32,7 +32,7 @@ HELD_OUT_REWARD = "held-out reward"
 _ANSWERING = ("calculator", "tools", "python")
 
 
-@rule("reward", options=RolloutAlgorithmConfig)
+@rule("reward", options=RolloutAlgorithmConfig, of_sources=True)
 def check_reward(config: Config) -> Iterator[Violation]:
     terms = terms_of(config.reward)
     for number, term in enumerate(terms):
@@ -74,7 +74,7 @@ def _judge(term: Term, timeout_s: float | None) -> Iterator[Violation]:
         yield Violation("reward.timeout_s", None, rule_text, "reward.timeout_s=300")
 
 
-@rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig)
+@rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig, of_sources=True)
 def check_reward_fits_data(config: Config) -> Iterator[Violation]:
     terms, data = terms_of(config.reward), config.data
     for term in terms:
@@ -88,7 +88,7 @@ def check_reward_fits_data(config: Config) -> Iterator[Violation]:
         yield Violation("data.answer_column", None, rule_text, fix)
 
 
-@rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig)
+@rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig, of_sources=True)
 def check_answers(config: Config) -> Iterator[Violation]:
     """Score the answers of a file's first rows as responses. An answer that fails is one that no response can match."""
     data = config.data
@@ -127,7 +127,7 @@ def _unequal(term: Term, where: str, problem: Problem) -> str:
     return "" if reward == 1 else f"{where}: the answer {problem.answer!r} is not equal to itself"
 
 
-@rule("reward", "algorithm", "environment", "agent", options=GRPOConfig)
+@rule("reward", "algorithm", "environment", "agent", options=GRPOConfig, of_sources=True)
 def check_reward_present(config: Config) -> Iterator[Violation]:
     learns = not has_teacher(config) or getattr(config.options(GRPOConfig).loss_fn, "reward_coef", 0) > 0
     if learns and _is_judged(config) and all(term.name == NONE for term in terms_of(config.reward)):
@@ -154,7 +154,7 @@ def _is_judged(config: Config) -> bool:
     return config.agent.name is None and config.environment.name in (None, *_ANSWERING)
 
 
-@rule("environment", "agent", options=RolloutAlgorithmConfig)
+@rule("environment", "agent", options=RolloutAlgorithmConfig, of_sources=True)
 def check_environment_and_agent(config: Config) -> Iterator[Violation]:
     environment, agent, turns = config.environment.name, config.agent.name, config.environment.max_turns
     if environment in _ANSWERING and turns == 1:
