@@ -67,6 +67,11 @@ Weight = float | Mapping[Literal["step", "solve_rate"], Mapping[float, float]]
 """A number, or one that depends linearly on the step or the solve rate between the given points."""
 
 
+def source_weights(config: Config) -> dict[str, Weight]:
+    """Return the weight of each source, by name."""
+    return {name: one.weight for name, one in config.data.sources.items()} or {ONLY: 1.0}
+
+
 def weight_at(weight: Weight, step: float, solve_rate: float) -> float:
     """Return a weight at a step, for a source of which `solve_rate` of the samples are solved."""
     if not isinstance(weight, Mapping):

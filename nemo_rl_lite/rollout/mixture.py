@@ -1,22 +1,17 @@
 """Mixture of sources: which source each prompt of a step comes from, and metrics by source."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from nemo_rl_lite.config.sources import ONLY, Weight, weight_at
+from nemo_rl_lite.config.sources import ONLY, Weight
+from nemo_rl_lite.data.mixture import Shares
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.rollout.episode import Rollout, Sampled, passes
 
 Place = Any
 """Place of a prompt in its data: a position, or a pair of source and position. JSON keeps it."""
-
-# Shares are integers with this sum, so that a draw can be undone exactly.
-_WHOLE = 2**32
-# Share of the earlier solve rate that remains after a rollout.
-_KEPT = 0.9
 
 
 class Order(Protocol):
@@ -58,59 +53,6 @@ class SourceOrder(Order, Protocol):
         ...
 
 
-class Shares:
-    """Chooses sources by weight, so that each has its share of the draws, up to one, at any time."""
-
-    def __init__(self, weights: Mapping[str, Weight], state: Mapping[str, Any]):
-        """`state`: from `state()` of an earlier run, which may have had other sources; empty at the start."""
-        self._weights = weights
-        owed, rates = state.get("owed", {}), state.get("solve_rates", {})
-        self._owed: dict[str, int] = {name: owed.get(name, 0) for name in weights}
-        self._rates: dict[str, float] = {name: rates[name] for name in weights if name in rates}
-        self._latest = 1
-
-    def draw(self, step: int) -> str:
-        """Return the source of the next prompt: the one that is owed most."""
-        self._latest = step
-        shares = self._of(step)
-        for name, share in shares.items():
-            self._owed[name] += share
-        chosen = max((name for name in shares if shares[name]), key=self._owed.__getitem__)
-        self._owed[chosen] -= _WHOLE
-        return chosen
-
-    def give_back(self, name: str) -> None:
-        """Undo a draw of the latest step."""
-        for other, share in self._of(self._latest).items():
-            self._owed[other] -= share
-        self._owed[name] += _WHOLE
-
-    def observe(self, sampled: Sequence[Sampled]) -> None:
-        """Update the solve rates: exponential means over rollouts of the share of samples with a reward of at least
-        1."""
-        for name, rate in solve_rates(sampled).items():
-            before = self._rates.get(name, rate)
-            self._rates[name] = _KEPT * before + (1 - _KEPT) * rate
-
-    def weights(self, step: int) -> dict[str, float]:
-        """Return the weights at a step. A source without samples counts as unsolved."""
-        return {name: weight_at(own, step, self._rates.get(name, 0.0)) for name, own in self._weights.items()}
-
-    def metrics(self) -> dict[str, float]:
-        return {f"source/{name}/weight": weight for name, weight in self.weights(self._latest).items()}
-
-    def state(self) -> dict[str, Any]:
-        return {"owed": dict(self._owed), "solve_rates": dict(self._rates)}
-
-    def _of(self, step: int) -> dict[str, int]:
-        """Return the shares at a step, with the sum `_WHOLE`."""
-        weights = self.weights(step)
-        total = sum(weights.values())
-        shares = {name: int(weight / total * _WHOLE) for name, weight in weights.items()}
-        shares[max(shares, key=shares.__getitem__)] += _WHOLE - sum(shares.values())
-        return shares
-
-
 class MixedOrder:
     """`Order` of a mixture. A place is a pair of source and position."""
 
@@ -138,11 +80,12 @@ class MixedOrder:
                 self._orders[source].give_back([[position for _, position in draw]])
 
     def observe(self, sampled: Sequence[Sampled]) -> None:
-        self._shares.observe(sampled)
+        self._shares.observe(solve_rates(sampled))
 
     def metrics(self) -> dict[str, float]:
         epochs = {f"source/{name}/epochs": order.epochs for name, order in self._orders.items()}
-        return self._shares.metrics() | {name: count for name, count in epochs.items() if count is not None}
+        weights = {f"source/{name}/weight": weight for name, weight in self._shares.weights().items()}
+        return weights | {name: count for name, count in epochs.items() if count is not None}
 
     def state(self) -> dict[str, Any]:
         return {"sources": {name: order.state() for name, order in self._orders.items()}, **self._shares.state()}
@@ -203,11 +146,3 @@ def validation_by_source(rollout: Rollout) -> dict[str, float]:
         **{f"source/{name}/accuracy": sum(judged) / len(judged) for name, judged in rewards.items()},
         **{f"source/{name}/avg_length": length for name, length in lengths.items()},
     }
-
-
-def prompts_per_epoch(counts: Mapping[str, int], weights: Mapping[str, Weight]) -> int:
-    """Return the prompts until each finite source is sampled once, with the weights of the first step; 0 if all are
-    endless. `counts`: prompts of a source, 0 for an endless one."""
-    first = {name: weight_at(own, 1, 0.0) for name, own in weights.items()}
-    total = sum(first.values())
-    return max((math.ceil(count * total / first[name]) for name, count in counts.items() if first[name]), default=0)

@@ -21,9 +21,10 @@ from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass, rollout_workers
-from nemo_rl_lite.config.sources import ONLY, Weight, naming_source, source_configs
+from nemo_rl_lite.config.sources import ONLY, naming_source, source_configs, source_weights
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
+from nemo_rl_lite.data.mixture import items_per_epoch
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
@@ -41,7 +42,7 @@ from nemo_rl_lite.policy.interface import Policy, Scored
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rollout.collector import RolloutCollector
 from nemo_rl_lite.rollout.groups import Playground
-from nemo_rl_lite.rollout.mixture import mixed_order, prompts_per_epoch
+from nemo_rl_lite.rollout.mixture import mixed_order
 from nemo_rl_lite.rollout.playing import Playing, error_shares
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler, fitting_prompts
@@ -156,7 +157,9 @@ class GRPOJob(_AlgorithmJob):
             self._validation += fitted[1]
         rows = [row for one in self._training.values() for row in one.finite()]
         self._data = data_identity(rows, self._validation)
-        prompts = prompts_per_epoch({name: len(one.finite()) for name, one in self._training.items()}, self._weights)
+        prompts = items_per_epoch(
+            {name: len(one.finite()) for name, one in self._training.items()}, source_weights(config)
+        )
         check_epochs(config, prompts)
         self._limit_steps(Fraction(prompts, config.options(GRPOConfig).num_prompts_per_step))
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
@@ -171,10 +174,6 @@ class GRPOJob(_AlgorithmJob):
         with naming_source(name):
             training = training_set(source.data, options.seed, kind)
             return training, validation_set(source.data, options.max_val_samples, kind, training.finite())
-
-    @property
-    def _weights(self) -> dict[str, Weight]:
-        return {name: one.weight for name, one in self._config.data.sources.items()} or {ONLY: 1.0}
 
     @property
     def _first(self) -> Problem:
@@ -217,7 +216,7 @@ class GRPOJob(_AlgorithmJob):
         options, values = config.options(GRPOConfig), dict(flatten(described(config)))
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
         mixed = config.data.sources
-        order = mixed_order(self._weights, self._order, saved) if mixed else self._order(ONLY, saved)
+        order = mixed_order(source_weights(config), self._order, saved) if mixed else self._order(ONLY, saved)
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
         limits = {name: one.max_new_tokens for name, one in mixed.items()}
         useful = saved.get("useful_share", 1.0)

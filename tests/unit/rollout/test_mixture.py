@@ -6,14 +6,14 @@ from fractions import Fraction
 
 import pytest
 
+from nemo_rl_lite.data.mixture import MixedSet, Shares, items_per_epoch
 from nemo_rl_lite.data.problems import FileSet, Problem, chat
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 from nemo_rl_lite.rollout.mixture import (
     MixedOrder,
-    Shares,
     metrics_by_source,
     mixed_order,
-    prompts_per_epoch,
+    solve_rates,
     validation_by_source,
 )
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder
@@ -97,11 +97,11 @@ def test_a_weight_is_linear_between_steps():
 def test_a_weight_follows_the_solve_rate():
     shares = Shares({"easy": {"solve_rate": {0.5: 1.0, 1.0: 0.1}}, "hard": 1.0}, {})
     for _ in range(100):
-        shares.observe([episode("easy", 1.0), episode("easy", None), episode("hard", 0.5)])
-    assert shares.weights(1) == pytest.approx({"easy": 0.1, "hard": 1.0})
+        shares.observe(solve_rates([episode("easy", 1.0), episode("easy", None), episode("hard", 0.5)]))
+    assert shares.weights() == pytest.approx({"easy": 0.1, "hard": 1.0})
     # The mean moves by a tenth per rollout.
-    shares.observe([episode("easy", 0.0)])
-    assert shares.weights(2)["easy"] == pytest.approx(0.1 + 0.9 * 0.2)
+    shares.observe(solve_rates([episode("easy", 0.0)]))
+    assert shares.weights()["easy"] == pytest.approx(0.1 + 0.9 * 0.2)
 
 
 def test_a_resumed_run_may_have_other_sources():
@@ -124,7 +124,7 @@ def test_a_resumed_run_may_have_other_sources():
     ],
 )
 def test_an_epoch_samples_each_finite_source_once(counts, weights, expected):
-    assert prompts_per_epoch(counts, weights) == expected
+    assert items_per_epoch(counts, weights) == expected
 
 
 def test_metrics_by_source():
@@ -149,3 +149,12 @@ def test_metrics_by_source():
     assert validation_by_source(Rollout(kept, 1, 1))["source/b/accuracy"] == 0.5
     assert metrics_by_source(Rollout([episode("", 1.0)], 1, 0)) == {}
     assert validation_by_source(Rollout([episode("", 1.0)], 1, 0)) == {}
+
+
+def test_a_mixed_set_gives_the_same_item_at_a_position():
+    sources, weights = {"a": rows("a"), "b": rows("b", 3)}, {"a": 1.0, "b": {"step": {1: 1.0, 4: 0.0}}}
+    first, other = (MixedSet(sources, weights, 4) for _ in range(2))
+    found = [first.problem(position) for position in range(24)]
+    assert found == [other.problem(position) for position in reversed(range(24))][::-1]
+    assert [Counter(one.source for one in found[at : at + 4])["a"] for at in (0, 12, 20)] == [2, 4, 4]
+    assert len(first.finite()) == 13 and len(first.only(lambda one: one.source == "a").finite()) == 10
