@@ -161,9 +161,8 @@ def _training_set(source: Config, encoder: Encoder) -> tuple[TrainingSet[Example
 def _too_few(source: Config, count: int, why_others: str) -> DataError:
     size = source.policy.train_global_batch_size
     rule = f"{format_of(source).name} do not fill a batch of policy.train_global_batch_size = {size}"
-    return DataError(
-        f"{_name(source)}: {count} {rule}; {f'the others {why_others}' if why_others else 'make it smaller'}"
-    )
+    why = f"the others {why_others}" if why_others else "make it smaller"
+    return DataError(f"{_name(source)}: {count} {rule}; {why}")
 
 
 def _name(source: Config) -> str:

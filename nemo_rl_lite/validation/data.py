@@ -190,6 +190,21 @@ def check_weights(config: Config) -> Iterator[Violation]:
         yield Violation("data.sources", None, rule_text, "a weight above 0 at this step, for one of the sources")
 
 
+@rule("data.sources", "algorithm", options=GRPOConfig)
+def check_parts(config: Config) -> Iterator[Violation]:
+    """Check that a reward's term has one weight in all sources if advantages are computed by term."""
+    if config.options(GRPOConfig).normalize_rewards != "parts":
+        return
+    weights: dict[str, float] = {}
+    for name, one in config.data.sources.items():
+        for label, term in one.reward.terms.items():
+            if weights.setdefault(label, term.weight) != term.weight:
+                key = f"data.sources.{name}.reward.terms.{label}.weight"
+                rule_text = f"differs from {weights[label]:g} in another source"
+                fix = f"{key}={weights[label]:g}, another name, or algorithm.normalize_rewards=true"
+                yield Violation(key, term.weight, rule_text, fix)
+
+
 def check_epochs(config: Config, prompts: int) -> None:
     """Warn if a step samples per prompt twice. `prompts`: those of an epoch; 0 for endless data.
 

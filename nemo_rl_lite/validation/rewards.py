@@ -1,7 +1,7 @@
 """Rules about rewards, environments and agents. User code is imported; a run also calls it once before it starts."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from itertools import islice
 from typing import Any
@@ -138,15 +138,27 @@ def check_reward_present(config: Config) -> Iterator[Violation]:
 
 
 def held_out_label(values: Mapping[str, Any]) -> str:
-    """Return the label of the mean reward on held-out problems: an accuracy only if every reward is 0 or 1. `values`
-    has dotted keys."""
+    """Return the label of the mean reward on held-out problems: an accuracy only if every reward of every source is 0
+    or 1. `values` has dotted keys."""
+    sources = {key.split(".")[2] for key in values if key.startswith("data.sources.")}
+    return "held-out accuracy" if all(map(_is_binary, _of_each(values, sources))) else HELD_OUT_REWARD
+
+
+def _of_each(values: Mapping[str, Any], sources: Collection[str]) -> list[Mapping[str, Any]]:
+    """Return the values of each source, with the keys of a run; those of the run if there are no sources."""
+    starts = [f"data.sources.{name}." for name in sources]
+    own = [{key.removeprefix(start): one for key, one in values.items() if key.startswith(start)} for start in starts]
+    return own or [values]
+
+
+def _is_binary(values: Mapping[str, Any]) -> bool:
     binary = values.get("reward.binary")
     if binary is None:
         name, is_sum = values.get("reward.name"), any(key.startswith("reward.terms.") for key in values)
         by_reward = name in BINARY or (name == "program" and not values.get("reward.kwargs.share"))
         plays = values.get("agent.name") or values.get("environment.name") not in (None, *_ANSWERING)
         binary = by_reward and not is_sum and not plays
-    return "held-out accuracy" if binary else HELD_OUT_REWARD
+    return bool(binary)
 
 
 def _is_judged(config: Config) -> bool:
