@@ -205,7 +205,7 @@ def _set_values(composed: DictConfig, overrides: Sequence[str]) -> None:
             OmegaConf.set_readonly(composed[HYDRA_PACKAGE], None)
         for one in filter(None, map(parse_override, overrides)):
             if not chooses_file(one):
-                # Another override may set a key beside a source's file.
+                # Another override may set a further key of the section.
                 names_file = isinstance(one.value(), str) and _SOURCE_FILE.fullmatch(one.key_or_group)
                 key = f"{one.key_or_group}.name" if names_file else one.key_or_group
                 OmegaConf.update(composed, key, one.value(), merge=True, force_add=True)

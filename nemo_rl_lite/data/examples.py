@@ -119,7 +119,7 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
         with naming_source(name):
             found[name], reason = _training_set(source, own)
         reasons += [reason] if reason else []
-        # Rows that are too long are cut if their source says so; the others have none.
+        # Only sources with `truncate` still have rows that are too long.
         encoder = own if own.too_long == "truncate" else encoder
     per_epoch = items_per_epoch({name: len(one.finite()) for name, one in found.items()}, weights)
     if 0 < per_epoch < batch_size:

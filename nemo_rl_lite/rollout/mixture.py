@@ -107,8 +107,8 @@ def solve_rates(sampled: Sequence[Sampled]) -> dict[str, float]:
 
 
 def metrics_by_source(rollout: Rollout) -> dict[str, float]:
-    """Return metrics of each source with samples in a rollout: `reward` and `solve_rate` of all sampled prompts, all
-    else of kept episodes; and the progress of all. None without sources."""
+    """Return metrics of each source: `reward` and `solve_rate` of all sampled prompts, the progress, and all else of
+    kept episodes. Without sources there are none."""
     rewards, rates, found = _rewards(rollout.sampled), solve_rates(rollout.sampled), dict(rollout.progress)
     for name, own in _by_source(rollout.episodes).items():
         values = {
@@ -138,7 +138,7 @@ def _by_source(episodes: Sequence[Sampled]) -> dict[str, list[Sampled]]:
 
 
 def validation_by_source(rollout: Rollout) -> dict[str, float]:
-    """Return mean reward and length of a validation, by source. None without sources."""
+    """Return mean reward and length of a validation, by source. Without sources there are none."""
     own = _by_source(rollout.episodes)
     rewards = {name: judged for name, judged in _rewards(rollout.episodes).items() if name}
     lengths = {name: sum(one.generated for one in episodes) / len(episodes) for name, episodes in own.items()}

@@ -106,7 +106,7 @@ _FILES = ("data.train_path", "data.validation_path")
 _PATTERNS = {
     RUN_NAME: "must be a folder name: at most 200 characters, no slash, no leading space or dot",
     USER_CODE: "must be a dotted path (package.module.Class) or a file (path/to/file.py:Class)",
-    SOURCE_NAME: "must be a name of letters, digits, _ and -",
+    SOURCE_NAME: "must be a name: letters, digits, _ and - only",
     DURATION: "must be a duration: [[days:]hours:]minutes:seconds",
 }
 

@@ -80,7 +80,7 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
 
 
 def _held_out(config: Config, given: Sequence[str]) -> Iterator[str]:
-    """Yield a note on rows that are held out by default, or in vain."""
+    """Yield a note on rows that are held out by default, or without a validation."""
     key, fraction = "data.validation_fraction", config.data.validation_fraction
     if fraction and not validates(config):
         yield f"{key} = {fraction:g}: this run does not validate, but holds these rows out of training"
