@@ -1,7 +1,7 @@
 """Rules about rewards, environments and agents. User code is imported; a run also calls it once before it starts."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
 from typing import Any
@@ -144,7 +144,7 @@ def held_out_label(values: Mapping[str, Any]) -> str:
     return "held-out accuracy" if all(map(_is_binary, _of_each(values, sources))) else HELD_OUT_REWARD
 
 
-def _of_each(values: Mapping[str, Any], sources: Collection[str]) -> list[Mapping[str, Any]]:
+def _of_each(values: Mapping[str, Any], sources: Collection[str]) -> Sequence[Mapping[str, Any]]:
     """Return the values of each source, with the keys of a run; those of the run if there are no sources."""
     starts = [f"data.sources.{name}." for name in sources]
     own = [{key.removeprefix(start): one for key, one in values.items() if key.startswith(start)} for start in starts]

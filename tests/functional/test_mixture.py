@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
+from tests.functional.conftest import train
 from tests.functional.here import train_here
 from tests.functional.test_resume import metrics_of
 
@@ -91,5 +92,5 @@ def test_a_mixture_resumes_like_one_that_was_not_stopped_and_workers_play_the_sa
     assert metrics_of(halves) == nearly({key: value for key, value in metrics.items() if key >= begins})
 
     options = [f"algorithm.max_num_steps={STEPS}", "algorithm.rollouts.num_workers=1"]
-    train_here(workers, model_folder, *common, *options)
+    train(workers, model_folder, *common, *options)
     assert sources_of(workers) == by_step and metrics_of(workers) == nearly(metrics)
