@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--pass-reward", metavar="R", type=float, default=1.0, help="minimum reward that passes (default: 1)"
     )
+    parser.add_argument("--source", metavar="NAME", help="the source, for a run with data.sources")
     parser.add_argument("--output", metavar="FOLDER", type=local_path, help="default: outputs/evaluations/...")
     given = parser.parse_intermixed_args(arguments)
     with shown_as_message("nrl-lite evaluate"):
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         show_notes(in_our_names(given.overrides)[1])
         console = RunConsole()
-        options = Options(given.samples, given.problems, given.temperature, given.pass_reward)
+        options = Options(given.samples, given.problems, given.temperature, given.pass_reward, given.source)
         evaluation = compose(find_model(given.model, console.say), given.overrides, options)
         folder = given.output or evaluation.usual_folder()
         resume = f"the same command continues from {folder}"

@@ -34,6 +34,7 @@ from nemo_rl_lite.policy.interface import BatchRef, Policy, Scored, Teacher
 from nemo_rl_lite.policy.score_files import WriteScores
 from nemo_rl_lite.rollout.collector import Show
 from nemo_rl_lite.rollout.episode import Advantage, Rollout, Split, pass_at_k, passes
+from nemo_rl_lite.rollout.mixture import metrics_by_source, validation_by_source
 from nemo_rl_lite.rollout.source import RolloutSource
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ class GRPO:
             with timer("prepare_for_generation/transfer_and_update_weights"):
                 refitted = self.rollouts.publish(step)
         seconds, sampled, ages = timer.take(), rollout.metrics(), rollout.ages(step - 1)
+        by_source = metrics_by_source(rollout)
         if not ages["trajectory_age_max"]:
             # A stale rollout's mismatch includes policy drift, so do not warn.
             self._warn_of_mismatch(step, trained["token_mult_prob_error"])
@@ -149,7 +151,8 @@ class GRPO:
             speed["policy_and_reference_logprobs_tokens_per_sec"] = sampled["total_num_tokens"] / scoring_s
         shown = {"reward": sampled["reward"]}
         shown |= {"kept": sampled["filtered_reward"]} if sampled["filtered_prompts"] else {}
-        shown |= {"loss": trained["loss"]}
+        rewards = {name.split("/")[1]: value for name, value in by_source.items() if name.endswith("/reward")}
+        shown |= rewards | {"loss": trained["loss"]}
         shown |= {label: trained[name] for name, label in _SHOWN_KL.items() if name in trained}
         shown |= {} if rollout.engines_idle_s is None else {"age": ages["trajectory_age_mean"]}
         shown |= {"reward errors": sampled["reward_errors"]} if rollout.reward_errors else {}
@@ -160,7 +163,7 @@ class GRPO:
             step,
             self.total,
             len(rollout.episodes),
-            sampled | ages | advantage_metrics(torch.from_numpy(np.hstack(advantages))) | trained,
+            sampled | by_source | ages | advantage_metrics(torch.from_numpy(np.hstack(advantages))) | trained,
             seconds,
             self.policy.work(batch, self.scored),
             shown,
@@ -228,6 +231,7 @@ class GRPO:
         if samples > 1:
             passed_P = passes(rewards_B.view(-1, samples).numpy()).sum(axis=1)
             measured["pass_at_k"] = float(pass_at_k(passed_P, samples, samples).mean())
+        measured |= validation_by_source(rollout)
         at_k = f", pass@{samples} {measured['pass_at_k']:.3f}" if samples > 1 else ""
         self.report.validation(step, measured, timer, f"{self.held_out_label} {measured['accuracy']:.3f}{at_k}")
         self.log.begin(step, "validation", rollout)

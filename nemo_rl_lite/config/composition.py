@@ -2,7 +2,8 @@
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from nemo_rl_lite.config.keys import (
     HYDRA_PACKAGE,
     chooses_file,
     flatten,
+    groups,
     is_open,
     known_keys,
     parse_override,
@@ -32,6 +34,10 @@ CONFIG_NAME = "train"
 DEFAULT_DATA = "reverse_digits"
 # Keys of data, and the file of the group that reads them.
 _DATA_OF = {"train_path": "file", "path": "hub"}
+# Keys that name a file or user code of a source.
+_SOURCE_FILE = re.compile(r"data\.sources\.[^.]+\.(reward|environment|agent)")
+# Files of groups for user code.
+_PLAIN_FILES = {"reward": "exact_match", "environment": "none", "agent": "none"}
 # In NeMo-RL's files a token limit is the product of two keys.
 OmegaConf.register_new_resolver("mul", lambda one, other: one * other, replace=True)
 
@@ -47,6 +53,7 @@ def compose_job(overrides: Sequence[str]) -> DictConfig:
     _set_values(composed, overrides)
     if implied := _implied(composed, choices):
         return compose_job([*implied, *overrides])
+    _complete_sources(composed)
     return composed
 
 
@@ -69,6 +76,7 @@ def lay_over(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
         if chooses_file(one):
             composed[one.key_or_group] = compose_files([f"{one.key_or_group}={one.value()}"])[one.key_or_group]
     _set_values(composed, overrides)
+    _complete_sources(composed)
     return composed
 
 
@@ -109,6 +117,57 @@ def _implied(composed: DictConfig, choices: Sequence[str]) -> list[str]:
     return implied
 
 
+# --- Sources of a mixture
+
+
+def _complete_sources(composed: DictConfig) -> None:
+    """Complete each source of `data.sources`: its file or the run's section, then its own values."""
+    sources = composed.data.get("sources")
+    if not isinstance(sources, DictConfig):
+        return
+    with read_write(composed), open_dict(composed), _readable_errors():
+        shared = {name: value for name, value in composed.data.items_ex(resolve=False) if name != "sources"}
+        given_sources: Any = OmegaConf.to_container(sources, resolve=False)
+        for name, given in given_sources.items():
+            if isinstance(given, dict):
+                sources[name] = _completed(composed, shared, f"data.sources.{name}", given)
+
+
+def _completed(composed: DictConfig, shared: Mapping[str, Any], key: str, given: dict[str, Any]) -> Any:
+    preset = given.pop("preset", None)
+    base = dict(shared) if preset is None else _file("data", preset, f"{key}.preset")
+    base.pop("sources", None)
+    implied = next(({"name": file} for own, file in _DATA_OF.items() if given.get(own) is not None), {})
+    own = {"weight": 1.0, "max_new_tokens": "${generation.max_new_tokens}"}
+    found: Any = OmegaConf.merge(base, implied, own, given)
+    # An environment excludes an agent, so a source with one of them does not have the run's other.
+    for section, other in (("reward", ""), ("environment", "agent"), ("agent", "environment")):
+        value = given.get(section, "none" if other in given else {})
+        found[section] = _section(composed, section, value, f"{key}.{section}")
+    return found
+
+
+def _section(composed: DictConfig, section: str, given: Any, key: str) -> Any:
+    """Return a source's reward, environment or agent: a file's or user code's name, or keys."""
+    own = {"name": given} if isinstance(given, str) else given
+    if not isinstance(own, dict):
+        return given
+    name = own.get("name")
+    if name is None and "name" not in own:
+        return OmegaConf.merge(composed[section], own)
+    # A complete section, such as that of an earlier run, keeps its values.
+    if name in groups()[section]:
+        return OmegaConf.merge(_file(section, str(name), key), {word: own[word] for word in own if word != "name"})
+    return OmegaConf.merge(_file(section, _PLAIN_FILES[section], key), own)
+
+
+def _file(group: str, name: str, key: str) -> dict[str, Any]:
+    """Return the values of a group's file, unresolved."""
+    if name not in groups()[group]:
+        raise ConfigError([Violation(key, name, "no such file", f"choose one of: {', '.join(groups()[group])}")])
+    return dict(_composed(keys.config_dir(), (f"{group}={name}",))[0][group].items_ex(resolve=False))
+
+
 def _name_as_ours(composed: DictConfig) -> Iterator[str]:
     """Move values of NeMo-RL's names to ours, and yield a note on each. Unknown names stay."""
     values: Any = OmegaConf.to_container(composed, resolve=False)
@@ -146,7 +205,10 @@ def _set_values(composed: DictConfig, overrides: Sequence[str]) -> None:
             OmegaConf.set_readonly(composed[HYDRA_PACKAGE], None)
         for one in filter(None, map(parse_override, overrides)):
             if not chooses_file(one):
-                OmegaConf.update(composed, one.key_or_group, one.value(), merge=True, force_add=True)
+                # Another override may set a further key of the section.
+                names_file = isinstance(one.value(), str) and _SOURCE_FILE.fullmatch(one.key_or_group)
+                key = f"{one.key_or_group}.name" if names_file else one.key_or_group
+                OmegaConf.update(composed, key, one.value(), merge=True, force_add=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from nemo_rl_lite.config.schema_algorithm import (
     DURATION,
     RUN_NAME,
+    SOURCE_NAME,
     STRICT,
     ActiveIf,
     AlgorithmConfig,
@@ -339,7 +340,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class DataConfig:
+class DataSetConfig:
     name: str
     train_path: Annotated[str | None, JoinedByCommas, ActiveIf(".name", "file")]
     validation_path: Annotated[str | None, JoinedByCommas, ActiveIf(".name", "file")]
@@ -403,6 +404,23 @@ class AgentConfig:
 @dataclass(frozen=True, config=STRICT)
 class EnvironmentConfig(AgentConfig):
     max_turns: PositiveInt
+
+
+@dataclass(frozen=True, config=STRICT)
+class SourceConfig(DataSetConfig):
+    """The keys of `data` for one source of a mixture, and those that it has instead of the run's. Composition fills
+    them in."""
+
+    weight: NonNegativeFloat | dict[Literal["step", "solve_rate"], dict[float, NonNegativeFloat]]
+    reward: RewardConfig
+    environment: EnvironmentConfig
+    agent: AgentConfig
+    max_new_tokens: PositiveInt
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataConfig(DataSetConfig):
+    sources: dict[Annotated[str, Field(pattern=SOURCE_NAME)], SourceConfig]
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -20,6 +20,8 @@ USER_CODE = r"^(\w+(\.\w+)+|.+\.(py|pkl):\w+)$"
 DURATION = r"^(\d+:){1,3}\d{1,2}$"
 # The name is part of a path, so it must not lead to another folder.
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
+# The name is part of dotted keys and of metrics' names.
+SOURCE_NAME = r"^\w[\w-]*$"
 # For a list: null is an empty one.
 NullIsEmpty = BeforeValidator(lambda value: [] if value is None else value)
 # For a path: a list of files is one text with commas.
@@ -123,7 +125,7 @@ class AlgorithmConfig:
     seed: Seed
     loss: UserCode | None
     loss_kwargs: Annotated[dict[str, Any], ActiveIf(".loss")]
-    max_num_epochs: Annotated[PositiveInt | None, ActiveIf("data.name", "file", "hub")]
+    max_num_epochs: Annotated[PositiveInt | None, ActiveIf("data with epochs")]
     max_num_steps: PositiveInt | None
     val_metric: Annotated[str, ActiveIf("validations")]
     higher_is_better: Annotated[bool, ActiveIf("validations")]

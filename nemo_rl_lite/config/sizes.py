@@ -21,6 +21,7 @@ from nemo_rl_lite.config.schema import (
     SequencePackingConfig,
 )
 from nemo_rl_lite.config.schema_algorithm import DistillationConfig, GRPOConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.sources import source_configs
 
 # A micro-batch of this many tokens keeps a GPU busy, except for small models, whose kernel launches take longest.
 ENOUGH_TOKENS = 16384
@@ -226,7 +227,12 @@ def validates(config: Config) -> bool:
 
 def has_endpoint(config: Config) -> bool:
     """Return whether the engines also answer over HTTP."""
-    return config.generation.serve.enabled or config.agent.name is not None
+    return config.generation.serve.enabled or has_agent(config)
+
+
+def has_agent(config: Config) -> bool:
+    """Return whether an agent plays the episodes of a source."""
+    return any(one.agent.name is not None for one in source_configs(config).values())
 
 
 def all_gpus(config: Config) -> int:

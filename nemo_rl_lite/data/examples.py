@@ -2,12 +2,14 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sources import ONLY, naming_source, source_configs, source_weights
 from nemo_rl_lite.data.formats import Conversation, Example, format_of
+from nemo_rl_lite.data.mixture import MixedSet, items_per_epoch
 from nemo_rl_lite.data.problems import LeftOut, TrainingSet
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -93,30 +95,55 @@ class TrainingExamples:
     examples: TrainingSet[Example]
     encoder: Encoder
     batch_size: int
+    per_epoch: int
+    """Examples per epoch; 0 for endless data."""
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Full batches per epoch; None for endless data."""
-        return len(self.examples.finite()) // self.batch_size or None
+        return self.per_epoch // self.batch_size or None
 
     def rows(self, step: int) -> list[TokenRow]:
         """Return the global batch of a step. It depends on nothing but the step."""
         epoch, place = divmod(step, self.steps_per_epoch) if self.steps_per_epoch else (0, step)
-        first = epoch * len(self.examples.finite()) + place * self.batch_size
+        first = epoch * self.per_epoch + place * self.batch_size
         return self.encoder.rows([self.examples.problem(first + number) for number in range(self.batch_size)])
 
 
 def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
     """Return the training batches of a configuration. Raises DataError: an example cannot be used, or there are fewer
     than one batch."""
-    kind, batch_size = format_of(config), config.policy.train_global_batch_size
-    examples = training_set(config.data, config.algorithm.seed, kind)
-    source, count = config.data.train_path or config.data.path or config.data.name, len(examples.finite())
+    batch_size, weights = config.policy.train_global_batch_size, source_weights(config)
+    found, reasons = dict[str, TrainingSet[Example]](), list[str]()
+    for name, source, own in _each_source(config, encoder):
+        with naming_source(name):
+            found[name], reason = _training_set(source, own)
+        reasons += [reason] if reason else []
+        # Only sources with `truncate` still have rows that are too long.
+        encoder = own if own.too_long == "truncate" else encoder
+    per_epoch = items_per_epoch({name: len(one.finite()) for name, one in found.items()}, weights)
+    if 0 < per_epoch < batch_size:
+        raise _too_few(config, per_epoch, " and ".join(reasons))
+    examples = MixedSet(found, weights, batch_size) if config.data.sources else found[ONLY]
+    return TrainingExamples(examples, encoder, batch_size, per_epoch)
+
+
+def _each_source(config: Config, encoder: Encoder) -> Iterator[tuple[str, Config, Encoder]]:
+    """Yield name, configuration and encoder of each source."""
+    for name, source in source_configs(config).items():
+        yield name, source, encoder if name == ONLY else replace(encoder, too_long=source.data.too_long)
+
+
+def _training_set(source: Config, encoder: Encoder) -> tuple[TrainingSet[Example], str]:
+    """Return the examples of a source that can be trained on, and why others are left out; empty if none is."""
+    kind = format_of(source)
+    examples = training_set(source.data, source.algorithm.seed, kind)
+    shown, count = _name(source), len(examples.finite())
     if unanswered := sum(example.unanswered for example in examples.finite()):
         rule = "continue after the assistant's last message; the rest is not trained on"
-        log.warning("%s: %d of %d %s %s", source, unanswered, count, kind.name, rule)
+        log.warning("%s: %d of %d %s %s", shown, unanswered, count, kind.name, rule)
     longer, left_out = encoder.check(examples.finite())
-    _warn(source, f"of {count} {kind.name}", longer, left_out)
+    _warn(shown, f"of {count} {kind.name}", longer, left_out)
     if left_out:
         examples = examples.only(encoder.fits)
     if not count:
@@ -124,25 +151,43 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
         examples = examples if encoder.too_long == "error" else examples.only(encoder.fits)
         _, left_out = encoder.check([examples.problem(0)])
         if left_out:
-            raise DataError(f"{source}: its {kind.name} {_reasons(left_out, encoder)}")
-    elif (left := len(examples.finite())) < batch_size:
-        rule = f"{kind.name} do not fill a batch of policy.train_global_batch_size = {batch_size}"
-        why = f"the others {_reasons(left_out, encoder)}" if left_out else "make it smaller"
-        raise DataError(f"{source}: {left} {rule}; {why}")
-    return TrainingExamples(examples, encoder, batch_size)
+            raise DataError(f"{shown}: its {kind.name} {_reasons(left_out, encoder)}")
+    why = _reasons(left_out, encoder) if left_out else ""
+    if count and not examples.finite():
+        raise _too_few(source, 0, why)
+    return examples, why
+
+
+def _too_few(source: Config, count: int, why_others: str) -> DataError:
+    size = source.policy.train_global_batch_size
+    rule = f"{format_of(source).name} do not fill a batch of policy.train_global_batch_size = {size}"
+    why = f"the others {why_others}" if why_others else "make it smaller"
+    return DataError(f"{_name(source)}: {count} {rule}; {why}")
+
+
+def _name(source: Config) -> str:
+    return source.data.train_path or source.data.path or source.data.name
 
 
 def validation_examples(config: Config, encoder: Encoder, training: Sequence[Example] = ()) -> list[TokenRow]:
-    """Return the held-out rows of at most `algorithm.max_val_samples` examples; there may be none. Log how many are
-    also `training` examples. Raises DataError: an example cannot be used."""
-    kind = format_of(config)
-    examples = validation_set(config.data, config.algorithm.max_val_samples, kind, training)
-    source = config.data.validation_path or config.data.train_path or config.data.path or config.data.name
+    """Return the held-out rows of at most `algorithm.max_val_samples` examples of each source; there may be none. Log
+    how many are also `training` examples. Raises DataError: an example cannot be used."""
+    found = list[TokenRow]()
+    for name, source, own in _each_source(config, encoder):
+        with naming_source(name):
+            found += _validation_rows(source, own, training)
+    return found
+
+
+def _validation_rows(source: Config, encoder: Encoder, training: Sequence[Example]) -> list[TokenRow]:
+    kind = format_of(source)
+    examples = validation_set(source.data, source.algorithm.max_val_samples, kind, training)
+    shown = source.data.validation_path or _name(source)
     longer, left_out = encoder.check(examples)
-    _warn(source, f"of {len(examples)} {kind.name}", longer, left_out)
+    _warn(shown, f"of {len(examples)} {kind.name}", longer, left_out)
     fitting = list(filter(encoder.fits, examples)) if left_out else examples
     if examples and not fitting:
-        raise DataError(f"{source}: no {kind.name} are left to validate on: they {_reasons(left_out, encoder)}")
+        raise DataError(f"{shown}: no {kind.name} are left to validate on: they {_reasons(left_out, encoder)}")
     return encoder.rows(fitting)
 
 

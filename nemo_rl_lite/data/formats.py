@@ -348,15 +348,15 @@ class RowFormat[T: Prompted]:
     """True if `data.answer_pattern` applies."""
 
 
-def problems(tools: Sequence[Tool] = ()) -> RowFormat[Problem]:
-    """Return the format of problems that offer the row's tools, or else `tools`."""
+def problems(tools: Sequence[Tool] = (), source: str = "") -> RowFormat[Problem]:
+    """Return the format of problems of a source that offer the row's tools, or else `tools`."""
 
     def from_row(config: DataConfig, row: Row, where: str) -> Problem:
         own = callable_tools(row_tools(config, row, where), f"{where}, column '{config.tools_column}'")
-        return replace(to_problem(config, row, where), tools=own or tuple(tools))
+        return replace(to_problem(config, row, where), tools=own or tuple(tools), source=source)
 
     def from_problem(problem: Problem) -> Problem:
-        return replace(problem, tools=tuple(tools))
+        return replace(problem, tools=tuple(tools), source=source)
 
     return RowFormat("problems", from_row, from_problem, reads_answers=True)
 

@@ -26,6 +26,8 @@ class Problem:
     """The columns of the problem's row, or the entry of the task that generated it."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Functions that the assistant may call, in OpenAI's format."""
+    source: str = field(default="", repr=False)
+    """Name of its source in a mixture (`data.sources`)."""
 
 
 class LeftOut(str):

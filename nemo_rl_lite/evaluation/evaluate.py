@@ -19,6 +19,7 @@ from nemo_rl_lite.cluster.runtime import place, ray_runtime
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.sizes import engine_hosts, engines
+from nemo_rl_lite.config.sources import ONLY
 from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.problems import FileSet, Problem
 from nemo_rl_lite.data.sources import validation_set
@@ -31,7 +32,6 @@ from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import watched
-from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
 from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import RESAMPLES, Episode, Rollout, fetched, interval, ks, pass_at_k, passes
 from nemo_rl_lite.rollout.groups import Group
@@ -270,9 +270,9 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
     claim(folder, evaluation.identity())
     with locked(folder, OUTPUT):
         began = time.monotonic()
-        playing, judge = Playing(evaluation.config), make_judge(evaluation.config.reward)
+        playing = Playing(evaluation.config)
         tokenizer = chat_tokenizer(evaluation.served.folder, evaluation.config)
-        asked = _problems(evaluation, playing, judge, tokenizer, console)
+        asked = _problems(evaluation, playing, tokenizer, console)
         console.say(evaluation.describe(len(asked)))
         journal = Journal(folder, asked)
         if journal.done:
@@ -281,7 +281,7 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
             episodes = [episode for number in range(len(asked)) for episode in journal.episodes[number]]
             rollout = Rollout(episodes, evaluation.options.samples, reward_errors=0)
         else:
-            rollout = _sampled(evaluation, asked, journal, playing, judge, tokenizer, folder, console)
+            rollout = _sampled(evaluation, asked, journal, playing, tokenizer, folder, console)
         RolloutFiles(folder, None, 0).write(0, "validation", rollout)
         found = summarize(rollout, evaluation.options.pass_reward)
         about = {
@@ -298,20 +298,20 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
 
 
 def _problems(
-    evaluation: Evaluation, playing: Playing, judge: Judge, tokenizer: ChatTokenizer, console: RunConsole
+    evaluation: Evaluation, playing: Playing, tokenizer: ChatTokenizer, console: RunConsole
 ) -> Sequence[Problem]:
     """Return the problems, checked as in a training run."""
     config = evaluation.config
     all_of_it = config.algorithm.max_val_samples if config.data.name in TASKS else sys.maxsize
     limit = evaluation.options.problems or all_of_it
-    asked = validation_set(config.data, limit, problems(playing.tools))
+    asked = validation_set(config.data, limit, problems(playing.tools[ONLY]))
     if any(problem.tools for problem in asked):
         tokenizer.check_tools()
     with console.busy("checking that every prompt fits", announced=False):
         _, asked = fitting_prompts(FileSet((), 0, False), asked, tokenizer, config)
     check_stop_strings(tokenizer, config.generation.stop_strings)
     show_notes(notes_here(config))
-    try_reward(judge, asked[0])
+    playing.try_reward(asked[0])
     return asked
 
 
@@ -320,7 +320,6 @@ def _sampled(
     asked: Sequence[Problem],
     journal: Journal,
     playing: Playing,
-    judge: Judge,
     tokenizer: ChatTokenizer,
     folder: Path,
     console: RunConsole,
@@ -331,7 +330,7 @@ def _sampled(
     with ExitStack() as stack:
         with console.busy(f"starting {evaluation.served}" + (f", {count} engines" if count > 1 else "")):
             started = stack.enter_context(running_engines(evaluation.served, folder, console.say))
-        players = stack.enter_context(playing.players(started, tokenizer, judge, folder, console.say))
+        players = stack.enter_context(playing.players(started, tokenizer, folder, console.say))
         collector = RolloutCollector(players, error_shares(evaluation.config))
         with console.busy(f"sampling {samples * len(asked)} responses") as tell:
 

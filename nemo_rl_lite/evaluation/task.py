@@ -17,6 +17,7 @@ from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engine_hosts, engines, on_gpus
+from nemo_rl_lite.config.sources import ONLY, source_configs
 from nemo_rl_lite.config.user_code import file_of
 from nemo_rl_lite.data.sources import validation_source
 from nemo_rl_lite.errors import HIDDEN, ConfigError, Violation
@@ -42,12 +43,13 @@ _PLACES = ("data_parallel_size", "colocated", "serve")
 @dataclass(frozen=True)
 class Options:
     """Options of the command. `problems`: maximum number (None: all); `temperature`: 0 is greedy (None:
-    `generation.temperature`); `pass_reward`: the smallest reward that passes."""
+    `generation.temperature`); `pass_reward`: the smallest reward that passes; `source`: that of a run with several."""
 
     samples: int
     problems: int | None
     temperature: float | None
     pass_reward: float
+    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def compose(model: Served, arguments: Sequence[str], options: Options) -> Evalua
         rule = f"is missing, and {model.folder} is not the folder of a run"
         fix = "data=file data.validation_path=FILE.jsonl, or another: data=math500 reward=math"
         raise ConfigError([Violation("data", None, rule, fix)])
+    model = _with_source(model, options.source, is_given=any(is_of(key, ["data"]) for key in given))
     config = _resolved(lay_over(_base(model), overrides), given)
     evaluation = Evaluation(replace(model, config=_with_own_engines(config)), options)
     whole = {section: asdict(getattr(config, section)) for section in SECTIONS}
@@ -143,6 +146,19 @@ def compose(model: Served, arguments: Sequence[str], options: Options) -> Evalua
     if violations := [*_held_out(config), *missing, *_wrong_options(evaluation)]:
         raise ConfigError(violations)
     return evaluation
+
+
+def _with_source(model: Served, name: str | None, is_given: bool) -> Served:
+    """Return the model with the configuration of the run's source, which a run with several needs unless the data
+    `is_given`. Raises ConfigError: there is no such source."""
+    if model.config.data.sources and name is None and is_given:
+        return replace(model, config=replace(model.config, data=replace(model.config.data, sources={})))
+    sources = source_configs(model.config)
+    if (name or ONLY) in sources:
+        return replace(model, config=sources[name or ONLY])
+    rule = f"is no source of {model.name}" if name else f"is missing, and {model.name} has several sources"
+    fix = f"--source {' or '.join(sources)}" if ONLY not in sources else "leave it out: the run has no data.sources"
+    raise ConfigError([Violation("--source", name, rule, fix)])
 
 
 def _base(model: Served) -> DictConfig:

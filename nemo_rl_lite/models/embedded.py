@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sources import source_configs
 from nemo_rl_lite.system.machine import cache_folder
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ _THREADS = 2
 
 
 def embedded_digits(config: Config) -> int:
-    """Return the number of digits in the warm-up's strings: the task's, if the run's task is reverse_digits."""
-    return config.data.task_kwargs["num_digits"] if config.data.name == "reverse_digits" else DEFAULT_DIGITS
+    """Return the number of digits in the warm-up's strings: that of the first source with the task reverse_digits."""
+    data = [one.data for one in source_configs(config).values()]
+    return next((one.task_kwargs["num_digits"] for one in data if one.name == "reverse_digits"), DEFAULT_DIGITS)
 
 
 def embedded_folder(config: Config) -> Path:

@@ -15,6 +15,7 @@ from nemo_rl_lite.config.sizes import (
     engine_ranks,
     engines,
     generation_gpus,
+    has_agent,
     micro_batch_sizes,
     on_gpus,
     parallel_dims,
@@ -22,6 +23,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_per_optimizer_step,
     sequences_together,
 )
+from nemo_rl_lite.config.sources import source_configs
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.observability.console import RunConsole
@@ -122,7 +124,7 @@ def _show_time(plan: Plan, gpu_bytes: int, mean_length: float | None, console: R
         f"predicted at the rates of {speed_of(gpu_bytes)[0]} GPUs, for prompts of {lengths.prompt:.0f} tokens and "
         f"responses of {lengths.mean:.0f}, the longest of {lengths.longest:.0f} ({said})"
     )
-    if config.environment.name is not None or config.agent.name is not None:
+    if has_agent(config) or any(one.environment.name is not None for one in source_configs(config).values()):
         console.say("time of the environment or the agent is not predicted")
     for line in time.lines(present, others):
         console.say(line)

@@ -7,14 +7,16 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from nemo_rl_lite.config.sources import in_source
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.observability.liveness import note_state, progressed
 from nemo_rl_lite.rollout.episode import EpisodeRecord, EpisodeStore, Rollout, Sampled
 from nemo_rl_lite.rollout.groups import Failure, Group, Players, Playground, PlayProgress, PromptTask
+from nemo_rl_lite.rollout.play import Section
 from nemo_rl_lite.rollout.saved import SavedGroup
 
 log = logging.getLogger(__name__)
@@ -30,10 +32,12 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class ErrorShares:
-    """Maximum shares of a rollout's episodes whose reward, or whose environment or agent, may fail."""
+    """Maximum shares of a source's episodes whose reward, or whose environment or agent, may fail."""
 
     reward: float
     environment: float
+    section: Section = "environment"
+    """Section of the configuration with the user code of the source's episodes."""
 
 
 @dataclass
@@ -43,6 +47,7 @@ class _Failures:
     what: str
     key: str
     limit: float
+    source: str
     first: Failure | None = None
 
     def note(self, failures: Sequence[Failure]) -> None:
@@ -57,10 +62,35 @@ class _Failures:
         """Raise DataError if too many episodes failed."""
         if failed > self.limit * episodes:
             first = f"; first with {self.first.text}" if self.first else ""
-            raise DataError(
-                f"{self.what} failed on {failed} of {episodes} samples, more than the share "
-                f"{self.key} = {self.limit:g}{first}"
-            )
+            key = in_source(self.source, self.key)
+            rule = f"{failed} of {episodes} samples, more than the share {key} = {self.limit:g}"
+            raise DataError(f"{self.what} failed on {rule}{first}")
+
+
+class _SourceFailures:
+    """Failures of the samples of one source in a rollout."""
+
+    def __init__(self, source: str, shares: ErrorShares):
+        of, section = f" of {source}" if source else "", shares.section
+        self._source = source
+        self._rewards = _Failures(f"the reward{of}", "reward.max_failure_fraction", shares.reward, source)
+        limit = f"{section}.max_failure_fraction"
+        self._plays = _Failures(f"the {section}{of}", limit, shares.environment, source)
+
+    def note(self, group: Group) -> None:
+        """Log the first failures."""
+        self._plays.note([one for one in group.failures if one.kind == "play"])
+        self._rewards.note([one for one in group.failures if one.kind == "reward"])
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raise DataError if too many samples of these groups failed."""
+        groups = [group for group in groups if group.task.problem.source == self._source]
+        episodes = [episode for group in groups for episode in group.episodes]
+        played = [episode for episode in episodes if episode.ending != "error"]
+        self._plays.check(len(episodes) - len(played), len(episodes))
+        # Timeouts with reward 0 count as failures.
+        late = sum(_is_late(one, group) for group in groups for one in group.failures)
+        self._rewards.check(sum(one.reward is None for one in played) + late, len(played))
 
 
 def count_errors(episodes: Sequence[Sampled]) -> tuple[int, int]:
@@ -101,6 +131,8 @@ class RolloutTask:
     """Step that trains on the rollout."""
     turn_discount: float | None = None
     """See `Rollout`."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Maximum tokens per response, by source, if they differ from `sampling`."""
     groups: list[Group] = field(default_factory=list, init=False)
     players: Players | None = field(default=None, init=False)
     number: int = field(default_factory=_NUMBERS.__next__, init=False)
@@ -194,14 +226,17 @@ class RolloutTask:
     def prompt(self, number: int) -> PromptTask:
         """Return the task of a prompt."""
         problem, done = self.problem(number), self.done.get(number)
-        options = self.samples, self.sampling, self.seed, self.step, done, self.turn_discount
+        most = self.limits.get(problem.source, self.sampling.max_new_tokens)
+        sampling = replace(self.sampling, max_new_tokens=most)
+        options = self.samples, sampling, self.seed, self.step, done, self.turn_discount
         return PromptTask(self.number, number, problem, *options)
 
 
 class RolloutCollector:
     """Samples and scores rollouts."""
 
-    def __init__(self, playground: Playground, shares: ErrorShares):
+    def __init__(self, playground: Playground, shares: Mapping[str, ErrorShares]):
+        """`shares`: of each source, by name."""
         self.playground, self._shares = playground, shares
 
     def collect(self, task: RolloutTask, show: Show = lambda _: None) -> Rollout:
@@ -245,9 +280,8 @@ class RolloutCollector:
     async def gather(self, task: RolloutTask, players: Players) -> Rollout:
         """Sample and score a rollout with these players. A task that has been gathered before gets what it has lost
         since. Raises what `collect` raises."""
-        section, groups, task.players = self.playground.section, task.groups, players
-        rewards = _Failures("the reward", "reward.max_failure_fraction", self._shares.reward)
-        environments = _Failures(f"the {section}", f"{section}.max_failure_fraction", self._shares.environment)
+        groups, task.players = task.groups, players
+        failures = {source: _SourceFailures(source, shares) for source, shares in self._shares.items()}
         ended: asyncio.Queue[Group] = asyncio.Queue()
         begun = max((place + 1 for place, group in enumerate(groups) if not group.played.cancelled()), default=0)
         await players.discard(groups[begun:])
@@ -274,8 +308,7 @@ class RolloutCollector:
                             # It has ended and is played again, because its worker has died.
                             continue
                         group.played.result()
-                        environments.note([one for one in group.failures if one.kind == "play"])
-                        rewards.note([one for one in group.failures if one.kind == "reward"])
+                        failures[group.task.problem.source].note(group)
         finally:
             for group in groups:
                 group.on_end = None
@@ -285,12 +318,8 @@ class RolloutCollector:
             # A rollout worker died at the end.
             return await self.gather(task, players)
         sampled = [group for group in groups if group.is_done]
-        episodes = [episode for group in sampled for episode in group.episodes]
-        played = [episode for episode in episodes if episode.ending != "error"]
-        environments.check(len(episodes) - len(played), len(episodes))
-        # Timeouts with reward 0 count as failures.
-        late = sum(_is_late(one, group) for group in sampled for one in group.failures)
-        rewards.check(sum(one.reward is None for one in played) + late, len(played))
+        for one in failures.values():
+            one.check(sampled)
         return task.rollout()
 
 

@@ -93,6 +93,8 @@ class EpisodeRecord(_Judged):
     ending: Ending
     is_left_out: bool = False
     length_penalty: float = 0.0
+    source: str = ""
+    """Name of the problem's source in a mixture."""
 
     @classmethod
     def of(cls, episode: "Episode", worker: int, number: int) -> "EpisodeRecord":
@@ -114,6 +116,7 @@ class EpisodeRecord(_Judged):
             ending=episode.ending,
             is_left_out=episode.is_left_out,
             length_penalty=episode.length_penalty,
+            source=episode.source,
         )
 
     @property
@@ -162,6 +165,11 @@ class Episode(_Judged, Segment):
     turn_rewards: list[float] = field(default_factory=list)
     """The rewards of the turns so far that environment or agent gave, in order; empty if they gave none by turn."""
     history: History = field(default_factory=History, compare=False, repr=False)
+
+    @property
+    def source(self) -> str:
+        """Name of the problem's source in a mixture."""
+        return self.problem.source
 
     @property
     def segments(self) -> list[Segment]:
@@ -437,6 +445,8 @@ class Rollout:
     """Discount of later turns' rewards if each turn has its own advantage; None if the episode has one."""
     advantages: Sequence[Advantage] | None = None
     """Advantage of each episode; None before training and outside it."""
+    progress: Mapping[str, float] = field(default_factory=dict)
+    """Weights and epochs of the sources of a mixture, as metrics."""
 
     @property
     def rewards_B(self) -> Tensor:

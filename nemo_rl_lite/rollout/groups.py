@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from nemo_rl_lite.config.sources import in_source, naming_source
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError, printable
@@ -15,7 +16,7 @@ from nemo_rl_lite.losses.advantages import differ
 from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Activity, Episode, EpisodeRecord, EpisodeStore, Sampled, returns_of
-from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, Section
+from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner
 from nemo_rl_lite.rollout.saved import SavedGroup
 from nemo_rl_lite.system.user_errors import CallError
 
@@ -196,9 +197,6 @@ class Players(Protocol):
 class Playground(Protocol):
     """Place where groups are played: this process or rollout workers."""
 
-    section: Section
-    """Section of the configuration with the user code of episodes."""
-
     def serving(self) -> AbstractAsyncContextManager[Players]:
         """Play groups during the block."""
         ...
@@ -206,7 +204,7 @@ class Playground(Protocol):
 
 @dataclass(frozen=True)
 class GroupPlayer:
-    """Plays and scores the episodes of a group. No episode waits for another."""
+    """Plays and scores the episodes of a source's groups. No episode waits for another."""
 
     tokenizer: ChatTokenizer
     judge: Judge
@@ -221,7 +219,8 @@ class GroupPlayer:
             return Group(task, played, scored)
         problem = task.problem
         prompt = self.tokenizer.prompt(problem.messages, problem.tools)
-        check_length(problem, len(prompt), task.sampling.max_new_tokens, self.max_length)
+        with naming_source(problem.source):
+            check_length(problem, len(prompt), task.sampling.max_new_tokens, self.max_length)
         episodes = [Episode(problem, list(prompt), len(prompt)) for _ in range(task.samples)]
         failures: list[Failure] = []
         each = (self._run(task, sample, one, requests, failures) for sample, one in enumerate(episodes))
@@ -238,7 +237,8 @@ class GroupPlayer:
         except CallError as error:
             if error.is_fault:
                 rule = "correct the code: this error does not depend on the response"
-                raise DataError(f"{self.runner.section}.name: {error}{error.place}; {rule}") from error
+                key = in_source(episode.problem.source, f"{self.runner.section}.name")
+                raise DataError(f"{key}: {error}{error.place}; {rule}") from error
             episode.ending, episode.reward = "error", None
             failures.append(Failure.of("play", sample, error, episode))
         finally:
@@ -250,7 +250,8 @@ class GroupPlayer:
         with episode.waiting("reward"):
             verdict = await self.judge(episode.response, episode.problem)
         if isinstance(verdict, WrongReward):
-            raise DataError(f"{verdict.section}.name: {verdict}; the response was {shown(episode)}")
+            key = in_source(episode.problem.source, f"{verdict.section}.name")
+            raise DataError(f"{key}: {verdict}; the response was {shown(episode)}")
         if error := verdict if isinstance(verdict, RewardError) else verdict.late:
             failures.append(Failure.of("reward", sample, error, episode))
         if isinstance(verdict, RewardResult):
@@ -262,9 +263,9 @@ class LocalPlayers:
 
     store: EpisodeStore | None = None
 
-    def __init__(self, generation: Generation, player: GroupPlayer):
-        self._generation, self._player = generation, player
-        self.section: Section = player.runner.section
+    def __init__(self, generation: Generation, players: Mapping[str, GroupPlayer]):
+        """`players`: of each source, by name."""
+        self._generation, self._players = generation, players
         self._requests: Requests
 
     @asynccontextmanager
@@ -284,7 +285,7 @@ class LocalPlayers:
         return self._requests.submit_as_batch()
 
     def play(self, task: PromptTask) -> Group:
-        return self._player.begin(task, self._requests)
+        return self._players[task.problem.source].begin(task, self._requests)
 
     def play_again(self, group: Group) -> None:
         raise RuntimeError("groups of this process are not lost")

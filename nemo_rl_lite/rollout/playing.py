@@ -1,4 +1,4 @@
-"""User code in the episodes of one process: environment, tools or agent, and the endpoint."""
+"""User code in the episodes of one process: rewards, environments, tools or agents, and the endpoint."""
 
 import json
 import os
@@ -7,14 +7,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from nemo_rl_lite.config.engines import engine_of
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import AgentConfig, Config
 from nemo_rl_lite.config.sizes import has_endpoint
+from nemo_rl_lite.config.sources import naming_source, source_configs
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.agents import Agents, check_agent
-from nemo_rl_lite.environments.registry import check_environment, make_environments, try_environment
+from nemo_rl_lite.environments.registry import Environments, check_environment, make_environments, try_environment
 from nemo_rl_lite.generation.interface import Generation, Sampling
-from nemo_rl_lite.rewards.judge import Judge
+from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
 from nemo_rl_lite.rollout.collector import ErrorShares
 from nemo_rl_lite.rollout.groups import GroupPlayer, LocalPlayers
 from nemo_rl_lite.rollout.play import EpisodeRunner, Section, SingleTurn, Turns
@@ -23,32 +25,46 @@ ENDPOINT_FILE = "endpoint.json"
 
 
 class Playing:
-    """User code in episodes: an environment, tools or an agent. Its processes start while the run reads its data."""
+    """User code in episodes, of each source: a reward, and an environment, tools or an agent. Its processes start while
+    the run reads its data. Sources with the same section share its processes."""
 
     def __init__(self, config: Config):
         """Raises ConfigError: the code is invalid."""
-        self.tools = check_environment(config.environment)
-        """Tools that the environment offers in every episode."""
-        check_agent(config.agent)
-        self._config = config
-        self._environments = make_environments(config.environment)
+        self._config, self._sources = config, source_configs(config)
+        self.tools: dict[str, tuple[Tool, ...]] = {}
+        """Tools that the environment of a source offers in every episode."""
+        judge, environments, agents = _once(make_judge), _once(make_environments), _once(self._make_agents)
         # Shared by all attempts of a run, so that session numbers stay unique.
-        self._play: EpisodeRunner = (
-            SingleTurn() if self._environments is None else Turns(self._environments, config.environment.max_turns)
-        )
-        self._agents = None if config.agent.name is None else Agents(config.agent, config.generation.serve.host)
+        turns = _once(lambda own: Turns(made, own.max_turns) if (made := environments(own)) else SingleTurn())
+        self._judges, self._environments = dict[str, Judge](), dict[str, Environments | None]()
+        self._runners, self._agents = dict[str, EpisodeRunner](), dict[str, Agents | None]()
+        for name, one in self._sources.items():
+            with naming_source(name):
+                self.tools[name] = check_environment(one.environment)
+                check_agent(one.agent)
+                self._judges[name], self._environments[name] = judge(one.reward), environments(one.environment)
+                self._runners[name], self._agents[name] = turns(one.environment), agents(one.agent)
+
+    def _make_agents(self, config: AgentConfig) -> Agents | None:
+        return None if config.name is None else Agents(config, self._config.generation.serve.host)
+
+    def try_reward(self, problem: Problem) -> None:
+        """Score the problem's own answer; see `judge.try_reward`."""
+        with naming_source(problem.source):
+            try_reward(self._judges[problem.source], problem)
 
     def try_environment(self, problem: Problem) -> None:
         """Take one step in the environment, if there is one. Raises ConfigError: its code is wrong."""
-        if self._environments is not None:
-            try_environment(self._environments, self._config.environment.name or "", problem)
+        if (environments := self._environments[problem.source]) is not None:
+            name = self._sources[problem.source].environment.name or ""
+            with naming_source(problem.source):
+                try_environment(environments, name, problem)
 
     @contextmanager
     def players(
         self,
         generation: Generation,
         tokenizer: ChatTokenizer,
-        judge: Judge,
         folder: Path,
         say: Callable[[str], None],
         machine: str = "127.0.0.1",
@@ -59,7 +75,7 @@ class Playing:
         Raises:
             ConfigError: the endpoint's address cannot be used.
         """
-        config, play, longest = self._config, self._play, self._config.policy.max_total_sequence_length
+        config, runners, longest = self._config, dict(self._runners), self._config.policy.max_total_sequence_length
         with ExitStack() as stack:
             if has_endpoint(config):
                 # FastAPI takes a second to import.
@@ -67,11 +83,11 @@ class Playing:
                 from nemo_rl_lite.serving.public import ResponderConfig
                 from nemo_rl_lite.serving.server import Endpoint, ServedGeneration, bound_socket
 
-                sampling = Sampling.of(config.generation, tokenizer.end_tokens)
                 bound, responder = stack.enter_context(bound_socket(config.generation.serve)), None
                 endpoint = Endpoint(bound, tokenizer, [config.run_name], longest)
                 stack.enter_context(endpoint.running())
                 if config.generation.serve.enabled:
+                    sampling = Sampling.of(config.generation, tokenizer.end_tokens)
                     responder = ResponderConfig(tokenizer, sampling, longest, engine_of(config))
                     url = endpoint.url_at(machine)
                     address = {"base_url": url, "api_key": endpoint.token, "model": endpoint.model}
@@ -79,20 +95,39 @@ class Playing:
                     say(f"serving at {url} during rollouts; the token is in {file}")
                     stack.enter_context(_written(file, address))
                 generation = ServedGeneration(generation, endpoint, responder)
-                if self._agents is not None:
-                    play = AgentPlay(self._agents, endpoint, sampling)
-            yield LocalPlayers(generation, GroupPlayer(tokenizer, judge, play, longest))
+                for name, agents in self._agents.items():
+                    if agents is not None:
+                        own = Sampling.of(self._sources[name].generation, tokenizer.end_tokens)
+                        runners[name] = AgentPlay(agents, endpoint, own)
+            players = {
+                name: GroupPlayer(tokenizer, self._judges[name], runner, longest) for name, runner in runners.items()
+            }
+            yield LocalPlayers(generation, players)
 
 
-def section_of(config: Config) -> Section:
-    """Return the section of the configuration with the user code of episodes."""
-    return "environment" if config.agent.name is None else "agent"
+def _once[Section, Made](make: Callable[[Section], Made]) -> Callable[[Section], Made]:
+    """Return a function that calls `make` once for equal sections of the configuration."""
+    made = list[tuple[Section, Made]]()
+
+    def find(section: Section) -> Made:
+        found = next((own for other, own in made if other == section), None)
+        if found is None:
+            found = make(section)
+            made.append((section, found))
+        return found
+
+    return find
 
 
-def error_shares(config: Config) -> ErrorShares:
-    """Return the maximum shares of failed episodes."""
-    taking_part = config.agent if section_of(config) == "agent" else config.environment
-    return ErrorShares(config.reward.max_failure_fraction, taking_part.max_failure_fraction)
+def error_shares(config: Config) -> dict[str, ErrorShares]:
+    """Return the maximum shares of failed episodes of each source."""
+    return {name: _error_shares(one) for name, one in source_configs(config).items()}
+
+
+def _error_shares(config: Config) -> ErrorShares:
+    section: Section = "environment" if config.agent.name is None else "agent"
+    limit = getattr(config, section).max_failure_fraction
+    return ErrorShares(config.reward.max_failure_fraction, limit, section)
 
 
 @contextmanager

@@ -152,7 +152,7 @@ class _RolloutPrefetcher:
         self._raise_failed()
         states = {step: _state(one) for step, one in sorted(self._begun.items())}
         draws = [*(one.draws for one in states.values()), *(one.state.draws for one in self._saved.values())]
-        state = {**self._sampler.state(), "ahead": list(chain.from_iterable(chain.from_iterable(draws)))}
+        state = {**self._sampler.state(), "ahead": list(chain.from_iterable(draws))}
         if folder is None:
             return state, []
         store = None if self.players is None else self.players.store
@@ -200,7 +200,7 @@ class _RolloutPrefetcher:
                 kept[step] = one
                 continue
             log.warning("the saved rollout of step %d is %d steps stale: it is sampled again", step, age)
-            self._sampler.order.give_back(chain.from_iterable(one.state.draws))
+            self._sampler.order.give_back(one.state.draws)
         return kept
 
     def _unfinished(self) -> list[_Begun]:

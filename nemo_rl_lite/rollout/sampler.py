@@ -18,8 +18,9 @@ from nemo_rl_lite.errors import DataError, EngineError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import overlong_penalty
 from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask, Show
-from nemo_rl_lite.rollout.episode import Rollout
+from nemo_rl_lite.rollout.episode import Rollout, Sampled
 from nemo_rl_lite.rollout.groups import Players, check_length
+from nemo_rl_lite.rollout.mixture import Order, Place
 from nemo_rl_lite.rollout.saved import SavedRollout
 
 log = logging.getLogger(__name__)
@@ -117,8 +118,8 @@ class PromptOrder:
         self._next: int = state["position"]
         self._returned = sorted(state.get("returned", ()))
 
-    def draw(self) -> list[int]:
-        """Return the skipped positions, and then the next one that is sampled."""
+    def draw(self, step: int) -> list[int]:
+        """Return the skipped positions, and then the next one that is sampled, whatever the step."""
         drawn = []
         while True:
             position = self._returned.pop(0) if self._returned else self._next
@@ -134,12 +135,24 @@ class PromptOrder:
         """Note that training uses the prompt at this position; `taught`: whether its rewards differed."""
         self._cooldown.note(self.problem(position), position, taught)
 
-    def give_back(self, positions: Iterable[int]) -> None:
+    def give_back(self, draws: Iterable[Sequence[int]]) -> None:
         """Take back positions that were drawn or skipped, but are not used."""
-        for position in positions:
+        for position in chain.from_iterable(draws):
             insort(self._returned, position)
         while self._returned and self._returned[-1] == self._next - 1:
             self._next = self._returned.pop()
+
+    def observe(self, sampled: Sequence[Sampled]) -> None:
+        """Note nothing: rewards do not change the order."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    @property
+    def epochs(self) -> float | None:
+        """Number of passes over the data; None if it is endless."""
+        count = len(self._training.finite())
+        return self._next / count if count else None
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -149,10 +162,10 @@ class PromptOrder:
 
 @dataclass(eq=False)
 class PendingRollout:
-    """The rollout of a step; `draws`: results of `PromptOrder.draw` by prompt number."""
+    """The rollout of a step; `draws`: results of `Order.draw` by prompt number."""
 
     step: int
-    draws: list[list[int]] = field(default_factory=list)
+    draws: list[list[Place]] = field(default_factory=list)
 
 
 @dataclass
@@ -164,9 +177,11 @@ class Sampler:
     collector: RolloutCollector
     sampling: Sampling
     validation: Sequence[Problem]
-    order: PromptOrder
+    order: Order
     useful_share: float = 1.0
     """Share of useful prompts in the last rollout. It determines how many prompts the next one starts with."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Maximum tokens per response of the sources of a mixture."""
     _last: tuple[PendingRollout, RolloutTask] = field(init=False, repr=False)
 
     def rollout(self, step: int, show: Show = lambda _: None) -> Rollout:
@@ -201,7 +216,7 @@ class Sampler:
 
         def problem(number: int) -> Problem:
             while len(draft.draws) <= number:
-                draft.draws.append(self.order.draw())
+                draft.draws.append(self.order.draw(draft.step))
             return self.order.problem(draft.draws[number][-1])
 
         return RolloutTask(
@@ -220,6 +235,7 @@ class Sampler:
             begun=len(draft.draws),
             spent_s=saved.state.spent_s if saved is not None else 0.0,
             step=draft.step,
+            limits=self.limits,
         )
 
     def held_out_task(self, step: int) -> RolloutTask:
@@ -227,25 +243,30 @@ class Sampler:
         temperature = self.config.val_temperature
         sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
         count, samples = len(self.validation), self.config.val_samples_per_problem
-        return RolloutTask(self.validation.__getitem__, count, samples, sampling, self._seed(step), step=step)
+        of_step = {"step": step, "limits": self.limits}
+        return RolloutTask(self.validation.__getitem__, count, samples, sampling, self._seed(step), **of_step)
 
     def finish(self, draft: PendingRollout, rollout: Rollout, noted: int = 0) -> Rollout:
         """Note which prompts of a complete rollout had mixed rewards, and shape its rewards. `noted`: number of prompts
         that were noted before, when the rollout was complete and then lost."""
         sampled = len(rollout.taught)
         self.useful_share = sum(rollout.taught) / sampled
-        self.order.give_back(chain.from_iterable(draft.draws[sampled:]))
+        self.order.give_back(draft.draws[sampled:])
         del draft.draws[sampled:]
-        for (*_, position), taught in list(zip(draft.draws, rollout.taught, strict=True))[noted:]:
-            self.order.note(position, taught)
+        for (*_, place), taught in list(zip(draft.draws, rollout.taught, strict=True))[noted:]:
+            self.order.note(place, taught)
+        if not noted:
+            self.order.observe(rollout.sampled)
+        rollout.progress = self.order.metrics()
         rollout.rested = sum(len(draw) - 1 for draw in draft.draws)
         if self.config.overlong_filtering:
             rollout.leave_out_truncated()
         shaping = self.config.reward_shaping
         if (buffer := shaping.overlong_buffer_length) is not None:
-            most, penalty = self.sampling.max_new_tokens, shaping.overlong_buffer_penalty
+            penalty = shaping.overlong_buffer_penalty
             for episode in rollout.episodes:
                 if episode.reward is not None:
+                    most = self.limits.get(episode.source, self.sampling.max_new_tokens)
                     episode.length_penalty = overlong_penalty(episode.last_turn_tokens, most, buffer, penalty)
         return rollout
 

@@ -14,6 +14,7 @@ from pyarrow import parquet
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.rollout.episode import Episode, EpisodeStore, Sampled
+from nemo_rl_lite.rollout.mixture import Place
 from nemo_rl_lite.rollout.segments import Branch, Segment
 
 _COUNTED = pa.struct([("version", pa.int32()), ("count", pa.int32())])
@@ -41,7 +42,7 @@ _SAVED_SCHEMA = pa.schema(
     [
         # The number of the prompt in the rollout.
         ("prompt", pa.int64()),
-        # JSON: messages, answer, metadata, tools, and the agent's own prompt and tools or null.
+        # JSON: messages, answer, metadata, tools, the agent's own prompt and tools or null, and the source.
         ("problem", pa.string()),
         ("tokens", pa.list_(pa.int32())),
         ("prompt_length", pa.int64()),
@@ -82,7 +83,7 @@ class RolloutState:
     """State of a rollout that started before a checkpoint and is trained on after it."""
 
     step: int
-    draws: list[list[int]]
+    draws: list[list[Place]]
     """See `PendingRollout`."""
     noted: int = 0
     """See `Sampler.finish`. With it, all prompts of `draws` are part of the rollout."""
@@ -159,7 +160,7 @@ def load_rollouts(folder: Path) -> list[SavedRollout]:
 
 def _saved_row(prompt: int, episode: Episode) -> dict[str, Any]:
     problem = episode.problem
-    own = [episode.own_prompt, episode.own_tools]
+    own = [episode.own_prompt, episode.own_tools, problem.source]
     asked = [problem.messages, problem.answer, problem.metadata, problem.tools, *own]
     return {
         "prompt": prompt,
@@ -208,9 +209,9 @@ def _array_bytes(array: np.ndarray) -> bytes:
 
 
 def _episode(row: dict[str, Any]) -> Episode:
-    messages, answer, metadata, tools, own_prompt, own_tools = json.loads(row["problem"])
+    messages, answer, metadata, tools, own_prompt, own_tools, source = json.loads(row["problem"])
     return Episode(
-        Problem(tuple(messages), answer, metadata, tuple(tools)),
+        Problem(tuple(messages), answer, metadata, tuple(tools), source),
         row["tokens"],
         row["prompt_length"],
         _turns(row),

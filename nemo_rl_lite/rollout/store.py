@@ -58,6 +58,8 @@ _SCHEMA = pa.schema(
         # JSON.
         ("tools", pa.string()),
         ("answer", pa.string()),
+        # Name of the problem's source in a mixture.
+        ("source", pa.string()),
         # The last assistant turn, and all messages after the prompt.
         ("response", pa.string()),
         ("turns", pa.list_(_MESSAGE)),
@@ -263,6 +265,7 @@ def _row(
         "prompt": _messages(last.prompt),
         "tools": json.dumps(last.tools) if last.tools else None,
         "answer": str(episode.problem.answer),
+        "source": episode.source or None,
         "response": episode.response,
         "turns": _messages(last.said),
         "reward": episode.reward,

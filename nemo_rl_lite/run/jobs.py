@@ -22,8 +22,11 @@ from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass, rollout_workers
+from nemo_rl_lite.config.sources import ONLY, naming_source, source_configs, source_weights
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
+from nemo_rl_lite.data.mixture import items_per_epoch
+from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
 from nemo_rl_lite.errors import ConfigError, Violation
@@ -37,9 +40,10 @@ from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Policy, Scored
-from nemo_rl_lite.rewards.judge import make_judge, terms_of, try_reward
+from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rollout.collector import RolloutCollector
 from nemo_rl_lite.rollout.groups import Playground
+from nemo_rl_lite.rollout.mixture import mixed_order
 from nemo_rl_lite.rollout.playing import Playing, error_shares
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler, fitting_prompts
@@ -138,31 +142,47 @@ class GRPOJob(_AlgorithmJob):
         gc.freeze()
         # Rollout workers have their own processes for user code.
         with ending_pools() if rollout_workers(config) else nullcontext():
-            self._judge, self._playing = make_judge(config.reward), Playing(config)
+            self._playing = Playing(config)
             self._read_data()
 
     def _read_data(self) -> None:
-        """Read and check the data, and try the user code on the first problem."""
-        config, console, model_path = self._config, self._console, self._model_path
-        kind = problems(self._playing.tools)
-        training = training_set(config.data, config.algorithm.seed, kind)
-        validation = validation_set(config.data, config.algorithm.max_val_samples, kind, training.finite())
-        self._tokenizer = ChatTokenizer(model_path, config.policy.tokenizer.chat_template_kwargs)
+        """Read and check the data of each source, and try the user code on its first problem."""
+        config, console, sources = self._config, self._console, source_configs(self._config)
+        self._training, self._validation = dict[str, TrainingSet[Problem]](), list[Problem]()
+        read = {name: self._read(name, one) for name, one in sources.items()}
+        self._tokenizer = ChatTokenizer(self._model_path, config.policy.tokenizer.chat_template_kwargs)
         if has_teacher(config):
             check_same_tokens(self._tokenizer, config)
-        if any(problem.tools for problem in (training.problem(0), *training.finite(), *validation)):
-            self._tokenizer.check_tools()
-        with console.busy("checking that every prompt fits"):
-            fitted = fitting_prompts(training, validation, self._tokenizer, config)
-        self._training, self._validation = fitted
-        self._data = data_identity(self._training.finite(), self._validation)
-        self._epoch_length = len(self._training.finite())
-        check_epochs(config, self._epoch_length)
-        self._limit_steps(Fraction(self._epoch_length, config.options(GRPOConfig).num_prompts_per_step))
-        check_texts(self._tokenizer, self._training)
+        for name, (training, validation) in read.items():
+            with naming_source(name), console.busy("checking that every prompt fits"):
+                if any(problem.tools for problem in (training.problem(0), *training.finite(), *validation)):
+                    self._tokenizer.check_tools()
+                fitted = fitting_prompts(training, validation, self._tokenizer, sources[name])
+            self._training[name] = fitted[0]
+            self._validation += fitted[1]
+        rows = [row for one in self._training.values() for row in one.finite()]
+        self._data = data_identity(rows, self._validation)
+        prompts = items_per_epoch(
+            {name: len(one.finite()) for name, one in self._training.items()}, source_weights(config)
+        )
+        check_epochs(config, prompts)
+        self._limit_steps(Fraction(prompts, config.options(GRPOConfig).num_prompts_per_step))
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
-        try_reward(self._judge, self._training.problem(0))
-        self._playing.try_environment(self._training.problem(0))
+        for one in self._training.values():
+            check_texts(self._tokenizer, one)
+            self._playing.try_reward(one.problem(0))
+            self._playing.try_environment(one.problem(0))
+
+    def _read(self, name: str, source: Config) -> tuple[TrainingSet[Problem], list[Problem]]:
+        """Return training and validation problems of a source."""
+        options, kind = source.algorithm, problems(self._playing.tools[name], name)
+        with naming_source(name):
+            training = training_set(source.data, options.seed, kind)
+            return training, validation_set(source.data, options.max_val_samples, kind, training.finite())
+
+    @property
+    def _first(self) -> Problem:
+        return next(iter(self._training.values())).problem(0)
 
     def run(
         self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
@@ -171,8 +191,7 @@ class GRPOJob(_AlgorithmJob):
         with setup("memory_plan"):
             show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
-            first = self._training.problem(0)
-            probe_prompt = self._tokenizer.prompt(first.messages, first.tools)
+            probe_prompt = self._tokenizer.prompt(self._first.messages, self._first.tools)
             workers = launch(begun, probe_prompt, start.policy, setup, console.say)
         report_start(setup, start.steps, metrics, console)
         with self._playground(workers) as playground:
@@ -188,8 +207,7 @@ class GRPOJob(_AlgorithmJob):
         """Return the rollout workers, or the players of this process."""
         if workers.rollouts is not None:
             return closing(workers.rollouts)
-        own = self._tokenizer, self._judge, self._folder, self._console.say
-        return self._playing.players(workers.generation, *own)
+        return self._playing.players(workers.generation, self._tokenizer, self._folder, self._console.say)
 
     def _loop(
         self,
@@ -202,11 +220,12 @@ class GRPOJob(_AlgorithmJob):
         config, console, groups = self._config, self._console, workers.groups
         options, values = config.options(GRPOConfig), dict(flatten(described(config)))
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
-        epochs, position = options.solved_cooldown_epochs, saved["position"]
-        cooldown = PromptCooldown(epochs, self._epoch_length, saved.get("resting"), position)
-        order = PromptOrder(self._training, cooldown, saved)
+        mixed = config.data.sources
+        order = mixed_order(source_weights(config), self._order, saved) if mixed else self._order(ONLY, saved)
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
-        sampler = Sampler(options, collector, sampling, self._validation, order, saved.get("useful_share", 1.0))
+        limits = {name: one.max_new_tokens for name, one in mixed.items()}
+        useful = saved.get("useful_share", 1.0)
+        sampler = Sampler(options, collector, sampling, self._validation, order, useful, limits)
         rollouts = self._source(sampler, workers.generation, start)
         steps = self._steps(metrics, start, workers.policy, groups, callbacks, rollouts.save)
         files = RolloutFiles(self._folder, config.logger.log_samples, start.steps)
@@ -230,8 +249,16 @@ class GRPOJob(_AlgorithmJob):
             report=Report(metrics, console, workers.policy, devices, policy_speed(config), system.take),
             signals=WeakSignals(values),
             mismatch_warning=config.logger.mismatch_warning,
-            reward_weights={term.label: term.weight for term in terms_of(config.reward)},
+            reward_weights={
+                term.label: term.weight for one in source_configs(config).values() for term in terms_of(one.reward)
+            },
         )
+
+    def _order(self, source: str, state: Mapping[str, Any]) -> PromptOrder:
+        """Return the order of a source's prompts in a state."""
+        training, epochs = self._training[source], self._config.options(GRPOConfig).solved_cooldown_epochs
+        cooldown = PromptCooldown(epochs, len(training.finite()), state.get("resting"), state["position"])
+        return PromptOrder(training, cooldown, state)
 
     def _source(self, sampler: Sampler, generation: RecoveringGeneration, start: Start) -> RolloutSource:
         options = self._config.options(GRPOConfig)
@@ -241,7 +268,9 @@ class GRPOJob(_AlgorithmJob):
         ahead = load_rollouts(start.folder) if staleness and start.folder and not changed else []
         if not ahead:
             # This run would sample the checkpoint's rollouts differently, so it samples their prompts again.
-            sampler.order.give_back(start.rollouts.get("ahead", ()))
+            # Checkpoints of earlier versions have positions instead of draws.
+            saved = start.rollouts.get("ahead", ())
+            sampler.order.give_back([draw if isinstance(draw, list) else [draw] for draw in saved])
         if staleness is None:
             return OnPolicy(sampler, generation)
         stall_s = self._config.cluster.phase_timeout_s or math.inf

@@ -18,6 +18,7 @@ from nemo_rl_lite.config.schema_algorithm import (
     LossConfig,
 )
 from nemo_rl_lite.config.sizes import as_teacher, iterations, optimizer_steps, samples_per_step, validates
+from nemo_rl_lite.config.sources import source_configs
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.shape import push_problems
@@ -73,7 +74,7 @@ def check_rollout_size(config: Config) -> Iterator[Violation]:
         yield Violation(BATCH, batch, rule_text, f"{BATCH}={near}, or another divisor of {samples}")
 
 
-@rule("algorithm", "generation.max_new_tokens", options=GRPOConfig)
+@rule("algorithm", "generation.max_new_tokens", options=GRPOConfig, of_sources=True)
 def check_overlong_buffer(config: Config) -> Iterator[Violation]:
     most, key = config.generation.max_new_tokens, "algorithm.reward_shaping.overlong_buffer_length"
     buffer = config.options(GRPOConfig).reward_shaping.overlong_buffer_length
@@ -96,11 +97,14 @@ def check_stale_rollouts(config: Config) -> Iterator[Violation]:
         yield Violation(key, options.rollouts.source, rule_text, fix)
 
 
-@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name")
+@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data")
 def check_end(config: Config) -> Iterator[Violation]:
     options, key = config.algorithm, "algorithm.max_num_steps"
-    if options.max_num_steps is None and config.data.name in TASKS:
-        yield Violation(key, None, f"is null, and {config.data.name} generates data without end", f"{key}=100")
+    names = {one.data.name for one in source_configs(config).values()}
+    if options.max_num_steps is None and names <= {*TASKS}:
+        generates = "generates" if len(names) == 1 else "generate"
+        rule_text = f"is null, and {' and '.join(sorted(names))} {generates} data without end"
+        yield Violation(key, None, rule_text, f"{key}=100")
     elif options.max_num_steps is None and options.max_num_epochs is None:
         fix = f"{key}=100, or algorithm.max_num_epochs=1"
         yield Violation(key, None, "is null, and algorithm.max_num_epochs too: training would never end", fix)

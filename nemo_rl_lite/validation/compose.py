@@ -7,7 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from math import log2
@@ -33,7 +33,8 @@ from nemo_rl_lite.config.keys import (
 )
 from nemo_rl_lite.config.overrides import check_overrides
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.schema_algorithm import DURATION, RUN_NAME, USER_CODE, AlgorithmConfig
+from nemo_rl_lite.config.schema_algorithm import DURATION, RUN_NAME, SOURCE_NAME, USER_CODE, AlgorithmConfig
+from nemo_rl_lite.config.sources import ONLY, of_source, source_configs
 from nemo_rl_lite.data.rows import file_rows
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.models.embedded import NAME as EMBEDDED
@@ -47,16 +48,20 @@ class Rule:
     reads: tuple[str, ...]
     check: Check
     options: type[AlgorithmConfig]
+    of_sources: bool
 
 
 RULES: list[Rule] = []
 
 
-def rule(*reads: str, options: type[AlgorithmConfig] = AlgorithmConfig) -> Callable[[Check], Check]:
-    """Register a check for algorithms with these options. It is skipped if a key that it `reads` has a wrong type."""
+def rule(
+    *reads: str, options: type[AlgorithmConfig] = AlgorithmConfig, of_sources: bool = False
+) -> Callable[[Check], Check]:
+    """Register a check for algorithms with these options. It is skipped if a key that it `reads` has a wrong type.
+    `of_sources`: check each source of a mixture instead of the run."""
 
     def register(check: Check) -> Check:
-        RULES.append(Rule(reads, check, options))
+        RULES.append(Rule(reads, check, options, of_sources))
         return check
 
     return register
@@ -64,12 +69,14 @@ def rule(*reads: str, options: type[AlgorithmConfig] = AlgorithmConfig) -> Calla
 
 def check_rules(config: Config, unusable: frozenset[str] = frozenset()) -> list[Violation]:
     """Return every violation. Rules that read a key of `unusable` are skipped."""
+    sources = source_configs(config)
     return [
-        violation
+        of_source(name, violation)
         for rule in RULES
         if isinstance(config.algorithm, rule.options)
         and not any(is_of(bad, rule.reads) or is_of(read, [bad]) for bad in unusable for read in rule.reads)
-        for violation in rule.check(config)
+        for name, one in (sources if rule.of_sources else {ONLY: config}).items()
+        for violation in rule.check(one)
     ]
 
 
@@ -99,6 +106,7 @@ _FILES = ("data.train_path", "data.validation_path")
 _PATTERNS = {
     RUN_NAME: "must be a folder name: at most 200 characters, no slash, no leading space or dot",
     USER_CODE: "must be a dotted path (package.module.Class) or a file (path/to/file.py:Class)",
+    SOURCE_NAME: "must be a name: letters, digits, _ and - only",
     DURATION: "must be a duration: [[days:]hours:]minutes:seconds",
 }
 
@@ -106,6 +114,8 @@ _PATTERNS = {
 def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFAULT_ALGORITHM) -> Violation:
     """Convert an error of pydantic to a violation. `known`: all keys."""
     location = [str(part) for part in details["loc"]]
+    if location[:2] == ["data", "sources"] and len(location) > 2:
+        return _described_source(details, known, algorithm)
     if location[0] == "algorithm":
         del location[1:2]  # pydantic's name of the variant
     kind, given, context = details["type"], details["input"], details.get("ctx", {})
@@ -131,6 +141,17 @@ def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFA
     noun = rule.removeprefix("must be ").partition(":")[0]
     value = rule.replace("must be", "a value that is", 1).replace("must not be", "a value that is not", 1)
     return Violation(key, given, rule, f"set {key} to {noun if noun.startswith(('a ', 'an ', 'true')) else value}")
+
+
+def _described_source(details: ErrorDetails, known: Sequence[str], algorithm: str) -> Violation:
+    """Convert an error in a source of a mixture, whose keys are those of the run."""
+    _, _, name, *own = details["loc"]
+    if not own or own[0] in ("weight", "max_new_tokens"):
+        # pydantic adds the name of a type that the value could have had.
+        key = ".".join(["data.sources", str(name), *map(str, own[:1])])
+        return replace(described({**details, "loc": (key,)}, (*known, key), algorithm), key=key)
+    of_run = own if own[0] in ("reward", "environment", "agent") else ["data", *own]
+    return of_source(str(name), described({**details, "loc": tuple(of_run)}, known, algorithm))
 
 
 def merged(violations: Sequence[Violation]) -> list[Violation]:
@@ -200,7 +221,7 @@ def _default_batch(
 def _less_than_rows(most: int, composed: DictConfig) -> int:
     """Return the largest power of two, up to `most`, below the number of training rows of a file."""
     data = composed.data
-    if data.name != "file" or data.train_path is None:
+    if data.name != "file" or data.train_path is None or data.get("sources"):
         return most
     try:
         paths = ",".join(data.train_path) if OmegaConf.is_list(data.train_path) else data.train_path
@@ -217,10 +238,10 @@ def _default_for(model: object, of_the_embedded: float, of_others: float) -> flo
     return of_the_embedded if model == EMBEDDED else of_others
 
 
-def _default_fraction(name: object, share: float, *, _root_: DictConfig) -> float:
+def _default_fraction(name: object, share: float, *, _root_: DictConfig, _parent_: DictConfig) -> float:
     """Resolve `${default_fraction:NAME,A}`: A if the run validates without a validation file or split, else 0."""
     source = {"file": "validation_path", "hub": "validation_split"}.get(str(name))
-    if source is None or _root_.data.get(source) is not None:
+    if source is None or _parent_.get(source) is not None:
         return 0.0
     options = _root_.algorithm
     return share if options.get("val_at_start") or options.get("val_at_end") or options.get("val_period") else 0.0
@@ -228,7 +249,8 @@ def _default_fraction(name: object, share: float, *, _root_: DictConfig) -> floa
 
 def _default_steps(epochs: object, steps: int, *, _root_: DictConfig) -> int | None:
     """Resolve `${default_steps:EPOCHS,A}`: A, or None if epochs of a finite data set end the run."""
-    return None if epochs and _root_.data.name in ("file", "hub") else steps
+    data = [*_root_.data.get("sources", {}).values()] or [_root_.data]
+    return None if epochs and any(one.get("name") in ("file", "hub") for one in data) else steps
 
 
 def _default_buffer(tokens: object, share: int) -> int:

@@ -9,6 +9,7 @@ from itertools import combinations
 from nemo_rl_lite.config.schema import Config, DataConfig
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import validates
+from nemo_rl_lite.config.sources import weight_at
 from nemo_rl_lite.data.formats import CHATS, NEEDS_NEGATIVES, PAIRS, PROBLEMS, RowFormat, format_of
 from nemo_rl_lite.data.rows import FileError, MissingColumnError, template_columns
 from nemo_rl_lite.data.sources import ROWS, check_file, row_map, validation_source
@@ -19,7 +20,7 @@ from nemo_rl_lite.validation.compose import rule
 log = logging.getLogger(__name__)
 
 
-@rule("data")
+@rule("data", of_sources=True)
 def check_source(config: Config) -> Iterator[Violation]:
     data, kind = config.data, format_of(config)
     if data.name not in (*ROWS, *TASKS):
@@ -38,7 +39,7 @@ def check_source(config: Config) -> Iterator[Violation]:
         yield Violation("data.too_long", "truncate", "would cut off the end of prompts", fix)
 
 
-@rule("data")
+@rule("data", of_sources=True)
 def check_rows(config: Config) -> Iterator[Violation]:
     """Check templates and columns, and with them the first rows of files."""
     data, wrong = config.data, [*_texts(config.data)]
@@ -122,7 +123,7 @@ def _right_columns(data: DataConfig, error: DataError, kind: RowFormat) -> str:
     return "correct the path, or the columns, template or pattern of data"
 
 
-@rule("data", "algorithm")
+@rule("data", "algorithm", of_sources=True)
 def check_validation_data(config: Config) -> Iterator[Violation]:
     data, fraction = config.data, "data.validation_fraction"
     if data.name == "reasoning_gym" and validates(config) and not data.validation_fraction:
@@ -137,7 +138,7 @@ def check_validation_data(config: Config) -> Iterator[Violation]:
         yield Violation(fraction, data.validation_fraction, f"excludes {key}", f"{fraction}=0, or {key}=null")
 
 
-@rule("data")
+@rule("data", of_sources=True)
 def check_task(config: Config) -> Iterator[Violation]:
     data, unknown = config.data, {}
     if data.name not in TASKS:
@@ -160,6 +161,48 @@ def check_task(config: Config) -> Iterator[Violation]:
     except (DataError, TypeError, ValueError) as error:
         fix = "correct the arguments, or the template, columns or validation_fraction of data"
         yield Violation("data.task_kwargs", data.task_kwargs, str(error), fix)
+
+
+@rule("data.sources", "algorithm")
+def check_weights(config: Config) -> Iterator[Violation]:
+    """Check that each source is sampled, and that each step has a source."""
+    sources, steps = config.data.sources, {0.0}
+    for name, one in sources.items():
+        key, weight = f"data.sources.{name}.weight", one.weight
+        curves = weight if isinstance(weight, dict) else {"step": {0.0: float(weight)}}
+        points = next(iter(curves.values()), {})
+        if len(curves) != 1 or not points:
+            yield Violation(key, weight, "must have points of one axis", f"{key}.step={{0:1.0,100:0.2}}")
+        elif not any(points.values()):
+            yield Violation(key, weight, "is 0, so the source is never sampled", f"a larger {key}, or no such source")
+        elif "step" in curves:
+            steps.update(points)
+        elif not isinstance(config.algorithm, GRPOConfig):
+            rule_text = f"needs rewards, and algorithm={config.algorithm.name} has none"
+            yield Violation(key, weight, rule_text, f"{key}=1.0, or {key}.step={{0:1.0,100:0.2}}")
+        elif min(points) < 0 or max(points) > 1 or not all(points.values()):
+            rule_text = "must map solve rates of 0 to 1 to weights above 0"
+            yield Violation(key, weight, rule_text, f"{key}.solve_rate={{0:1.0,1:0.1}}")
+    # Between two points all weights are linear, so a sum above 0 stays above 0.
+    empty = [step for step in sorted(steps) if not any(weight_at(one.weight, step, 0.0) for one in sources.values())]
+    if sources and empty:
+        rule_text = f"has only weights of 0 at step {empty[0]:g}"
+        yield Violation("data.sources", None, rule_text, "a weight above 0 at this step, for one of the sources")
+
+
+@rule("data.sources", "algorithm", options=GRPOConfig)
+def check_parts(config: Config) -> Iterator[Violation]:
+    """Check that a reward's term has one weight in all sources if advantages are computed by term."""
+    if config.options(GRPOConfig).normalize_rewards != "parts":
+        return
+    weights: dict[str, float] = {}
+    for name, one in config.data.sources.items():
+        for label, term in one.reward.terms.items():
+            if weights.setdefault(label, term.weight) != term.weight:
+                key = f"data.sources.{name}.reward.terms.{label}.weight"
+                rule_text = f"differs from {weights[label]:g} in another source"
+                fix = f"{key}={weights[label]:g}, another name, or algorithm.normalize_rewards=true"
+                yield Violation(key, term.weight, rule_text, fix)
 
 
 def check_epochs(config: Config, prompts: int) -> None:

@@ -13,7 +13,7 @@ from nemo_rl_lite.config.engines import (
 )
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
-from nemo_rl_lite.config.sizes import engine_ranks, generation_gpus, has_endpoint, on_gpus
+from nemo_rl_lite.config.sizes import engine_ranks, generation_gpus, has_agent, has_endpoint, on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.draft import draft_troubles, own_draft_layers
 from nemo_rl_lite.validation.compose import rule
@@ -96,7 +96,7 @@ def check_engine(config: Config) -> Iterator[Violation]:
     # These come with vLLM.
     for package in ("fastapi", "uvicorn"):
         if has_endpoint(config) and importlib.util.find_spec(package) is None:
-            key = "agent.name" if config.agent.name else "generation.serve.enabled"
+            key = "agent.name" if has_agent(config) else "generation.serve.enabled"
             rule_text = f"the package {package}, which the endpoint needs, is not installed here"
             yield Violation(key, None, rule_text, f"pip install {package}")
     key, host = "generation.serve.host", config.generation.serve.host
@@ -118,7 +118,7 @@ def check_sampling(config: Config) -> Iterator[Violation]:
             yield Violation(key, value, rule_text, f"{key}={min(max(value, lowest), highest):g}")
 
 
-@rule("generation.max_new_tokens", "policy.max_total_sequence_length", options=RolloutAlgorithmConfig)
+@rule("generation.max_new_tokens", "policy.max_total_sequence_length", options=RolloutAlgorithmConfig, of_sources=True)
 def check_response_length(config: Config) -> Iterator[Violation]:
     new, total = config.generation.max_new_tokens, config.policy.max_total_sequence_length
     if new >= total:

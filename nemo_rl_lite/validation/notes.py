@@ -24,6 +24,7 @@ from nemo_rl_lite.config.sizes import (
     samples_per_step,
     validates,
 )
+from nemo_rl_lite.config.sources import in_source, source_configs
 from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.system import sandbox
@@ -38,6 +39,7 @@ FACTS: dict[str, Callable[[Config], object]] = {
     "an endpoint": has_endpoint,
     "an environment or agent": lambda config: config.environment.name is not None or config.agent.name is not None,
     "validations": validates,
+    "data with epochs": lambda config: any(one.data.name in ROWS for one in source_configs(config).values()),
     "GPUs": on_gpus,
     "CPUs": lambda config: not on_gpus(config),
     "tensor-parallel engines": lambda config: config.generation.vllm_cfg.tensor_parallel_size > 1,
@@ -65,10 +67,8 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
         yield from _schedule_notes(config)
     else:
         yield from _warmup_note(config, _LITTLE)
-    if config.data.validation_fraction and not validates(config):
-        key = f"data.validation_fraction = {config.data.validation_fraction:g}"
-        yield f"{key}: this run does not validate, but holds these rows out of training"
-    yield from _held_out(config, given)
+    for name, one in source_configs(config).items():
+        yield from (in_source(name, note) for note in _held_out(one, given))
     if isinstance(loss := getattr(config.algorithm, "loss_fn", None), LossConfig):
         yield from filter(None, (_kl_estimate(config, loss), _steps_without_a_ratio(config, loss)))
         yield from _truncated_sampling(config)
@@ -81,8 +81,10 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
 
 
 def _held_out(config: Config, given: Sequence[str]) -> Iterator[str]:
-    """Yield a note on rows that are held out by default."""
+    """Yield a note on rows that are held out by default, or without a validation."""
     key, fraction = "data.validation_fraction", config.data.validation_fraction
+    if fraction and not validates(config):
+        yield f"{key} = {fraction:g}: this run does not validate, but holds these rows out of training"
     if fraction and config.data.name in ROWS and "recipes" not in given and key not in given:
         own = "data.validation_path=FILE" if config.data.name == "file" else "data.validation_split=SPLIT"
         yield f"{key} = {fraction:g}: {fraction:.0%} of the rows are held out for validation ({own} for others)"
@@ -105,7 +107,8 @@ def notes_elsewhere(config: Config) -> Iterator[str]:
 
 def notes_here(config: Config) -> Iterator[str]:
     """Yield notes on this machine for a command that runs here."""
-    names = {config.environment.name, *(term.name for term in terms_of(config.reward))}
+    sources = source_configs(config).values()
+    names = {one.environment.name for one in sources} | {term.name for one in sources for term in terms_of(one.reward)}
     if names & {"program", "python"} and (refused := sandbox.refused()):
         yield f"the kernel refuses {refused}, so {sandbox.OPEN}: {sandbox.ALLOW}, or use a container without secrets"
 
@@ -119,7 +122,9 @@ def show_notes(found: Iterable[str]) -> None:
 def _longer_than_a_phase(config: Config) -> Iterator[str]:
     """Yield timeouts of user code that exceed the timeout of a phase."""
     most, sections = config.cluster.phase_timeout_s, ("environment", "agent", "reward")
-    for section, key in ((getattr(config, name), f"{name}.timeout_s") for name in sections if generates(config)):
+    sources = source_configs(config).items() if generates(config) else ()
+    for source, own, name in ((source, own, name) for source, own in sources for name in sections):
+        section, key = getattr(own, name), in_source(source, f"{name}.timeout_s")
         if section.name is not None and most is not None and (section.timeout_s or 0) > most:
             limit = f"cluster.phase_timeout_s = {most:g}"
             yield f"{key} = {section.timeout_s:g}: {limit} would end the run first; increase it"

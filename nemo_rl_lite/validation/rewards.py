@@ -1,7 +1,7 @@
 """Rules about rewards, environments and agents. User code is imported; a run also calls it once before it starts."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
 from typing import Any
@@ -32,7 +32,7 @@ HELD_OUT_REWARD = "held-out reward"
 _ANSWERING = ("calculator", "tools", "python")
 
 
-@rule("reward", options=RolloutAlgorithmConfig)
+@rule("reward", options=RolloutAlgorithmConfig, of_sources=True)
 def check_reward(config: Config) -> Iterator[Violation]:
     terms = terms_of(config.reward)
     for number, term in enumerate(terms):
@@ -74,7 +74,7 @@ def _judge(term: Term, timeout_s: float | None) -> Iterator[Violation]:
         yield Violation("reward.timeout_s", None, rule_text, "reward.timeout_s=300")
 
 
-@rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig)
+@rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig, of_sources=True)
 def check_reward_fits_data(config: Config) -> Iterator[Violation]:
     terms, data = terms_of(config.reward), config.data
     for term in terms:
@@ -88,7 +88,7 @@ def check_reward_fits_data(config: Config) -> Iterator[Violation]:
         yield Violation("data.answer_column", None, rule_text, fix)
 
 
-@rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig)
+@rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig, of_sources=True)
 def check_answers(config: Config) -> Iterator[Violation]:
     """Score the answers of a file's first rows as responses. An answer that fails is one that no response can match."""
     data = config.data
@@ -127,7 +127,7 @@ def _unequal(term: Term, where: str, problem: Problem) -> str:
     return "" if reward == 1 else f"{where}: the answer {problem.answer!r} is not equal to itself"
 
 
-@rule("reward", "algorithm", "environment", "agent", options=GRPOConfig)
+@rule("reward", "algorithm", "environment", "agent", options=GRPOConfig, of_sources=True)
 def check_reward_present(config: Config) -> Iterator[Violation]:
     learns = not has_teacher(config) or getattr(config.options(GRPOConfig).loss_fn, "reward_coef", 0) > 0
     if learns and _is_judged(config) and all(term.name == NONE for term in terms_of(config.reward)):
@@ -138,15 +138,27 @@ def check_reward_present(config: Config) -> Iterator[Violation]:
 
 
 def held_out_label(values: Mapping[str, Any]) -> str:
-    """Return the label of the mean reward on held-out problems: an accuracy only if every reward is 0 or 1. `values`
-    has dotted keys."""
+    """Return the label of the mean reward on held-out problems: an accuracy only if every reward of every source is 0
+    or 1. `values` has dotted keys."""
+    sources = {key.split(".")[2] for key in values if key.startswith("data.sources.")}
+    return "held-out accuracy" if all(map(_is_binary, _of_each(values, sources))) else HELD_OUT_REWARD
+
+
+def _of_each(values: Mapping[str, Any], sources: Collection[str]) -> Sequence[Mapping[str, Any]]:
+    """Return the values of each source, with the keys of a run; those of the run if there are no sources."""
+    starts = [f"data.sources.{name}." for name in sources]
+    own = [{key.removeprefix(start): one for key, one in values.items() if key.startswith(start)} for start in starts]
+    return own or [values]
+
+
+def _is_binary(values: Mapping[str, Any]) -> bool:
     binary = values.get("reward.binary")
     if binary is None:
         name, is_sum = values.get("reward.name"), any(key.startswith("reward.terms.") for key in values)
         by_reward = name in BINARY or (name == "program" and not values.get("reward.kwargs.share"))
         plays = values.get("agent.name") or values.get("environment.name") not in (None, *_ANSWERING)
         binary = by_reward and not is_sum and not plays
-    return "held-out accuracy" if binary else HELD_OUT_REWARD
+    return bool(binary)
 
 
 def _is_judged(config: Config) -> bool:
@@ -154,7 +166,7 @@ def _is_judged(config: Config) -> bool:
     return config.agent.name is None and config.environment.name in (None, *_ANSWERING)
 
 
-@rule("environment", "agent", options=RolloutAlgorithmConfig)
+@rule("environment", "agent", options=RolloutAlgorithmConfig, of_sources=True)
 def check_environment_and_agent(config: Config) -> Iterator[Violation]:
     environment, agent, turns = config.environment.name, config.agent.name, config.environment.max_turns
     if environment in _ANSWERING and turns == 1:

@@ -24,7 +24,6 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import EngineError, LauncherError, WorkerError
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.losses.batch import SharedRows, TokenRows
-from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.background import BackgroundLoop
 from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord, SampleFile
 from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup, PlayProgress, PromptTask
@@ -85,7 +84,7 @@ class RolloutWorker:
             config = replace(config, generation=replace(config.generation, serve=serve))
         self._config, self._folder, self._rank, self._name = config, Path(folder), rank, name
         self._tokenizer = ChatTokenizer(Path(model_path), config.policy.tokenizer.chat_template_kwargs)
-        self._judge, self._playing = make_judge(config.reward), Playing(config)
+        self._playing = Playing(config)
         self._replaced: list[int] = []
         self._groups: dict[int, Group] = {}
         self._episodes: dict[int, Episode] = {}
@@ -108,8 +107,8 @@ class RolloutWorker:
         gone += asyncio.run(self._clear(gone))
         capacity = self._config.generation.vllm_cfg.max_num_seqs
         self._queue = RequestQueue(self._replicas, capacity, self._note_loss, lambda: None, gone, first)
-        own, machine = (self._tokenizer, self._judge, self._folder, log.info), ray.util.get_node_ip_address()
-        playing = self._playing.players(self, *own, machine)
+        machine = ray.util.get_node_ip_address()
+        playing = self._playing.players(self, self._tokenizer, self._folder, log.info, machine)
         self._players: LocalPlayers = self._stack.enter_context(playing)
 
     @asynccontextmanager

@@ -20,8 +20,7 @@ from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.losses.batch import CountedRows, Share, SharedRows, TokenRows, episode_numbers
 from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord, EpisodeStore, SampleFile
 from nemo_rl_lite.rollout.groups import Group, PlayedGroup, PlayProgress, PromptTask
-from nemo_rl_lite.rollout.play import Section
-from nemo_rl_lite.rollout.playing import ENDPOINT_FILE, section_of
+from nemo_rl_lite.rollout.playing import ENDPOINT_FILE
 from nemo_rl_lite.workers.reserve import load_rollout_workers, start_rollout_workers
 from nemo_rl_lite.workers.rollout_worker import Kept, WorkerReport, kept
 
@@ -85,7 +84,6 @@ class RolloutWorkers:
         self.group, self._engines, self._config, self._model_path = group, engines, config, model_path
         self._folder, self._on_loss, self._restore = folder, on_loss, restore
         self._on_worker_loss, self._say = on_worker_loss, say
-        self.section: Section = section_of(config)
         self.store: EpisodeStore | None = self
         count = len(engines)
         owner = [rank * len(group) // count for rank in range(count)]

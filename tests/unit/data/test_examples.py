@@ -126,6 +126,6 @@ def test_chats_that_are_too_long_are_errors_or_dropped(tmp_path, caplog):
 
 def test_generated_data_never_ends(tmp_path):
     chats = encoder(tmp_path)
-    data = TrainingExamples(Derived(ReverseDigits(4, seed=0), chat_of), chats, batch_size=3)
+    data = TrainingExamples(Derived(ReverseDigits(4, seed=0), chat_of), chats, 3, 0)
     assert data.steps_per_epoch is None
     assert data.rows(5) != data.rows(6)

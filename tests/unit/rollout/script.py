@@ -1,6 +1,7 @@
 """An engine that answers from a list, and a tokenizer of letters."""
 
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -52,8 +53,9 @@ def collected_by(
     generation, judge: Judge, max_length: int, shares: ErrorShares, play: EpisodeRunner | None = None, tokenizer=None
 ) -> RolloutCollector:
     """A collector whose episodes are played here."""
-    player = GroupPlayer(tokenizer or Letters(), judge, play or SingleTurn(), max_length)  # pyrefly: ignore
-    return RolloutCollector(LocalPlayers(generation, player), shares)
+    runner = play or SingleTurn()
+    player = GroupPlayer(tokenizer or Letters(), judge, runner, max_length)  # pyrefly: ignore
+    return RolloutCollector(LocalPlayers(generation, {"": player}), {"": replace(shares, section=runner.section)})
 
 
 class Script:

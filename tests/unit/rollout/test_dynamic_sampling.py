@@ -191,8 +191,8 @@ def test_rewards_and_shares_are_of_all_prompts_and_errors_of_those_kept(
         # An error where it is None.
         return float(REWARDS.get(prompt.split()[0], [0] * 4)[seen[prompt] - 1])
 
-    players, own.collector._shares = own.collector.playground, ErrorShares(1.0, 1.0)
-    players._player = replace(players._player, judge=judged_by(judge))
+    players, own.collector._shares = own.collector.playground, {"": ErrorShares(1.0, 1.0)}
+    players._players[""] = replace(players._players[""], judge=judged_by(judge))
     metrics = own.rollout(1).metrics()
     assert (metrics["reward"], metrics["filtered_reward"]) == pytest.approx((reward, filtered))
     found = tuple(metrics[f"baseline_reward/pct_{name}"] for name in ("0", "1", "mixed"))

@@ -23,6 +23,7 @@ from nemo_rl_lite.workers.rollout_worker import WorkerReport
 from tests.unit.rollout.fleet import Fleet, sampler
 
 SAMPLES = 2
+NO_ERRORS = {"": ErrorShares(0.0, 0.0)}
 
 
 class Worker:
@@ -158,7 +159,7 @@ def task(kinds: list[str], useful: int, **options) -> RolloutTask:
 def test_a_released_rollout_leaves_nothing_in_a_worker_whenever_another_one_dies(players, played):
     group, losses = Workers(float("inf"), played), []
     workers = players(group, losses)
-    collector = RolloutCollector(workers, ErrorShares(0.0, 0.0))
+    collector = RolloutCollector(workers, NO_ERRORS)
     rollout = collector.collect(task(["same", "mixed", "same", "same"], 4, oversample=3.0))
     assert asked(rollout) == ["p 1", "p 4", "p 5", "p 6"] and len(losses) == 1
     rollout.release()
@@ -168,7 +169,7 @@ def test_a_released_rollout_leaves_nothing_in_a_worker_whenever_another_one_dies
 def test_a_complete_rollout_that_is_lost_leaves_nothing_of_its_first_play(players):
     group, losses = Workers(float("inf"), float("inf")), []
     workers = players(group, losses)
-    collector, own = RolloutCollector(workers, ErrorShares(0.0, 0.0)), task(["same", "mixed"], 4, oversample=3.0)
+    collector, own = RolloutCollector(workers, NO_ERRORS), task(["same", "mixed"], 4, oversample=3.0)
 
     async def run() -> None:
         async with workers.serving():
@@ -187,13 +188,13 @@ def test_a_complete_rollout_that_is_lost_leaves_nothing_of_its_first_play(player
 def test_a_worker_that_dies_while_it_restarts_is_restarted_again(players):
     group, losses = Workers(1), []
     group.lost_starts = 2
-    rollout = RolloutCollector(players(group, losses), ErrorShares(0.0, 0.0)).collect(task([], 3, oversample=1.0))
+    rollout = RolloutCollector(players(group, losses), NO_ERRORS).collect(task([], 3, oversample=1.0))
     assert asked(rollout) == ["p 0", "p 1", "p 2"] and len(losses) == 3
 
 
 def test_a_worker_that_dies_between_two_rollouts_plays_none_of_the_first_again(players):
     group, losses = Workers(float("inf"), float("inf")), []
-    collector = RolloutCollector(players(group, losses), ErrorShares(0.0, 0.0))
+    collector = RolloutCollector(players(group, losses), NO_ERRORS)
     collector.collect(task(["same"] * 3, 2, oversample=4.0)).release()
     group.workers[0].is_dead = True
     group.workers[1].played.clear()
@@ -205,7 +206,7 @@ def test_a_worker_that_dies_between_two_rollouts_plays_none_of_the_first_again(p
 def test_only_the_episodes_of_living_workers_are_released(players):
     group, losses = Workers(float("inf"), float("inf")), []
     workers = players(group, losses)
-    rollout = RolloutCollector(workers, ErrorShares(0.0, 0.0)).collect(task([], 4, oversample=1.0))
+    rollout = RolloutCollector(workers, NO_ERRORS).collect(task([], 4, oversample=1.0))
     first = rollout.records
     assert {one.worker for one in first} == {0, 1}
     workers._members[0].first = max(one.number for one in first if one.worker == 0) + 1
@@ -222,7 +223,7 @@ def test_a_worker_that_fails_to_begin_is_not_restarted(players):
 
     group.workers[0].enter = enter
     with pytest.raises(WorkerError, match="there is no episode"):
-        RolloutCollector(workers, ErrorShares(0.0, 0.0)).collect(task([], 1, oversample=1.0))
+        RolloutCollector(workers, NO_ERRORS).collect(task([], 1, oversample=1.0))
     assert losses == []
 
 
@@ -234,7 +235,7 @@ def test_asyncio_reports_no_failed_group(players, caplog):
 
     group.workers[0].report = report
     with pytest.raises(WorkerError, match="there is no episode"):
-        RolloutCollector(players(group, []), ErrorShares(0.0, 0.0)).collect(task([], 3, oversample=1.0))
+        RolloutCollector(players(group, []), NO_ERRORS).collect(task([], 3, oversample=1.0))
     gc.collect()
     assert "never retrieved" not in caplog.text
 
@@ -244,7 +245,7 @@ def test_a_group_may_be_lost_just_after_its_end():
         """Ends each group, and restarts it at once."""
 
         def __init__(self):
-            self.section = "environment"
+            pass
 
         def play(self, task):
             loop = asyncio.get_running_loop()
@@ -260,7 +261,7 @@ def test_a_group_may_be_lost_just_after_its_end():
             return pytest.MonkeyPatch.context()
 
     own = Restarting()
-    rollout = asyncio.run(RolloutCollector(own, ErrorShares(0.0, 0.0)).gather(task([], 2, oversample=1.0), own))
+    rollout = asyncio.run(RolloutCollector(own, NO_ERRORS).gather(task([], 2, oversample=1.0), own))
     assert asked(rollout) == ["p 0", "p 1"]
 
 
