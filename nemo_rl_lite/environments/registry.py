@@ -22,7 +22,6 @@ ENVIRONMENTS = {
     "tools": "nemo_rl_lite.environments.tools.Functions",
     "python": "nemo_rl_lite.environments.tools.Python",
     "nemo_gym": "nemo_rl_lite.environments.nemo_gym.NeMoGym",
-    "verifiers": "nemo_rl_lite.environments.verifiers.Verifiers",
 }
 # Environments fast enough for the launcher's process.
 INSTANT = frozenset({"calculator"})

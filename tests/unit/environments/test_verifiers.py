@@ -1,90 +1,95 @@
-"""An environment of verifiers plays and judges an episode in its own loop.
+"""verifiers 0.4 plays episodes in its own Python, and its harness asks an endpoint.
 
-Where the package is not installed, `fake_verifiers` has the part of verifiers 0.2.1 that the adapter uses.
+It needs an environment with different releases of some packages:
+
+    python -m venv /tmp/verifiers && /tmp/verifiers/bin/pip install 'verifiers>=0.4,<0.5' uv
+    VERIFIERS_PYTHON=/tmp/verifiers/bin/python pytest tests/unit/environments/test_verifiers.py
 """
 
 import asyncio
-import importlib.util
 import json
+import os
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.environments import verifiers as adapter
-from nemo_rl_lite.environments.registry import check_environment
-from nemo_rl_lite.environments.tools import EpisodeError
-from nemo_rl_lite.environments.verifiers import Verifiers, write_rows
-from tests.unit.environments.test_environments import config, turn
+from nemo_rl_lite.environments.agents import Endpoint
+from nemo_rl_lite.environments.verifiers import EpisodeFailed, play, write_rows
 
-GAMES = "tests.unit.environments.verifiers_games"
-PROBLEM = Problem(({"role": "user", "content": "2+3?"},), "5", {"answer": "5", "example_id": 0})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def package():
-    """The package, installed or fake."""
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("verifiers") is None:
-            patch.syspath_prepend(Path(__file__).with_name("fake_verifiers"))
-        yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "verifiers" or name == GAMES]:
-        del sys.modules[name]
-    adapter._loaded.cache_clear()
-    adapter._client_class.cache_clear()
+PYTHON = os.environ.get("VERIFIERS_PYTHON")
+ENVIRONMENT = {
+    "taskset": {"id": "tiny_taskset"},
+    "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
+}
+needs_verifiers = pytest.mark.skipif(PYTHON is None, reason="VERIFIERS_PYTHON is not set")
 
 
-def play(arguments, *turns, is_cut=False):
-    """The observations of an episode, and the reward where it is cut short."""
+class Policy(BaseHTTPRequestHandler):
+    """Streams 321 as the answer of each chat, and notes the keys."""
 
-    async def episode():
-        made, said, observations = Verifiers(GAMES, arguments), list(PROBLEM.messages), []
-        try:
-            for turn in turns:
-                said.append(turn if isinstance(turn, dict) else {"role": "assistant", "content": turn})
-                observations.append(await made.step(PROBLEM, said))
-                said += observations[-1].messages
-            return observations, await made.cut_short(PROBLEM, said) if is_cut else None
-        finally:
-            await made.close()
+    keys: ClassVar[set[str]] = set()
 
-    return asyncio.run(episode())
+    def do_POST(self):
+        self.keys.add(self.headers["authorization"])
+        self.rfile.read(int(self.headers["content-length"]))
+        shared = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "policy"}
+        said = {"index": 0, "delta": {"role": "assistant", "content": "321"}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        events = [shared | {"choices": [said]}, shared | {"choices": [], "usage": usage}]
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for event in [*map(json.dumps, events), "[DONE]"]:
+            self.wfile.write(f"data: {event}\n\n".encode())
 
-
-def test_a_game_goes_on_until_it_is_over_and_gives_the_reward():
-    (first, last), _ = play({}, "4", "5")
-    assert first.messages == ({"role": "user", "content": "not 4"},) and not first.done
-    assert last.done and last.reward == 1.0
-
-
-def test_a_tool_is_offered_called_and_answered():
-    (tool,) = check_environment(config("verifiers", environment=GAMES, arguments={"kind": "tool"}))
-    assert tool["function"]["name"] == "add" and set(tool["function"]["parameters"]["properties"]) == {"a", "b"}
-
-    (both, wrong, last), _ = play(
-        {"kind": "tool"},
-        turn("", ("add", {"a": 2, "b": 3}), ("add", {"a": 1, "b": 1})),
-        turn("", ("ad", "there is no tool 'ad'")),
-        "5",
-    )
-    assert [message["content"] for message in both.messages] == ["5", "2"]
-    assert both.messages[0]["role"] == "tool" and both.messages[0]["tool_call_id"] == "call0"
-    assert wrong.messages[0]["content"] == "error: there is no tool 'ad'"
-    assert last.done and last.reward == 1.0
+    def log_message(self, *unused):
+        pass
 
 
-def test_an_episode_that_is_cut_short_is_judged():
-    observations, reward = play({}, "4", is_cut=True)
-    assert len(observations) == 1 and reward == 0.25
+@pytest.fixture
+def url():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Policy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
 
 
-def test_an_environment_that_fails_is_an_error_of_the_episode():
-    with pytest.raises(EpisodeError, match="the board is broken"):
-        play({}, "break")
+@needs_verifiers
+def test_tasks_are_rows_and_episodes_have_the_weighted_reward(tmp_path, url, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    write_rows(ENVIRONMENT, str(file := tmp_path / "rows.jsonl"), PYTHON)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["123", "456"]
+
+    async def episode(row, key):
+        problem = Problem(({"role": "user", "content": row["prompt"]},), "", row)
+        return await play(problem, Endpoint(url, key, "policy"), ENVIRONMENT, PYTHON)
+
+    async def both():
+        calls = [episode(rows[0], "first"), episode(rows[0], "second"), episode(rows[1], "third")]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, second, failed = asyncio.run(both())
+    assert first == second == 1.0
+    assert isinstance(failed, EpisodeFailed) and "the board is broken" in str(failed)
+    assert Policy.keys == {"Bearer first", "Bearer second", "Bearer third"}
 
 
-def test_its_rows_are_written_for_the_launcher(tmp_path):
-    write_rows(GAMES, str(tmp_path / "rows.jsonl"))
-    row = json.loads((tmp_path / "rows.jsonl").read_text())
-    assert row["prompt"] == [{"role": "user", "content": "2+3?"}] and row["answer"] == "5"
+def test_a_python_without_verifiers_fails_the_episode(tmp_path):
+    problem = Problem(({"role": "user", "content": "1"},), "", {"task": "{}"})
+    # verifiers may be installed here, too; -S leaves out all that is installed.
+    (python := tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(EpisodeFailed, match="ended with status 1"):
+        asyncio.run(play(problem, Endpoint("http://127.0.0.1:1/v1", "key", "policy"), {}, str(python)))
+
+
+def test_a_row_without_a_task_names_the_fix():
+    problem = Problem(({"role": "user", "content": "1"},), "", {})
+    with pytest.raises(KeyError, match="write_rows"):
+        asyncio.run(play(problem, Endpoint("http://127.0.0.1:1/v1", "key", "policy"), {}))

@@ -1,0 +1,341 @@
+"""Agent that works on tasks in Harbor's format: a folder with instruction, environment and tests.
+
+    task.toml            time limits, image, variables
+    instruction.md       the prompt
+    environment/         Dockerfile and its files
+    tests/test.sh        writes the reward to /logs/verifier/reward.txt or reward.json
+
+The harness works in the task's workspace. Then the tests are copied there and run. Source: harbor 0.26,
+`models/task/` and `verifier/verifier.py`.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import tomllib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import httpx
+
+from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.environments.agents import Endpoint
+
+_AGENT_S, _VERIFIER_S, _BUILD_S = 600.0, 600.0, 600.0
+_MAX_CHARACTERS = 10_000
+_BASH = {
+    "name": "bash",
+    "description": "Run a command in the workspace.",
+    "parameters": {
+        "type": "object",
+        "properties": {"command": {"type": "string"}},
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+}
+
+
+class TaskError(Exception):
+    """The task is wrong, or its tests gave no reward."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task's folder and its `task.toml`."""
+
+    folder: Path
+    config: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Task":
+        """Read a task. Raises TaskError: a file is missing, or the task has parts that are not supported."""
+        for name in ("task.toml", "instruction.md", "tests/test.sh"):
+            if not (folder / name).is_file():
+                raise TaskError(f"{folder} is no task of Harbor: {name} is missing")
+        config = tomllib.loads((folder / "task.toml").read_text())
+        if config.get("steps"):
+            raise TaskError(f"{folder}: tasks with several steps are not supported")
+        return cls(folder, config)
+
+    def setting(self, section: str, name: str, default: Any) -> Any:
+        """Return a value of `task.toml`."""
+        value = self.config.get(section, {}).get(name)
+        return default if value is None else value
+
+    @property
+    def dockerfile(self) -> Path:
+        """Its path; tasks with an image may have none."""
+        return self.folder / "environment" / "Dockerfile"
+
+
+def write_rows(folder: str, path: str) -> None:
+    """Write the tasks of a folder as JSON lines, for data=file. Raises TaskError: a task is wrong, or there is none."""
+    tasks = [Task.read(file.parent.resolve()) for file in sorted(Path(folder).rglob("task.toml"))]
+    if not tasks:
+        raise TaskError(f"{folder} has no folder with a task.toml")
+    prompts = [(one.folder / "instruction.md").read_text() for one in tasks]
+    rows = [{"prompt": p, "answer": "", "task": str(one.folder)} for p, one in zip(prompts, tasks, strict=True)]
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+async def play(
+    problem: Problem, endpoint: Endpoint, runtime: str = "auto", command: str | None = None, max_turns: int = 32
+) -> float:
+    """Work on one task, and return the reward of its tests.
+
+    `command` is a harness that starts in the workspace. Its `variables` have instruction and endpoint. Without one,
+    the policy gets a tool that runs commands, for at most `max_turns` responses.
+
+    Raises TaskError, and ValueError: `runtime` cannot be used.
+    """
+    task = Task.read(Path(str(problem.metadata["task"])))
+    async with workspace(task, runtime) as space:
+        instruction = space.text((task.folder / "instruction.md").read_text())
+        if command is None:
+            working = bash_loop(space, instruction, endpoint, max_turns)
+        else:
+            working = space.run(command, variables(endpoint, instruction))
+        # As in Harbor, the tests judge what an agent left at its limit.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(working, task.setting("agent", "timeout_sec", _AGENT_S))
+        return await verify(task, space)
+
+
+def variables(endpoint: Endpoint, instruction: str) -> dict[str, str]:
+    """Return the environment variables of a harness."""
+    return {
+        "INSTRUCTION": instruction,
+        "MODEL": endpoint.model,
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_BASE": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "ANTHROPIC_BASE_URL": endpoint.anthropic_base_url,
+        "ANTHROPIC_AUTH_TOKEN": endpoint.api_key,
+        "ANTHROPIC_MODEL": endpoint.model,
+    }
+
+
+async def bash_loop(space: "Workspace", instruction: str, endpoint: Endpoint, max_turns: int) -> None:
+    """Run the commands that the policy calls, until a response without a call."""
+    messages: list[Any] = [{"role": "user", "content": instruction}]
+    keys = {"Authorization": f"Bearer {endpoint.api_key}"}
+    async with httpx.AsyncClient(headers=keys, timeout=None, trust_env=False) as client:
+        for _ in range(max_turns):
+            body = {"model": endpoint.model, "messages": messages, "tools": [{"type": "function", "function": _BASH}]}
+            response = await client.post(f"{endpoint.base_url}/chat/completions", json=body)
+            response.raise_for_status()
+            message = response.json()["choices"][0]["message"]
+            if not (calls := message.get("tool_calls")):
+                return
+            messages.append(message)
+            for call in calls:
+                said = await _called(space, call["function"])
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+
+
+async def _called(space: "Workspace", function: Mapping[str, Any]) -> str:
+    try:
+        command = json.loads(function["arguments"])["command"]
+    except (ValueError, KeyError, TypeError):
+        command = None
+    if function["name"] != "bash" or not isinstance(command, str):
+        return "error: call bash with a command"
+    status, said = await space.run(command, {})
+    if len(said) > _MAX_CHARACTERS:
+        said = f"{said[: _MAX_CHARACTERS // 2]}\n...\n{said[-_MAX_CHARACTERS // 2 :]}"
+    return said if status == 0 else f"{said}\nexit status {status}"
+
+
+async def verify(task: Task, space: "Workspace") -> float:
+    """Run the tests and return their reward: that of `reward.json`, or else of `reward.txt`. Raises TaskError."""
+    await space.run("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", {})
+    await space.copy(task.folder / "tests", "/tests")
+    limit, given = task.setting("verifier", "timeout_sec", _VERIFIER_S), task.setting("verifier", "env", {})
+    own = {name: os.path.expandvars(str(value)) for name, value in given.items()}
+    try:
+        status, said = await asyncio.wait_for(space.run("bash /tests/test.sh", own), limit)
+    except TimeoutError:
+        raise TaskError(f"{task.folder.name}: tests/test.sh exceeded verifier.timeout_sec = {limit}") from None
+    for name in ("reward.json", "reward.txt"):
+        missing, text = await space.run(f"cat /logs/verifier/{name}", {})
+        if not missing:
+            return _reward(task, name, text)
+    raise TaskError(f"{task.folder.name}: tests/test.sh ended with status {status} and wrote no reward: {said[-500:]}")
+
+
+def _reward(task: Task, name: str, text: str) -> float:
+    try:
+        value = json.loads(text)
+        if isinstance(value, dict):
+            value = value["reward"] if "reward" in value else sum(value.values()) / len(value)
+        return float(value)
+    except (ValueError, TypeError, ZeroDivisionError):
+        raise TaskError(f"{task.folder.name}: {name} has no number: {text[:200]!r}") from None
+
+
+class Workspace(ABC):
+    """Files and commands of one episode. Paths are those of the task's container."""
+
+    def text(self, text: str) -> str:
+        """Return a text of the task, with the paths of this workspace."""
+        return text
+
+    @abstractmethod
+    async def run(self, command: str, own: Mapping[str, str]) -> tuple[int, str]:
+        """Run a shell command in the working directory, with variables `own`. Return its exit status and output.
+        Cancelling the call kills the command."""
+
+    @abstractmethod
+    async def copy(self, source: Path, target: str) -> None:
+        """Copy the contents of a folder to `target`, which exists."""
+
+
+@asynccontextmanager
+async def workspace(task: Task, runtime: str) -> AsyncIterator[Workspace]:
+    """Prepare the workspace of a task, and remove it at the end. Raises ValueError: `runtime` cannot be used."""
+    if runtime == "local":
+        with tempfile.TemporaryDirectory(prefix="harbor-", ignore_cleanup_errors=True) as root:
+            yield LocalWorkspace(task, Path(root))
+        return
+    engine = container_engine(runtime)
+    image = await _image(engine, task)
+    _, started = await _finished([engine, "run", "--detach", "--rm", "--network=host", image, "sleep", "infinity"])
+    container = started.split()[-1]
+    try:
+        yield ContainerWorkspace(engine, container, task)
+    finally:
+        await _finished([engine, "rm", "--force", container])
+
+
+@cache
+def container_engine(runtime: str) -> str:
+    """Return `docker` or `podman`. Raises ValueError: it does not work on this machine."""
+    if runtime not in ("auto", "docker", "podman"):
+        raise ValueError(f"agent.kwargs.runtime is auto, docker, podman or local, found {runtime!r}")
+    for engine in ("docker", "podman") if runtime == "auto" else (runtime,):
+        if shutil.which(engine) and not subprocess.run([engine, "info"], capture_output=True, check=False).returncode:
+            return engine
+    rule = "no container engine works here: start docker or podman"
+    raise ValueError(f"{rule}, or set agent.kwargs.runtime=local, which runs the policy's commands without isolation")
+
+
+class ContainerWorkspace(Workspace):
+    """A running container."""
+
+    def __init__(self, engine: str, container: str, task: Task):
+        self._engine, self._container = engine, container
+        workdir = task.setting("environment", "workdir", None)
+        self._options = () if workdir is None else ("--workdir", workdir)
+
+    async def run(self, command: str, own: Mapping[str, str]) -> tuple[int, str]:
+        """See `Workspace.run`."""
+        # Values are not in the list of processes.
+        given = [word for name in own for word in ("--env", name)]
+        words = [self._engine, "exec", *self._options, *given, self._container, "bash", "-c", command]
+        return await _finished(words, env={**os.environ, **own})
+
+    async def copy(self, source: Path, target: str) -> None:
+        """See `Workspace.copy`."""
+        await _finished([self._engine, "cp", f"{source}/.", f"{self._container}:{target}"])
+
+
+async def _image(engine: str, task: Task) -> str:
+    if image := task.setting("environment", "docker_image", None):
+        return image
+    folder = task.folder / "environment"
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    digest = hashlib.sha256(b"".join(str(file).encode() + file.read_bytes() for file in files)).hexdigest()[:16]
+    tag = f"nrl-lite-harbor:{digest}"
+    building = _finished([engine, "build", "--quiet", "--tag", tag, str(folder)])
+    status, said = await asyncio.wait_for(building, task.setting("environment", "build_timeout_sec", _BUILD_S))
+    if status:
+        raise TaskError(f"{task.folder.name}: the image was not built: {said[-500:]}")
+    return tag
+
+
+class LocalWorkspace(Workspace):
+    """A temporary folder of this machine, without isolation. Of the Dockerfile, only WORKDIR, COPY and ENV apply.
+
+    Commands and texts of the task name the paths of a container, which are replaced by those below the folder.
+    """
+
+    def __init__(self, task: Task, root: Path):
+        self._root, self._workdir, self._own = root, PurePosixPath("/app"), dict[str, str]()
+        lines = task.dockerfile.read_text().replace("\\\n", " ").splitlines() if task.dockerfile.is_file() else []
+        steps = [line.split(maxsplit=1) for line in lines if len(line.split()) > 1]
+        given = [rest.strip() for name, rest in steps if name == "WORKDIR"]
+        mapped = {PurePosixPath(path).parts[1] for path in ("/logs", "/tests", "/app", *given)}
+        self._paths = re.compile(rf"(?<![\w./~-])/({'|'.join(map(re.escape, sorted(mapped)))})(?![\w.-])")
+        for name, rest in steps:
+            if name == "WORKDIR":
+                self._workdir = self._workdir / rest.strip()
+            elif name == "ENV" and "=" in rest:
+                self._own |= dict(word.split("=", 1) for word in shlex.split(rest))
+            elif name == "COPY" and not rest.startswith("--"):
+                *sources, target = shlex.split(rest)
+                self._put(task.dockerfile.parent, sources, target)
+        self._workdir = PurePosixPath(task.setting("environment", "workdir", None) or self._workdir)
+        self._here(self._workdir).mkdir(parents=True, exist_ok=True)
+
+    def text(self, text: str) -> str:
+        """See `Workspace.text`."""
+        return self._paths.sub(rf"{self._root}/\1", text)
+
+    async def run(self, command: str, own: Mapping[str, str]) -> tuple[int, str]:
+        """See `Workspace.run`."""
+        # Commands of the policy get no keys of the launcher.
+        shared = {name: value for name, value in os.environ.items() if not re.search("KEY|TOKEN|SECRET", name)}
+        environ = {**shared, **{name: self.text(value) for name, value in self._own.items()}, **own}
+        words = ["bash", "-c", self.text(command)]
+        return await _finished(words, env=environ, cwd=self._here(self._workdir))
+
+    async def copy(self, source: Path, target: str) -> None:
+        """See `Workspace.copy`. Texts get the paths of this folder."""
+        copied = self._here(PurePosixPath(target))
+        shutil.copytree(source, copied, dirs_exist_ok=True)
+        for file in copied.rglob("*"):
+            if file.is_file():
+                with suppress(UnicodeDecodeError):
+                    file.write_text(self.text(file.read_text()))
+
+    def _here(self, path: PurePosixPath) -> Path:
+        return self._root / (self._workdir / path).relative_to("/")
+
+    def _put(self, folder: Path, sources: Sequence[str], target: str) -> None:
+        place = self._here(PurePosixPath(target))
+        # A pattern cannot be ".".
+        for source in (found for name in sources for found in sorted(folder.parent.glob(f"{folder.name}/{name}"))):
+            if source.is_dir():
+                shutil.copytree(source, place, dirs_exist_ok=True)
+            else:
+                file = place / source.name if target.endswith(("/", ".")) else place
+                file.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, file)
+
+
+async def _finished(words: Sequence[str], **options: Any) -> tuple[int, str]:
+    """Run a process in its own group, and return its exit status and output. Cancelling kills the group."""
+    # A file, because processes that a command leaves in the background keep a pipe open.
+    with tempfile.TemporaryFile() as said:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True, **options
+        )
+        try:
+            status = await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        said.seek(0)
+        return status, said.read().decode(errors="replace")

@@ -1,6 +1,0 @@
-class Error(Exception):
-    pass
-
-
-class OverlongPromptError(Error):
-    pass
