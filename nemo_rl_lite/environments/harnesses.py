@@ -71,7 +71,7 @@ async def run_harness(command: Sequence[str], environment: Mapping[str, str], fo
         process = await asyncio.create_subprocess_exec(
             *command,
             cwd=folder / "work",
-            env=os.environ | {"HOME": str(folder / "home")} | environment,
+            env={**os.environ, "HOME": str(folder / "home"), **environment},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
