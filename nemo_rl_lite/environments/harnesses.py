@@ -1,6 +1,6 @@
 """Agents that start an unmodified harness: `agent.name=nemo_rl_lite.environments.harnesses.codex`.
 
-Each episode has a process, a working folder and a home folder of its own. The configured reward scores the last
+Each episode has its own process, working folder and home folder. The configured reward scores the last
 response. An agent with another reward calls `run_harness` and reads the folder.
 """
 
@@ -34,11 +34,11 @@ async def mini_swe_agent(problem: Problem, endpoint: Endpoint, command: str = "m
 
 
 async def codex(problem: Problem, endpoint: Endpoint, command: str = "codex exec") -> None:
-    """Play an episode with Codex, which runs commands without a sandbox of its own. `command`: the program and further
+    """Play an episode with Codex, which runs commands without its own sandbox. `command`: the program and further
     options. Raises what `run_harness` raises."""
     provider = f'{{name="run", base_url="{endpoint.base_url}", env_key="RUN_API_KEY", wire_api="responses"}}'
     options = ["-m", endpoint.model, "-c", 'model_provider="run"', "-c", f"model_providers.run={provider}"]
-    options += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    options += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--"]
     await _play(problem, command, options, {"RUN_API_KEY": endpoint.api_key})
 
 
@@ -54,7 +54,7 @@ async def claude_code(
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": endpoint.model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    await _play(problem, command, ["--print"], environment)
+    await _play(problem, command, ["--print", "--"], environment)
 
 
 async def run_harness(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:

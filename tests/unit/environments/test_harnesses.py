@@ -1,4 +1,4 @@
-"""Programs in the place of harnesses: what they are given, and what remains of them."""
+"""Programs instead of harnesses: what they are given, and what remains of them."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.agents import Endpoint
 from nemo_rl_lite.environments.harnesses import claude_code, codex, mini_swe_agent, run_harness
 
-PROBLEM = Problem(({"role": "system", "content": "Be brief."}, {"role": "user", "content": "List the files."}), "a.txt")
+PROBLEM = Problem(({"role": "system", "content": "Be brief."}, {"role": "user", "content": "-5 + 3?"}), "-2")
 ENDPOINT = Endpoint("http://127.0.0.1:7/v1", "secret", "policy")
 
 
@@ -43,7 +43,9 @@ def program(tmp_path) -> Path:
 def test_a_harness_is_given_endpoint_and_task(agent, variables, options, program):
     asyncio.run(agent(PROBLEM, ENDPOINT, command=f"{program} --limit 'two words'"))
     arguments, environment, folder = json.loads((program.parent / "given").read_text())
-    assert arguments[:2] == ["--limit", "two words"] and arguments[-1] == "List the files."
+    assert arguments[:2] == ["--limit", "two words"] and arguments[-1] == "-5 + 3?"
+    # The task is no option, whatever it begins with.
+    assert arguments[-2] in ("--", "--task")
     assert all(option in " ".join(arguments) for option in options.split())
     assert variables.items() <= environment.items()
     assert environment["HOME"] != os.environ.get("HOME") and not Path(folder).exists()
