@@ -33,8 +33,9 @@ from nemo_rl_lite.offload.mover import Move, move_metrics
 from nemo_rl_lite.policy.interface import BatchRef, Policy, Scored, Teacher
 from nemo_rl_lite.policy.score_files import WriteScores
 from nemo_rl_lite.rollout.collector import Show
-from nemo_rl_lite.rollout.episode import Advantage, Rollout, Split, pass_at_k, passes
+from nemo_rl_lite.rollout.episode import Advantage
 from nemo_rl_lite.rollout.mixture import metrics_by_source, validation_by_source
+from nemo_rl_lite.rollout.rollout import Rollout, Split, pass_at_k, passes
 from nemo_rl_lite.rollout.source import RolloutSource
 
 log = logging.getLogger(__name__)

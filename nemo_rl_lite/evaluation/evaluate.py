@@ -33,9 +33,10 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import watched
 from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask
-from nemo_rl_lite.rollout.episode import RESAMPLES, Episode, Rollout, fetched, interval, ks, pass_at_k, passes
+from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Group
 from nemo_rl_lite.rollout.playing import Playing, error_shares
+from nemo_rl_lite.rollout.rollout import RESAMPLES, Rollout, fetched, interval, ks, pass_at_k, passes
 from nemo_rl_lite.rollout.sampler import fitting_prompts
 from nemo_rl_lite.rollout.saved import SavedGroup, load_groups, save_groups
 from nemo_rl_lite.rollout.store import RolloutFiles

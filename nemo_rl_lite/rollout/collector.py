@@ -14,9 +14,10 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.observability.liveness import note_state, progressed
-from nemo_rl_lite.rollout.episode import EpisodeRecord, EpisodeStore, Rollout, Sampled
+from nemo_rl_lite.rollout.episode import EpisodeRecord, Sampled
 from nemo_rl_lite.rollout.groups import Failure, Group, Players, Playground, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.play import Section
+from nemo_rl_lite.rollout.rollout import EpisodeStore, Rollout
 from nemo_rl_lite.rollout.saved import SavedGroup
 
 log = logging.getLogger(__name__)

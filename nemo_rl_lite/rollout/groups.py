@@ -15,8 +15,9 @@ from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
 from nemo_rl_lite.losses.advantages import differ
 from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
-from nemo_rl_lite.rollout.episode import Activity, Episode, EpisodeRecord, EpisodeStore, Sampled, returns_of
+from nemo_rl_lite.rollout.episode import Activity, Episode, EpisodeRecord, Sampled, returns_of
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner
+from nemo_rl_lite.rollout.rollout import EpisodeStore
 from nemo_rl_lite.rollout.saved import SavedGroup
 from nemo_rl_lite.system.user_errors import CallError
 

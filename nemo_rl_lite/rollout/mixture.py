@@ -8,7 +8,8 @@ import numpy as np
 from nemo_rl_lite.config.sources import ONLY, Weight
 from nemo_rl_lite.data.mixture import Shares
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.rollout.episode import Rollout, Sampled, passes
+from nemo_rl_lite.rollout.episode import Sampled
+from nemo_rl_lite.rollout.rollout import Rollout, passes
 
 Place = Any
 """Place of a prompt in its data: a position, or a pair of source and position. JSON keeps it."""

@@ -13,8 +13,8 @@ from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.observability.liveness import note_state, progressed
 from nemo_rl_lite.rollout.background import BackgroundLoop
 from nemo_rl_lite.rollout.collector import RolloutTask, Show
-from nemo_rl_lite.rollout.episode import Rollout
 from nemo_rl_lite.rollout.groups import Players
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import PendingRollout, Sampler
 from nemo_rl_lite.rollout.saved import RolloutState, SavedRollout, begin_save
 from nemo_rl_lite.rollout.source import Engines

@@ -18,9 +18,10 @@ from nemo_rl_lite.errors import DataError, EngineError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import overlong_penalty
 from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask, Show
-from nemo_rl_lite.rollout.episode import Rollout, Sampled
+from nemo_rl_lite.rollout.episode import Sampled
 from nemo_rl_lite.rollout.groups import Players, check_length
 from nemo_rl_lite.rollout.mixture import Order, Place
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.saved import SavedRollout
 
 log = logging.getLogger(__name__)

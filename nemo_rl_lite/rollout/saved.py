@@ -13,8 +13,9 @@ from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.rollout.episode import Episode, EpisodeStore, Sampled
+from nemo_rl_lite.rollout.episode import Episode, Sampled
 from nemo_rl_lite.rollout.mixture import Place
+from nemo_rl_lite.rollout.rollout import EpisodeStore
 from nemo_rl_lite.rollout.segments import Branch, Segment
 
 _COUNTED = pa.struct([("version", pa.int32()), ("count", pa.int32())])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_lite.rollout.collector import Show
-from nemo_rl_lite.rollout.episode import Rollout
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import Sampler
 
 

@@ -18,15 +18,8 @@ from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
 from nemo_rl_lite.policy.score_files import SCORE_COLUMNS, SCORES, ScoreFile, WriteScores, read_scores
-from nemo_rl_lite.rollout.episode import (
-    Advantage,
-    Episode,
-    Rollout,
-    Sampled,
-    SampleFile,
-    Split,
-    rewards_by_turn,
-)
+from nemo_rl_lite.rollout.episode import Advantage, Episode, Sampled, rewards_by_turn
+from nemo_rl_lite.rollout.rollout import Rollout, SampleFile, Split
 from nemo_rl_lite.rollout.segments import Segment
 
 log = logging.getLogger(__name__)

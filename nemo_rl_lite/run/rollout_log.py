@@ -8,7 +8,7 @@ from nemo_rl_lite.observability.sinks import Sample
 from nemo_rl_lite.observability.timer import Phase
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.score_files import WriteScores
-from nemo_rl_lite.rollout.episode import Rollout, Split
+from nemo_rl_lite.rollout.rollout import Rollout, Split
 from nemo_rl_lite.rollout.store import RolloutFiles, rollout_rows
 
 # Numbers of samples for the terminal (worst and best) and for trackers.

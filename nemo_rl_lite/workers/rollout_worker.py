@@ -25,9 +25,10 @@ from nemo_rl_lite.errors import EngineError, LauncherError, WorkerError
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.losses.batch import SharedRows, TokenRows
 from nemo_rl_lite.rollout.background import BackgroundLoop
-from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord, SampleFile
+from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord
 from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.playing import Playing
+from nemo_rl_lite.rollout.rollout import SampleFile
 from nemo_rl_lite.rollout.saved import save_groups
 from nemo_rl_lite.rollout.store import write_samples
 from nemo_rl_lite.workers.generation import RemoteReplica

@@ -18,9 +18,10 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import has_endpoint
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.losses.batch import CountedRows, Share, SharedRows, TokenRows, episode_numbers
-from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord, EpisodeStore, SampleFile
+from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord
 from nemo_rl_lite.rollout.groups import Group, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.playing import ENDPOINT_FILE
+from nemo_rl_lite.rollout.rollout import EpisodeStore, SampleFile
 from nemo_rl_lite.workers.reserve import load_rollout_workers, start_rollout_workers
 from nemo_rl_lite.workers.rollout_worker import Kept, WorkerReport, kept
 

@@ -27,7 +27,7 @@ from typing import Any
 import record
 from whole_runs import KNOWN_MODEL, model_key, run_in, tiny_run, tried
 
-from nemo_rl_lite.rollout.episode import interval
+from nemo_rl_lite.rollout.rollout import interval
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "cispo", "gspo")

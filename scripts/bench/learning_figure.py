@@ -10,7 +10,7 @@ from typing import Any
 
 import record
 
-from nemo_rl_lite.rollout.episode import interval
+from nemo_rl_lite.rollout.rollout import interval
 
 PICTURE = record.ROOT / "docs" / "images" / "learning.svg"
 NAMES = {"grpo": "GRPO", "dapo": "DAPO", "drgrpo": "Dr. GRPO", "cispo": "CISPO", "gspo": "GSPO"}

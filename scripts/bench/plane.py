@@ -36,9 +36,9 @@ from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.losses.advantages import group_advantages
 from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
-from nemo_rl_lite.rollout.episode import Rollout
 from nemo_rl_lite.rollout.groups import GroupPlayer, LocalPlayers, Playground
 from nemo_rl_lite.rollout.play import SingleTurn
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.validation.compose import compose_config

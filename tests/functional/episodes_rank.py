@@ -19,7 +19,7 @@ from nemo_rl_lite.losses.batch import RowBatch, TokenRows
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.policy.graphs import MicroBatchGraphs
 from nemo_rl_lite.policy.worker import MegatronWorker
-from nemo_rl_lite.rollout.episode import Rollout
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.workers import policy as policy_module
 from nemo_rl_lite.workers.policy import RemotePolicy
 from tests.functional.graphs_rank import Again, weights_of

@@ -2,7 +2,8 @@
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.rollout.episode import Episode, Rollout, Span
+from nemo_rl_lite.rollout.episode import Episode, Span
+from nemo_rl_lite.rollout.rollout import Rollout
 
 
 def make_rollout(responses: list[str], rewards: list[float], samples: int = 1) -> Rollout:

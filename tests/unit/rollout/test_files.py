@@ -16,7 +16,8 @@ from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.observability.sinks import spread
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.policy.score_files import write_scores
-from nemo_rl_lite.rollout.episode import SampleFile, Span
+from nemo_rl_lite.rollout.episode import Span
+from nemo_rl_lite.rollout.rollout import SampleFile
 from nemo_rl_lite.rollout.store import (
     RolloutFiles,
     Times,

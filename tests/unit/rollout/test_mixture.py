@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_lite.data.mixture import MixedSet, Shares, items_per_epoch
 from nemo_rl_lite.data.problems import FileSet, Problem, chat
-from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.mixture import (
     MixedOrder,
     metrics_by_source,
@@ -16,6 +16,7 @@ from nemo_rl_lite.rollout.mixture import (
     solve_rates,
     validation_by_source,
 )
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder
 
 

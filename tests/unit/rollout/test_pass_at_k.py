@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from nemo_rl_lite.rollout.episode import interval, pass_at_k, passes
+from nemo_rl_lite.rollout.rollout import interval, pass_at_k, passes
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])

@@ -9,7 +9,8 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.judge import RewardResult
 from nemo_rl_lite.rewards.registry import LateReward, checked_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
-from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.rollout import Rollout
 from tests.unit.rollout.script import Script, collected_by, judged_by
 
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=())

@@ -7,7 +7,8 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.generation.vllm.worker import UnfinishedResponse
-from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.rollout import Rollout
 
 
 def experts(first: int, count: int) -> np.ndarray:

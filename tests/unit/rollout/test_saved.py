@@ -11,7 +11,8 @@ from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.saved import RolloutState, begin_save, load_groups, load_rollouts, save_groups
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from nemo_rl_lite.losses.batch import TokenRows
-from nemo_rl_lite.rollout.episode import EpisodeRecord, Rollout
+from nemo_rl_lite.rollout.episode import EpisodeRecord
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.saved import load_groups, save_groups
 from nemo_rl_lite.rollout.store import RolloutFiles, read_rollout, rollout_files
 from tests.unit.rollout.histories import FIRST, Engine, Numbers, ask, begun, logprob_of, user, wandered

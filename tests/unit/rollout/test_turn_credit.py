@@ -9,8 +9,9 @@ import torch
 
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.losses.advantages import turn_advantages
-from nemo_rl_lite.rollout.episode import EpisodeRecord, Rollout, rewards_by_turn
+from nemo_rl_lite.rollout.episode import EpisodeRecord, rewards_by_turn
 from nemo_rl_lite.rollout.groups import Group, PromptTask
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.store import RolloutFiles, read_rollout, rollout_files, rollout_rows
 from tests.unit.rollout.histories import wandered
 from tests.unit.rollout.script import Script

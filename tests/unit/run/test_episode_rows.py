@@ -9,7 +9,8 @@ import pytest
 from nemo_rl_lite.losses.batch import OF_TOKENS, TokenRows
 from nemo_rl_lite.losses.interface import count_masked
 from nemo_rl_lite.losses.supervised import SFTLoss
-from nemo_rl_lite.rollout.episode import EpisodeRecord, Rollout
+from nemo_rl_lite.rollout.episode import EpisodeRecord
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.workers import policy as policy_module
 from nemo_rl_lite.workers import rollout_worker as worker_module
 from nemo_rl_lite.workers import rollouts as rollouts_module
