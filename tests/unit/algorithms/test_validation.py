@@ -18,7 +18,8 @@ from tests.unit.rollout.fleet import Fleet, sampler
 
 def validated(rewards: list[float], samples: int) -> tuple[dict[str, float], str]:
     said = []
-    rollout = SimpleNamespace(rewards_B=torch.tensor(rewards, dtype=torch.float64), generated=3 * len(rewards))
+    tensor = torch.tensor(rewards, dtype=torch.float64)
+    rollout = SimpleNamespace(rewards_B=tensor, generated=3 * len(rewards), episodes=())
     loop = SimpleNamespace(
         held_out=len(rewards) // samples,
         held_out_label="held-out reward",

@@ -220,11 +220,12 @@ def test_an_agent_may_change_its_history(how, turns):
 
 
 HARNESS = """#!{python}
-import json, os, sys, urllib.request
-said = {{"model": os.environ["ANTHROPIC_MODEL"], "messages": [{{"role": "user", "content": sys.argv[2]}}]}}
+import json, os, pathlib, sys, urllib.request
+said = {{"model": os.environ["ANTHROPIC_MODEL"], "messages": [{{"role": "user", "content": sys.argv[-1]}}]}}
 request = urllib.request.Request(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages?beta=true", json.dumps(said).encode())
 request.add_header("Authorization", "Bearer " + os.environ["ANTHROPIC_AUTH_TOKEN"])
-urllib.request.build_opener(urllib.request.ProxyHandler({{}})).open(request)
+with urllib.request.build_opener(urllib.request.ProxyHandler({{}})).open(request) as said:
+    pathlib.Path("answer.txt").write_text(json.load(said)["content"][0]["text"])
 """
 
 
@@ -236,7 +237,7 @@ def test_the_harness_of_the_docs(tmp_path, monkeypatch):
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.syspath_prepend(tmp_path)
-    agent = AgentConfig("own_package.harness.claude_code", 60.0, 4, 1, 0.0, {})
+    agent = AgentConfig("own_package.harness.written_answer", 60.0, 4, 1, 0.0, {})
     (episode,) = collect(Book({}), agent).episodes
     assert [said["content"] for said in episode.said] == [FINAL] and episode.reward == 1
 

@@ -270,7 +270,7 @@ def test_a_group_may_be_lost_just_after_its_end():
 def test_a_worker_that_dies_after_a_rollout_costs_only_its_groups(players, has_rows, oversample):
     group, losses = Workers(float("inf"), float("inf")), []
     own, fleet = sampler(Fleet(), prompts=4, use_dynamic_sampling=True, oversample=oversample), Fleet()
-    own.collector = RolloutCollector(players(group, losses), ErrorShares(0.0, 0.0))
+    own.collector = RolloutCollector(players(group, losses), NO_ERRORS)
     own.order._training = All("mixed")
     source = OnPolicy(own, fleet)
     rollout = source.take(1, print)
@@ -304,7 +304,7 @@ def test_an_asynchronous_rollout_is_replaced_in_the_same_way(players):
     group, losses, engines = Workers(float("inf"), float("inf")), [], Engines()
     own = sampler(Fleet(), prompts=4)
     engines.queue = players(group, losses)
-    own.collector = RolloutCollector(engines.queue, ErrorShares(0.0, 0.0))
+    own.collector = RolloutCollector(engines.queue, NO_ERRORS)
     own.order._training = All("mixed")
     source = AsyncRolloutSource(own, engines, Staleness(1, in_flight=False), 0, 3, [], 60.0)
     try:
@@ -326,7 +326,7 @@ def test_an_asynchronous_rollout_is_replaced_in_the_same_way(players):
 def test_a_checkpoint_has_the_episodes_of_living_workers(players, tmp_path, dead):
     group = Workers(float("inf"), float("inf"))
     workers, own = players(group, []), task([], 4, oversample=1.0)
-    RolloutCollector(workers, ErrorShares(0.0, 0.0)).collect(own)
+    RolloutCollector(workers, NO_ERRORS).collect(own)
     for rank in dead:
         group.workers[rank].is_dead = True
     groups = {number: one.episodes for number, one in enumerate(own.groups)}
@@ -344,7 +344,7 @@ def test_a_checkpoint_has_the_episodes_of_living_workers(players, tmp_path, dead
 def test_a_file_that_a_worker_cannot_write_fails_the_checkpoint(players, tmp_path):
     group = Workers(float("inf"))
     workers, own = players(group, []), task([], 1, oversample=1.0)
-    RolloutCollector(workers, ErrorShares(0.0, 0.0)).collect(own)
+    RolloutCollector(workers, NO_ERRORS).collect(own)
     group.workers[0].save = lambda file, groups: "No space left on device"
     saving = begin_save(tmp_path, RolloutState(3, [[0]]), {0: own.groups[0].episodes}, workers)
     with pytest.raises(OSError, match="No space left"):
