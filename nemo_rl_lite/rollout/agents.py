@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -98,6 +98,14 @@ class _AgentSession:
 
     async def respond(self, asked: ApiRequest, progress: ChoiceProgress | None = None) -> Answer:
         """See `CompletionHandler.respond`."""
+        try:
+            return await self._respond(asked, progress)
+        except RefusedError as refused:
+            self._episode.refused.append(str(refused))
+            self.is_full = refused.code == FULL and self._episode.turn_count > 0
+            raise
+
+    async def _respond(self, asked: ApiRequest, progress: ChoiceProgress | None) -> Answer:
         if not isinstance(asked, ChatRequest):
             raise RefusedError(400, "an agent's episode is a chat: use /chat/completions instead of /completions")
         # A request that runs at the same time may find that it is too long.
@@ -111,18 +119,14 @@ class _AgentSession:
         if start.segment is not None:
             work = partial(tokenizer.continuation, messages, start.messages, start.tokens[-1], tools)
             try:
-                tokens = await self._tokenized(asked, work)
+                tokens = await tokenized(asked, work, tokenizer, assistant.max_length)
             except DataError:
                 # The template renders these messages only as a whole.
                 start = Start()
         if start.segment is None:
-            (tokens,) = await self._tokenized(asked, lambda: asked.prompts(tokenizer))
+            (tokens,) = await tokenized(asked, lambda: asked.prompts(tokenizer), tokenizer, assistant.max_length)
         prompt = (*start.tokens, *tokens)
-        try:
-            sampling = limited(sampling, asked, len(prompt), assistant.max_length)
-        except RefusedError as refused:
-            self._note_refused(refused)
-            raise
+        sampling = limited(sampling, asked, len(prompt), assistant.max_length)
         with self._answering():
             shown = None if progress is None else partial(progress, 0)
             segment = await assistant.answer(messages, tools, start, tokens, sampling, shown)
@@ -147,17 +151,6 @@ class _AgentSession:
             self._in_flight -= 1
             if not self._in_flight:
                 self._waits()
-
-    async def _tokenized[T](self, asked: ChatRequest, work: Callable[[], T]) -> T:
-        """See `tokenized`. Note if a conversation has become too long."""
-        try:
-            return await tokenized(asked, work, self._assistant.tokenizer, self._assistant.max_length)
-        except RefusedError as refused:
-            self._note_refused(refused)
-            raise
-
-    def _note_refused(self, refused: RefusedError) -> None:
-        self.is_full = refused.code == FULL and self._episode.turn_count > 0
 
     def waited(self) -> None:
         """Note that the episode no longer waits for the agent."""

@@ -162,6 +162,8 @@ class Episode(_Judged, Segment):
     """Place of each turn's segment in `segments`, in the order in which the turns ended."""
     turn_rewards: list[float] = field(default_factory=list)
     """The rewards of the turns so far that environment or agent gave, in order; empty if they gave none by turn."""
+    refused: list[str] = field(default_factory=list, compare=False)
+    """Errors of the agent's requests that were refused, in order."""
     history: History = field(default_factory=History, compare=False, repr=False)
 
     @property

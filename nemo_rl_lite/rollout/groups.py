@@ -286,7 +286,11 @@ class LocalPlayers:
         return self._requests.submit_as_batch()
 
     def play(self, task: PromptTask) -> Group:
-        return self._players[task.problem.source].begin(task, self._requests)
+        return self.play_with(task, self._requests)
+
+    def play_with(self, task: PromptTask, requests: Requests) -> Group:
+        """Start a group with other requests than those of the engines."""
+        return self._players[task.problem.source].begin(task, requests)
 
     def play_again(self, group: Group) -> None:
         raise RuntimeError("groups of this process are not lost")

@@ -30,7 +30,7 @@ from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.data.sources import data_identity, training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check_texts
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.interface import make_loss
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.callbacks import Callbacks
@@ -42,7 +42,7 @@ from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Policy, Scored
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rollout.collector import RolloutCollector
-from nemo_rl_lite.rollout.groups import Playground
+from nemo_rl_lite.rollout.groups import LocalPlayers, Playground
 from nemo_rl_lite.rollout.mixture import mixed_order
 from nemo_rl_lite.rollout.playing import Playing, error_shares
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
@@ -150,14 +150,14 @@ class GRPOJob(_AlgorithmJob):
         config, console, sources = self._config, self._console, source_configs(self._config)
         self._training, self._validation = dict[str, TrainingSet[Problem]](), list[Problem]()
         read = {name: self._read(name, one) for name, one in sources.items()}
-        self._tokenizer = ChatTokenizer(self._model_path, config.policy.tokenizer.chat_template_kwargs)
+        self.tokenizer = ChatTokenizer(self._model_path, config.policy.tokenizer.chat_template_kwargs)
         if has_teacher(config):
-            check_same_tokens(self._tokenizer, config)
+            check_same_tokens(self.tokenizer, config)
         for name, (training, validation) in read.items():
             with naming_source(name), console.busy("checking that every prompt fits"):
                 if any(problem.tools for problem in (training.problem(0), *training.finite(), *validation)):
-                    self._tokenizer.check_tools()
-                fitted = fitting_prompts(training, validation, self._tokenizer, sources[name])
+                    self.tokenizer.check_tools()
+                fitted = fitting_prompts(training, validation, self.tokenizer, sources[name])
             self._training[name] = fitted[0]
             self._validation += fitted[1]
         rows = [row for one in self._training.values() for row in one.finite()]
@@ -167,9 +167,9 @@ class GRPOJob(_AlgorithmJob):
         )
         check_epochs(config, prompts)
         self._limit_steps(Fraction(prompts, config.options(GRPOConfig).num_prompts_per_step))
-        check_stop_strings(self._tokenizer, config.generation.stop_strings)
+        check_stop_strings(self.tokenizer, config.generation.stop_strings)
         for one in self._training.values():
-            check_texts(self._tokenizer, one)
+            check_texts(self.tokenizer, one)
             self._playing.try_reward(one.problem(0))
             self._playing.try_environment(one.problem(0))
 
@@ -180,9 +180,9 @@ class GRPOJob(_AlgorithmJob):
             training = training_set(source.data, options.seed, kind)
             return training, validation_set(source.data, options.max_val_samples, kind, training.finite())
 
-    @property
-    def _first(self) -> Problem:
-        return next(iter(self._training.values())).problem(0)
+    def problem(self, position: int) -> Problem:
+        """Return a training problem of the first source; see `TrainingSet`."""
+        return next(iter(self._training.values())).problem(position)
 
     def run(
         self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
@@ -191,7 +191,8 @@ class GRPOJob(_AlgorithmJob):
         with setup("memory_plan"):
             show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
-            probe_prompt = self._tokenizer.prompt(self._first.messages, self._first.tools)
+            first = self.problem(0)
+            probe_prompt = self.tokenizer.prompt(first.messages, first.tools)
             workers = launch(begun, probe_prompt, start.policy, setup, console.say)
         report_start(setup, start.steps, metrics, console)
         with self._playground(workers) as playground:
@@ -207,7 +208,11 @@ class GRPOJob(_AlgorithmJob):
         """Return the rollout workers, or the players of this process."""
         if workers.rollouts is not None:
             return closing(workers.rollouts)
-        return self._playing.players(workers.generation, self._tokenizer, self._folder, self._console.say)
+        return self.players(workers.generation)
+
+    def players(self, generation: Generation) -> AbstractContextManager[LocalPlayers]:
+        """Return the players of this process; see `Playing.players`."""
+        return self._playing.players(generation, self.tokenizer, self._folder, self._console.say)
 
     def _loop(
         self,
@@ -222,7 +227,7 @@ class GRPOJob(_AlgorithmJob):
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
         mixed = config.data.sources
         order = mixed_order(source_weights(config), self._order, saved) if mixed else self._order(ONLY, saved)
-        sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
+        sampling = Sampling.of(config.generation, self.tokenizer.end_tokens)
         limits = {name: one.max_new_tokens for name, one in mixed.items()}
         useful = saved.get("useful_share", 1.0)
         sampler = Sampler(options, collector, sampling, self._validation, order, useful, limits)

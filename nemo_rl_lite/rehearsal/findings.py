@@ -1,0 +1,212 @@
+"""What a rehearsal's episodes say about the user's code: faults that hurt a run, each with a fix."""
+
+import inspect
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.rehearsal.script import OTHERS, PLAIN, SLOW, TWICE
+from nemo_rl_lite.rehearsal.stage import AT_ONCE, Played, Rehearsal
+
+# In the error of a request that is too long, which is no fault.
+_FULL = "policy.max_total_sequence_length"
+# A refused request is repeated this often.
+_REPEATS = 3
+# Responses of an episode that is limited by time alone.
+_MANY = 40
+# Seconds of user code in an episode.
+_SLOW_S = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault, where it showed, and what to do. A `note` does not hurt every run."""
+
+    what: str
+    where: str
+    fix: str
+    level: Literal["fault", "note"] = "fault"
+
+
+def findings(found: Rehearsal) -> list[Finding]:
+    """Return the faults of a rehearsal, then its notes."""
+    checks: Sequence[Callable[[Rehearsal], Iterator[Finding]]] = (
+        *(_failures, _refusals, _rewards, _shared_state, _other_requests, _changed_histories),
+        *(_unanswered_calls, _blocked_loop, _left_behind, _no_room, _endless, _slow_code),
+    )
+    every = [one for check in checks for one in check(found)]
+    return sorted(every, key=lambda one: one.level)
+
+
+def _failures(found: Rehearsal) -> Iterator[Finding]:
+    """Yield failures of agent, environment and reward. Those of all scripts are one fault."""
+    by_text = defaultdict[str, list[Played]](list)
+    for one in found.episodes:
+        if one.failure is not None:
+            by_text[_without_numbers(one.failure.text)].append(one)
+    for own in by_text.values():
+        kind, text = own[0].failure.kind, own[0].failure.text  # pyrefly: ignore
+        who = "reward" if kind == "reward" else "agent" if found.config.agent.name else "environment"
+        scripts = {one.script.name for one in own}
+        if "no answer within" in text:
+            fix = "bound its turns and its waits, or give it more time: --seconds"
+            responses = max(one.turns for one in own)
+            what = f"the {who} does not end: {text}" + (f", after {responses} responses" if responses else "")
+        elif scripts == {one.script.name for one in found.episodes}:
+            what, fix = f"the {who} always fails: {text}", "correct it: this does not depend on the response"
+        else:
+            what, fix = f"the {who} fails: {text}", "let it take any response: a failed episode is not trained on"
+        yield Finding(what, _names(own), fix)
+
+
+def _refusals(found: Rehearsal) -> Iterator[Finding]:
+    by_text, repeated = defaultdict[str, list[Played]](list), []
+    for one in found.episodes:
+        counts = Counter(map(_without_numbers, one.episode.refused))
+        for text in dict.fromkeys(one.episode.refused):
+            if _FULL not in text:
+                by_text[_without_numbers(text)].append(one)
+        if max(counts.values(), default=0) >= _REPEATS:
+            repeated.append(one)
+    for own in by_text.values():
+        yield Finding(f"a request is refused: {own[0].episode.refused[0]}", _names(own), "change the request")
+    if repeated:
+        text = repeated[0].episode.refused[-1]
+        what = f"a refused request is sent again and again: {text}"
+        yield Finding(what, _names(repeated), "do not repeat requests with status 400")
+
+
+def _rewards(found: Rehearsal) -> Iterator[Finding]:
+    """Yield a finding if right and wrong answers have the same reward."""
+    right, wrong = (found.of(script) for script in PLAIN)
+    rewards = {one.episode.reward for one in (*right, *wrong) if one.episode.reward is not None}
+    if len(rewards) != 1:
+        return
+    (value,) = rewards
+    if math.isclose(value, 0.0):
+        fix = "nothing to do if the answer of a problem is not its response"
+        yield Finding("right and wrong answers have the reward 0", _names([*right, *wrong]), fix, "note")
+    else:
+        fix = "let the reward depend on the responses: equal rewards train nothing"
+        yield Finding(f"right and wrong answers have the reward {value:g}", _names([*right, *wrong]), fix)
+
+
+def _shared_state(found: Rehearsal) -> Iterator[Finding]:
+    """Yield a finding if an episode's messages have a wrong answer of another one."""
+    twins = found.of(TWICE)
+    for one in found.episodes:
+        others = [other for other in found.episodes if other is not one and not (one in twins and other in twins)]
+        foreign = {text for other in others for text in other.wrong} - set(one.wrong)
+        said = " ".join(message["content"] for history in one.histories() for message in history)
+        if shared := next((word for word in re.findall(r"\d{6,}", said) if word in foreign), None):
+            what = f"an episode's messages have a response of another episode ({shared})"
+            yield Finding(what, one.script.name, "keep no state between episodes, such as a list of the module")
+            return
+
+
+def _other_requests(found: Rehearsal) -> Iterator[Finding]:
+    """Yield a finding if equal responses lead to different messages."""
+    twins = found.of(TWICE)
+    if not twins or any(one.failure for one in twins):
+        return
+    first, second = (one.histories() for one in twins)
+    if first == second:
+        return
+    pairs = ((one, other) for own, its in zip(first, second, strict=False) for one, other in zip(own, its, strict=False))
+    different = next((f": {_brief(one)} and {_brief(other)}" for one, other in pairs if one != other), "")
+    fix = "derive random choices from the problem, and leave out times and random names"
+    yield Finding(f"equal responses lead to different messages{different}", TWICE.name, fix, "note")
+
+
+def _changed_histories(found: Rehearsal) -> Iterator[Finding]:
+    """Yield a finding if each response begins a row, although the requests repeat the conversation."""
+    for one in found.episodes:
+        histories = one.histories()
+        pairs = [*zip(histories, histories[1:], strict=False)]
+        if one.turns < 3 or len(histories) < one.turns or not all(_repeats(*pair) for pair in pairs):
+            continue
+        before, after = pairs[0]
+        place = next((at for at, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), 0)
+        what = f"each response begins a training row, because message {place + 1} changes: "
+        what += f"{_brief(before[place])} becomes {_brief(after[place])}"
+        fix = "send the messages back as they were, and append to them; otherwise a row has one response"
+        yield Finding(what, one.script.name, fix)
+        return
+
+
+def _repeats(before: Sequence[Message], after: Sequence[Message]) -> bool:
+    """Return whether messages are those before with changes, and not another conversation."""
+    said = {message["content"] for message in before if message["content"]}
+    return len(after) >= len(before) and sum(message["content"] in said for message in after) * 2 >= len(before)
+
+
+def _unanswered_calls(found: Rehearsal) -> Iterator[Finding]:
+    """Yield a finding if a message follows a tool call, but not its result."""
+    for one in found.episodes:
+        for history in one.histories():
+            for message, following in zip(history, history[1:], strict=False):
+                if message.get("tool_calls") and following["role"] != "tool":
+                    name = message["tool_calls"][0]["function"]["name"]
+                    what = f"a call of {name} has no result: the next message is of the {following['role']}"
+                    yield Finding(what, one.script.name, "answer each call with a message of the role `tool`")
+                    return
+
+
+def _blocked_loop(found: Rehearsal) -> Iterator[Finding]:
+    name, slow = found.config.agent.name, found.of(SLOW)
+    if name is None or not inspect.iscoroutinefunction(imported(name)) or any(one.failure for one in slow):
+        return
+    if slow and found.together_s > 0.7 * AT_ONCE * found.alone_s:
+        what = f"{AT_ONCE} episodes take {found.together_s:.1f} s, and one alone {found.alone_s:.1f} s"
+        fix = "await in an `async def` agent: a blocking client stops all episodes of the process"
+        yield Finding(what, "slow responses", fix)
+
+
+def _left_behind(found: Rehearsal) -> Iterator[Finding]:
+    for kind, left in (("processes", found.left_processes), ("temporary files", found.left_files)):
+        if len(left) >= AT_ONCE:
+            what = f"{len(left)} {kind} are left behind, such as {left[0]}"
+            yield Finding(what, "all episodes", "end or remove them in a `finally` block")
+
+
+def _no_room(found: Rehearsal) -> Iterator[Finding]:
+    longer = [one for one in found.of(*PLAIN) if one.episode.ending == "length" and not one.failure]
+    if longer and len(longer) == len(found.of(*PLAIN)):
+        most = found.config.policy.max_total_sequence_length
+        what = f"messages leave no room for the next response within policy.max_total_sequence_length = {most}"
+        yield Finding(what, _names(longer), "raise it, or shorten the messages")
+
+
+def _endless(found: Rehearsal) -> Iterator[Finding]:
+    if found.config.environment.name is None:
+        return
+    ended = [one for one in found.episodes if not one.failure]
+    if ended and all(one.episode.ending == "turns" for one in ended):
+        what = "no episode ends before environment.max_turns, not even after the right answer"
+        yield Finding(what, _names(ended), "return done=True at the end", "note")
+
+
+def _slow_code(found: Rehearsal) -> Iterator[Finding]:
+    ended = [one for one in found.of(*PLAIN, *OTHERS) if not one.failure]
+    own = sorted(one.episode.seconds("environment") + one.episode.seconds("reward") for one in ended)
+    if own and own[len(own) // 2] > _SLOW_S:
+        what = f"user code takes {own[len(own) // 2]:.1f} s of an episode (median)"
+        yield Finding(what, "all episodes", "engines wait for it: see agent.concurrency and environment.concurrency", "note")
+
+
+def _names(episodes: Sequence[Played]) -> str:
+    return ", ".join(dict.fromkeys(one.script.name for one in episodes))
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "#", text)
+
+
+def _brief(message: Message) -> str:
+    text = f"{message['role']} {message['content']!r}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
