@@ -1,6 +1,7 @@
 """What a rehearsal's episodes say about the user's code: faults that hurt a run, each with a fix."""
 
 import inspect
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -117,7 +118,9 @@ def _other_requests(found: Rehearsal) -> Iterator[Finding]:
     first, second = (one.histories() for one in twins)
     if first == second:
         return
-    pairs = ((one, other) for own, its in zip(first, second, strict=False) for one, other in zip(own, its, strict=False))
+    pairs = (
+        (one, other) for own, its in zip(first, second, strict=False) for one, other in zip(own, its, strict=False)
+    )
     different = next((f": {_brief(one)} and {_brief(other)}" for one, other in pairs if one != other), "")
     fix = "derive random choices from the problem, and leave out times and random names"
     yield Finding(f"equal responses lead to different messages{different}", TWICE.name, fix, "note")
@@ -127,7 +130,7 @@ def _changed_histories(found: Rehearsal) -> Iterator[Finding]:
     """Yield a finding if each response begins a row, although the requests repeat the conversation."""
     for one in found.episodes:
         histories = one.histories()
-        pairs = [*zip(histories, histories[1:], strict=False)]
+        pairs = [*itertools.pairwise(histories)]
         if one.turns < 3 or len(histories) < one.turns or not all(_repeats(*pair) for pair in pairs):
             continue
         before, after = pairs[0]
@@ -149,7 +152,7 @@ def _unanswered_calls(found: Rehearsal) -> Iterator[Finding]:
     """Yield a finding if a message follows a tool call, but not its result."""
     for one in found.episodes:
         for history in one.histories():
-            for message, following in zip(history, history[1:], strict=False):
+            for message, following in itertools.pairwise(history):
                 if message.get("tool_calls") and following["role"] != "tool":
                     name = message["tool_calls"][0]["function"]["name"]
                     what = f"a call of {name} has no result: the next message is of the {following['role']}"
@@ -185,7 +188,7 @@ def _no_room(found: Rehearsal) -> Iterator[Finding]:
 def _endless(found: Rehearsal) -> Iterator[Finding]:
     if found.config.environment.name is None:
         return
-    ended = [one for one in found.episodes if not one.failure]
+    ended = [one for one in found.of(PLAIN[0]) if not one.failure]
     if ended and all(one.episode.ending == "turns" for one in ended):
         what = "no episode ends before environment.max_turns, not even after the right answer"
         yield Finding(what, _names(ended), "return done=True at the end", "note")
@@ -196,7 +199,9 @@ def _slow_code(found: Rehearsal) -> Iterator[Finding]:
     own = sorted(one.episode.seconds("environment") + one.episode.seconds("reward") for one in ended)
     if own and own[len(own) // 2] > _SLOW_S:
         what = f"user code takes {own[len(own) // 2]:.1f} s of an episode (median)"
-        yield Finding(what, "all episodes", "engines wait for it: see agent.concurrency and environment.concurrency", "note")
+        yield Finding(
+            what, "all episodes", "engines wait for it: see agent.concurrency and environment.concurrency", "note"
+        )
 
 
 def _names(episodes: Sequence[Played]) -> str:

@@ -17,11 +17,19 @@ from nemo_rl_lite.generation.interface import Completion, Conversation, Progress
 from nemo_rl_lite.rollout.episode import Episode
 
 Turn = Literal[
-    *("answer", "wrong", "call", "broken call", "unknown tool"),
-    *("empty", "cut off", "thoughts", "odd characters", "full length"),
+    "answer",
+    "wrong",
+    "call",
+    "broken call",
+    "unknown tool",
+    "empty",
+    "cut off",
+    "thoughts",
+    "odd characters",
+    "full length",
 ]
 _ASKED: Message = {"role": "user", "content": "-"}
-_ODD = "\U0001f642 **bold` \x07 { \"a\": [1, \u00e4\u0301 </tool_call> \\n"
+_ODD = '\U0001f642 **bold` \x07 { "a": [1, \u00e4\u0301 </tool_call> \\n'
 _EXAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
 
 
@@ -85,9 +93,10 @@ class ScriptedRequests(Requests):
         most = request.sampling.max_new_tokens
         tokens = self._tokens(turn, segment.tools or self.episode.problem.tools, most)
         is_cut = turn == "cut off" or len(tokens) > most
-        tokens = tokens[: min(most, len(tokens) - 1 if turn == "cut off" and len(tokens) > 1 else most)]
-        reason: Literal["length", "stop"] = "length" if is_cut else "stop"
-        completion = Completion(tokens, [-1.0] * len(tokens), reason, [0] * len(tokens))
+        # Without the end token.
+        tokens = np.asarray(tokens[:most] if turn != "cut off" else tokens[:-1][:most], np.int32)
+        logprobs = np.full(len(tokens), -1.0, np.float32)
+        completion = Completion(tokens, logprobs, "length" if is_cut else "stop", ((0, len(tokens)),))
         if progress is not None:
             progress(completion)
         return completion, 0

@@ -6,9 +6,7 @@ import json
 import random
 import subprocess
 import tempfile
-import time
 import urllib.request
-from urllib.error import HTTPError
 
 import httpx
 

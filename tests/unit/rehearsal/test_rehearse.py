@@ -1,15 +1,16 @@
 """`nrl-lite rehearse` finds the bugs of agents and environments, and nothing in good ones."""
 
 import json
+import shlex
 
 import pytest
 
-from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rehearse import main
+from tests.unit.pages import DOCS, blocks
 
 AGENTS = "tests.unit.rehearsal.agents"
 PLAYER = f"agent.name={AGENTS}.player policy.max_total_sequence_length=96"
-TOOLS = f"agent.name={AGENTS}.tool_player policy.max_total_sequence_length=1024 generation.max_new_tokens=160"
+TOOLS = f"agent.name={AGENTS}.tool_player policy.max_total_sequence_length=128 generation.max_new_tokens=40"
 ROOM = f"environment.name={AGENTS}.Room environment.max_turns=3 policy.max_total_sequence_length=96"
 BUGS = {
     f"{PLAYER} +agent.kwargs.bug=silent": "asked the endpoint for no response",
@@ -33,22 +34,58 @@ BUGS = {
     f"{ROOM} +environment.kwargs.bug='too long'": "leave no room for the next response",
     f"{ROOM} +environment.kwargs.bug='never done'": "no episode ends before environment.max_turns",
 }
-GOOD = (PLAYER, f"agent.name={AGENTS}.plain policy.max_total_sequence_length=96", TOOLS, ROOM, "environment=calculator")
+GOOD = (
+    "",
+    "environment=calculator",
+    "environment=python policy.max_total_sequence_length=112 generation.max_new_tokens=48",
+    ROOM,
+    PLAYER,
+    f"agent.name={AGENTS}.plain policy.max_total_sequence_length=96",
+    TOOLS,
+)
 
 
-def found(command: str, capsys) -> tuple[int, dict]:
+def rehearsed(command: str, capsys) -> tuple[int, dict]:
+    """The exit status and the record of a rehearsal."""
     with pytest.raises(SystemExit) as ended:
-        main([*command_words(command), "--json", "--seconds", "2"])
+        main([*shlex.split(command), "--json", "--seconds", "2"])
     return ended.value.code, json.loads(capsys.readouterr().out)
 
 
-def command_words(command: str) -> list[str]:
-    """Split at spaces outside of quotes, which Hydra reads."""
-    words = [""]
-    for part in command.split(" "):
-        words[-1] += part
-        if words[-1].count("'") % 2 == 0:
-            words.append("")
-        else:
-            words[-1] += " "
-    return words[:-1]
+@pytest.mark.parametrize(("command", "what"), BUGS.items())
+def test_a_bug_is_found(capsys, command, what):
+    status, record = rehearsed(command, capsys)
+    found = [one for one in record["findings"] if what in f"{one['what']} {one['fix']}"]
+    assert found, record["findings"]
+    assert status == any(one["level"] == "fault" for one in record["findings"])
+
+
+@pytest.mark.parametrize("command", GOOD)
+def test_good_code_has_no_faults(capsys, command):
+    status, record = rehearsed(command, capsys)
+    assert record["findings"] == [] and status == 0
+    by_script = {one["script"]: one for one in record["episodes"]}
+    assert by_script["right answer"]["reward"] > by_script["wrong answer"]["reward"]
+
+
+def test_the_agent_of_the_documentation_has_no_faults(capsys, tmp_path, monkeypatch):
+    (tmp_path / "page_agent.py").write_text(blocks(DOCS / "agents.md", "python")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    command = "agent.name=page_agent.twice +agent.kwargs.first=0.3 policy.max_total_sequence_length=48"
+    assert rehearsed(command, capsys)[1]["findings"] == []
+
+
+def test_rows_of_an_episode_are_shown_with_trained_text_in_brackets(capsys):
+    with pytest.raises(SystemExit):
+        main(["--show", "1"])
+    shown = capsys.readouterr().out
+    assert "episode 1 (right answer), row 1" in shown and "20 episodes, 0 faults" in shown
+    (row,) = [line for line in shown.splitlines() if line.startswith("<bos>")]
+    prompt, _, response = row.removeprefix("<bos>").partition("=[")
+    assert response == f"{prompt[::-1]}<eos>]"
+
+
+def test_an_algorithm_without_episodes_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["algorithm=sft"])
+    assert ended.value.code == 2 and "algorithm = 'sft'" in capsys.readouterr().err
