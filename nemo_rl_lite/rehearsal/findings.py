@@ -49,7 +49,7 @@ def _failures(found: Rehearsal) -> Iterator[Finding]:
     by_text = defaultdict[str, list[Played]](list)
     for one in found.episodes:
         if one.failure is not None:
-            by_text[_without_numbers(one.failure.text)].append(one)
+            by_text[_kind_of(one.failure.text)].append(one)
     for own in by_text.values():
         kind, text = own[0].failure.kind, own[0].failure.text  # pyrefly: ignore
         who = "reward" if kind == "reward" else "agent" if found.config.agent.name else "environment"
@@ -68,10 +68,10 @@ def _failures(found: Rehearsal) -> Iterator[Finding]:
 def _refusals(found: Rehearsal) -> Iterator[Finding]:
     by_text, repeated = defaultdict[str, list[Played]](list), []
     for one in found.episodes:
-        counts = Counter(map(_without_numbers, one.episode.refused))
+        counts = Counter(map(_kind_of, one.episode.refused))
         for text in dict.fromkeys(one.episode.refused):
             if _FULL not in text:
-                by_text[_without_numbers(text)].append(one)
+                by_text[_kind_of(text)].append(one)
         if max(counts.values(), default=0) >= _REPEATS:
             repeated.append(one)
     for own in by_text.values():
@@ -208,8 +208,9 @@ def _names(episodes: Sequence[Played]) -> str:
     return ", ".join(dict.fromkeys(one.script.name for one in episodes))
 
 
-def _without_numbers(text: str) -> str:
-    return re.sub(r"\d+", "#", text)
+def _kind_of(text: str) -> str:
+    """Return an error's text without the values that differ between episodes."""
+    return re.sub(r"'[^']*'|\d+", "#", text)
 
 
 def _brief(message: Message) -> str:
