@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rich.text import Text
 from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
+from nemo_rl_lite.config.sources import naming_source, source_configs
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation, printable, shown_as_message
 from nemo_rl_lite.observability.console import RunConsole
@@ -49,38 +50,59 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rule = "plays no episodes, so there is nothing to rehearse"
             raise ConfigError([Violation("algorithm", config.algorithm.name, rule, "algorithm=grpo")])
         console = RunConsole(Console(stderr=True)) if given.json else RunConsole()
-        episodes, found, tokenizer = _played(for_rehearsal(config, given.seconds), console)
+        parts = [
+            _played(name, for_rehearsal(own, given.seconds), console) for name, own in source_configs(config).items()
+        ]
     if given.json:
-        record = {"episodes": [_cells(one) for one in episodes], "findings": [asdict(one) for one in found]}
-        sys.stdout.write(json.dumps(record) + "\n")
+        sys.stdout.write(json.dumps(_record(parts)) + "\n")
     else:
-        _show(episodes, found, console)
-        for number, one in enumerate(episodes[: given.show], start=1):
-            for row, text in enumerate(_rows(one, tokenizer), start=1):
-                console.say(f"\nepisode {number} ({one.script.name}), row {row}, trained text in brackets:")
-                console.console.print(text)
-    sys.exit(FOUND if any(one.level == "fault" for one in found) else 0)
+        for part in parts:
+            _show(part, console, given.show)
+    sys.exit(FOUND if any(one.level == "fault" for part in parts for one in part.findings) else 0)
 
 
-def _played(config: Config, console: RunConsole) -> tuple[list[Played], list[Finding], ChatTokenizer]:
-    """Return the episodes, what they say of the user's code, and the model's tokenizer."""
-    with tempfile.TemporaryDirectory() as own, temporary_folder() as temporary, ending_pools():
+@dataclass(frozen=True)
+class _Part:
+    """The episodes of a source, and what they say of its code."""
+
+    source: str
+    episodes: Sequence[Played]
+    findings: Sequence[Finding]
+    tokenizer: ChatTokenizer
+
+
+def _played(source: str, config: Config, console: RunConsole) -> _Part:
+    """Play the episodes of a source."""
+    with tempfile.TemporaryDirectory() as own, temporary_folder() as temporary, ending_pools(), naming_source(source):
         folder = Path(own)
         model = starting_model(config, console, untrained=folder)
         model = with_chosen_template(config, model, folder, console.say)
         job = GRPOJob(config, folder, console, model)
         with console.busy("playing episodes with a scripted policy"):
             found = rehearse(job, config, temporary)
-    return found.episodes, findings(found), job.tokenizer
+    return _Part(source, found.episodes, findings(found), job.tokenizer)
 
 
-def _show(episodes: Sequence[Played], found: Sequence[Finding], console: RunConsole) -> None:
-    cells = [_cells(one) for one in episodes]
-    console.table("episodes", list(cells[0]), [[_shown(value) for value in one.values()] for one in cells])
-    for one in found:
+def _record(parts: Sequence[_Part]) -> dict[str, Any]:
+    return {
+        "episodes": [{"source": part.source} | _cells(one) for part in parts for one in part.episodes],
+        "findings": [{"source": part.source} | asdict(one) for part in parts for one in part.findings],
+    }
+
+
+def _show(part: _Part, console: RunConsole, rows_of: int) -> None:
+    """Print the episodes, the rows of the first `rows_of`, and the findings."""
+    cells = [_cells(one) for one in part.episodes]
+    title = f"episodes of {part.source}" if part.source else "episodes"
+    console.table(title, list(cells[0]), [[_shown(value) for value in one.values()] for one in cells])
+    for number, one in enumerate(part.episodes[:rows_of], start=1):
+        for row, text in enumerate(_rows(one, part.tokenizer), start=1):
+            console.say(f"episode {number} ({one.script.name}), row {row}, trained text in brackets:")
+            console.console.print(text)
+    for one in part.findings:
         console.say(f"{one.level}: {one.what}\n    in: {one.where}\n    fix: {one.fix}")
-    count = sum(one.level == "fault" for one in found)
-    console.say(f"{len(episodes)} episodes, {count} fault{'' if count == 1 else 's'}")
+    count = sum(one.level == "fault" for one in part.findings)
+    console.say(f"{len(part.episodes)} episodes, {count} fault{'' if count == 1 else 's'}")
 
 
 def _cells(one: Played) -> dict[str, Any]:

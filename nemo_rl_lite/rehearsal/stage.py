@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import psutil
 
@@ -17,7 +18,7 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rehearsal.script import OTHERS, PLAIN, SLOW, TWICE, Script, ScriptedGeneration, ScriptedRequests
-from nemo_rl_lite.rollout.episode import Episode, fetched
+from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Failure, LocalPlayers, PromptTask
 from nemo_rl_lite.rollout.segments import Segment
 from nemo_rl_lite.run.jobs import GRPOJob
@@ -151,7 +152,8 @@ class _Stage:
         requests = ScriptedRequests(script, self._job.tokenizer, mark or _MARKS + number * _BETWEEN)
         one = self._job.problem(number if problem is None else problem)
         group = self._players.play_with(PromptTask(0, number, one, 1, self._sampling, 0, 1), requests)
-        (episode,) = fetched(group.episodes, None)
+        # Players of this process keep whole episodes.
+        episode = cast(Episode, group.episodes[0])
         requests.episode = episode
         try:
             await group.played
