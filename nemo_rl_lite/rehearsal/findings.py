@@ -1,4 +1,4 @@
-"""What a rehearsal's episodes say about the user's code: faults that hurt a run, each with a fix."""
+"""Findings of a rehearsal: faults of the user's code that hurt a run, each with a fix."""
 
 import inspect
 import itertools

@@ -51,7 +51,7 @@ TWICE = Script("repeated", ["wrong", "wrong", "answer"])
 SLOW = Script("slow responses", ["answer"], delay_s=0.4)
 OTHERS = (
     Script("tool, then answer", ["call", "answer"], needs_tools=True),
-    Script("tools for ever", ["call"], needs_tools=True),
+    Script("tools forever", ["call"], needs_tools=True),
     Script("broken call", ["broken call", "answer"], needs_tools=True),
     Script("unknown tool", ["unknown tool", "answer"], needs_tools=True),
     Script("empty response", ["empty", "answer"]),
@@ -59,7 +59,7 @@ OTHERS = (
     Script("cut off", ["cut off", "answer"]),
     Script("thoughts", ["thoughts"]),
     Script("odd characters", ["odd characters", "answer"]),
-    Script("wrong for ever", ["wrong"]),
+    Script("wrong forever", ["wrong"]),
     Script("full length", ["full length"]),
 )
 

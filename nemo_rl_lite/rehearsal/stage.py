@@ -66,9 +66,9 @@ class Rehearsal:
     config: Config
     episodes: list[Played] = field(default_factory=list)
     alone_s: float = 0.0
-    """Seconds of one episode with slow responses."""
+    """Duration of one episode with slow responses."""
     together_s: float = 0.0
-    """Seconds of `AT_ONCE` such episodes at once."""
+    """Duration of `AT_ONCE` such episodes at once."""
     left_processes: list[str] = field(default_factory=list)
     """Command lines of processes that the user's code left."""
     left_files: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ def rehearse(job: GRPOJob, config: Config, temporary: Path) -> Rehearsal:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Give processes of user code a folder of their own for temporary files; they must start in the block."""
+    """Give processes of user code a separate folder for temporary files; they must start in the block."""
     before = os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = folder

@@ -1,4 +1,4 @@
-"""Agents and an environment, good ones if `bugs` are empty. They run in processes of their own."""
+"""Agents and an environment, good ones if `bugs` are empty. They run in separate processes."""
 
 import asyncio
 import itertools
