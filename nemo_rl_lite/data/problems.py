@@ -9,7 +9,6 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 from nemo_rl_lite.data.messages import Message, read_messages, refuse_chat_as_text
@@ -62,16 +61,27 @@ class FileSet[T: Prompted]:
     problems: tuple[T, ...]
     seed: int
     shuffle: bool
+    _orders: dict[int, list[int]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Orders of the last two epochs that were read: neighbours at the end of an epoch."""
 
     def problem(self, position: int) -> T:
         epoch, place = divmod(position, len(self.problems))
-        return self.problems[_shuffled(len(self.problems), f"{self.seed}/{epoch}")[place] if self.shuffle else place]
+        return self.problems[self._shuffled(epoch)[place] if self.shuffle else place]
 
     def finite(self) -> Sequence[T]:
         return self.problems
 
     def only(self, fits: Callable[[T], bool]) -> "FileSet[T]":
         return replace(self, problems=tuple(filter(fits, self.problems)))
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            order = list(range(len(self.problems)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            for old in [*self._orders][:-1]:
+                del self._orders[old]
+            self._orders[epoch] = order
+        return self._orders[epoch]
 
 
 @dataclass(frozen=True)
@@ -89,13 +99,6 @@ class Derived[T: Prompted]:
 
     def only(self, fits: Callable[[T], bool]) -> "Derived[T]":
         return replace(self, task=self.task.only(lambda problem: fits(self.derive(problem))))
-
-
-@lru_cache(maxsize=2)
-def _shuffled(count: int, seed: str) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order
 
 
 def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt") -> tuple[Message, ...]:

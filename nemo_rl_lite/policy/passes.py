@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_rl_lite.losses.batch import Batch, RoutedExperts
 from nemo_rl_lite.losses.grpo import mismatch_metrics
-from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of
+from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of, needs_of
 from nemo_rl_lite.observability.liveness import note_progress
 from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.policy import activation_offload
@@ -135,6 +135,9 @@ def forward_backward(
     of the global loss, so both are multiplied back. For context-parallel ranks, megatron-core does so itself.
     """
     model.train_mode(True)
+    if "student_topk_logprobs" in needs_of(loss):
+        # The teacher's largest logits of a shared token may differ by row.
+        layout = replace(layout, least_saved=None)
     micro_batches = cut_equally(model, batch.tokens, batch.lengths, layout)
     model.clock.begin()
     scale = len(micro_batches) * model.place.data_size

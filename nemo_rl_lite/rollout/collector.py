@@ -177,6 +177,7 @@ class RolloutTask:
     def forget(self, begun: int) -> None:
         """Forget the groups from this number on, whose prompts were given back when the rollout was complete."""
         given_back, self.groups = self.groups[begun:], self.groups[:begun]
+        self.begun = 0
         if self.players is not None and (store := self.players.store) is not None:
             store.release([one for group in given_back for one in group.episodes if isinstance(one, EpisodeRecord)])
 

@@ -88,7 +88,8 @@ class _RolloutPrefetcher:
         self.players: Players | None = None
         """None until the engines have weights."""
         self._begun: dict[int, _Begun] = {}
-        self._taken: _Begun
+        self._taken: _Begun | None = None
+        """The last rollout, until its training ends."""
         # True if no other rollout may start.
         self._is_held = False
 
@@ -108,6 +109,8 @@ class _RolloutPrefetcher:
 
     async def take_again(self, step: int) -> Rollout:
         """Sample what the last rollout has lost since."""
+        if self._taken is None:
+            raise RuntimeError(f"no rollout of step {step} was taken")
         self._begun[step] = self._taken
         return await self.take(step)
 
@@ -131,7 +134,7 @@ class _RolloutPrefetcher:
 
     async def resume(self, version: int) -> None:
         """Resume the engines with this step's weights."""
-        self.version = version
+        self.version, self._taken = version, None
         self._queue.resume()
         await self.release()
 

@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ class SavedGroup:
     def read(self) -> list[Episode] | None:
         """Return the episodes, without their spans. None: the file is gone, as its checkpoint was removed."""
         try:
-            rows = parquet.ParquetFile(self.file).read_row_group(self.row_group).to_pylist()
+            metadata = _metadata(self.file, self.file.stat().st_mtime_ns)
+            rows = parquet.ParquetFile(self.file, metadata=metadata).read_row_group(self.row_group).to_pylist()
         except FileNotFoundError:
             return None
         return [_episode(row) for row in rows if row["prompt"] == self.prompt]
@@ -157,6 +159,12 @@ def load_rollouts(folder: Path) -> list[SavedRollout]:
         done = {number: group for one in files for number, group in load_groups(one).items()}
         found.append(SavedRollout(RolloutState(**known), done))
     return found
+
+
+@lru_cache(maxsize=8)
+def _metadata(file: Path, _: int) -> parquet.FileMetaData:
+    """Return a file's metadata, of which it has a part per prompt. The time of its change tells versions apart."""
+    return parquet.read_metadata(file)
 
 
 def _saved_row(prompt: int, episode: Episode) -> dict[str, Any]:

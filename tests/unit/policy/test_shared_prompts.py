@@ -1,10 +1,12 @@
 """Families of rows with a common prefix, their packs, and attention over them."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nemo_rl_lite.policy import passes
 from nemo_rl_lite.policy.context import ContextRanks
 from nemo_rl_lite.policy.micro_batches import Layout, cut
 from nemo_rl_lite.policy.passes import view_of
@@ -184,3 +186,13 @@ def test_the_backward_pass_keeps_no_copies_of_keys():
     found.sum().backward()
     for ours, expected in zip(kept, (query, key[shared.keys_K], value[shared.keys_K]), strict=True):
         assert torch.equal(ours, expected)
+
+
+def test_rows_with_teachers_ids_share_nothing(monkeypatch):
+    layouts = []
+    monkeypatch.setattr(passes, "cut_equally", lambda model, tokens, lengths, layout: layouts.append(layout) or 1 / 0)
+    model, own = SimpleNamespace(train_mode=lambda _: None), SimpleNamespace(tokens=None, lengths=None)
+    for needs in ((), ("student_topk_logprobs",)):
+        with pytest.raises(ZeroDivisionError):
+            passes.forward_backward(model, own, LAYOUT, 1.0, SimpleNamespace(needs=frozenset(needs)), None)
+    assert [one.least_saved for one in layouts] == [0.0, None]

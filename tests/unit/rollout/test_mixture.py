@@ -1,6 +1,7 @@
 """Mixtures: shares of sources, what a checkpoint keeps, curricula, and metrics by source."""
 
 import json
+import random
 from collections import Counter
 from fractions import Fraction
 
@@ -159,3 +160,14 @@ def test_a_mixed_set_gives_the_same_item_at_a_position():
     assert found == [other.problem(position) for position in reversed(range(24))][::-1]
     assert [Counter(one.source for one in found[at : at + 4])["a"] for at in (0, 12, 20)] == [2, 4, 4]
     assert len(first.finite()) == 13 and len(first.only(lambda one: one.source == "a").finite()) == 10
+
+
+def test_draws_in_turn_from_several_sources_shuffle_each_once(monkeypatch):
+    shuffled, shuffle = [], random.Random.shuffle
+    monkeypatch.setattr(random.Random, "shuffle", lambda self, order: (shuffled.append(1), shuffle(self, order)))
+    sets = [rows(name, 40) for name in "abc"]
+    for position in range(60):
+        for one in sets:
+            one.problem(position)
+    # Two epochs each.
+    assert len(shuffled) == 6
