@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from nemo_rl_lite.config.user_code import imported
@@ -164,8 +165,9 @@ def _blocked_loop(found: Rehearsal) -> Iterator[Finding]:
     name, slow = found.config.agent.name, found.of(SLOW)
     if name is None or not inspect.iscoroutinefunction(imported(name)) or any(one.failure for one in slow):
         return
-    if slow and found.together_s > 0.7 * AT_ONCE * found.alone_s:
-        what = f"{AT_ONCE} episodes take {found.together_s:.1f} s, and one alone {found.alone_s:.1f} s"
+    waits = sorted((span.begin, span.end) for one in slow for span in one.episode.spans if span.what == "generate")
+    if waits and all(end is not None and end <= begin for (_, end), (begin, _) in pairwise(waits)):
+        what = f"of {len(slow)} episodes at once, only one waits for a response at a time"
         fix = "await in an `async def` agent: a blocking client stops all episodes of the process"
         yield Finding(what, "slow responses", fix)
 

@@ -23,7 +23,7 @@ from nemo_rl_lite.rollout.groups import Failure, LocalPlayers, PromptTask
 from nemo_rl_lite.rollout.segments import Segment
 from nemo_rl_lite.run.jobs import GRPOJob
 
-AT_ONCE = 4
+AT_ONCE = 5
 """Number of concurrent episodes with slow responses."""
 # Wrong answers of different episodes begin far from one another.
 _MARKS, _BETWEEN = 3_000_017, 1_009
@@ -65,10 +65,6 @@ class Rehearsal:
 
     config: Config
     episodes: list[Played] = field(default_factory=list)
-    alone_s: float = 0.0
-    """Duration of one episode with slow responses."""
-    together_s: float = 0.0
-    """Duration of `AT_ONCE` such episodes at once."""
     left_processes: list[str] = field(default_factory=list)
     """Command lines of processes that the user's code left."""
     left_files: list[str] = field(default_factory=list)
@@ -129,7 +125,7 @@ class _Stage:
             await self.play()
 
     async def play(self) -> None:
-        """Play each script, and those with slow responses alone and at once. Only the first ones if they all fail."""
+        """Play each script, and those with slow responses at once. Only the first ones if they all fail."""
         found = self._found
         found.episodes += await asyncio.gather(*(self._episode(script) for script in PLAIN))
         if all(one.failure for one in found.episodes):
@@ -141,11 +137,7 @@ class _Stage:
         more = [script for script in PLAIN for _ in range(2)]
         found.episodes += await asyncio.gather(*(self._episode(script) for script in (*more, *others)))
         found.episodes += [await self._episode(TWICE, mark=_MARKS // 3, problem=0) for _ in range(2)]
-        begun = time.perf_counter()
-        found.episodes.append(await self._episode(SLOW))
-        found.alone_s, begun = time.perf_counter() - begun, time.perf_counter()
         found.episodes += await asyncio.gather(*(self._episode(SLOW) for _ in range(AT_ONCE)))
-        found.together_s = time.perf_counter() - begun
 
     async def _episode(self, script: Script, mark: int | None = None, problem: int | None = None) -> Played:
         number, begun = next(self._numbers), time.perf_counter()
