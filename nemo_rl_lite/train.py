@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Signals during this import, which takes a second, are not lost.
         from nemo_rl_lite.run.command import launch
 
-        launch(sys.argv[1:] if arguments is None else list(arguments))
+        launch(sys.argv[1:] if arguments is None else list(arguments), owns_process=True)
     except ModuleNotFoundError as error:
         if error.name != "hydra":
             raise

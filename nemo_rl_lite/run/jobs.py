@@ -1,6 +1,5 @@
 """The jobs of all algorithms: data, workers and loop of GRPO and distillation, and of SFT, DPO, ORPO and KTO."""
 
-import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -137,9 +136,6 @@ class GRPOJob(_AlgorithmJob):
 
     def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
         super().__init__(config, folder, console, model_path)
-        gc.collect()
-        # A later garbage collection would walk through all that was imported, for 0.15 seconds in a rollout.
-        gc.freeze()
         # Rollout workers have their own processes for user code.
         with ending_pools() if rollout_workers(config) else nullcontext():
             self._playing = Playing(config)
