@@ -200,7 +200,7 @@ class GRPO:
             moves: dict[str, Move] = {}
             if self.teacher is not None:
                 with timer("teacher_logprob_inference"):
-                    rows = self.teacher.scored(rows)
+                    rows = self.teacher.scored(rows, rollout.row_sources(rows))
                 moves, memory = self.teacher.pop_moves(), memory | self.teacher.pop_memory()
             with timer("policy_and_reference_logprobs"):
                 batch = self.policy.put_batch(rows)

@@ -139,6 +139,7 @@ def _completed(composed: DictConfig, shared: Mapping[str, Any], key: str, given:
     base.pop("sources", None)
     implied = next(({"name": file} for own, file in _DATA_OF.items() if given.get(own) is not None), {})
     own = {"weight": 1.0, "max_new_tokens": "${generation.max_new_tokens}"}
+    own |= {"teacher": {"model_name": "${teacher.model_name}"}}
     found: Any = OmegaConf.merge(base, implied, own, given)
     # An environment excludes an agent, so a source with one of them does not have the run's other.
     for section, other in (("reward", ""), ("environment", "agent"), ("agent", "environment")):

@@ -407,6 +407,11 @@ class EnvironmentConfig(AgentConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class SourceTeacherConfig:
+    model_name: Annotated[str, Field(min_length=1)] | None
+
+
+@dataclass(frozen=True, config=STRICT)
 class SourceConfig(DataSetConfig):
     """The keys of `data` for one source of a mixture, and those that it has instead of the run's. Composition fills
     them in."""
@@ -415,6 +420,7 @@ class SourceConfig(DataSetConfig):
     reward: RewardConfig
     environment: EnvironmentConfig
     agent: AgentConfig
+    teacher: SourceTeacherConfig
     max_new_tokens: PositiveInt
 
 

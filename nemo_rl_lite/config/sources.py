@@ -1,4 +1,4 @@
-"""Sources of a mixture: each is the run's configuration with its own data, reward, environment, agent and limits."""
+"""Sources of a mixture: each is the run's configuration with its own data, reward, environment, agent and teacher."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,8 @@ ONLY = ""
 """Name of the source of a run without `data.sources`."""
 # Keys and choices of files that a source has instead of the run.
 _KEYS = re.compile(
-    r"\b(data\.|reward\.|environment\.|agent\.|generation\.(?=max_new)|(?:data|reward|environment|agent)=)(?=[a-z_])"
+    r"\b(data\.|reward\.|environment\.|agent\.|teacher\.(?=model_name)|generation\.(?=max_new)|"
+    r"(?:data|reward|environment|agent)=)(?=[a-z_])"
 )
 
 
@@ -33,8 +34,21 @@ def _of_source(config: Config, source: SourceConfig) -> Config:
         reward=source.reward,
         environment=source.environment,
         agent=source.agent,
+        teacher=replace(config.teacher, model_name=source.teacher.model_name),
         generation=replace(config.generation, max_new_tokens=source.max_new_tokens),
     )
+
+
+def teacher_configs(config: Config) -> dict[str, Config]:
+    """Return the configuration of a source of each teacher, by the name of the source; by `ONLY` for the run's teacher.
+
+    Teachers differ in `teacher.model_name`.
+    """
+    found: dict[str | None, tuple[str, Config]] = {}
+    for name, one in source_configs(config).items():
+        model = one.teacher.model_name
+        found.setdefault(model, (ONLY if model == config.teacher.model_name else name, one))
+    return dict(found.values())
 
 
 @contextmanager

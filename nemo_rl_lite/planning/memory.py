@@ -56,6 +56,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_together,
     teacher_topk,
 )
+from nemo_rl_lite.config.sources import teacher_configs
 from nemo_rl_lite.models.draft import DraftShape, draft_shape, own_draft_layers
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, find_shape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
@@ -377,7 +378,7 @@ def _of_stage(
         Component.PARAMETERS: held * item_bytes(config) - shared_weights(config, shape, stage),
         Component.GRADIENTS: trained.total * GRADIENT_BYTES,
     }
-    of_teacher = teacher_weight_bytes(config) if has_teacher(config) else 0
+    of_teachers = teacher_weight_bytes(config) if has_teacher(config) else []
     if residency.engines_share_device:
         weights = engine_weights(config, shape)
         sizes[Component.GENERATION_WEIGHTS] = weights
@@ -391,8 +392,10 @@ def _of_stage(
         if component is Component.ACTIVATIONS:
             return _activations(config, shape, phase, stage)
         if component is Component.TEACHER_WEIGHTS:
-            # The copy in host memory is permanent.
-            return Bytes(host=of_teacher if config.teacher.offload else 0) + _at(place, of_teacher, moved=False)
+            if not config.teacher.offload:
+                return _at(place, sum(of_teachers))
+            # Copies in host memory are permanent. One teacher at a time is on the device.
+            return Bytes(host=sum(of_teachers)) + _at(place, max(of_teachers), moved=False)
         return _at(place, sizes[component])
 
     return {
@@ -493,23 +496,25 @@ def teacher_shape(config: Config) -> ModelShape | None:
     return _shape(config.teacher.model_name or "") if has_teacher(config) else None
 
 
-def teacher_weight_bytes(config: Config) -> int:
-    """Return the largest bytes of weights on a teacher's rank."""
-    shape, own = teacher_shape(config), as_teacher(config)
-    if shape is None:
-        return 0
+def teacher_weight_bytes(config: Config) -> list[int]:
+    """Return the largest bytes of weights on a rank, of each teacher; 0 for an unknown architecture."""
+    own = as_teacher(config)
     dims = parallel_dims(own)
-    return max(rank_parameters(shape, dims, stage).total for stage in range(dims.pp)) * item_bytes(own)
+    return [
+        0
+        if (shape := teacher_shape(one)) is None
+        else max(rank_parameters(shape, dims, stage).total for stage in range(dims.pp)) * item_bytes(own)
+        for one in teacher_configs(config).values()
+    ]
 
 
 def teacher_activation_bytes(config: Config) -> int:
-    """Return the peak bytes of the teacher's pass over a micro-batch, including top-k logits."""
-    shape, own = teacher_shape(config), as_teacher(config)
-    if shape is None:
-        return 0
+    """Return the peak bytes of a teacher's pass over a micro-batch, including top-k logits."""
+    own = as_teacher(config)
     # A float32 logit and an int64 id.
     top = 12 * (teacher_topk(config) or 0) * micro_batch(own, training=False).tokens
-    return logprob_activations(own, shape, parallel_dims(own).pp - 1) + top
+    shapes = filter(None, map(teacher_shape, teacher_configs(config).values()))
+    return max((logprob_activations(own, shape, parallel_dims(own).pp - 1) + top for shape in shapes), default=0)
 
 
 @cache

@@ -37,6 +37,7 @@ from nemo_rl_lite.config.sizes import (
     samples_per_step,
     sequences_per_optimizer_step,
 )
+from nemo_rl_lite.config.sources import teacher_configs
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.automatic import resolve_auto
@@ -122,8 +123,9 @@ def assumed_lengths(config: Config, mean: float | None = None) -> Lengths:
 def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> StepTime:
     """Predict a step of an algorithm that generates, at the speed of the known GPU whose memory is nearest."""
     _, gpu = speed_of(gpu_bytes)
-    teacher = teacher_shape(config)
-    of_teacher = 0.0 if teacher is None else logprob_seconds(as_teacher(config), teacher, gpu, lengths)
+    # With several teachers, the slowest one: shares of the sources can change.
+    teachers = filter(None, map(teacher_shape, teacher_configs(config).values()))
+    of_teacher = max((logprob_seconds(as_teacher(config), one, gpu, lengths) for one in teachers), default=0.0)
     apart = not config.generation.colocated.enabled
     shared_s = REFIT_WAKING_S if engines_sleep(config) else REFIT_AWAKE_S
     rate = RATE_BETWEEN if apart and config.cluster.num_nodes > 1 else RATE_INSIDE

@@ -70,11 +70,11 @@ def with_scores(rows: TokenRows, shares: Sequence[np.ndarray], scores: Sequence[
 
 
 class Teacher(Protocol):
-    """Ranks of a teacher."""
+    """Ranks of the teachers."""
 
-    def scored(self, rows: RowBatch) -> RowBatch:
-        """Return the rows with the teacher's scores, in the policy's logprob phase. The teacher's weights are on the
-        device only during this call."""
+    def scored(self, rows: RowBatch, sources: Sequence[str]) -> RowBatch:
+        """Return the rows with the scores of the teacher of each row's source, in the policy's logprob phase. Weights
+        of teachers are on the device only during this call, if they are offloaded."""
 
     def pop_memory(self) -> dict[str, float]: ...
 

@@ -202,7 +202,8 @@ class MegatronModel:
 def build_model(
     config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float, seed: int, trains: bool = True
 ) -> MegatronModel:
-    """Start torch.distributed and model parallelism, build the model and load its weights.
+    """Start torch.distributed and model parallelism, build the model and load its weights. Models of a process have one
+    parallel layout.
 
     The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The model is on the CPU, or on the process's
     first GPU, with Transformer Engine's layers. It has gradient buffers if it `trains`.
@@ -213,8 +214,10 @@ def build_model(
     parallel, device = config.megatron_cfg, torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     bridge = auto_bridge().from_hf_pretrained(path)
+    from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -222,7 +225,8 @@ def build_model(
     provider.finalize()
     check_shareable(provider)
     transformer_engine.exchange_heads_on_device(provider)
-    provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
+    if not parallel_state.model_parallel_is_initialized():
+        provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     peft, lora = parallel.peft, None
     if peft.enabled:
         from megatron.bridge.peft.lora import LoRA

@@ -1,10 +1,11 @@
-"""Teacher on one rank: a model that computes logprobs of the policy's samples.
+"""Teachers on one rank: models of one parallel layout that compute logprobs of the policy's samples.
 
 `cluster/` hosts it in a separate actor, because a process has one parallel layout.
 """
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from nemo_rl_lite.policy.interface import TeacherScores, with_scores
 from nemo_rl_lite.policy.logprobs import TopLogits
 from nemo_rl_lite.policy.memory import CPUMemory, GPUMemory, host_registrar
 from nemo_rl_lite.policy.micro_batches import Layout
-from nemo_rl_lite.policy.model import ParallelPlace, build_model, leave_groups
+from nemo_rl_lite.policy.model import MegatronModel, ParallelPlace, build_model, leave_groups
 from nemo_rl_lite.policy.passes import forward_scores
 from nemo_rl_lite.policy.worker import preload
 from nemo_rl_lite.system import numa
@@ -29,17 +30,23 @@ __all__ = ["TeacherWorker", "preload"]
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Teacher:
+    model: MegatronModel
+    layout: Layout
+    weights: FrozenWeights
+
+
 class TeacherWorker:
-    """Teacher on this rank. The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Teachers on this rank, numbered from 0. The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Methods are collective, except for `scores`. Results are None on ranks that do not report (`ParallelPlace.reports`).
     """
 
     def __init__(
         self,
-        policy: PolicyConfig,
+        policies: Sequence[PolicyConfig],
         cluster: ClusterConfig,
-        model_path: str,
         seed: int,
         temperature: float,
         topk: int | None,
@@ -47,67 +54,74 @@ class TeacherWorker:
         on_gpu: bool,
         residency: Residency,
     ):
-        """`policy`: see `config.teacher.as_teacher`. `topk`: number of largest logits that `score` returns."""
+        """`policies`: those of `as_teacher`, whose `model_name` is a folder. `topk`: number of largest logits that
+        `score` returns."""
         if on_gpu and cluster.numa_binding:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
         self._temperature, self._topk = temperature, topk
-        with SETUP("model"):
-            self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed, trains=False)
-        self._layout = Layout.configured(policy, "logprob", on_gpu, can_share=self._model.shares_prompts)
-        log.info("micro-batches: %s", self._layout)
-        arena = HostArena("the teacher's weights", host_registrar(policy, self._model))
-        self._weights = FrozenWeights("teacher_weights", self._model.state, arena, self._model.device)
         self._stays = residency.place(Phase.TRAIN, Component.TEACHER_WEIGHTS) is Place.DEVICE
         self._device = GPUMemory() if on_gpu else CPUMemory()
-        self._scored: TokenRows | None = None
-        self._memory = MemoryMeter(lambda: {Component.TEACHER_WEIGHTS.value: self._weights.device_bytes()})
-        self.leave()
+        self._scored: dict[int, TokenRows] = {}
+        self._teachers: list[_Teacher] = []
+        self._memory = MemoryMeter(
+            lambda: {Component.TEACHER_WEIGHTS.value: sum(one.weights.device_bytes() for one in self._teachers)}
+        )
+        for policy in policies:
+            with SETUP("model"):
+                model = build_model(policy, policy.model_name, on_gpu, cluster.collective_timeout_s, seed, trains=False)
+            layout = Layout.configured(policy, "logprob", on_gpu, can_share=model.shares_prompts)
+            log.info("micro-batches: %s", layout)
+            arena = HostArena("the teacher's weights", host_registrar(policy, model))
+            weights = FrozenWeights("teacher_weights", model.state, arena, model.device)
+            self._teachers.append(_Teacher(model, layout, weights))
+            # Frees the device for the next teacher.
+            self.leave()
 
     def place(self) -> ParallelPlace:
-        return self._model.place
+        return self._teachers[0].model.place
 
-    def prepare_for_logprob(self) -> None:
-        """Load the weights to the device, for the logprob phase."""
-        self._weights.reload()
+    def prepare_for_logprob(self, teacher: int) -> None:
+        """Load a teacher's weights to the device, for the logprob phase."""
+        self._teachers[teacher].weights.reload()
 
     def leave(self) -> None:
         """Free memory for other processes, after the logprob phase."""
-        if not self._stays:
-            self._weights.offload()
+        for one in () if self._stays else self._teachers:
+            one.weights.offload()
         self._device.trim()
 
-    def score(self, rows: Sequence[TokenRow]) -> TeacherScores | None:
-        """Return logprobs of this replica's rows at the sampling temperature and, with `topk`, each token's largest
-        logits."""
-        batch = Batch.padded(rows)
+    def score(self, rows: Sequence[TokenRow], teacher: int) -> TeacherScores | None:
+        """Return a teacher's logprobs of this replica's rows at the sampling temperature and, with `topk`, each token's
+        largest logits."""
+        batch, own = Batch.padded(rows), self._teachers[teacher]
         asked = None if self._topk is None else TopLogits(self._topk)
         with self._memory.phase("logprob"):
             inputs = batch.tokens, batch.lengths
-            scored = forward_scores(self._model, *inputs, self._layout, self._temperature, loss=asked)
-        if scored is None or not self._model.place.reports:
+            scored = forward_scores(own.model, *inputs, own.layout, self._temperature, loss=asked)
+        if scored is None or not own.model.place.reports:
             return None
         inside_BT = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
         found = {name: values[inside_BT].numpy() for name, values in scored.items()}
         ids = found.get("topk_ids")
         return TeacherScores(found["logprobs"], found.get("topk_logits"), None if ids is None else ids.astype(np.int32))
 
-    def score_parts(self, order: Sequence[int], *parts: TokenRows) -> None:
-        """Compute logprobs of the rows at `order` in the concatenation of `parts`, and keep them for `scores`."""
+    def score_parts(self, teacher: int, order: Sequence[int], *parts: TokenRows) -> None:
+        """Compute a teacher's logprobs of the rows at `order` in the concatenation of `parts`, and keep them for
+        `scores`."""
         rows = TokenRows.concatenated(parts).select(order)
-        found = self.score(rows)
-        self._scored = None if found is None else with_scores(rows, [np.arange(len(rows))], [found])
+        found = self.score(rows, teacher)
+        if found is not None:
+            self._scored[teacher] = with_scores(rows, [np.arange(len(rows))], [found])
 
-    def scores(self, rows: Sequence[int]) -> TeacherScores:
-        """Return the scores of these rows of `score_parts`. Not collective: the rank reports."""
-        if self._scored is None:
-            raise RuntimeError("this rank does not report, or has scored no parts")
-        found = self._scored.select(rows)
+    def scores(self, teacher: int, rows: Sequence[int]) -> TeacherScores:
+        """Return the teacher's scores of these rows of `score_parts`. Not collective: the rank reports."""
+        found = self._scored[teacher].select(rows)
         logprobs, logits, ids = found.teacher_logprobs, found.teacher_topk_logits, found.teacher_topk_ids
         return TeacherScores(logprobs, logits, ids)  # pyrefly: ignore
 
     def close(self) -> None:
-        """Drop the model, so that this process can build another worker."""
+        """Drop the models, so that this process can build another worker."""
         self.__dict__.clear()
         leave_groups()
 
@@ -117,4 +131,4 @@ class TeacherWorker:
 
     def pop_moves(self) -> list[tuple[str, Move]]:
         """Return moves between device and host since the last call."""
-        return self._weights.pop_moves()
+        return [move for one in self._teachers for move in one.weights.pop_moves()]

@@ -179,6 +179,11 @@ class Rollout:
         ]
         return replace(TokenRows.of(rows), episodes=episode_numbers(counts))
 
+    def row_sources(self, rows: RowBatch) -> list[str]:
+        """Return the source of each row of `rows`, which are this rollout's."""
+        numbers = range(len(rows)) if rows.episodes is None else rows.episodes.tolist()
+        return [self.episodes[number].source for number in numbers]
+
     def whole(self, places: Sequence[int] | None = None) -> list[Episode]:
         """Return all episodes, or those at `places`, from wherever they are."""
         chosen = self.episodes if places is None else [self.episodes[place] for place in places]

@@ -1,7 +1,8 @@
-"""The models of a run: starting model, teacher, chat template, predicted memory and speed."""
+"""The models of a run: starting model, teachers, chat template, predicted memory and speed."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import as_teacher, on_gpus, policy_ranks
+from nemo_rl_lite.config.sources import naming_source, teacher_configs
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, check_model_folder, locate_model, with_template
@@ -79,31 +81,50 @@ def with_chosen_template(config: Config, model: Path, run_folder: Path, say: Cal
 
 
 def with_teacher(config: Config, console: RunConsole, untrained: Path | None = None) -> Config:
-    """Return the configuration with the teacher's folder in `teacher.model_name`; see `starting_model`.
+    """Return the configuration with the folder of each teacher in `teacher.model_name`; see `starting_model`.
 
     Raises:
         ConfigError: as `starting_model`, with the teacher's keys.
     """
     if not has_teacher(config):
         return config
+    folders: dict[str | None, str] = {}
+    for name, one in teacher_configs(config).items():
+        with naming_source(name), _naming_teacher():
+            folders[one.teacher.model_name] = str(starting_model(as_teacher(one), console, untrained))
+    # The run's teacher may be of no source.
+    model = config.teacher.model_name
+    sources = {
+        name: replace(one, teacher=replace(one.teacher, model_name=folders[one.teacher.model_name]))
+        for name, one in config.data.sources.items()
+    }
+    teacher = replace(config.teacher, model_name=folders.get(model, model))
+    return replace(config, teacher=teacher, data=replace(config.data, sources=sources))
+
+
+@contextmanager
+def _naming_teacher() -> Iterator[None]:
+    """Give the block's errors the teacher's keys."""
     try:
-        folder = starting_model(as_teacher(config), console, untrained)
+        yield
     except ConfigError as error:
         raise ConfigError(with_teachers_keys(error.violations)) from None
-    return replace(config, teacher=replace(config.teacher, model_name=str(folder)))
 
 
 def check_same_tokens(policy: ChatTokenizer, config: Config) -> None:
-    """Check that the teacher has the policy's token ids.
+    """Check that each teacher has the policy's token ids.
 
     Raises:
         ConfigError: its tokenizer is unreadable, or a token of the policy has another id.
     """
-    name = config.teacher.model_name
-    try:
-        others = ChatTokenizer(Path(str(name))).vocabulary
-    except ConfigError as error:
-        raise ConfigError(with_teachers_keys(error.violations)) from None
+    for name, one in teacher_configs(config).items():
+        with naming_source(name):
+            _check_same_tokens(policy, str(one.teacher.model_name))
+
+
+def _check_same_tokens(policy: ChatTokenizer, name: str) -> None:
+    with _naming_teacher():
+        others = ChatTokenizer(Path(name)).vocabulary
     own = policy.vocabulary
     unlike = sorted(((token, text) for text, token in own.items() if others.get(text) != token), key=lambda one: one[0])
     if unlike:

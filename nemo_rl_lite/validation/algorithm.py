@@ -18,7 +18,7 @@ from nemo_rl_lite.config.schema_algorithm import (
     LossConfig,
 )
 from nemo_rl_lite.config.sizes import as_teacher, iterations, optimizer_steps, samples_per_step, validates
-from nemo_rl_lite.config.sources import source_configs
+from nemo_rl_lite.config.sources import of_source, source_configs, teacher_configs
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.shape import push_problems
@@ -304,8 +304,16 @@ def with_teachers_keys(violations: Iterable[Violation]) -> list[Violation]:
     return [one for one in renamed if one.key.startswith("teacher.")]
 
 
-@rule("teacher", "cluster", "policy", "generation", options=DistillationConfig)
-def check_teacher(config: Config) -> Iterator[Violation]:
+@rule("teacher", "data.sources", "cluster", "policy", "generation", options=DistillationConfig)
+def check_teachers(config: Config) -> Iterator[Violation]:
+    found: list[Violation] = []
+    for name, one in teacher_configs(config).items():
+        # Teachers have one layout, so they can have the same violation.
+        found += [own for own in (of_source(name, own) for own in _of_teacher(one)) if own not in found]
+    yield from found
+
+
+def _of_teacher(config: Config) -> Iterator[Violation]:
     if config.teacher.model_name is None:
         rule_text = f"is null, and algorithm={config.algorithm.name} needs a teacher"
         yield Violation(TEACHER, None, rule_text, f"{TEACHER}=FOLDER, or a Hub model ID (organisation/model)")
@@ -314,8 +322,23 @@ def check_teacher(config: Config) -> Iterator[Violation]:
     yield from with_teachers_keys(one for check in checks for one in check(as_teacher(config)))
 
 
-@rule(TEACHER, "policy.model_name", _TOPK, options=DistillationConfig)
+@rule("data.sources", "teacher.model_name")
+def check_teachers_of_sources(config: Config) -> Iterator[Violation]:
+    if has_teacher(config):
+        return
+    for name, one in config.data.sources.items():
+        if (given := one.teacher.model_name) != config.teacher.model_name:
+            rule_text = f"has no effect: algorithm={config.algorithm.name} has no teacher"
+            yield of_source(name, Violation(TEACHER, given, rule_text, f"algorithm=distillation, or without {TEACHER}"))
+
+
+@rule(TEACHER, "data.sources", "policy.model_name", _TOPK, options=DistillationConfig)
 def check_largest_logits(config: Config) -> Iterator[Violation]:
+    for name, one in teacher_configs(config).items():
+        yield from (of_source(name, own) for own in _largest_logits(one))
+
+
+def _largest_logits(config: Config) -> Iterator[Violation]:
     topk = config.options(DistillationConfig).topk_logits_k
     teacher, policy = known_shape(config.teacher.model_name), known_shape(config.policy.model_name)
     if topk is None or teacher is None or policy is None:

@@ -146,9 +146,9 @@ def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFA
 def _described_source(details: ErrorDetails, known: Sequence[str], algorithm: str) -> Violation:
     """Convert an error in a source of a mixture, whose keys are those of the run."""
     _, _, name, *own = details["loc"]
-    if not own or own[0] in ("weight", "max_new_tokens"):
+    if not own or own[0] in ("weight", "max_new_tokens", "teacher"):
         # pydantic adds the name of a type that the value could have had.
-        key = ".".join(["data.sources", str(name), *map(str, own[:1])])
+        key = ".".join(["data.sources", str(name), *map(str, own if own[:1] == ["teacher"] else own[:1])])
         return replace(described({**details, "loc": (key,)}, (*known, key), algorithm), key=key)
     of_run = own if own[0] in ("reward", "environment", "agent") else ["data", *own]
     return of_source(str(name), described({**details, "loc": tuple(of_run)}, known, algorithm))

@@ -16,6 +16,7 @@ from torch import Tensor
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config, RefitConfig
+from nemo_rl_lite.config.sources import source_configs, teacher_configs
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import (
     CountedRows,
@@ -282,34 +283,55 @@ class RemotePolicy:
 class RemoteTeacher:
     """`Teacher` over a group of started `TeacherWorker`s."""
 
-    def __init__(self, group: WorkerGroup, cost: Cost = float):
-        """`cost`: work of a sequence by its number of tokens."""
-        self.group, self._cost = group, cost
+    def __init__(self, group: WorkerGroup, teachers: Mapping[str, int], costs: Sequence[Cost]):
+        """`teachers`: number of each source's teacher. `costs`: work of a sequence for each teacher, by its number of
+        tokens."""
+        self.group, self._teachers, self._costs = group, teachers, costs
         self._replicas = Replicas(group)
 
     @classmethod
     def of(cls, config: Config, group: WorkerGroup) -> "RemoteTeacher":
-        """Create the teacher of a run. `teacher.model_name` must be a folder."""
-        shape = described_shape(Path(str(config.teacher.model_name)))
-        return cls(group) if shape is None else cls(group, lambda tokens: forward_flops(shape, tokens))
+        """Create the teachers of a run. Each `teacher.model_name` must be a folder."""
+        models = [str(one.teacher.model_name) for one in teacher_configs(config).values()]
+        numbers = {name: models.index(str(one.teacher.model_name)) for name, one in source_configs(config).items()}
+        return cls(group, numbers, [_forward_cost(Path(model)) for model in models])
 
-    def scored(self, rows: RowBatch) -> RowBatch:
-        """Return the rows with the teacher's logprobs. Copies of the last row fill up the replicas. Scores of rows that
-        are elsewhere stay with the teacher, until its next call."""
-        count, lengths, replicas = len(rows), rows.lengths, self._replicas.count
-        index = np.arange(-(-count // replicas) * replicas).clip(max=count - 1)
-        owned = even_shares([self._cost(int(lengths[row])) for row in index], replicas)
-        shares = [index[own] for own in owned]
-        # A rollout worker that has died leaves the teacher where it is.
-        parts = rows.share([(own.tolist(), ()) for own in shares]) if isinstance(rows, CountedRows) else []
-        wait(self.group.call("prepare_for_logprob", phase=_SCORING))
+    def scored(self, rows: RowBatch, sources: Sequence[str]) -> RowBatch:
+        """See `Teacher.scored`. The teachers take turns. Scores of rows that are elsewhere stay with their teacher,
+        until it scores again."""
+        teacher_of = np.array([self._teachers[source] for source in sources])
+        used = sorted({*teacher_of.tolist()})
+        shares = {one: self._shares(rows, np.flatnonzero(teacher_of == one), one) for one in used}
         if isinstance(rows, CountedRows):
-            self._replicas.call_each("score_parts", [(one.order, *one.parts) for one in parts], _SCORING)
-            places = [rows.places[own] for own in shares]
-            found: RowBatch = replace(rows, source=_ScoredRows(rows.source, self._replicas, places))
-        else:
-            scores = self._replicas.call("score", [(rows.select(own.tolist()),) for own in shares], phase=_SCORING)
-            found = with_scores(rows, shares, scores)
+            # A rollout worker that has died leaves the teachers where they are.
+            parts = {one: rows.share([(share.tolist(), ()) for share in own]) for one, own in shares.items()}
+            for teacher, found in parts.items():
+                arguments = [(teacher, part.order, *part.parts) for part in found]
+                self._in_turn(teacher, partial(self._replicas.call_each, "score_parts", arguments, _SCORING))
+            owners = {
+                int(place): (replica, teacher, number)
+                for teacher, own in shares.items()
+                for replica, share in enumerate(own)
+                for number, place in enumerate(rows.places[share])
+            }
+            return replace(rows, source=_ScoredRows(rows.source, self._replicas, owners))
+        scores = []
+        for teacher, own in shares.items():
+            given = [(rows.select(share.tolist()),) for share in own]
+            scores += self._in_turn(teacher, partial(self._replicas.call, "score", given, teacher, phase=_SCORING))
+        return with_scores(rows, [share for own in shares.values() for share in own], scores)
+
+    def _shares(self, rows: RowBatch, index: np.ndarray, teacher: int) -> list[np.ndarray]:
+        """Return each replica's rows of `index`, equally many. Copies of the last row fill up the replicas."""
+        replicas = self._replicas.count
+        filled = index[np.arange(-(-len(index) // replicas) * replicas).clip(max=len(index) - 1)]
+        owned = even_shares([self._costs[teacher](int(rows.lengths[row])) for row in filled], replicas)
+        return [filled[own] for own in owned]
+
+    def _in_turn(self, teacher: int, score: Callable[[], Any]) -> Any:
+        """Return the result of `score`, which is called while the teacher's weights are on the device."""
+        wait(self.group.call("prepare_for_logprob", teacher, phase=_SCORING))
+        found = score()
         wait(self.group.call("leave", phase=_SCORING))
         return found
 
@@ -328,8 +350,8 @@ class _ScoredRows:
 
     rows: RowSource
     replicas: "Replicas"
-    scored: Sequence[np.ndarray]
-    """Indices of the rows that each replica has scored, in its order."""
+    owners: Mapping[int, tuple[int, int, int]]
+    """Replica, teacher, and number among the rows that these have scored, by index of the row."""
 
     def share(self, shares: Sequence[Share]) -> list[SharedRows]:
         """See `RowSource.share`."""
@@ -352,14 +374,20 @@ class _ScoredRows:
 
     def _scores(self, index: Sequence[int]) -> tuple[list[Call], tuple[np.ndarray, ...]]:
         """Ask the replicas for the scores of these rows. Return the calls, and the places of their rows in `index`."""
-        owner = {row: (replica, place) for replica, own in enumerate(self.scored) for place, row in enumerate(own)}
-        found = [owner[row] for row in index]
+        found = [self.owners[row] for row in index]
         calls, places = [], []
-        for replica in sorted({replica for replica, _ in found}):
-            own = [place for place, (of, _) in enumerate(found) if of == replica]
+        for replica, teacher in sorted({(replica, teacher) for replica, teacher, _ in found}):
+            own = [place for place, owner in enumerate(found) if owner[:2] == (replica, teacher)]
             places.append(np.array(own, np.int64))
-            calls.append(self.replicas.ask(replica, "scores", [found[place][1] for place in own], phase=_SCORING))
+            numbers = [found[place][2] for place in own]
+            calls.append(self.replicas.ask(replica, "scores", teacher, numbers, phase=_SCORING))
         return calls, tuple(places)
+
+
+def _forward_cost(model: Path) -> Cost:
+    """Return the FLOPs of a forward pass over a sequence by its number of tokens; the tokens for an unknown model."""
+    shape = described_shape(model)
+    return float if shape is None else partial(forward_flops, shape)
 
 
 def _applied(

@@ -28,6 +28,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_together,
     teacher_topk,
 )
+from nemo_rl_lite.config.sources import teacher_configs
 from nemo_rl_lite.offload.residency import Residency
 from nemo_rl_lite.system.machine import ON_CPUS
 
@@ -112,7 +113,7 @@ def start_policy(config: Config, policy: WorkerGroup, model_path: Path) -> Call:
 
 
 def start_teacher(config: Config, teacher: WorkerGroup) -> Call:
-    """Build the teacher's ranks. `teacher.model_name` must be a folder."""
+    """Build the ranks of the teachers. Each `teacher.model_name` must be a folder."""
     return teacher.start([teacher_arguments(config)] * len(teacher))
 
 
@@ -234,11 +235,10 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
 
 def teacher_arguments(config: Config) -> dict[str, Any]:
     """Return the keyword arguments of `TeacherWorker`, equal on every rank."""
-    own = as_teacher(config)
+    teachers = [as_teacher(one) for one in teacher_configs(config).values()]
     return {
-        "policy": replace(own.policy, logprob_batch_size=micro_batch_sizes(own)[1]),
+        "policies": [replace(own.policy, logprob_batch_size=micro_batch_sizes(own)[1]) for own in teachers],
         "cluster": config.cluster,
-        "model_path": own.policy.model_name,
         "seed": config.algorithm.seed,
         "temperature": config.generation.temperature,
         "topk": teacher_topk(config),

@@ -27,8 +27,8 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
         place, found = worker.place(), []
         each = len(rows()) // place.data_size
         for _ in range(2):
-            worker.prepare_for_logprob()
-            found.append(worker.score(rows()[place.data_rank * each : (place.data_rank + 1) * each]))
+            worker.prepare_for_logprob(0)
+            found.append(worker.score(rows()[place.data_rank * each : (place.data_rank + 1) * each], 0))
             worker.leave()
         moves = [name for name, _ in worker.pop_moves()]
         everyone = gathered((place.data_rank, found, moves) if place.reports else None)

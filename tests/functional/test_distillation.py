@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl_lite.workers.policy import RemoteTeacher
 from tests.functional.conftest import train
 from tests.functional.here import run_here, train_here
 from tests.functional.ranks import run_ranks
@@ -67,9 +68,37 @@ def test_every_metric_is_documented_and_logged(run):
     assert {"timing/train/teacher_logprob_inference", "offload/teacher_weights/to_device_bytes"} <= names
 
 
-def test_rollout_workers_give_their_rows_to_the_teacher(tmp_path, model_folder, teacher_folder):
+def test_each_source_has_the_scores_of_a_run_with_its_teacher_alone(
+    tmp_path, monkeypatch, model_folder, teacher_folder
+):
+    seen, score = [], RemoteTeacher.scored
+
+    def noted(self, rows, sources):
+        seen.append((sources, score(self, rows, sources)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(RemoteTeacher, "scored", noted)
+    common = [*SHORT, *TOPK, "algorithm.max_num_steps=1", "data.sources.first.weight=1", "data.sources.second.weight=2"]
+    both = [f"teacher.model_name={teacher_folder}", f"data.sources.second.teacher.model_name={model_folder}"]
+    runs = [both, *([f"teacher.model_name={one}"] for one in (teacher_folder, model_folder))]
+    metrics = [train_here(tmp_path / str(n), model_folder, *common, *own)[1] for n, own in enumerate(runs)]
+    (sources, mixed), *alone = seen
+    assert {*sources} == {"first", "second"}
+    for row, source, *others in zip(mixed, sources, *(one for _, one in alone), strict=True):
+        own, other = others if source == "first" else others[::-1]
+        assert row.tokens.tolist() == own.tokens.tolist()
+        np.testing.assert_allclose(row.teacher_logprobs, own.teacher_logprobs, atol=1e-5)
+        np.testing.assert_allclose(row.teacher_topk_logits, own.teacher_topk_logits, atol=1e-4)
+        assert not np.allclose(row.teacher_logprobs, other.teacher_logprobs, atol=1e-2)
+    # Each teacher is loaded once.
+    (moved,), *single = (series(one, "offload/teacher_weights/to_device_bytes") for one in metrics)
+    assert moved == sum(one for (one,) in single)
+
+
+def test_rollout_workers_give_their_rows_to_the_teachers(tmp_path, model_folder, teacher_folder):
     own = [*SHORT, *TOPK, "algorithm.max_num_steps=2", "generation.colocated.enabled=false", "logger.plots=false"]
     own += [f"teacher.model_name={teacher_folder}", "generation.data_parallel_size=2", "cluster.cpu_ranks=2"]
+    own += ["data.sources.first.weight=1", f"data.sources.second.teacher.model_name={model_folder}"]
     for workers in (0, 2):
         train(tmp_path / str(workers), model_folder, *own, f"algorithm.rollouts.num_workers={workers}")
     assert metrics_of(tmp_path / "2") == metrics_of(tmp_path / "0")

@@ -11,33 +11,38 @@ from nemo_rl_lite.policy.teacher import TeacherWorker
 from nemo_rl_lite.workers import policy as policy_module
 from nemo_rl_lite.workers.policy import RemoteTeacher
 
+LOW, HIGH = "low", "high"
+TEACHERS = {LOW: 0, HIGH: 1}
 ROWS = TokenRows.of([TokenRow(list(range(10 * row, 10 * row + 1 + row)), [True] * (row + 1)) for row in range(5)])
 
 
 class Worker:
-    """One rank: a token's logprob is minus the token, and its two largest logits are of the tokens after it."""
+    """One rank: a token's logprob is minus the token, and its two largest logits are of the tokens after it. The second
+    teacher's logprobs are lower by 1000."""
 
     def __init__(self, data_rank: int, replicas: int, reports: bool, topk: bool):
         self.own = ParallelPlace(data_rank, replicas, 0 if reports else 1, True, False)
-        self.calls, self.rows, self.topk = [], 0, topk
+        self.calls, self.rows, self.topk, self._scored = [], 0, topk, {}
 
     def place(self):
         return self.own
 
-    def prepare_for_logprob(self):
-        self.calls.append("prepare_for_logprob")
+    def prepare_for_logprob(self, teacher):
+        self.calls.append(("prepare_for_logprob", teacher))
 
     def leave(self):
         self.calls.append("leave")
 
-    def score(self, rows):
-        self.calls.append("score")
+    def score(self, rows, teacher):
+        self.calls.append(("score", teacher))
         self.rows = len(rows)
         if not self.own.reports:
             return None
         tokens = rows.tokens
         ids = np.stack([tokens + 1, tokens + 2], axis=1).astype(np.int32)
-        return TeacherScores(-tokens.astype(np.float32), *((ids * 0.5, ids) if self.topk else (None, None)))
+        return TeacherScores(
+            -tokens.astype(np.float32) - 1000 * teacher, *((ids * 0.5, ids) if self.topk else (None, None))
+        )
 
     score_parts, scores = TeacherWorker.score_parts, TeacherWorker.scores
 
@@ -73,19 +78,34 @@ def _at_once(monkeypatch):
     monkeypatch.setattr(policy_module.ray, "get", lambda references: references)
 
 
+def teachers(group: Group, cost=float) -> RemoteTeacher:
+    return RemoteTeacher(group, TEACHERS, [cost, cost])
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_scores_are_where_their_tokens_are(replicas):
     group = Group(replicas, topk=True)
-    scored = RemoteTeacher(group).scored(ROWS)
+    scored = teachers(group).scored(ROWS, [LOW] * 5)
     assert (scored.teacher_logprobs == -ROWS.tokens).all() and (scored.tokens == ROWS.tokens).all()
     assert (scored.teacher_topk_ids[:, 1] == ROWS.tokens + 2).all()
     # A replica's ranks score the same rows, and as many as another's.
     assert {worker.rows for worker in group.workers} == {-(-len(ROWS) // replicas)}
-    assert all(worker.calls == ["prepare_for_logprob", "score", "leave"] for worker in group.workers)
+    assert all(worker.calls == [("prepare_for_logprob", 0), ("score", 0), "leave"] for worker in group.workers)
     batch = Batch.padded(scored.select([3, 1]))
     assert batch.teacher_logprobs.tolist() == [[-30, -31, -32, -33], [-10, -11, 0, 0]]
     assert batch.teacher_topk_ids.shape == (2, 4, 2) and batch.teacher_topk_ids[1, 1].tolist() == [12, 13]
     assert batch.teacher_topk_logits[0, 0].tolist() == [15.5, 16.0]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_each_source_is_scored_by_its_teacher_alone(replicas):
+    group, sources = Group(replicas, topk=True), [HIGH, LOW, LOW, HIGH, LOW]
+    scored = teachers(group).scored(ROWS, sources)
+    for row, source in zip(scored, sources, strict=True):
+        assert (row.teacher_logprobs == -row.tokens - 1000 * TEACHERS[source]).all()
+        assert (row.teacher_topk_ids[:, 0] == row.tokens + 1).all()
+    turns = [call for one in TEACHERS.values() for call in (("prepare_for_logprob", one), ("score", one), "leave")]
+    assert all(worker.calls == turns for worker in group.workers)
 
 
 class Elsewhere:
@@ -107,24 +127,29 @@ class Elsewhere:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_scores_of_rows_elsewhere_stay_with_the_teacher(replicas):
+    sources = [LOW, HIGH, HIGH, LOW]
     counted = CountedRows(Elsewhere(), np.array([4, 2, 0, 1]), ROWS.lengths[[4, 2, 0, 1]], np.zeros(4), [{}] * 4)
-    scored = RemoteTeacher(Group(replicas, topk=True)).scored(counted)
+    scored = teachers(Group(replicas, topk=True)).scored(counted, sources)
+    lower = {place: 1000 * TEACHERS[source] for place, source in zip(counted.places.tolist(), sources, strict=True)}
+
+    def expected(places, rows):
+        return np.concatenate([-row.tokens - lower[place] for place, row in zip(places, rows, strict=True)])
+
     assert isinstance(scored, CountedRows)
     for index in ([0, 1, 2, 3], [3, 0]):
         (share,) = scored.share([(index, ())])
         rows = TokenRows.concatenated(share.parts).select(share.order)
         whole = with_scores(rows, share.scored, share.scores)
         assert (whole.tokens == ROWS.select(counted.places[index]).tokens).all()
-        assert (whole.teacher_logprobs == -whole.tokens).all()
+        assert (whole.teacher_logprobs == expected(counted.places[index], whole)).all()
         assert (whole.teacher_topk_ids[:, 0] == whole.tokens + 1).all()
-    assert (scored.fetched.teacher_logprobs == -scored.fetched.tokens).all()
-    assert scored[1:].apply(lambda rows: [row.teacher_logprobs[0] for row in rows]) == [
-        -row.tokens[0] for row in scored[1:]
-    ]
+    assert (scored.fetched.teacher_logprobs == expected(counted.places, scored.fetched)).all()
+    found = scored[1:].apply(lambda rows: [row.teacher_logprobs[0] for row in rows])
+    assert found == [-row.tokens[0] - lower[place] for place, row in zip(counted.places[1:], scored[1:], strict=True)]
 
 
 def test_without_largest_logits_there_are_none():
-    scored = RemoteTeacher(Group(2, topk=False)).scored(ROWS)
+    scored = teachers(Group(2, topk=False)).scored(ROWS, [LOW] * 5)
     assert scored.teacher_topk_ids is None and Batch.padded(scored).teacher_topk_logits is None
     assert scored[2].teacher_logprobs.tolist() == [-20, -21, -22] and ROWS.teacher_logprobs is None
 
@@ -133,10 +158,12 @@ def test_long_rows_are_shared_by_their_work():
     group = Group(2, topk=False)
     seen = []
     for worker in group.workers:
-        worker.score = lambda rows, own=worker: seen.append(rows.lengths.tolist()) or Worker.score(own, rows)
-    RemoteTeacher(group, cost=lambda tokens: tokens**3).scored(ROWS.select([4, 3, 0, 1]))
+        worker.score = lambda rows, teacher, own=worker: (
+            seen.append(rows.lengths.tolist()) or Worker.score(own, rows, teacher)
+        )
+    teachers(group, cost=lambda tokens: tokens**3).scored(ROWS.select([4, 3, 0, 1]), [LOW] * 4)
     assert sorted(map(sorted, seen[::2])) == [[1, 5], [2, 4]]
 
 
 def test_memory_is_that_of_the_weights():
-    assert RemoteTeacher(Group(2, topk=False)).pop_memory() == {"measured/logprob/teacher_weights": 6.0}
+    assert teachers(Group(2, topk=False)).pop_memory() == {"measured/logprob/teacher_weights": 6.0}

@@ -36,6 +36,7 @@ IS = f"{LOSS}.use_importance_sampling_correction=true"
 KWARGS, LORA = "generation.vllm_kwargs", "generation.vllm_cfg.lora"
 FILES = "data=file data.train_path=DATA data.validation_path=DATA"
 TAUGHT = "algorithm=distillation teacher.model_name=embedded:reverse-digits"
+OF_MATH = "data.sources.math.teacher.model_name"
 JUDGE = "reward=judge reward.kwargs.base_url=http://localhost:8000/v1 reward.kwargs.model=m"
 SHORT = "policy.max_total_sequence_length=64 generation.max_new_tokens=16"
 GPU = f"cluster.gpus_per_node=1 policy=megatron_gpu generation=transformers {SHORT}"
@@ -172,6 +173,11 @@ CASES = {
     f"{TAUGHT} policy.sequence_packing.enabled=true teacher.logprob_mb_tokens=16": "teacher.logprob_mb_tokens=32",
     f"{TAUGHT} algorithm.topk_logits_k=1000": "algorithm.topk_logits_k",
     "algorithm=distillation teacher.model_name=MODEL algorithm.topk_logits_k=8": "teacher.model_name",
+    f"{TAUGHT} {OF_MATH}=/gone": f"{OF_MATH} = '/gone'",
+    f"algorithm=distillation {OF_MATH}=embedded:reverse-digits data.sources.code.weight=1": "1. teacher.model_name",
+    f"{TAUGHT} data.sources.math.teacher.precision=float32": "data.sources.math.teacher.precision",
+    f"{TAUGHT} algorithm.topk_logits_k=8 {OF_MATH}=MODEL": OF_MATH,
+    f"{OF_MATH}=embedded:reverse-digits": OF_MATH,
     f"{TAUGHT} {LOSS}.policy_loss=clip_cov": f"{LOSS}.policy_loss",
     # Data.
     "data.name=squad": "data.name",
