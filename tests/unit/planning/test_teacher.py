@@ -56,6 +56,16 @@ def test_its_process_and_its_micro_batches_take_memory():
     assert teacher_activation_bytes(largest) == teacher_activation_bytes(config) + 12 * 64 * 8192
 
 
+def test_of_several_teachers_the_largest_is_on_the_device_and_all_are_in_host_memory():
+    small = weights([*COMMON, "algorithm=distillation", "teacher.model_name=Qwen/Qwen3-0.6B"], Phase.LOGPROB).device
+    large = weights(TAUGHT, Phase.LOGPROB).device
+    # Two sources share the run's teacher.
+    both = [*TAUGHT, "data.sources.a.weight=1", "data.sources.b.weight=1"]
+    both += ["data.sources.c.teacher.model_name=Qwen/Qwen3-0.6B"]
+    assert weights(both, Phase.LOGPROB) == Bytes(device=large, host=large + small)
+    assert weights([*both, "teacher.offload=false"], Phase.TRAIN) == Bytes(device=large + small)
+
+
 def test_its_pass_takes_seconds():
     config, plain = compose_config(TAUGHT), compose_config(COMMON)
     lengths, (_, gpu) = assumed_lengths(plain), speed_of(GPU)
