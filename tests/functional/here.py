@@ -329,8 +329,6 @@ def leaving_nothing() -> Iterator[None]:
         left = belongings() - before
         if not left:
             return
-        # A job has frozen the garbage of its time.
-        gc.unfreeze()
         gc.collect()
     raise AssertionError(f"a run has left behind: {dict(left)}")
 
