@@ -35,7 +35,7 @@ import httpx
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.agents import Endpoint
 
-_AGENT_S, _VERIFIER_S, _BUILD_S = 600.0, 600.0, 600.0
+_PLAY_S, _BUILD_S = 600.0, 600.0
 # Of a container, beyond the limits of agent and verifier.
 _SPARE_S = 300.0
 _MAX_CHARACTERS = 10_000
@@ -80,6 +80,10 @@ class Task:
         value = self.config.get(section, {}).get(name)
         return default if value is None else value
 
+    def limit(self, section: str) -> float:
+        """Return the time limit of `agent` or `verifier`, in seconds."""
+        return self.setting(section, "timeout_sec", _PLAY_S)
+
     @property
     def dockerfile(self) -> Path:
         """Its path; tasks with an image may have none."""
@@ -115,7 +119,7 @@ async def play(
             working = _harness(space, command, variables(endpoint, instruction))
         # As in Harbor, the tests judge what an agent left at its limit.
         with suppress(TimeoutError):
-            await asyncio.wait_for(working, task.setting("agent", "timeout_sec", _AGENT_S))
+            await asyncio.wait_for(working, task.limit("agent"))
         return await verify(task, space)
 
 
@@ -177,7 +181,7 @@ async def verify(task: Task, space: "Workspace") -> float:
     """Run the tests and return their reward: that of `reward.json`, or else of `reward.txt`. Raises TaskError."""
     await space.run("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", {})
     await space.copy(task.folder / "tests", "/tests")
-    limit, given = task.setting("verifier", "timeout_sec", _VERIFIER_S), task.setting("verifier", "env", {})
+    limit, given = task.limit("verifier"), task.setting("verifier", "env", {})
     own = {name: os.path.expandvars(str(value)) for name, value in given.items()}
     try:
         status, said = await asyncio.wait_for(space.run("bash /tests/test.sh", own), limit)
@@ -229,11 +233,7 @@ async def workspace(task: Task, runtime: str) -> AsyncIterator[Workspace]:
     image = await _image(engine, task)
     container = f"nrl-lite-harbor-{secrets.token_hex(8)}"
     # A killed agent process does not remove its containers: they end by themselves.
-    agent, verifier = (
-        task.setting("agent", "timeout_sec", _AGENT_S),
-        task.setting("verifier", "timeout_sec", _VERIFIER_S),
-    )
-    idle = ["sleep", str(math.ceil(agent + verifier + _SPARE_S))]
+    idle = ["sleep", str(math.ceil(task.limit("agent") + task.limit("verifier") + _SPARE_S))]
     options = ["--detach", "--rm", "--network=host", "--name", container]
     try:
         await _succeeded([engine, "run", *options, image, *idle], f"{task.folder.name}: no container started")
