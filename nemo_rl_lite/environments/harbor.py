@@ -12,8 +12,10 @@ The harness works in the task's workspace. Then the tests are copied there and r
 import asyncio
 import hashlib
 import json
+import math
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -33,8 +35,12 @@ import httpx
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.agents import Endpoint
 
-_AGENT_S, _VERIFIER_S, _BUILD_S = 600.0, 600.0, 600.0
+_PLAY_S, _BUILD_S = 600.0, 600.0
+# Of a container, beyond the limits of agent and verifier.
+_SPARE_S = 300.0
 _MAX_CHARACTERS = 10_000
+# Statuses of a shell that cannot start a command.
+_NOT_STARTED = (126, 127)
 _BASH = {
     "name": "bash",
     "description": "Run a command in the workspace.",
@@ -74,6 +80,10 @@ class Task:
         value = self.config.get(section, {}).get(name)
         return default if value is None else value
 
+    def limit(self, section: str) -> float:
+        """Return the time limit of `agent` or `verifier`, in seconds."""
+        return self.setting(section, "timeout_sec", _PLAY_S)
+
     @property
     def dockerfile(self) -> Path:
         """Its path; tasks with an image may have none."""
@@ -106,11 +116,18 @@ async def play(
         if command is None:
             working = bash_loop(space, instruction, endpoint, max_turns)
         else:
-            working = space.run(command, variables(endpoint, instruction))
+            working = _harness(space, command, variables(endpoint, instruction))
         # As in Harbor, the tests judge what an agent left at its limit.
         with suppress(TimeoutError):
-            await asyncio.wait_for(working, task.setting("agent", "timeout_sec", _AGENT_S))
+            await asyncio.wait_for(working, task.limit("agent"))
         return await verify(task, space)
+
+
+async def _harness(space: "Workspace", command: str, own: Mapping[str, str]) -> None:
+    status, said = await space.run(command, own)
+    # The tests judge what a harness left that failed later, as at the context limit.
+    if status in _NOT_STARTED:
+        raise TaskError(f"agent.kwargs.command = {command!r} ended with status {status}: {said[-500:]}")
 
 
 def variables(endpoint: Endpoint, instruction: str) -> dict[str, str]:
@@ -128,13 +145,15 @@ def variables(endpoint: Endpoint, instruction: str) -> dict[str, str]:
 
 
 async def bash_loop(space: "Workspace", instruction: str, endpoint: Endpoint, max_turns: int) -> None:
-    """Run the commands that the policy calls, until a response without a call."""
+    """Run the commands that the policy calls, until a response without a call, or until the context is full."""
     messages: list[Any] = [{"role": "user", "content": instruction}]
     keys = {"Authorization": f"Bearer {endpoint.api_key}"}
     async with httpx.AsyncClient(headers=keys, timeout=None, trust_env=False) as client:
         for _ in range(max_turns):
             body = {"model": endpoint.model, "messages": messages, "tools": [{"type": "function", "function": _BASH}]}
             response = await client.post(f"{endpoint.base_url}/chat/completions", json=body)
+            if response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded":
+                return
             response.raise_for_status()
             message = response.json()["choices"][0]["message"]
             if not (calls := message.get("tool_calls")):
@@ -162,7 +181,7 @@ async def verify(task: Task, space: "Workspace") -> float:
     """Run the tests and return their reward: that of `reward.json`, or else of `reward.txt`. Raises TaskError."""
     await space.run("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", {})
     await space.copy(task.folder / "tests", "/tests")
-    limit, given = task.setting("verifier", "timeout_sec", _VERIFIER_S), task.setting("verifier", "env", {})
+    limit, given = task.limit("verifier"), task.setting("verifier", "env", {})
     own = {name: os.path.expandvars(str(value)) for name, value in given.items()}
     try:
         status, said = await asyncio.wait_for(space.run("bash /tests/test.sh", own), limit)
@@ -177,7 +196,7 @@ async def verify(task: Task, space: "Workspace") -> float:
 
 def _reward(task: Task, name: str, text: str) -> float:
     try:
-        value = json.loads(text)
+        value = json.loads(text) if name == "reward.json" else text
         if isinstance(value, dict):
             value = value["reward"] if "reward" in value else sum(value.values()) / len(value)
         return float(value)
@@ -204,16 +223,20 @@ class Workspace(ABC):
 
 @asynccontextmanager
 async def workspace(task: Task, runtime: str) -> AsyncIterator[Workspace]:
-    """Prepare the workspace of a task, and remove it at the end. Raises ValueError: `runtime` cannot be used."""
+    """Prepare the workspace of a task, and remove it at the end. Raises TaskError, and ValueError: `runtime` cannot be
+    used."""
     if runtime == "local":
         with tempfile.TemporaryDirectory(prefix="harbor-", ignore_cleanup_errors=True) as root:
             yield LocalWorkspace(task, Path(root))
         return
     engine = container_engine(runtime)
     image = await _image(engine, task)
-    _, started = await _finished([engine, "run", "--detach", "--rm", "--network=host", image, "sleep", "infinity"])
-    container = started.split()[-1]
+    container = f"nrl-lite-harbor-{secrets.token_hex(8)}"
+    # A killed agent process does not remove its containers: they end by themselves.
+    idle = ["sleep", str(math.ceil(task.limit("agent") + task.limit("verifier") + _SPARE_S))]
+    options = ["--detach", "--rm", "--network=host", "--name", container]
     try:
+        await _succeeded([engine, "run", *options, image, *idle], f"{task.folder.name}: no container started")
         yield ContainerWorkspace(engine, container, task)
     finally:
         await _finished([engine, "rm", "--force", container])
@@ -244,25 +267,51 @@ class ContainerWorkspace(Workspace):
         # Values are not in the list of processes.
         given = [word for name in own for word in ("--env", name)]
         words = [self._engine, "exec", *self._options, *given, self._container, "bash", "-c", command]
-        return await _finished(words, env={**os.environ, **own})
+        try:
+            return await _finished(words, env={**os.environ, **own})
+        except asyncio.CancelledError:
+            # The client's end does not end the command. Ending all but `sleep` needs the container's own process ids.
+            end = '[ "$(</proc/1/comm)" = sleep ] && kill -KILL -1'
+            await _finished([self._engine, "exec", self._container, "bash", "-c", end])
+            raise
 
     async def copy(self, source: Path, target: str) -> None:
         """See `Workspace.copy`."""
-        await _finished([self._engine, "cp", f"{source}/.", f"{self._container}:{target}"])
+        words = [self._engine, "cp", f"{source}/.", f"{self._container}:{target}"]
+        await _succeeded(words, f"{source} was not copied into the container")
+
+
+_images: dict[str, asyncio.Future[None]] = {}
 
 
 async def _image(engine: str, task: Task) -> str:
     if image := task.setting("environment", "docker_image", None):
         return image
-    folder = task.folder / "environment"
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    digest = hashlib.sha256(b"".join(str(file).encode() + file.read_bytes() for file in files)).hexdigest()[:16]
-    tag = f"nrl-lite-harbor:{digest}"
-    building = _finished([engine, "build", "--quiet", "--tag", tag, str(folder)])
-    status, said = await asyncio.wait_for(building, task.setting("environment", "build_timeout_sec", _BUILD_S))
-    if status:
-        raise TaskError(f"{task.folder.name}: the image was not built: {said[-500:]}")
+    tag = f"nrl-lite-harbor:{await asyncio.to_thread(_digest, task.dockerfile.parent)}"
+    # Episodes of a task share one build, which a cancelled episode does not end.
+    if tag not in _images:
+        _images[tag] = asyncio.ensure_future(_build(engine, task, tag))
+    await asyncio.shield(_images[tag])
     return tag
+
+
+def _digest(folder: Path) -> str:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return hashlib.sha256(b"".join(str(file).encode() + file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+async def _build(engine: str, task: Task, tag: str) -> None:
+    limit = task.setting("environment", "build_timeout_sec", _BUILD_S)
+    words = [engine, "build", "--quiet", "--tag", tag, str(task.dockerfile.parent)]
+    try:
+        await asyncio.wait_for(_succeeded(words, f"{task.folder.name}: the image was not built"), limit)
+    except BaseException as error:
+        # A later episode tries again.
+        del _images[tag]
+        if isinstance(error, TimeoutError):
+            rule = f"the image's build exceeded environment.build_timeout_sec = {limit}"
+            raise TaskError(f"{task.folder.name}: {rule}") from None
+        raise
 
 
 class LocalWorkspace(Workspace):
@@ -323,6 +372,13 @@ class LocalWorkspace(Workspace):
                 file = place / source.name if target.endswith(("/", ".")) else place
                 file.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, file)
+
+
+async def _succeeded(words: Sequence[str], failure: str) -> None:
+    """Run a process. Raises TaskError: its exit status is not zero."""
+    status, said = await _finished(words)
+    if status:
+        raise TaskError(f"{failure}: {said[-500:]}")
 
 
 async def _finished(words: Sequence[str], **options: Any) -> tuple[int, str]:

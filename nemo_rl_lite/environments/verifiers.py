@@ -49,8 +49,8 @@ def write_rows(environment: Mapping[str, Any], path: str, python: str = "python"
 class _Worker:
     """The process of verifiers, and the episodes that it plays."""
 
-    def __init__(self, process: asyncio.subprocess.Process):
-        self._process, self._numbers = process, itertools.count()
+    def __init__(self, key: tuple[str, str], process: asyncio.subprocess.Process):
+        self._key, self._process, self._numbers = key, process, itertools.count()
         self._playing: dict[int, asyncio.Future[float]] = {}
         self._reading = asyncio.create_task(self._read())
 
@@ -59,7 +59,8 @@ class _Worker:
         """Start the process. Raises OSError: there is no such interpreter."""
         pipe = asyncio.subprocess.PIPE
         command = [python, *_WORKER, "play", environment]
-        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_MAX_LINE_BYTES))
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_MAX_LINE_BYTES)
+        return cls((python, environment), process)
 
     async def play(self, request: Mapping[str, Any]) -> float:
         """Return the episode's reward. A cancelled call ends the episode."""
@@ -82,19 +83,28 @@ class _Worker:
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            result = json.loads(line)
-            answer = self._playing.get(result["id"])
-            if answer is None or answer.done():
-                continue
-            if "error" in result:
-                answer.set_exception(EpisodeFailed(result["error"]))
-            else:
-                answer.set_result(result["reward"])
-        await self._process.wait()
-        for answer in self._playing.values():
-            if not answer.done():
-                answer.set_exception(self._ended())
+        try:
+            while line := await self._process.stdout.readline():
+                self._note(json.loads(line))
+        except BaseException:
+            self._process.kill()
+            raise
+        finally:
+            # The next episode starts another process.
+            del _workers[self._key]
+            await self._process.wait()
+            for answer in self._playing.values():
+                if not answer.done():
+                    answer.set_exception(self._ended())
+
+    def _note(self, result: Mapping[str, Any]) -> None:
+        answer = self._playing.get(result["id"])
+        if answer is None or answer.done():
+            return
+        if "error" in result:
+            answer.set_exception(EpisodeFailed(result["error"]))
+        else:
+            answer.set_result(result["reward"])
 
     def _ended(self) -> EpisodeFailed:
         return EpisodeFailed(f"the process of verifiers ended with status {self._process.returncode}: see its output")

@@ -25,7 +25,7 @@ def write_rows(environment: Any, rows: TextIO) -> None:
         rows.write(json.dumps({"prompt": shown, "answer": "", "task": data.model_dump_json()}) + "\n")
 
 
-async def answer_requests(environment: Any, answers: TextIO) -> None:
+async def answer_requests(environment: Any, requests: TextIO, answers: TextIO) -> None:
     """Play the episodes of all requests at the same time."""
     playing: dict[int, asyncio.Task] = {}
 
@@ -38,7 +38,7 @@ async def answer_requests(environment: Any, answers: TextIO) -> None:
         answers.flush()
 
     async with environment.serving():
-        while line := await asyncio.to_thread(sys.stdin.readline):
+        while line := await asyncio.to_thread(requests.readline):
             request = json.loads(line)
             if "task" in request:
                 task = playing[request["id"]] = asyncio.create_task(answer(request))
@@ -51,8 +51,7 @@ async def answer_requests(environment: Any, answers: TextIO) -> None:
 
 
 async def play(environment: Any, request: Mapping[str, Any]) -> float:
-    """Play an episode, and return the mean reward of its trainable agents. Raises RuntimeError: the episode failed, or
-    an agent that must not train asked the policy's endpoint."""
+    """Play an episode, and return its reward. Raises what `reward_of` raises."""
     import verifiers.v1 as vf
 
     # verifiers reads keys from the environment. Programs of a harness do not inherit names with API_KEY.
@@ -66,13 +65,21 @@ async def play(environment: Any, request: Mapping[str, Any]) -> float:
         episode = await environment.run_episode(kind(data, environment.config.taskset.task), context)
     finally:
         del os.environ[variable]
+    return reward_of(episode, request["base_url"])
+
+
+def reward_of(episode: Any, base_url: str) -> float:
+    """Return the mean reward of an episode's trainable agents. Raises RuntimeError: the episode failed, an agent that
+    must not train asked the policy's endpoint, or no agent trains."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
     for trace in episode.traces:
-        if not trace.agent.trainable and trace.agent.config.client.base_url == request["base_url"]:
+        if not trace.agent.trainable and trace.agent.config.client.base_url == base_url:
             raise RuntimeError(f"agent {trace.agent.name} does not train: give it its own client and model")
     rewards = [trace.reward for trace in episode.traces if trace.agent.trainable]
+    if not rewards:
+        raise RuntimeError("the episode has no trace of a trainable agent: the environment must train at least one")
     return sum(rewards) / len(rewards)
 
 
@@ -85,13 +92,17 @@ def main() -> None:
     import verifiers.v1 as vf
 
     command, config = sys.argv[1:]
-    # An environment may print.
-    answers, sys.stdout = sys.stdout, sys.stderr
+    # An environment and its child processes may print and read.
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
     environment = vf.load_environment(vf.resolve_env_config(json.loads(config)))
     if command == "rows":
         write_rows(environment, answers)
+        answers.close()
     else:
-        asyncio.run(answer_requests(environment, answers))
+        asyncio.run(answer_requests(environment, requests, answers))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ FACTS: dict[str, Callable[[Config], object]] = {
 """Facts that `ActiveIf` can name in addition to keys."""
 # Warn if the mean learning rate is a smaller fraction of `lr` than this.
 _LITTLE = 0.25
+_HARBOR = "nemo_rl_lite.environments.harbor.play"
 # Groups without their own section, and a key that their files set.
 _GROUPS = {"offload": "policy.offload_for_generation"}
 
@@ -76,6 +77,7 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
         yield from _adapter_dropout(config)
     if isinstance(config.algorithm, GRPOConfig):
         yield from _workers_without_engines(config, config.algorithm)
+    yield from _harbor_without_isolation(config)
     yield from _longer_than_a_phase(config)
     yield from _unread_environment(config)
 
@@ -117,6 +119,14 @@ def show_notes(found: Iterable[str]) -> None:
     """Print notes."""
     for note in found:
         sys.stderr.write(f"note: {note}\n")
+
+
+def _harbor_without_isolation(config: Config) -> Iterator[str]:
+    """Yield a note on tasks of Harbor that run on this machine."""
+    for source, own in source_configs(config).items():
+        if own.agent.name == _HARBOR and own.agent.kwargs.get("runtime") == "local":
+            rule = "the policy's commands run on this machine without isolation; use a container without secrets"
+            yield f"{in_source(source, 'agent.kwargs.runtime')} = local: {rule}"
 
 
 def _longer_than_a_phase(config: Config) -> Iterator[str]:

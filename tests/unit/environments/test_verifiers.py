@@ -13,6 +13,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.agents import Endpoint
 from nemo_rl_lite.environments.verifiers import EpisodeFailed, play, write_rows
+from nemo_rl_lite.environments.verifiers_worker import reward_of
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON")
 ENVIRONMENT = {
@@ -93,3 +95,50 @@ def test_a_row_without_a_task_names_the_fix():
     problem = Problem(({"role": "user", "content": "1"},), "", {})
     with pytest.raises(KeyError, match="write_rows"):
         asyncio.run(play(problem, Endpoint("http://127.0.0.1:1/v1", "key", "policy"), {}))
+
+
+def test_another_process_follows_one_that_breaks_the_protocol(tmp_path):
+    (python := tmp_path / "python").write_text(f"""#!/bin/sh
+mkdir {tmp_path}/started && echo noise && exec sleep 30
+read request && echo '{{"id": 0, "reward": 0.5}}'
+""")
+    python.chmod(0o755)
+    problem = Problem(({"role": "user", "content": "1"},), "", {"task": "{}"})
+
+    async def episode():
+        playing = play(problem, Endpoint("http://127.0.0.1:1/v1", "key", "policy"), {}, str(python))
+        return await asyncio.wait_for(playing, 20)
+
+    async def both():
+        with pytest.raises(EpisodeFailed, match="ended with status -9"):
+            await episode()
+        return await episode()
+
+    assert asyncio.run(both()) == 0.5
+
+
+def test_output_of_child_processes_is_no_answer(tmp_path, monkeypatch):
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers" / "v1.py").write_text("""
+import os
+from types import SimpleNamespace
+
+resolve_env_config = dict
+
+def load_environment(config):
+    os.system("echo noise")
+    print("noise")
+    return SimpleNamespace(taskset=[])
+""")
+    monkeypatch.chdir(tmp_path)
+    write_rows({}, str(rows := tmp_path / "rows.jsonl"), sys.executable)
+    assert rows.read_text() == ""
+
+
+def test_an_episode_without_a_trainable_agent_names_the_cause():
+    agent = SimpleNamespace(
+        trainable=False, config=SimpleNamespace(client=SimpleNamespace(base_url="http://127.0.0.1:2/v1"))
+    )
+    episode = SimpleNamespace(ok=True, traces=[SimpleNamespace(agent=agent)])
+    with pytest.raises(RuntimeError, match="no trace of a trainable agent"):
+        reward_of(episode, "http://127.0.0.1:1/v1")

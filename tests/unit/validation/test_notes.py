@@ -50,6 +50,8 @@ def told(*arguments: str) -> str:
         ),
         ("reward.timeout_s=60 cluster.phase_timeout_s=59", "reward.timeout_s = 60: cluster.phase_timeout_s = 59"),
         ("reward.timeout_s=60 cluster.phase_timeout_s=null", ""),
+        ("agent=harbor agent.kwargs.runtime=local", "agent.kwargs.runtime = local: the policy's commands run on this"),
+        ("agent=harbor", ""),
         # On a CPU, engines of their own get weights through sockets.
         ("generation.colocated.enabled=false", ""),
         ("algorithm=sft data=hub data.path=a/b data.validation_fraction=0.1", ""),
