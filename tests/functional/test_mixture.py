@@ -71,7 +71,7 @@ def test_a_mixture_resumes_like_one_that_was_not_stopped_and_workers_play_the_sa
     common = [*mixture(tmp_path), "algorithm.val_period=2", "checkpoint.save_period=2"]
     whole, halves, workers = (tmp_path / name for name in ("whole", "halves", "workers"))
     output, _ = train_here(whole, model_folder, *common, f"algorithm.max_num_steps={STEPS}")
-    assert "digits" in output
+    assert "reward of digits" in output
     by_step = sources_of(whole)
     assert [own.total() for own in by_step.values()] == [PROMPTS] * STEPS
     assert set(sum(by_step.values(), Counter())) == {"digits", "played", "short"}
@@ -94,3 +94,17 @@ def test_a_mixture_resumes_like_one_that_was_not_stopped_and_workers_play_the_sa
     options = [f"algorithm.max_num_steps={STEPS}", "algorithm.rollouts.num_workers=1"]
     train(workers, model_folder, *common, *options)
     assert sources_of(workers) == by_step and metrics_of(workers) == nearly(metrics)
+
+
+def test_an_asynchronous_run_resumes_with_sources_and_without(tmp_path, model_folder):
+    common = ["async=queue", "algorithm.rollouts.checkpoint_inflight=false", "checkpoint.save_period=1"]
+    common += ["algorithm.val_at_end=false", "algorithm.num_prompts_per_step=2"]
+    sources = ["data.sources.one.weight=2", "data.sources.other.weight=1"]
+    before, resumed = None, []
+    for steps, own in enumerate([[], sources, []], 1):
+        folder = tmp_path / str(steps)
+        resume = [] if before is None else [f"checkpoint.resume_from={before}"]
+        output, _ = train_here(folder, model_folder, *common, *own, *resume, f"algorithm.max_num_steps={steps}")
+        resumed.append("data.sources: step" in output)
+        before = folder
+    assert resumed == [False, True, True]
