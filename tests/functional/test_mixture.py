@@ -97,14 +97,13 @@ def test_a_mixture_resumes_like_one_that_was_not_stopped_and_workers_play_the_sa
 
 
 def test_an_asynchronous_run_resumes_with_sources_and_without(tmp_path, model_folder):
-    common = ["async=queue", "algorithm.rollouts.checkpoint_inflight=false", "checkpoint.save_period=1"]
-    common += ["algorithm.val_at_end=false", "algorithm.num_prompts_per_step=2"]
+    common = ["async=queue", "generation=transformers", "generation.colocated.enabled=false"]
+    common += ["checkpoint.save_period=1", "checkpoint.keep_newest=3", "algorithm.max_num_steps=3"]
     sources = ["data.sources.one.weight=2", "data.sources.other.weight=1"]
-    before, resumed = None, []
-    for steps, own in enumerate([[], sources, []], 1):
-        folder = tmp_path / str(steps)
-        resume = [] if before is None else [f"checkpoint.resume_from={before}"]
-        output, _ = train_here(folder, model_folder, *common, *own, *resume, f"algorithm.max_num_steps={steps}")
-        resumed.append("data.sources: step" in output)
-        before = folder
-    assert resumed == [False, True, True]
+    train_here(tmp_path / "plain", model_folder, *common)
+    saved = tmp_path / "plain" / "checkpoints" / "step-00000001"
+    for step, own, name in ((2, sources, "mixed"), (3, [], "plain again")):
+        assert json.loads((saved / "checkpoint.json").read_text())["record"]["rollouts"]["ahead"]
+        output, _ = train_here(tmp_path / name, model_folder, *common, *own, f"checkpoint.resume_from={saved}")
+        assert f"data.sources: step {step} begins with the first prompts" in output
+        saved = tmp_path / name / "checkpoints" / "step-00000002"

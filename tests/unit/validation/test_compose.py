@@ -297,7 +297,7 @@ def test_sources_of_an_earlier_version_are_read():
 
 def test_errors_of_a_source_keep_the_names_of_files():
     files = ["data.sources.a.train_path=/tmp/rv/data.jsonl", "data.sources.a.name=file"]
-    with pytest.raises(ConfigError, match=r"data\.sources\.a\.train_path: .*/tmp/rv/data\.jsonl"):
+    with pytest.raises(ConfigError, match=r"\n +/tmp/rv/data\.jsonl: no such file"):
         compose_config(files)
     files = "reward.py:f, my-data.name, data.path/x, /agent.name"
     assert in_source("a", f"{files}: set reward.name") == f"{files}: set data.sources.a.reward.name"
