@@ -152,7 +152,9 @@ class GRPO:
             speed["policy_and_reference_logprobs_tokens_per_sec"] = sampled["total_num_tokens"] / scoring_s
         shown = {"reward": sampled["reward"]}
         shown |= {"kept": sampled["filtered_reward"]} if sampled["filtered_prompts"] else {}
-        rewards = {name.split("/")[1]: value for name, value in by_source.items() if name.endswith("/reward")}
+        rewards = {
+            f"reward of {name.split('/')[1]}": value for name, value in by_source.items() if name.endswith("/reward")
+        }
         shown |= rewards | {"loss": trained["loss"]}
         shown |= {label: trained[name] for name, label in _SHOWN_KL.items() if name in trained}
         shown |= {} if rollout.engines_idle_s is None else {"age": ages["trajectory_age_mean"]}

@@ -7,16 +7,26 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Literal
 
-from nemo_rl_lite.config.schema import Config, DataConfig, DataSetConfig, SourceConfig
+from nemo_rl_lite.config.schema import (
+    AgentConfig,
+    Config,
+    DataConfig,
+    DataSetConfig,
+    EnvironmentConfig,
+    RewardConfig,
+    SourceConfig,
+)
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 
 ONLY = ""
 """Name of the source of a run without `data.sources`."""
-# Keys and choices of files that a source has instead of the run.
-_KEYS = re.compile(
-    r"\b(data\.|reward\.|environment\.|agent\.|teacher\.(?=model_name)|generation\.(?=max_new)|"
-    r"(?:data|reward|environment|agent)=)(?=[a-z_])"
+_SECTIONS = {"data": DataSetConfig, "reward": RewardConfig, "environment": EnvironmentConfig, "agent": AgentConfig}
+_SINGLE = ["generation.max_new_tokens", "teacher.model_name"]
+# Keys and choices of files that a source has instead of the run. A file such as `reward.py` or `a/data.name` has none.
+_OWN = "|".join(
+    [rf"{section}\.{field.name}" for section, kind in _SECTIONS.items() for field in fields(kind)] + _SINGLE
 )
+_KEYS = re.compile(rf"(?<![\w./-])(?:(?:{_OWN})(?![\w/-])|(?:{'|'.join(_SECTIONS)})(?==[a-z_]))")
 
 
 def source_configs(config: Config) -> dict[str, Config]:
@@ -64,17 +74,20 @@ def naming_source(name: str) -> Iterator[None]:
 
 def of_source(name: str, one: Violation) -> Violation:
     """Return a violation with the keys of a source."""
-    return replace(one, key=in_source(name, one.key), rule=in_source(name, one.rule), fix=in_source(name, one.fix))
+    return replace(one, key=_key(name, one.key), rule=in_source(name, one.rule), fix=in_source(name, one.fix))
 
 
 def in_source(name: str, text: str) -> str:
     """Return a text with the keys of a source: `reward.name` becomes `data.sources.NAME.reward.name`."""
-    return text if name == ONLY else _KEYS.sub(lambda found: _key(name, found[1]), text)
+    return _KEYS.sub(lambda found: _key(name, found[0]), text)
 
 
-def _key(name: str, start: str) -> str:
-    keys = {"data.": "", "data=": "preset=", "generation.": ""}
-    return f"data.sources.{name}.{keys.get(start, start)}"
+def _key(name: str, key: str) -> str:
+    section, _, rest = key.partition(".")
+    if name == ONLY or (section not in _SECTIONS and key not in _SINGLE):
+        return key
+    own = {"data": rest or "preset", "generation": rest}.get(section, key)
+    return f"data.sources.{name}.{own}"
 
 
 Weight = float | Mapping[Literal["step", "solve_rate"], Mapping[float, float]]

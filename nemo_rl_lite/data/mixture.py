@@ -23,12 +23,15 @@ class Shares:
         owed, rates = state.get("owed", {}), state.get("solve_rates", {})
         self._owed: dict[str, int] = {name: owed.get(name, 0) for name in weights}
         self._rates: dict[str, float] = {name: rates[name] for name in weights if name in rates}
-        self._latest = 1
+        self._latest: int = state.get("step", 1)
+        self._shares = self._latest_shares()
 
     def draw(self, step: int) -> str:
         """Return the source of the next prompt: the one that is owed most."""
-        self._latest = step
-        shares = self._latest_shares()
+        if step != self._latest:
+            self._latest = step
+            self._shares = self._latest_shares()
+        shares = self._shares
         for name, share in shares.items():
             self._owed[name] += share
         chosen = max((name for name in shares if shares[name]), key=self._owed.__getitem__)
@@ -37,7 +40,7 @@ class Shares:
 
     def give_back(self, name: str) -> None:
         """Undo a draw of the latest step."""
-        for other, share in self._latest_shares().items():
+        for other, share in self._shares.items():
             self._owed[other] -= share
         self._owed[name] += _WHOLE
 
@@ -46,6 +49,7 @@ class Shares:
         for name, rate in solve_rates.items():
             before = self._rates.get(name, rate)
             self._rates[name] = _KEPT * before + (1 - _KEPT) * rate
+        self._shares = self._latest_shares()
 
     def weights(self) -> dict[str, float]:
         """Return the weights at the latest step. A source without samples counts as unsolved."""
@@ -53,7 +57,7 @@ class Shares:
         return {name: weight_at(own, step, rates.get(name, 0.0)) for name, own in self._weights.items()}
 
     def state(self) -> dict[str, Any]:
-        return {"owed": dict(self._owed), "solve_rates": dict(self._rates)}
+        return {"owed": dict(self._owed), "solve_rates": dict(self._rates), "step": self._latest}
 
     def _latest_shares(self) -> dict[str, int]:
         """Return the shares at the latest step, with the sum `_WHOLE`."""
@@ -69,16 +73,30 @@ class MixedSet[T: Prompted](TrainingSet[T]):
 
     def __init__(self, sources: Mapping[str, TrainingSet[T]], weights: Mapping[str, Weight], batch_size: int):
         self._sources, self._weights, self._batch_size = sources, weights, batch_size
-        self._shares, self._drawn = Shares(weights, {}), list[tuple[str, int]]()
-        self._counts = Counter[str]()
+        # State of the shares and items drawn of each source, at the start of each step.
+        self._starts: list[tuple[dict[str, Any], Counter[str]]] = [({}, Counter())]
+        self._latest: tuple[int, list[tuple[str, int]]] = (-1, [])
 
     def problem(self, position: int) -> T:
-        while len(self._drawn) <= position:
-            name = self._shares.draw(len(self._drawn) // self._batch_size + 1)
-            self._drawn.append((name, self._counts[name]))
-            self._counts[name] += 1
-        name, own = self._drawn[position]
+        step, place = divmod(position, self._batch_size)
+        while len(self._starts) <= step:
+            self._draw(len(self._starts) - 1)
+        if self._latest[0] != step:
+            self._latest = step, self._draw(step)
+        name, own = self._latest[1][place]
         return self._sources[name].problem(own)
+
+    def _draw(self, step: int) -> list[tuple[str, int]]:
+        """Return the source and the position in it of each item of a step, counted from 0."""
+        state, before = self._starts[step]
+        shares, counts, drawn = Shares(self._weights, state), before.copy(), list[tuple[str, int]]()
+        for _ in range(self._batch_size):
+            name = shares.draw(step + 1)
+            drawn.append((name, counts[name]))
+            counts[name] += 1
+        if len(self._starts) == step + 1:
+            self._starts.append((shares.state(), counts))
+        return drawn
 
     def finite(self) -> Sequence[T]:
         return [one for source in self._sources.values() for one in source.finite()]

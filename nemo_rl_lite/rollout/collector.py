@@ -33,7 +33,7 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class ErrorShares:
-    """Maximum shares of a source's episodes whose reward, or whose environment or agent, may fail."""
+    """Maximum shares of episodes whose reward, or whose environment or agent, may fail, for a source."""
 
     reward: float
     environment: float
@@ -43,13 +43,14 @@ class ErrorShares:
 
 @dataclass
 class _Failures:
-    """Failures of one kind in a rollout. The first is logged."""
+    """Failures of one kind in the samples of a source. The first is logged."""
 
     what: str
     key: str
     limit: float
-    source: str
     first: Failure | None = None
+    failed: int = 0
+    samples: int = 0
 
     def note(self, failures: Sequence[Failure]) -> None:
         """Log the first failure."""
@@ -59,14 +60,6 @@ class _Failures:
             if self.first.details:
                 log.info("%s", self.first.details)
 
-    def check(self, failed: int, episodes: int) -> None:
-        """Raise DataError if too many episodes failed."""
-        if failed > self.limit * episodes:
-            first = f"; first with {self.first.text}" if self.first else ""
-            key = in_source(self.source, self.key)
-            rule = f"{failed} of {episodes} samples, more than the share {key} = {self.limit:g}"
-            raise DataError(f"{self.what} failed on {rule}{first}")
-
 
 class _SourceFailures:
     """Failures of the samples of one source in a rollout."""
@@ -74,24 +67,40 @@ class _SourceFailures:
     def __init__(self, source: str, shares: ErrorShares):
         of, section = f" of {source}" if source else "", shares.section
         self._source = source
-        self._rewards = _Failures(f"the reward{of}", "reward.max_failure_fraction", shares.reward, source)
-        limit = f"{section}.max_failure_fraction"
-        self._plays = _Failures(f"the {section}{of}", limit, shares.environment, source)
+        key = in_source(source, "reward.max_failure_fraction")
+        self.rewards = _Failures(f"the reward{of}", key, shares.reward)
+        key = in_source(source, f"{section}.max_failure_fraction")
+        self.plays = _Failures(f"the {section}{of}", key, shares.environment)
 
     def note(self, group: Group) -> None:
         """Log the first failures."""
-        self._plays.note([one for one in group.failures if one.kind == "play"])
-        self._rewards.note([one for one in group.failures if one.kind == "reward"])
+        self.plays.note([one for one in group.failures if one.kind == "play"])
+        self.rewards.note([one for one in group.failures if one.kind == "reward"])
 
-    def check(self, groups: Sequence[Group]) -> None:
-        """Raise DataError if too many samples of these groups failed."""
+    def count(self, groups: Sequence[Group]) -> None:
+        """Count the failed samples of these groups."""
         groups = [group for group in groups if group.task.problem.source == self._source]
         episodes = [episode for group in groups for episode in group.episodes]
         played = [episode for episode in episodes if episode.ending != "error"]
-        self._plays.check(len(episodes) - len(played), len(episodes))
+        self.plays.failed, self.plays.samples = len(episodes) - len(played), len(episodes)
         # Timeouts with reward 0 count as failures.
         late = sum(_is_late(one, group) for group in groups for one in group.failures)
-        self._rewards.check(sum(one.reward is None for one in played) + late, len(played))
+        self.rewards.failed, self.rewards.samples = sum(one.reward is None for one in played) + late, len(played)
+
+
+def _check(failures: Sequence[_Failures]) -> None:
+    """Raise DataError if too many samples failed. Sources with the same limit are counted together, because a source
+    may have a single prompt in a rollout."""
+    for limit in dict.fromkeys(one.limit for one in failures):
+        same = [one for one in failures if one.limit == limit]
+        failed, samples = sum(one.failed for one in same), sum(one.samples for one in same)
+        if failed > limit * samples:
+            worst = max(same, key=lambda one: one.failed)
+            first = f"; first with {worst.first.text}" if worst.first else ""
+            own = f"{worst.failed} of {worst.samples} samples"
+            together = f" ({failed} of {samples} in all sources with this limit)" if len(same) > 1 else ""
+            rule = f"{own}{together}, more than the share {worst.key} = {limit:g}"
+            raise DataError(f"{worst.what} failed on {rule}{first}")
 
 
 def count_errors(episodes: Sequence[Sampled]) -> tuple[int, int]:
@@ -321,7 +330,9 @@ class RolloutCollector:
             return await self.gather(task, players)
         sampled = [group for group in groups if group.is_done]
         for one in failures.values():
-            one.check(sampled)
+            one.count(sampled)
+        _check([one.plays for one in failures.values()])
+        _check([one.rewards for one in failures.values()])
         return task.rollout()
 
 

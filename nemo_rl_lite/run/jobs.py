@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -193,12 +194,27 @@ class GRPOJob(_AlgorithmJob):
         report_start(setup, start.steps, metrics, console)
         with self._playground(workers) as playground:
             collector = RolloutCollector(playground, error_shares(config))
-            loop = self._loop(metrics, start, workers, collector, callbacks)
+            loop = self._loop(metrics, self._with_order(start), workers, collector, callbacks)
             try:
                 loop.run()
             finally:
                 loop.rollouts.close()
         return self._finish(workers.policy, loop.steps, workers.groups)
+
+    def resume_lines(self, start: Start) -> Iterator[str]:
+        """See `Job.resume_lines`."""
+        own = self._with_order(start)
+        if start.steps and own is not start:
+            which = "only this run" if self._config.data.sources else "only the checkpoint"
+            yield f"changed since then  {which} has data.sources: step {start.steps + 1} begins with the first prompts"
+        yield from super().resume_lines(own)
+
+    def _with_order(self, start: Start) -> Start:
+        """Return the start without its order of prompts if either the checkpoint or this run has sources, not both."""
+        if bool(self._config.data.sources) == ("sources" in start.rollouts):
+            return start
+        held_out = {name: value for name, value in start.data.items() if name == "validation"}
+        return replace(start, rollouts={"position": 0}, data=held_out)
 
     def _playground(self, workers: Workers) -> AbstractContextManager[Playground]:
         """Return the rollout workers, or the players of this process."""

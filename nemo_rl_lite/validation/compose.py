@@ -338,16 +338,23 @@ def restore(text: str) -> Config:
 
 
 def _with_all_keys(values: dict[str, Any]) -> dict[str, Any]:
+    # A source has the keys of these sections instead of the run.
+    sources = [{**one, "data": one} for one in (_at(values, "data.sources") or {}).values()]
     for before, now in earlier_keys().items():
-        section, name = _section_of(values, before)
-        if name in section:
-            section[now.rpartition(".")[2]] = section.pop(name)
+        for run in (values, *sources):
+            section, name = _section_of(run, before)
+            if name in section:
+                section[now.rpartition(".")[2]] = section.pop(name)
     algorithm = _at(values, "algorithm.name")
     if algorithm in owners("algorithm.name"):
         defaults = default_values(algorithm)
         for key in known_keys(algorithm):
-            section, name = _section_of(values, key)
-            section.setdefault(name, _at(defaults, key))
+            is_own = key != "data.sources" and is_of(key, ("data", "reward", "environment", "agent"))
+            for run in (values, *(sources if is_own else ())):
+                section, name = _section_of(run, key)
+                section.setdefault(name, _at(defaults, key))
+        for one in sources:
+            one["data"].setdefault("teacher", {"model_name": _at(values, "teacher.model_name")})
     return values
 
 

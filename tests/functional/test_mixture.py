@@ -71,7 +71,7 @@ def test_a_mixture_resumes_like_one_that_was_not_stopped_and_workers_play_the_sa
     common = [*mixture(tmp_path), "algorithm.val_period=2", "checkpoint.save_period=2"]
     whole, halves, workers = (tmp_path / name for name in ("whole", "halves", "workers"))
     output, _ = train_here(whole, model_folder, *common, f"algorithm.max_num_steps={STEPS}")
-    assert "digits" in output
+    assert "reward of digits" in output
     by_step = sources_of(whole)
     assert [own.total() for own in by_step.values()] == [PROMPTS] * STEPS
     assert set(sum(by_step.values(), Counter())) == {"digits", "played", "short"}
@@ -94,3 +94,16 @@ def test_a_mixture_resumes_like_one_that_was_not_stopped_and_workers_play_the_sa
     options = [f"algorithm.max_num_steps={STEPS}", "algorithm.rollouts.num_workers=1"]
     train(workers, model_folder, *common, *options)
     assert sources_of(workers) == by_step and metrics_of(workers) == nearly(metrics)
+
+
+def test_an_asynchronous_run_resumes_with_sources_and_without(tmp_path, model_folder):
+    common = ["async=queue", "generation=transformers", "generation.colocated.enabled=false"]
+    common += ["checkpoint.save_period=1", "checkpoint.keep_newest=3", "algorithm.max_num_steps=3"]
+    sources = ["data.sources.one.weight=2", "data.sources.other.weight=1"]
+    train_here(tmp_path / "plain", model_folder, *common)
+    saved = tmp_path / "plain" / "checkpoints" / "step-00000001"
+    for step, own, name in ((2, sources, "mixed"), (3, [], "plain again")):
+        assert json.loads((saved / "checkpoint.json").read_text())["record"]["rollouts"]["ahead"]
+        output, _ = train_here(tmp_path / name, model_folder, *common, *own, f"checkpoint.resume_from={saved}")
+        assert f"data.sources: step {step} begins with the first prompts" in output
+        saved = tmp_path / name / "checkpoints" / "step-00000002"

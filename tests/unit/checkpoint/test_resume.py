@@ -11,7 +11,7 @@ from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, checkpoint_store,
 from nemo_rl_lite.checkpoint.store import POLICY
 from nemo_rl_lite.errors import CheckpointError, ConfigError
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
-from nemo_rl_lite.run.jobs import SupervisedJob
+from nemo_rl_lite.run.jobs import GRPOJob, SupervisedJob
 from nemo_rl_lite.validation.compose import compose_config
 
 DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
@@ -62,6 +62,26 @@ def test_more_steps_than_the_epochs_have_are_refused(steps, changes, is_done):
     job = SimpleNamespace(_config=config, _total=4, _data=ROWS)
     with pytest.raises(ConfigError, match="max_num_epochs=2") if is_done else nullcontext():
         assert not list(SupervisedJob.resume_lines(job, Start(steps, changes=changes)))
+
+
+MIXED = {"sources": {"a": {"position": 9}}, "ahead": [[["a", 9]]]}
+
+
+@pytest.mark.parametrize(
+    ("sources", "saved", "said"),
+    [
+        ([], {"position": 9, "ahead": [[9]]}, ["400 then"]),
+        (["data.sources.a.weight=1"], MIXED, ["400 then"]),
+        (["data.sources.a.weight=1"], {"position": 9, "ahead": [[9]]}, ["only this run has data.sources: step 6"]),
+        ([], MIXED, ["only the checkpoint has data.sources: step 6"]),
+    ],
+)
+def test_an_order_of_sources_is_for_runs_with_sources(sources, saved, said):
+    job = object.__new__(GRPOJob)
+    job._config, job._total, job._data = compose_config(sources), 8, {"rows": 30, "sha256": "b"}
+    lines = list(job.resume_lines(Start(5, rollouts=saved, data=ROWS)))
+    assert len(lines) == 1 and said[0] in lines[0]
+    assert not any("sources" in line for line in job.resume_lines(Start()))
 
 
 def test_without_a_checkpoint_it_is_the_beginning(tmp_path):

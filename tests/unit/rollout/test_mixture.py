@@ -90,6 +90,17 @@ def test_draws_that_are_given_back_leave_no_trace():
     assert order.state() == other.state()
 
 
+def test_draws_that_a_resumed_run_gives_back_leave_no_trace():
+    weights = {"a": {"step": {1: 1.0, 20: 0.2}}, "b": 1.0}
+    whole, other = mixture(weights), mixture(weights)
+    drawn(whole, 6, 9)
+    ahead = [whole.draw(10) for _ in range(5)]
+    drawn(other, 6, 9)
+    resumed = mixture(weights, whole.state())
+    resumed.give_back(ahead)
+    assert drawn(resumed, 9, 10) == drawn(other, 9, 10) and resumed.state() == other.state()
+
+
 def test_a_weight_is_linear_between_steps():
     order = mixture({"a": {"step": {10: 1.0, 20: 0.0}}, "b": 1.0}, count=1000)
     share = {step: Counter(source for source, _ in drawn(order, 300, step))["a"] / 300 for step in (1, 10, 15, 20, 30)}
@@ -156,8 +167,10 @@ def test_metrics_by_source():
 def test_a_mixed_set_gives_the_same_item_at_a_position():
     sources, weights = {"a": rows("a"), "b": rows("b", 3)}, {"a": 1.0, "b": {"step": {1: 1.0, 4: 0.0}}}
     first, other = (MixedSet(sources, weights, 4) for _ in range(2))
+    order = mixture(weights)
     found = [first.problem(position) for position in range(24)]
     assert found == [other.problem(position) for position in reversed(range(24))][::-1]
+    assert [one.source for one in found[:8]] == [source for step in (1, 2) for source, _ in drawn(order, 4, step)]
     assert [Counter(one.source for one in found[at : at + 4])["a"] for at in (0, 12, 20)] == [2, 4, 4]
     assert len(first.finite()) == 13 and len(first.only(lambda one: one.source == "a").finite()) == 10
 

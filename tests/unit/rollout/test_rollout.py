@@ -1,5 +1,7 @@
+import dataclasses
 import logging
 import math
+from contextlib import nullcontext
 
 import pytest
 
@@ -10,8 +12,10 @@ from nemo_rl_lite.rewards.judge import RewardResult
 from nemo_rl_lite.rewards.registry import LateReward, checked_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.groups import GroupPlayer, LocalPlayers
+from nemo_rl_lite.rollout.play import SingleTurn
 from nemo_rl_lite.rollout.rollout import Rollout
-from tests.unit.rollout.script import Script, collected_by, judged_by
+from tests.unit.rollout.script import Letters, Script, collected_by, judged_by
 
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=())
 ANSWERS = ["A", "BBBB...", "XYZ", ""]
@@ -94,6 +98,24 @@ def test_a_reward_that_fails_on_too_many_samples_ends_the_run():
         DataError, match=r"failed on 1 of 4 samples.* reward.max_failure_fraction = 0.2.*ZeroDivisionError"
     ):
         collect(judged(fragile), 0.2)
+
+
+@pytest.mark.parametrize(
+    ("many", "few", "error"),
+    [
+        (0.25, 0.25, None),
+        (0.2, 0.2, r"of few failed on 1 of 2 samples \(1 of 4 in all"),
+        (0.25, 0.3, r"of few failed on 1 of 2 samples, more .* data\.sources\.few\.reward\.max_failure_fraction"),
+    ],
+)
+def test_sources_with_the_same_limit_are_counted_together(many, few, error):
+    sources = ["many", "few"]
+    players = dict.fromkeys(sources, GroupPlayer(Letters(), judged(fragile), SingleTurn(), 32))
+    shares = {"many": ErrorShares(many, 0.0), "few": ErrorShares(few, 0.0)}
+    asked = [dataclasses.replace(one, source=name) for one, name in zip(problems("a", "xyz"), sources, strict=True)]
+    collector = RolloutCollector(LocalPlayers(Script(ANSWERS), players), shares)
+    with pytest.raises(DataError, match=error) if error else nullcontext():
+        collector.collect(RolloutTask(asked.__getitem__, 2, 2, SAMPLING, 1))
 
 
 def test_a_response_that_is_wrong_because_judging_it_takes_too_long_is_trained_on_and_counts_as_a_failure(caplog):

@@ -9,6 +9,7 @@ import pytest
 from nemo_rl_lite.config import composition, keys
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import micro_batch_sizes
+from nemo_rl_lite.config.sources import in_source
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.run.command import split_arguments
@@ -280,3 +281,29 @@ def test_a_configuration_of_an_earlier_version_is_read(algorithm):
         restore(json.dumps(recorded))
     with pytest.raises(ConfigError, match="not JSON"):
         restore('{"algorithm": ')
+
+
+def test_sources_of_an_earlier_version_are_read():
+    config = compose_config(["data.sources.a.weight=2", "data.sources.b.reward=last_number"])
+    recorded = described(config)
+    for section in (recorded, *recorded["data"]["sources"].values()):
+        section["reward"]["max_error_share"] = section["reward"].pop("max_failure_fraction")
+        del section["environment"]["timeout_s"]
+    for data in (recorded["data"], *recorded["data"]["sources"].values()):
+        del data["max_samples"]
+    del recorded["data"]["sources"]["a"]["teacher"]
+    assert restore(json.dumps(recorded)) == config
+
+
+def test_errors_of_a_source_keep_the_names_of_files():
+    files = ["data.sources.a.train_path=/tmp/rv/data.jsonl", "data.sources.a.name=file"]
+    with pytest.raises(ConfigError, match=r"\n +/tmp/rv/data\.jsonl: no such file"):
+        compose_config(files)
+    files = "reward.py:f, my-data.name, data.path/x, /agent.name"
+    assert in_source("a", f"{files}: set reward.name") == f"{files}: set data.sources.a.reward.name"
+    assert (
+        in_source("a", "generation.max_new_tokens, data.name") == "data.sources.a.max_new_tokens, data.sources.a.name"
+    )
+    with pytest.raises(ConfigError, match=r"data\.sources\.a\.reward\.nme"):
+        compose_config(["data.sources.a.reward.nme=math"])
+    assert in_source("a", "data=hub reward=math") == "data.sources.a.preset=hub data.sources.a.reward=math"
