@@ -70,7 +70,10 @@ class Task:
         for name in ("task.toml", "instruction.md", "tests/test.sh"):
             if not (folder / name).is_file():
                 raise TaskError(f"{folder} is no task of Harbor: {name} is missing")
-        config = tomllib.loads((folder / "task.toml").read_text())
+        try:
+            config = tomllib.loads((folder / "task.toml").read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise TaskError(f"{folder / 'task.toml'}: {error}") from error
         if config.get("steps"):
             raise TaskError(f"{folder}: tasks with several steps are not supported")
         return cls(folder, config)
@@ -108,8 +111,10 @@ async def play(
     `command` is a harness that starts in the workspace. Its `variables` have instruction and endpoint. Without one,
     the policy gets a tool that runs commands, for at most `max_turns` responses.
 
-    Raises TaskError, and ValueError: `runtime` cannot be used.
+    Raises TaskError, KeyError: the row has no column `task`, and ValueError: `runtime` cannot be used.
     """
+    if "task" not in problem.metadata:
+        raise KeyError("the row has no column task: write the rows with nemo_rl_lite.environments.harbor.write_rows")
     task = Task.read(Path(str(problem.metadata["task"])))
     async with workspace(task, runtime) as space:
         instruction = space.text((task.folder / "instruction.md").read_text())

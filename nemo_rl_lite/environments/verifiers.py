@@ -29,10 +29,12 @@ async def play(problem: Problem, endpoint: Endpoint, environment: Mapping[str, A
     """Play one episode, and return the reward of its rubric: the weighted sum of a trace's rewards.
 
     `environment` is verifiers' table `env`, and `python` the interpreter that has verifiers. Rows are those of
-    `write_rows`. Raises EpisodeFailed, and KeyError: the row has no column `task`.
+    `write_rows`. Raises EpisodeFailed, and KeyError: `environment` is empty, or the row has no column `task`.
     """
     if "task" not in problem.metadata:
         raise KeyError("the row has no column task: write the rows with nemo_rl_lite.environments.verifiers.write_rows")
+    if not environment:
+        raise KeyError("set agent.kwargs.environment, such as agent.kwargs.environment.taskset.id=NAME")
     worker = _workers.get(key := (python, _as_json(environment)))
     if worker is None:
         worker = _workers[key] = asyncio.ensure_future(_Worker.start(*key))

@@ -173,6 +173,7 @@ def check_weights(config: Config) -> Iterator[Violation]:
         points = next(iter(curves.values()), {})
         if len(curves) != 1 or not points:
             yield Violation(key, weight, "must have points of one axis", f"{key}.step={{0:1.0,100:0.2}}")
+            return
         elif not any(points.values()):
             yield Violation(key, weight, "is 0, so the source is never sampled", f"a larger {key}, or no such source")
         elif "step" in curves:

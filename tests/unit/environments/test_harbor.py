@@ -128,6 +128,14 @@ def test_tests_without_a_reward_fail_the_episode(task):
         reward(task, command="true")
 
 
+def test_a_broken_task_is_named(task):
+    (task / "task.toml").write_text("[agent\n")
+    with pytest.raises(TaskError, match=r"task.toml: .* line 1"):
+        problem(task)
+    with pytest.raises(KeyError, match="no column task"):
+        asyncio.run(play(Problem((), ""), Endpoint("http://127.0.0.1:1/v1", "key", "policy")))
+
+
 def test_a_folder_without_tests_is_no_task(task):
     (task / "tests" / "test.sh").unlink()
     with pytest.raises(TaskError, match=r"tests/test.sh is missing"):

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,13 +89,15 @@ def test_a_python_without_verifiers_fails_the_episode(tmp_path):
     (python := tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
     with pytest.raises(EpisodeFailed, match="ended with status 1"):
-        asyncio.run(play(problem, Endpoint("http://127.0.0.1:1/v1", "key", "policy"), {}, str(python)))
+        asyncio.run(play(problem, Endpoint("http://127.0.0.1:1/v1", "key", "policy"), ENVIRONMENT, str(python)))
 
 
 def test_a_row_without_a_task_names_the_fix():
     problem = Problem(({"role": "user", "content": "1"},), "", {})
     with pytest.raises(KeyError, match="write_rows"):
-        asyncio.run(play(problem, Endpoint("http://127.0.0.1:1/v1", "key", "policy"), {}))
+        asyncio.run(play(problem, Endpoint("http://127.0.0.1:1/v1", "key", "policy"), ENVIRONMENT))
+    with pytest.raises(KeyError, match=r"set agent.kwargs.environment"):
+        asyncio.run(play(replace(problem, metadata={"task": "{}"}), Endpoint("", "key", "policy"), {}))
 
 
 def test_another_process_follows_one_that_breaks_the_protocol(tmp_path):
@@ -106,7 +109,7 @@ read request && echo '{{"id": 0, "reward": 0.5}}'
     problem = Problem(({"role": "user", "content": "1"},), "", {"task": "{}"})
 
     async def episode():
-        playing = play(problem, Endpoint("http://127.0.0.1:1/v1", "key", "policy"), {}, str(python))
+        playing = play(problem, Endpoint("http://127.0.0.1:1/v1", "key", "policy"), ENVIRONMENT, str(python))
         return await asyncio.wait_for(playing, 20)
 
     async def both():

@@ -174,6 +174,7 @@ CASES = {
     f"{TAUGHT} algorithm.topk_logits_k=1000": "algorithm.topk_logits_k",
     "algorithm=distillation teacher.model_name=MODEL algorithm.topk_logits_k=8": "teacher.model_name",
     f"{TAUGHT} {OF_MATH}=/gone": f"{OF_MATH} = '/gone'",
+    "data.sources={a:{weight:{step:{}}}}": "1. data.sources.a.weight",
     f"algorithm=distillation {OF_MATH}=embedded:reverse-digits data.sources.code.weight=1": "1. teacher.model_name",
     f"{TAUGHT} data.sources.math.teacher.precision=float32": "data.sources.math.teacher.precision",
     f"{TAUGHT} algorithm.topk_logits_k=8 {OF_MATH}=MODEL": OF_MATH,
