@@ -327,33 +327,45 @@ def _pack(tokens_BT: Tensor, lengths: list[int], pack: Sequence[Family], layout:
             *((row, family.prefix, lengths[row] - family.prefix) for row in family.rows),
         )
     ]
+    counts = [count for _, _, count in pieces]
+    # The first place of each piece in the pack, and its end.
+    places = [0, *accumulate(round_up(count, layout.piece) for count in counts)]
     of_rows, firsts, each = (torch.tensor(values) for values in zip(*pieces, strict=True))
-    wide = (each + layout.piece - 1) // layout.piece * layout.piece
-    starts, inside = (
-        wide.cumsum(0) - wide,
-        torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each),
-    )
+    starts = torch.tensor(places[:-1])
+    inside = torch.arange(sum(counts)) - (each.cumsum(0) - each).repeat_interleave(each)
     own = tuple(lengths[row] for row in rows)
     bucket = Bucket.of(own, layout.round_to, layout.size) if layout.in_buckets else None
-    row = tokens_BT.new_zeros(layout.rounded(int(wide.sum())) if bucket is None else bucket.tokens)
+    row = tokens_BT.new_zeros(layout.rounded(places[-1]) if bucket is None else bucket.tokens)
     row[starts.repeat_interleave(each) + inside] = tokens_BT[
         of_rows.repeat_interleave(each), firsts.repeat_interleave(each) + inside
     ]
-    prefixes, is_rest = _prefixes(pack, each, starts)
-    begins, missing = (starts - firsts)[is_rest], 0 if bucket is None else bucket.rows - len(own)
-    begins, counts = (torch.nn.functional.pad(values, (0, missing)) for values in (begins, torch.tensor(own)))
+    prefixes, rests = _prefixes(pack, counts, places)
+    # Where each row would begin if its prefix preceded its rest.
+    begins, missing = (
+        [places[rest] - pieces[rest][1] for rest in rests],
+        0 if bucket is None else bucket.rows - len(own),
+    )
     own += (0,) * missing
     found = ModelInput(
-        torch.tensor(rows), row[None], counts, begins, own, packed=True, bucket=bucket, piece=layout.piece
+        torch.tensor(rows),
+        row[None],
+        torch.tensor(own),
+        torch.tensor([*begins, *[0] * missing]),
+        own,
+        packed=True,
+        bucket=bucket,
+        piece=layout.piece,
     )
     return replace(found, prefixes=prefixes)
 
 
-def _prefixes(pack: Sequence[Family], pieces: Tensor, starts: Tensor) -> tuple[Prefixes | None, list[int]]:
+def _prefixes(
+    pack: Sequence[Family], pieces: Sequence[int], starts: Sequence[int]
+) -> tuple[Prefixes | None, list[int]]:
     """Return the prefixes of a pack, and the indices of its `pieces` that are rests of rows. `starts`: of pieces."""
     lengths, begins, seen, rests = list[int](), list[int](), list[range](), list[int]()
     for family in pack:
-        begin = int(starts[len(seen)])
+        begin = starts[len(seen)]
         if family.prefix:
             seen.append(range(0))
         rests += range(len(seen), len(seen) + len(family.rows))
@@ -362,7 +374,7 @@ def _prefixes(pack: Sequence[Family], pieces: Tensor, starts: Tensor) -> tuple[P
         begins += [begin] * len(family.rows)
     if not any(lengths):
         return None, rests
-    return Prefixes(torch.tensor(lengths), torch.tensor(begins), tuple(pieces.tolist()), tuple(seen)), rests
+    return Prefixes(torch.tensor(lengths), torch.tensor(begins), tuple(pieces), tuple(seen)), rests
 
 
 def balanced_shares(

@@ -179,7 +179,7 @@ class InLauncher:
         self._task = replace(config, policy=replace(config.policy, max_total_sequence_length=2 * LONGEST))
         sizes = {"num_prompts_per_step": prompts, "num_generations_per_prompt": SAMPLES}
         self._config = replace(self._task.options(GRPOConfig), **sizes)
-        collector = RolloutCollector(self._playground(actors), ErrorShares(0.0, 0.0))
+        collector = RolloutCollector(self._playground(actors), {"": ErrorShares(0.0, 0.0)})
         problems = tuple(Problem(chat("word7 " * 300), str(number)) for number in range(prompts))
         order = PromptOrder(FileSet(problems, 0, shuffle=True), PromptCooldown(0, 0), {"position": 0})
         self._sampler = Sampler(self._config, collector, Sampling(1.0, 1.0, None, LONGEST, (0,), ()), [], order)
