@@ -188,7 +188,7 @@ class InLauncher:
         queue = RequestQueue([seat.replica() for seat in self._banks.seats], IN_FLIGHT, raise_loss, raise_loss)
         tokenizer = ChatTokenizer(large_tokenizer(actors.folder / "tokenizer"))
         player = GroupPlayer(tokenizer, make_judge(self._task.reward), SingleTurn(), 2 * LONGEST)
-        return LocalPlayers(queue, player)  # pyrefly: ignore
+        return LocalPlayers(queue, {"": player})  # pyrefly: ignore
 
     def follow(self, script: Script) -> None:
         """Change what engines do."""
