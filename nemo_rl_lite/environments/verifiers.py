@@ -80,13 +80,11 @@ class _Worker:
             del self._playing[number]
 
     def _send(self, request: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")  # pyrefly: ignore  # a pipe
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
         try:
-            while line := await self._process.stdout.readline():
+            while line := await self._process.stdout.readline():  # pyrefly: ignore  # a pipe
                 self._note(json.loads(line))
         except BaseException:
             self._process.kill()
