@@ -1,7 +1,6 @@
 """Findings of a rehearsal: faults of the user's code that hurt a run, each with a fix."""
 
 import inspect
-import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -19,8 +18,6 @@ from nemo_rl_lite.rehearsal.stage import AT_ONCE, Played, Rehearsal
 _FULL = "policy.max_total_sequence_length"
 # A refused request is repeated this often.
 _REPEATS = 3
-# Responses of an episode that is limited by time alone.
-_MANY = 40
 # Seconds of user code in an episode.
 _SLOW_S = 2.0
 
@@ -67,16 +64,16 @@ def _failures(found: Rehearsal) -> Iterator[Finding]:
 
 
 def _refusals(found: Rehearsal) -> Iterator[Finding]:
-    by_text, repeated = defaultdict[str, list[Played]](list), []
+    by_kind, repeated = dict[str, tuple[str, list[Played]]](), []
     for one in found.episodes:
         counts = Counter(map(_kind_of, one.episode.refused))
         for text in dict.fromkeys(one.episode.refused):
             if _FULL not in text:
-                by_text[_kind_of(text)].append(one)
+                by_kind.setdefault(_kind_of(text), (text, []))[1].append(one)
         if max(counts.values(), default=0) >= _REPEATS:
             repeated.append(one)
-    for own in by_text.values():
-        yield Finding(f"a request is refused: {own[0].episode.refused[0]}", _names(own), "change the request")
+    for text, own in by_kind.values():
+        yield Finding(f"a request is refused: {text}", _names(own), "change the request")
     if repeated:
         text = repeated[0].episode.refused[-1]
         what = f"a refused request is sent again and again: {text}"
@@ -131,7 +128,7 @@ def _changed_histories(found: Rehearsal) -> Iterator[Finding]:
     """Yield a finding if each response begins a row, although the requests repeat the conversation."""
     for one in found.episodes:
         histories = one.histories()
-        pairs = [*itertools.pairwise(histories)]
+        pairs = list(pairwise(histories))
         if one.turns < 3 or len(histories) < one.turns or not all(_repeats(*pair) for pair in pairs):
             continue
         before, after = pairs[0]
@@ -153,7 +150,7 @@ def _unanswered_calls(found: Rehearsal) -> Iterator[Finding]:
     """Yield a finding if a message follows a tool call, but not its result."""
     for one in found.episodes:
         for history in one.histories():
-            for message, following in itertools.pairwise(history):
+            for message, following in pairwise(history):
                 if message.get("tool_calls") and following["role"] != "tool":
                     name = message["tool_calls"][0]["function"]["name"]
                     what = f"a call of {name} has no result: the next message is of the {following['role']}"
