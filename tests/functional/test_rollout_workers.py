@@ -87,6 +87,7 @@ def test_a_loss_that_reads_tokens_counts_them_in_a_rollout_worker(tmp_path, mode
     assert_same_run(tmp_path / "run", tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_a_killed_rollout_worker_is_named_and_costs_nothing(tmp_path, model_folder, alone):
     said = hit(tmp_path / "run", model_folder, ("rollouts-1.log",), *TWO)
     assert "rollouts rank 1 failed in phase 'rollouts': the process died" in said
@@ -130,6 +131,7 @@ def test_a_rollout_worker_may_die_before_the_policy_has_its_rows(tmp_path, model
     assert_same_run(folder, alone)
 
 
+@pytest.mark.slow
 def test_a_rollout_worker_that_loses_its_engine_gives_its_groups_away(tmp_path, model_folder, alone):
     said = hit(tmp_path / "run", model_folder, ("generation-0.log",), *TWO)
     assert re.search(r"generation rank 0 failed in phase '\w+': the process died", said)

@@ -60,7 +60,8 @@ def test_rewards_in_the_launchers_own_process_take_linear_time(name):
     for unit in SEPARATORS:
         began = time.process_time()
         reward("a" + unit * (2**16 // len(unit)), problem("1"))
-        assert time.process_time() - began < 0.5, unit
+        # Quadratic time would take far longer, and a busy machine does not.
+        assert time.process_time() - began < 10, unit
 
 
 def test_a_users_own_reward_by_dotted_path():
