@@ -1,4 +1,4 @@
-"""Agents that start an unmodified harness: `agent.name=nemo_rl_lite.environments.harnesses.codex`.
+"""Agents that start an unmodified harness: `agent=codex`.
 
 Each episode has its own process, working folder and home folder. The configured reward scores the last
 response. An agent with another reward calls `run_harness` and reads the folder.
@@ -62,21 +62,24 @@ async def run_harness(command: Sequence[str], environment: Mapping[str, str], fo
     its group end with it.
 
     Raises:
-        RuntimeError: the harness fails; the message has the end of its output.
+        RuntimeError: the harness is not installed or fails; the message has the end of its output.
     """
     (folder / "home").mkdir()
     (folder / "work").mkdir()
     # A command that still runs in the background would keep a pipe open.
     with (folder / "output").open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=folder / "work",
-            env={**os.environ, "HOME": str(folder / "home"), **environment},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                cwd=folder / "work",
+                env={**os.environ, "HOME": str(folder / "home"), **environment},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        except FileNotFoundError as error:
+            raise RuntimeError(f"{command[0]} is not on the PATH of this machine: install the harness") from error
     try:
         await process.wait()
     finally:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from itertools import islice
 from math import log2
@@ -102,6 +103,13 @@ _EXPECTED = {
 }
 _FILES = ("data.train_path", "data.validation_path")
 
+# Keys of a source besides those of `data`.
+_OF_SOURCE = ("reward", "environment", "agent", "teacher", "weight", "max_new_tokens")
+_SECTIONS_IN_SOURCE = {
+    "data": "leave the section out: SOURCE.KEY",
+    "generation": "SOURCE.max_new_tokens; other keys of generation are the run's",
+}
+
 # Rules of the schema's patterns.
 _PATTERNS = {
     RUN_NAME: "must be a folder name: at most 200 characters, no slash, no leading space or dot",
@@ -146,10 +154,19 @@ def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFA
 def _described_source(details: ErrorDetails, known: Sequence[str], algorithm: str) -> Violation:
     """Convert an error in a source of a mixture, whose keys are those of the run."""
     _, _, name, *own = details["loc"]
-    if not own or own[0] in ("weight", "max_new_tokens", "teacher"):
+    source = f"data.sources.{name}"
+    if own[:1] == ["weight"]:
+        rule = "must be a number of at least 0, or map points of step or solve_rate to such numbers"
+        given = None if {"step", "solve_rate"} & set(own) else details["input"]
+        return Violation(f"{source}.weight", given, rule, f"{source}.weight=2.0 or {source}.weight.step={{0:1.0,100:0.2}}")
+    if not own or own[0] in ("max_new_tokens", "teacher"):
         # pydantic adds the name of a type that the value could have had.
-        key = ".".join(["data.sources", str(name), *map(str, own if own[:1] == ["teacher"] else own[:1])])
+        key = ".".join([source, *map(str, own if own[:1] == ["teacher"] else own[:1])])
         return replace(described({**details, "loc": (key,)}, (*known, key), algorithm), key=key)
+    if len(own) == 1 and f"data.{own[0]}" not in known:
+        near = get_close_matches(str(own[0]), _OF_SOURCE, n=1)
+        if fix := _SECTIONS_IN_SOURCE.get(str(own[0])) or (near and f"did you mean {source}.{near[0]}?"):
+            return Violation(f"{source}.{own[0]}", details["input"], "unknown key", fix.replace("SOURCE", source))
     of_run = own if own[0] in ("reward", "environment", "agent") else ["data", *own]
     return of_source(str(name), described({**details, "loc": tuple(of_run)}, known, algorithm))
 
@@ -159,9 +176,11 @@ def merged(violations: Sequence[Violation]) -> list[Violation]:
     found: dict[str, Violation] = {}
     for one in violations:
         first = found.get(one.key)
-        rule = one.rule if first is None else f"{first.rule}, or {one.rule.removeprefix('must be ')}"
-        fix = one.fix if first is None else f"set {one.key} to one of these"
-        found[one.key] = Violation(one.key, one.value, rule, fix)
+        if first is None or first.rule == one.rule:
+            found[one.key] = one
+            continue
+        rule = f"{first.rule}, or {one.rule.removeprefix('must be ')}"
+        found[one.key] = Violation(one.key, one.value, rule, f"set {one.key} to one of these")
     return list(found.values())
 
 

@@ -165,7 +165,7 @@ def check_task(config: Config) -> Iterator[Violation]:
 
 @rule("data.sources", "algorithm")
 def check_weights(config: Config) -> Iterator[Violation]:
-    """Check that each source is sampled, and that each step has a source."""
+    """Check that each weight is well formed, and that each step has a source."""
     sources, steps = config.data.sources, {0.0}
     for name, one in sources.items():
         key, weight = f"data.sources.{name}.weight", one.weight
@@ -174,8 +174,6 @@ def check_weights(config: Config) -> Iterator[Violation]:
         if len(curves) != 1 or not points:
             yield Violation(key, weight, "must have points of one axis", f"{key}.step={{0:1.0,100:0.2}}")
             return
-        elif not any(points.values()):
-            yield Violation(key, weight, "is 0, so the source is never sampled", f"a larger {key}, or no such source")
         elif "step" in curves:
             steps.update(points)
         elif not isinstance(config.algorithm, GRPOConfig):

@@ -24,7 +24,7 @@ from nemo_rl_lite.config.sizes import (
     samples_per_step,
     validates,
 )
-from nemo_rl_lite.config.sources import in_source, source_configs
+from nemo_rl_lite.config.sources import in_source, source_configs, source_weights
 from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.system import sandbox
@@ -70,6 +70,9 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
         yield from _warmup_note(config, _LITTLE)
     for name, one in source_configs(config).items():
         yield from (in_source(name, note) for note in _held_out(one, given))
+    for name, weight in source_weights(config).items():
+        if weight == 0:
+            yield f"data.sources.{name}.weight = 0: the source is not sampled"
     if isinstance(loss := getattr(config.algorithm, "loss_fn", None), LossConfig):
         yield from filter(None, (_kl_estimate(config, loss), _steps_without_a_ratio(config, loss)))
         yield from _truncated_sampling(config)

@@ -56,6 +56,11 @@ def test_a_harness_that_fails_says_why(tmp_path):
         asyncio.run(run_harness(["sh", "-c", "echo no such model >&2; exit 3"], {}, tmp_path))
 
 
+def test_a_harness_that_is_not_installed_is_named():
+    with pytest.raises(RuntimeError, match="no-such-harness is not on the PATH"):
+        asyncio.run(mini_swe_agent(PROBLEM, ENDPOINT, command="no-such-harness --fast"))
+
+
 def test_a_command_in_the_background_ends_with_its_harness(tmp_path):
     began = time.monotonic()
     said = asyncio.run(run_harness(["sh", "-c", "sleep 60 & echo $!"], {}, tmp_path))

@@ -62,6 +62,8 @@ def told(*arguments: str) -> str:
         ("policy.megatron_cfg.peft.enabled=true policy.megatron_cfg.peft.dropout=0.1", "peft.dropout = 0.1"),
         ("algorithm=sft policy.megatron_cfg.peft.enabled=true policy.megatron_cfg.peft.dropout=0.1", ""),
         ("generation.top_p=0.9 generation.top_k=20", "generation.top_p = 0.9, generation.top_k = 20"),
+        ("data.sources.a.weight=1 data.sources.b.weight=0", "data.sources.b.weight = 0"),
+        ("data.sources.a.weight=1 data.sources.b.weight.step={0:0,9:1}", ""),
         (f"{KL_TYPE}=k1 algorithm.loss_fn.use_bias_correction_kl=false", f"{KL_TYPE} = k1"),
     ],
 )
