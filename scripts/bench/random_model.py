@@ -29,10 +29,13 @@ DEFAULTS: dict[str, Any] = {
 UNTIED, TOP_K = {"tie_word_embeddings": False}, {"norm_topk_prob": True}
 # The values of `FIELDS`, and other fields.
 SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "qwen2.5-0.5b": (("qwen2", 896, 4864, 24, 14, 2), {"head_dim": 64}),
+    "qwen2.5-1.5b": (("qwen2", 1536, 8960, 28, 12, 2), {}),
     "qwen3-0.6b": (("qwen3", 1024, 3072, 28, 16, 8), {}),
     "qwen3-1.7b": (("qwen3", 2048, 6144, 28, 16, 8), {}),
     "qwen3-4b": (("qwen3", 2560, 9728, 36, 32, 8), {}),
     "qwen3-8b": (("qwen3", 4096, 12288, 36, 32, 8), UNTIED),
+    "qwen3-32b": (("qwen3", 5120, 25600, 64, 64, 8), UNTIED),
     # Without the scaling of Llama 3.1's rotary embeddings, which is for longer sequences.
     "llama3.1-8b": (
         ("llama", 4096, 14336, 32, 32, 8),
@@ -55,6 +58,11 @@ SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "qwen3-30b-a3b": (
         ("qwen3_moe", 2048, 6144, 48, 32, 4),
         UNTIED | TOP_K | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    # 2.5 B parameters a layer, of which 0.22 B are active for a token, and 1.2 B outside of layers.
+    "qwen3-235b-a22b": (
+        ("qwen3_moe", 4096, 12288, 94, 64, 4),
+        UNTIED | TOP_K | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
     ),
 }
 
