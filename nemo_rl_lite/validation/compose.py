@@ -164,8 +164,8 @@ def _described_source(details: ErrorDetails, known: Sequence[str], algorithm: st
         key = ".".join([source, *map(str, own if own[:1] == ["teacher"] else own[:1])])
         return replace(described({**details, "loc": (key,)}, (*known, key), algorithm), key=key)
     if len(own) == 1 and f"data.{own[0]}" not in known:
-        near = get_close_matches(str(own[0]), _OF_SOURCE, n=1)
-        if fix := _SECTIONS_IN_SOURCE.get(str(own[0])) or (near and f"did you mean {source}.{near[0]}?"):
+        near = "".join(f"did you mean SOURCE.{one}?" for one in get_close_matches(str(own[0]), _OF_SOURCE, n=1))
+        if fix := _SECTIONS_IN_SOURCE.get(str(own[0]), near):
             return Violation(f"{source}.{own[0]}", details["input"], "unknown key", fix.replace("SOURCE", source))
     of_run = own if own[0] in ("reward", "environment", "agent") else ["data", *own]
     return of_source(str(name), described({**details, "loc": tuple(of_run)}, known, algorithm))
