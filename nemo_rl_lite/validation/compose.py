@@ -158,7 +158,8 @@ def _described_source(details: ErrorDetails, known: Sequence[str], algorithm: st
     if own[:1] == ["weight"]:
         rule = "must be a number of at least 0, or map points of step or solve_rate to such numbers"
         given = None if {"step", "solve_rate"} & set(own) else details["input"]
-        return Violation(f"{source}.weight", given, rule, f"{source}.weight=2.0 or {source}.weight.step={{0:1.0,100:0.2}}")
+        key = f"{source}.weight"
+        return Violation(key, given, rule, f"{key}=2.0 or {key}.step={{0:1.0,100:0.2}}")
     if not own or own[0] in ("max_new_tokens", "teacher"):
         # pydantic adds the name of a type that the value could have had.
         key = ".".join([source, *map(str, own if own[:1] == ["teacher"] else own[:1])])
