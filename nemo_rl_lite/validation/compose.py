@@ -103,7 +103,7 @@ _EXPECTED = {
 }
 _FILES = ("data.train_path", "data.validation_path")
 
-# Keys of a source besides those of `data`.
+# Keys of a source that are not keys of `data`.
 _OF_SOURCE = ("reward", "environment", "agent", "teacher", "weight", "max_new_tokens")
 _SECTIONS_IN_SOURCE = {
     "data": "leave the section out: SOURCE.KEY",

@@ -1,11 +1,16 @@
-"""Run recipes of large models on the GPUs that are here: three steps with random weights.
+"""Run recipes of large models on the GPUs of this machine: three steps with random weights.
 
-recipes.py run TOKENIZER MODELS NAME ...    run these recipes; models are written to the folder MODELS and kept
-recipes.py plan GPUS                        print how each recipe is run on so many GPUs, and what `nrl-lite plan` says
+recipes.py run TOKENIZER MODELS NAME ...
 
-A recipe keeps its algorithm, parallel layout, precision, offload and length limit. What fewer GPUs need is reduced:
-layers, parallel sizes, prompts of a step and new tokens. Prompts, chats and pairs are made of random words, and the
-reward accepts responses that end with a vowel. TOKENIZER is a model's folder.
+Runs these recipes. TOKENIZER is a model's folder. Random models are written to the folder MODELS and kept.
+
+recipes.py plan GPUS
+
+Prints how each recipe runs on this number of GPUs, and what `nrl-lite plan` says.
+
+A recipe keeps its algorithm, precision, offload preset and length limit. Layers, parallel sizes, prompts of a step and
+new tokens are reduced to what these GPUs hold. Prompts, chats and pairs are random words. The reward accepts responses
+that end with a vowel.
 """
 
 import json
@@ -39,7 +44,7 @@ MEMORY = [
 
 @dataclass(frozen=True)
 class Case:
-    """How a recipe is run: the shape of its model, and by number of GPUs the layers (None: all) and overrides."""
+    """Shape of a recipe's model, and by number of GPUs the layers (None: all) and overrides."""
 
     shape: str
     on: dict[int, tuple[int | None, list[str]]]
@@ -109,7 +114,7 @@ def main(arguments: list[str]) -> None:
 
 
 def settings(name: str, gpus: int, model: str, teacher: str) -> list[str]:
-    """Return the overrides of a recipe on so many GPUs. Raises SystemExit: too few or too many."""
+    """Return the overrides of a recipe on a number of GPUs. Raises SystemExit: it does not run on that number."""
     case = CASES[name]
     if gpus not in case.on:
         sys.exit(f"{name} is run on {' or '.join(map(str, case.on))} GPUs, not {gpus}")
@@ -124,7 +129,7 @@ def of_file(rows: Path) -> list[str]:
 
 
 def planned(name: str, gpus: int) -> None:
-    """Print what `nrl-lite plan` says of a recipe on so many GPUs, and how many layers its model has there."""
+    """Print the layers of a recipe's model on a number of GPUs, and what `nrl-lite plan` says."""
     print(f"== {name}: {shape(CASES[name], CASES[name].on[gpus][0])} on {gpus} GPUs", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         overrides = settings(name, gpus, *without_weights(name, gpus, Path(folder)))
