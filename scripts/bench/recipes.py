@@ -44,7 +44,7 @@ MEMORY = [
 
 @dataclass(frozen=True)
 class Case:
-    """Shape of a recipe's model, and by number of GPUs the layers (None: all) and overrides."""
+    """The shape in `random_model.py`, and by number of GPUs the layers (None: all) and overrides."""
 
     shape: str
     on: dict[int, tuple[int | None, list[str]]]
