@@ -25,6 +25,7 @@ VERBS = {
     "chat": "chat with a model in the terminal",
     "serve": "serve a model over the APIs of OpenAI and Anthropic until Ctrl-C",
     "report": "write an HTML page of runs: curves, times, memory, samples, configuration",
+    "compare": "say whether new runs are better than base runs, with an interval: A ... vs B ...",
     "quickstart": "run the embedded example: two minutes on two CPU cores",
     "doctor": "check this machine and its packages, with a fix for each problem",
     "constraints": "print the path of the tested package versions, for pip install -c",
