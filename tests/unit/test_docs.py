@@ -108,7 +108,8 @@ def check_training_command(arguments: list[str]) -> None:
     if flags.only_informs:
         return
     if flags.sweeps:
-        overrides = [override.split(",")[0] for override in overrides]
+        # Of each sweep, the first run.
+        overrides = [one.split(",")[0] for one in overrides if not one.startswith("hydra.sweep.dir=")]
     try:
         compose_config(overrides)
     except ConfigError as error:
