@@ -50,6 +50,8 @@ _RULES = tuple(
         (r"""init_process_group\((["'])nccl\1""", r"init_process_group(\1gloo\1"),
         # In checkpoints, the step count of torch's Adam is stored once for all parameters.
         (r"isinstance\(tensors\[key\], torch\.Tensor\)", "isinstance(tensors.get(key), torch.Tensor)"),
+        # Recomputed norms would ask Transformer Engine for its FP8 state.
+        (r"self\.fp8 = fp8 is not None", "self.fp8 = bool(fp8)"),
         # torch's compiler takes a second to import, without a gain.
         (r"jit_fuser = torch\.compile\b", "jit_fuser = noop_decorator"),
         (r"@torch\.compile\b(\(.*\))?\n", "\n"),

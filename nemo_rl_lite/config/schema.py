@@ -126,6 +126,8 @@ OffloadModule = Literal[
     "moe_act",
     "fused_group_mlp",
 ]
+# Parts of a layer that selective recomputation can recompute.
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
 # Linear layers that can have an adapter.
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 # Components that can be offloaded while engines generate.
@@ -176,6 +178,8 @@ class DataParallelConfig:
     bucket_size: Annotated[PositiveInt | None, ActiveIf(".overlap_grad_reduce")]
 
 
+# Conditions of keys for recomputation of complete layers.
+OF_LAYERS = ActiveIf(".activation_checkpointing"), ActiveIf(".recompute_granularity", "full")
 StageLayers = Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
 
 
@@ -201,6 +205,14 @@ class MegatronConfig(TeacherParallelConfig):
     moe_router_fusion: Annotated[bool, ActiveIf("GPUs")]
     cuda_graph_impl: Annotated[Literal["none", "full_iteration"], ActiveIf("GPUs")]
     activation_checkpointing: bool
+    recompute_granularity: Annotated[Literal["full", "selective"], ActiveIf(".activation_checkpointing")]
+    recompute_modules: Annotated[
+        Annotated[list[RecomputeModule], Field(min_length=1)] | None,
+        ActiveIf(".activation_checkpointing"),
+        ActiveIf(".recompute_granularity", "selective"),
+    ]
+    recompute_method: Annotated[Literal["uniform", "block"], *OF_LAYERS]
+    recompute_num_layers: Annotated[PositiveInt, *OF_LAYERS]
     fine_grained_activation_offloading: bool
     offload_modules: Annotated[list[OffloadModule] | None, ActiveIf(".fine_grained_activation_offloading")]
     activation_offload_fraction: Annotated[Fraction, ActiveIf(".fine_grained_activation_offloading")]
@@ -209,6 +221,7 @@ class MegatronConfig(TeacherParallelConfig):
     distributed_data_parallel_config: Annotated[DataParallelConfig, ActiveIf("data-parallel ranks")]
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
+    model_overrides: dict[str, Any]
 
 
 @dataclass(frozen=True, config=STRICT)

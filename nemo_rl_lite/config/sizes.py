@@ -17,6 +17,7 @@ from nemo_rl_lite.config.schema import (
     MegatronConfig,
     OffloadedComponent,
     PolicyConfig,
+    RecomputeModule,
     RefitConfig,
     SequencePackingConfig,
 )
@@ -56,6 +57,12 @@ def enough_tokens(policy: PolicyConfig) -> int:
 def keeps_logits(policy: PolicyConfig) -> bool:
     """Return whether logits are kept for the backward pass; False while `auto` is unresolved."""
     return policy.megatron_cfg.keep_logits is True
+
+
+def recomputed_modules(parallel: MegatronConfig) -> Sequence[RecomputeModule]:
+    """Return the parts of layers that selective recomputation recomputes; none without it."""
+    selective = parallel.activation_checkpointing and parallel.recompute_granularity == "selective"
+    return (parallel.recompute_modules or ["core_attn"]) if selective else []
 
 
 def leaving_for_generation(policy: PolicyConfig) -> Sequence[OffloadedComponent]:
@@ -196,6 +203,7 @@ def as_teacher(config: Config) -> Config:
             moe_router_bias_update_rate=0.0,
             moe_router_fusion=False,
             activation_checkpointing=False,
+            model_overrides={},
             fine_grained_activation_offloading=False,
             cuda_graph_impl="none",
             keep_logits=False,

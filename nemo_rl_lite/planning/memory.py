@@ -49,6 +49,7 @@ from nemo_rl_lite.config.sizes import (
     on_gpus,
     parallel_dims,
     prompt_siblings,
+    recomputed_modules,
     records_training,
     row_round,
     samples_per_step,
@@ -139,8 +140,8 @@ def hidden_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
 
 
 def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[str, float]:
-    """Return the bytes that a layer keeps for its backward pass, by the names of `offload_modules` and `rest`. With
-    experts, return the mean over layers."""
+    """Return the bytes that a layer keeps for its backward pass, by the names of `offload_modules`, and `scores` of
+    attention, `router` and `shared_experts`. With experts, return the mean over layers."""
     tensor, item, hidden = parallel_dims(config).tp, item_bytes(config), hidden_bytes(config, shape, batch)
     # Bytes of one tensor per unit of width.
     elements = batch.tokens * item / tensor
@@ -163,8 +164,69 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
         "expert_fc1": dispatched * hidden,
         # Multiplying by the router's probability keeps one more tensor.
         "moe_act": dispatched * elements * (3 if fused else 6) * shape.expert_ffn,
-        "rest": sparse * (hidden + 8 * batch.tokens * shape.experts) + (3 if fused else 5) * shared + scores,
+        "router": sparse * (hidden + 8 * batch.tokens * shape.experts),
+        "shared_experts": (3 if fused else 5) * shared,
+        "scores": scores,
     }
+
+
+def selectively_recomputed(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
+    """Return the bytes of a layer that selective recomputation does not keep. The inputs of its modules are kept."""
+    sparse, hidden = 1 - shape.dense_layers / shape.layers, hidden_bytes(config, shape, batch)
+    layer, modules = layer_bytes(config, shape, batch), set(recomputed_modules(config.policy.megatron_cfg))
+    of_experts = layer["expert_fc1"] + layer["moe_act"] + layer["router"] - sparse * hidden + layer["shared_experts"]
+    saved = {
+        "core_attn": layer["scores"],
+        # Only norms that are not fused into the next linear layer.
+        "layernorm": sparse * hidden if on_gpus(config) else 2 * hidden,
+        "mlp": layer["mlp"] - (1 - sparse) * hidden,
+        "moe": of_experts,
+        "moe_act": 0.0 if "moe" in modules else layer["moe_act"] / 3,
+        "shared_experts": 0.0 if "moe" in modules else layer["shared_experts"],
+    }
+    return sum(saved[name] for name in modules)
+
+
+def kept_activations(config: Config, shape: ModelShape, batch: MicroBatch, layers: int) -> float:
+    """Return the bytes that `layers` layers keep of a micro-batch for the backward pass."""
+    parallel, each = config.policy.megatron_cfg, sum(layer_bytes(config, shape, batch).values())
+    if not parallel.activation_checkpointing:
+        return layers * each
+    if parallel.recompute_granularity == "selective":
+        return layers * (each - selectively_recomputed(config, shape, batch))
+    inputs, number = hidden_bytes(config, shape, batch), min(parallel.recompute_num_layers, layers)
+    if parallel.recompute_method == "block":
+        return number * inputs + (layers - number) * each
+    return ceil(layers / number) * inputs
+
+
+def recomputed_at_once(config: Config, layers: int) -> int:
+    """Return how many of a stage's layers the backward pass recomputes together; 0 if it recomputes none."""
+    parallel = config.policy.megatron_cfg
+    if not parallel.activation_checkpointing:
+        return 0
+    uniform = parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform"
+    return min(parallel.recompute_num_layers, layers) if uniform else 1
+
+
+def recomputed_share(config: Config, shape: ModelShape, layers: int, tokens: float) -> float:
+    """Return the share of the layers' forward FLOPs that the backward pass repeats, at this length of sequences."""
+    parallel = config.policy.megatron_cfg
+    if not parallel.activation_checkpointing:
+        return 0.0
+    if parallel.recompute_granularity == "full":
+        return min(1.0, parallel.recompute_num_layers / layers) if parallel.recompute_method == "block" else 1.0
+    sparse, modules = shape.layers - shape.dense_layers, recomputed_modules(parallel)
+    experts = sparse * 6 * shape.hidden * shape.expert_ffn * shape.experts_per_token * tokens
+    shared = sparse * 6 * shape.hidden * shape.shared_ffn * tokens
+    flops = {
+        "core_attn": attention_flops(shape, tokens),
+        "mlp": shape.dense_layers * 6 * shape.hidden * shape.ffn * tokens,
+        "moe": experts + shared,
+        "shared_experts": 0.0 if "moe" in modules else shared,
+    }
+    of_layers = forward_flops(shape, tokens) - 2 * shape.vocabulary * shape.hidden * tokens
+    return sum(flops.get(name, 0.0) for name in modules) / of_layers
 
 
 def mlp_gradients(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
@@ -182,19 +244,21 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
     layer = layer_bytes(config, shape, batch)
     layers, in_flight = dims.stage_layers(shape.layers)[stage], dims.pp - stage
     hidden = hidden_bytes(config, shape, batch)
-    kept = hidden if parallel.activation_checkpointing else sum(layer.values())
+    kept = kept_activations(config, shape, batch, layers)
     head = 2 * hidden + head_bytes(config, shape, batch) if stage == dims.pp - 1 else 0.0
     waiting = 0.0
-    if parallel.fine_grained_activation_offloading and not parallel.activation_checkpointing:
+    if parallel.fine_grained_activation_offloading:
         # The last layer's inputs stay on the device, as the backward pass needs them first.
         parts = [part for module in parallel.offload_modules or () for part in _FUSED.get(module, (module,))]
+        parts = [part for part in parts if part not in recomputed_modules(parallel)]
         chosen = parallel.activation_offload_fraction * sum(layer[part] for part in parts)
         waiting = (layers * in_flight - 1) * chosen
     # After the head, a layer's gradients take about as many bytes as its activations. A recomputed layer has both at
     # once, mostly the gradients of its MLP.
-    working = sum(layer.values()) + (mlp_gradients(config, shape, batch) if parallel.activation_checkpointing else 0.0)
+    at_once = recomputed_at_once(config, layers)
+    working = max(1, at_once) * sum(layer.values()) + (mlp_gradients(config, shape, batch) if at_once else 0.0)
     working += copied_bytes(config, shape, batch, training=True)
-    device = layers * in_flight * kept - waiting + max(head, working)
+    device = in_flight * kept - waiting + max(head, working)
     return int(device), int(waiting)
 
 
@@ -538,8 +602,12 @@ def matrix_weights(shape: ModelShape, experts: int) -> int:
 
 def forward_flops(shape: ModelShape, tokens: float) -> float:
     """Return the FLOPs of a forward pass over a sequence, without adapters."""
-    attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens * (tokens + 1)
-    return _matrices(shape, tokens) + attention
+    return _matrices(shape, tokens) + attention_flops(shape, tokens)
+
+
+def attention_flops(shape: ModelShape, tokens: float) -> float:
+    """Return the FLOPs of causal attention's two products over a sequence, in all layers."""
+    return 2 * shape.layers * shape.heads * shape.head_dim * tokens * (tokens + 1)
 
 
 @dataclass(frozen=True)

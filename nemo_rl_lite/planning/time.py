@@ -49,6 +49,7 @@ from nemo_rl_lite.planning.memory import (
     matrix_weights,
     micro_batch,
     parameter_count,
+    recomputed_share,
     siblings_per_pack,
     teacher_shape,
     token_cache_bytes,
@@ -182,7 +183,7 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     skipped = 1 - 1 / siblings_per_pack(config, lengths.prompt, lengths.mean, training)
     tokens = length - skipped * lengths.prompt
     count = math.ceil(share / (batch.tokens // batch.row if padded else batch.tokens / tokens))
-    again = 1 if training and parallel.activation_checkpointing else 0
+    again = recomputed_share(config, shape, max(dims.stage_layers(shape.layers)), length) if training else 0.0
     whole, matrix = (SequenceFlops(own, parallel.peft) for own in (shape, replace(shape, layers=0, dense_layers=0)))
 
     def of_row(flops: Callable[[float], float]) -> float:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from nemo_rl_lite.compat import transformer_engine
 from nemo_rl_lite.compat.megatron import auto_bridge, forget_groups
+from nemo_rl_lite.compat.megatron_fields import field_value
 from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
-from nemo_rl_lite.config.sizes import ParallelDims, keeps_logits, shares_prompts
+from nemo_rl_lite.config.sizes import ParallelDims, keeps_logits, recomputed_modules, shares_prompts
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.policy import activation_offload, moe, shared_prompts
 from nemo_rl_lite.policy.context import ContextRanks, check_shareable
@@ -28,6 +29,7 @@ from nemo_rl_lite.refit.ipc import SharedFrozenParams
 
 log = logging.getLogger(__name__)
 
+OVERRIDES = "policy.megatron_cfg.model_overrides"
 # Kernels of Apex and Transformer Engine, which megatron-core's local layers replace with torch.
 _FUSIONS = (
     *("apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
@@ -348,12 +350,30 @@ def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:
     # No loss trains a checkpoint's layers for multi-token prediction.
     provider.mtp_num_layers = None
     moe.set_fields(provider, parallel)
-    if parallel.activation_checkpointing:
-        provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
+    _set_recomputation(provider, parallel)
     activation_offload.set_fields(provider, parallel)
     if on_gpu:
         _set_gpu_kernels(provider, parallel)
+    else:
+        _set_local_layers(provider)
+    for name, value in parallel.model_overrides.items():
+        if not hasattr(provider, name):
+            raise TrainingError(f"{OVERRIDES}.{name}: this model's {type(provider).__name__} has no such field")
+        setattr(provider, name, field_value(name, value))
+
+
+def _set_recomputation(provider: Any, options: MegatronConfig) -> None:
+    if not options.activation_checkpointing:
         return
+    provider.recompute_granularity = options.recompute_granularity
+    if options.recompute_granularity == "full":
+        provider.recompute_method = options.recompute_method
+        provider.recompute_num_layers = options.recompute_num_layers
+    else:
+        provider.recompute_modules = recomputed_modules(options)
+
+
+def _set_local_layers(provider: Any) -> None:
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
     provider.transformer_layer_spec = local_layer_spec

@@ -35,7 +35,7 @@ class ReplayedRouter:
     layer: int
     """Index in the whole model."""
     recomputes: bool
-    """The backward pass recomputes the layer (activation checkpointing)."""
+    """The backward pass may recompute the layer (activation checkpointing)."""
     _now: Tensor | None = None
     _again: deque[Tensor | None] = field(default_factory=deque)
 
@@ -55,7 +55,8 @@ class ReplayedRouter:
     ) -> tuple[Tensor, Tensor]:
         """Return scores and indices of the experts, [M, k] each, to megatron-core."""
         scores_Mk, own_Mk = default_compute_topk(scores_ME, topk, num_groups, group_topk)
-        # Backward passes are in the order of forward passes.
+        # Backward passes are in the order of forward passes. Without recomputation, the forward pass has gradients
+        # enabled, and takes the experts that `begin` has just added.
         is_again = self.recomputes and torch.is_grad_enabled() and self._again
         replayed_Mk = self._again.popleft() if is_again else self._now
         if replayed_Mk is None:

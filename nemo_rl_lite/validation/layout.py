@@ -362,9 +362,9 @@ def check_activation_offload(config: Config) -> Iterator[Violation]:
         return
     if not on_gpus(config):
         yield Violation(_ACTIVATIONS, True, "needs GPUs", f"{_ACTIVATIONS}=false, or offload=none")
-    if parallel.activation_checkpointing:
+    if parallel.activation_checkpointing and parallel.recompute_granularity == "full":
         key = f"{MEGATRON}.activation_checkpointing"
-        rule_text = "excludes fine_grained_activation_offloading: there are no inputs to offload"
+        rule_text = "of complete layers excludes fine_grained_activation_offloading: there are no inputs to offload"
         yield Violation(key, True, rule_text, f"{key}=false, or {_ACTIVATIONS}=false")
     if parallel.peft.enabled:
         rule_text = "is incompatible with LoRA, which freezes the weights"

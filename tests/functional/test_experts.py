@@ -17,17 +17,24 @@ SPREAD = ["cluster.cpu_ranks=2", "policy.megatron_cfg.expert_model_parallel_size
 STAGES = ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"]
 REPLAYED = [*BATCHES, "policy.router_replay.enabled=true"]
 RECOMPUTED = ["policy.megatron_cfg.activation_checkpointing=true"]
+PARTS = [
+    *RECOMPUTED,
+    "policy.megatron_cfg.recompute_granularity=selective",
+    "policy.megatron_cfg.recompute_modules=[moe]",
+]
 LAYOUTS = {
     1: {
         "one rank": BATCHES,
         "replayed": REPLAYED,
         "replayed, recomputed": REPLAYED + RECOMPUTED,
+        "replayed, experts recomputed": REPLAYED + PARTS,
         "replayed, packed": REPLAYED + PACKED,
     },
     2: {
         "replayed, data 2": [*REPLAYED, "cluster.cpu_ranks=2"],
         "replayed, experts 2, packed": REPLAYED + SPREAD + PACKED,
         "replayed, pipeline 2, recomputed": REPLAYED + STAGES + RECOMPUTED,
+        "replayed, pipeline 2, experts recomputed": REPLAYED + STAGES + PARTS,
         "experts 2": BATCHES + SPREAD,
         "experts 2, packed": BATCHES + SPREAD + PACKED,
         "pipeline 2": BATCHES + STAGES,

@@ -28,8 +28,13 @@ ROUNDED = ["policy.sequence_length_round=8"]
 PACKED = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=40", *ROUNDED]
 DYNAMIC = ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=40", *ROUNDED]
 OFFLOADED = ["offload=pinned", "policy.offload_optimizer_states_for_logprob=true"]
+RECOMPUTED = ["policy.megatron_cfg.activation_checkpointing=true"]
+PARTS = [*RECOMPUTED, "policy.megatron_cfg.recompute_granularity=selective"]
 LAYOUTS = {
     "one rank": [],
+    "layers recomputed two at a time": [*RECOMPUTED, "policy.megatron_cfg.recompute_num_layers=2"],
+    "first layer recomputed": [*RECOMPUTED, "policy.megatron_cfg.recompute_method=block"],
+    "parts recomputed": [*PARTS, "policy.megatron_cfg.recompute_modules=[core_attn,layernorm,mlp]"],
     "tensor 2": ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2"],
     "pipeline 2": ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"],
     "pipeline 2, fewer layers at the end": [
@@ -161,12 +166,14 @@ def test_before_the_first_step_the_ratio_is_exactly_one_and_the_kl_exactly_zero(
     [
         ("one rank, offloaded", "one rank"),
         ("one rank, offloaded one after the other", "one rank"),
+        ("layers recomputed two at a time", "one rank"),
+        ("first layer recomputed", "one rank"),
         ("bfloat16, offloaded", "bfloat16"),
         ("data 2, offloaded", "data 2"),
         ("tensor 2, states offloaded for logprobs", "tensor 2"),
     ],
 )
-def test_what_moves_between_phases_stays_the_same_to_the_bit(outcomes, moved, still):
+def test_what_moves_or_is_recomputed_stays_the_same_to_the_bit(outcomes, moved, still):
     ours, theirs = outcomes(moved), outcomes(still)
     assert ours.metrics == theirs.metrics
     for name in ("logprobs", "reference", "after", "reference_after", "own_after"):

@@ -12,7 +12,9 @@ from nemo_rl_lite.planning import memory
 from nemo_rl_lite.planning.budget import render
 from nemo_rl_lite.planning.memory import (
     Bytes,
+    kept_activations,
     micro_batch,
+    own_part,
     parameter_count,
     predict,
     rank_parameters,
@@ -225,6 +227,24 @@ def test_recomputation_and_offloading_keep_less_on_the_device():
     # Layers' inputs, the last norm's two tensors, a slice of the logits, the hidden states' gradient and the matrix's.
     assert recomputed.device == 16384 * (30 * 2 * 576 + 2 * 2 * 576 + 6 * 8192 + 4 * 576) + 2 * 576 * 49152
     assert offloaded.host > 0 and offloaded.device + offloaded.host == plain.device
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (["recompute_method=block", "recompute_num_layers=10"], 20 / 30),
+        (["recompute_num_layers=30"], 0.0),
+        (["recompute_granularity=selective", "recompute_modules=[mlp]"], 1 - (3 * 1536 + 576) / 8466),
+    ],
+)
+def test_recomputation_of_some_layers_or_parts_keeps_the_others(options, kept):
+    """The inputs of what is recomputed are kept, too. A layer of SmolLM2 keeps 8,466 elements per token."""
+    on = [f"{MEGATRON}.activation_checkpointing=true", *(f"{MEGATRON}.{one}" for one in options)]
+    base = [*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128"]
+    plain, config = compose_config(base), compose_config([*base, *on])
+    batch = own_part(config, training=True)
+    whole = kept_activations(plain, SMOLLM2, batch, layers=30)
+    assert kept_activations(config, SMOLLM2, batch, layers=30) == pytest.approx(kept * whole, abs=0.04 * whole)
 
 
 def test_logits_that_are_kept_add_their_bytes():

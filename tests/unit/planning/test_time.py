@@ -51,11 +51,22 @@ def test_the_policys_phases_take_their_flops():
     assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(3 * forward, rel=1e-3)
 
 
-@pytest.mark.parametrize(("key", "again"), [("activation_checkpointing=true", 1), ("tensor_model_parallel_size=2", 0)])
-def test_what_training_computes_again_or_not_at_all(key, again):
+BLOCK = ["recompute_method=block", f"recompute_num_layers={LAYERS // 2}"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "again"),
+    [
+        (["activation_checkpointing=true"], 1),
+        (["activation_checkpointing=true", *BLOCK], 0.5),
+        (["activation_checkpointing=true", "recompute_granularity=selective", "recompute_modules=[layernorm]"], 0),
+        (["tensor_model_parallel_size=2"], 0),
+    ],
+)
+def test_what_training_computes_again_or_not_at_all(keys, again):
     """Layers are recomputed, and the vocabulary's matrix is not. Tensor parallel ranks have half of the matrices and
     twice the tokens."""
-    config = compose_config([*GPUS, f"policy.megatron_cfg.{key}"])
+    config = compose_config([*GPUS, *(f"policy.megatron_cfg.{key}" for key in keys)])
     layers = 2 * (MATRICES - VOCABULARY) + 2 * LAYERS * QUERIES * 400
     expected = TOKENS / 8 * ((3 + again) * layers + 3 * 2 * VOCABULARY) / (MFU * 1e13)
     assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(expected, rel=1e-3)

@@ -30,6 +30,10 @@ CP, EP = f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.expert_model_parallel
 LAST_STAGE, DDP = f"{MEGATRON}.num_layers_in_last_pipeline_stage", f"{MEGATRON}.distributed_data_parallel_config"
 ACTIVATIONS, MODULES = f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.offload_modules"
 GRAPHS, FUSION = f"{MEGATRON}.cuda_graph_impl=full_iteration", f"{MEGATRON}.moe_router_fusion"
+OVERRIDES = f"{MEGATRON}.model_overrides"
+PARTS = (
+    f"{MEGATRON}.activation_checkpointing=true {MEGATRON}.recompute_granularity=selective {MEGATRON}.recompute_modules"
+)
 SHARED = "policy.sequence_packing.shared_prompts"
 BATCH, TYPE, RATIO = "policy.train_global_batch_size", f"{LOSS}.truncated_importance_sampling_type", "sampling_ratio"
 IS = f"{LOSS}.use_importance_sampling_correction=true"
@@ -77,6 +81,16 @@ CASES = {
     f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 policy.dynamic_batching.enabled=true": CP,
     f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 {SHARED}=true": SHARED,
     f"{GPU} {GRAPHS} {SHARED}=true": SHARED,
+    # Fields of Megatron's own.
+    f"{OVERRIDES}.attention_dropot=0.1": "did you mean attention_dropout",
+    f"{OVERRIDES}.attention_dropout=much": f"{OVERRIDES}.attention_dropout",
+    f"{OVERRIDES}.attention_backend=flash": "a type that a configuration cannot express",
+    f"{OVERRIDES}.pipeline_model_parallel_size=2": f"set {PP} instead",
+    f"{OVERRIDES}.params_dtype=bfloat16": "set policy.precision instead",
+    f"{OVERRIDES}.hidden_size=128": "config.json",
+    f"{MEGATRON}.recompute_modules=[attention]": f"{MEGATRON}.recompute_modules",
+    f"{PARTS}=[core_attn,moe_act]": f"{MEGATRON}.recompute_modules=[core_attn]",
+    f"{PARTS}=[shared_experts]": f"{MEGATRON}.recompute_granularity=full",
     f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=8 {CP}=8 {MEGATRON}.cp_comm_type=a2a": "cp_comm_type",
     f"{MEGATRON}.sequence_parallel=true {TP}=2 cluster.cpu_ranks=2": f"{MEGATRON}.sequence_parallel",
     f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=8 {TP}=2": f"{MEGATRON}.sequence_parallel=true",
