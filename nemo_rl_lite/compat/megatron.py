@@ -155,6 +155,43 @@ def forget_classes(optimizer: torch.optim.Optimizer) -> None:
             group.pop(name, None)
 
 
+def exchange_shapes_by_direction() -> None:
+    """Let interleaved pipeline stages exchange shapes as they exchange tensors.
+
+    megatron-core matches shapes by their order between two ranks. Two stages send activations and gradients to the same
+    rank, so each could mix them up.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    P2PCommunicator._communicate_shapes = _communicate_shapes
+
+
+def _communicate_shapes(
+    self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+) -> tuple[list[int], list[int]]:
+    """Return the shapes of the tensors from both neighbours; zeros for those not wanted."""
+    from megatron.core.pipeline_parallel.p2p_communication import _p2p_ops
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = {
+        name: None if tensor is None else torch.tensor(tensor.shape, device=device)
+        for name, tensor in (("tensor_send_next", tensor_send_next), ("tensor_send_prev", tensor_send_prev))
+    }
+    received = [torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2)]
+    wanted = (own if is_wanted else None for own, is_wanted in zip(received, (recv_prev, recv_next), strict=True))
+    requests: dict[str, Any] = _p2p_ops(
+        **shapes,
+        **dict(zip(("tensor_recv_prev", "tensor_recv_next"), wanted, strict=True)),
+        group=self.pp_group,
+        prev_pipeline_rank=self.prev_rank,
+        next_pipeline_rank=self.next_rank,
+    )
+    for request in requests.values():
+        request.wait()
+    from_prev, from_next = (own.tolist() for own in received)
+    return from_prev, from_next
+
+
 def offload_manager() -> Any:
     """Return this process's manager of offloaded activations."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager

@@ -196,6 +196,7 @@ class TeacherParallelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class MegatronConfig(TeacherParallelConfig):
+    virtual_pipeline_model_parallel_size: StageLayers
     context_parallel_size: PositiveInt
     cp_comm_type: Annotated[Literal["p2p", "a2a"], ActiveIf(".context_parallel_size", above=1)]
     freeze_moe_router: bool

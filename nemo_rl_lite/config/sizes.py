@@ -59,6 +59,11 @@ def keeps_logits(policy: PolicyConfig) -> bool:
     return policy.megatron_cfg.keep_logits is True
 
 
+def model_chunks(parallel: MegatronConfig) -> int:
+    """Return the model chunks per pipeline stage; several are interleaved."""
+    return (parallel.virtual_pipeline_model_parallel_size or 1) if parallel.pipeline_model_parallel_size > 1 else 1
+
+
 def recomputed_modules(parallel: MegatronConfig) -> Sequence[RecomputeModule]:
     """Return the parts of layers that selective recomputation recomputes; none without it."""
     selective = parallel.activation_checkpointing and parallel.recompute_granularity == "selective"
@@ -110,6 +115,8 @@ class ParallelDims:
     first_layers: int | None = None
     """Layers of the first pipeline stage; None for an equal share."""
     last_layers: int | None = None
+    chunks: int = 1
+    """Model chunks per pipeline stage (virtual pipeline)."""
 
     @classmethod
     def of(cls, parallel: MegatronConfig, world: int) -> "ParallelDims":
@@ -122,6 +129,7 @@ class ParallelDims:
             world=world,
             first_layers=parallel.num_layers_in_first_pipeline_stage,
             last_layers=parallel.num_layers_in_last_pipeline_stage,
+            chunks=model_chunks(parallel),
         )
 
     @property
@@ -178,6 +186,21 @@ class ParallelDims:
             raise ValueError(f"{layers} layers cannot be spread over {self.pp} pipeline stages")
         return [told[stage] if stage in told else rest // others for stage in range(self.pp)]
 
+    def stage_spans(self, layers: int) -> list[list[range]]:
+        """Return the layers of each model chunk of each pipeline stage. The first chunks of all stages come first."""
+        spans, begin = [[] for _ in range(self.pp)], 0
+        for _ in range(self.chunks):
+            for own, count in zip(spans, self.stage_layers(layers), strict=True):
+                own.append(range(begin, begin + count // self.chunks))
+                begin = own[-1].stop
+        return spans
+
+    def chunks_in_flight(self, stage: int) -> int:
+        """Return the largest number of micro-batches that wait for their backward pass, counted once per model chunk
+        of a pipeline stage."""
+        later = self.pp - stage - 1
+        return later + 1 if self.chunks == 1 else 2 * later + (self.chunks - 1) * self.pp + 1
+
     def stage_and_replica(self, rank: int) -> tuple[int, int]:
         """Return the pipeline stage and the data-parallel replica of a rank."""
         return rank // self.stage, rank // (self.tp * self.cp) % self.dp
@@ -203,6 +226,7 @@ def as_teacher(config: Config) -> Config:
             moe_router_bias_update_rate=0.0,
             moe_router_fusion=False,
             activation_checkpointing=False,
+            virtual_pipeline_model_parallel_size=None,
             model_overrides={},
             fine_grained_activation_offloading=False,
             cuda_graph_impl="none",

@@ -237,12 +237,11 @@ def mlp_gradients(config: Config, shape: ModelShape, batch: MicroBatch) -> float
 
 
 def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple[int, int]:
-    """Return the bytes (device, host) at the start of a stage's backward pass, where memory peaks. Stage s of p holds
-    the activations of p - s micro-batches."""
+    """Return the bytes (device, host) at the start of a stage's backward pass, where memory peaks."""
     parallel, batch = config.policy.megatron_cfg, own_part(config, training=True)
     dims = parallel_dims(config)
     layer = layer_bytes(config, shape, batch)
-    layers, in_flight = dims.stage_layers(shape.layers)[stage], dims.pp - stage
+    layers, in_flight = dims.stage_layers(shape.layers)[stage] // dims.chunks, dims.chunks_in_flight(stage)
     hidden = hidden_bytes(config, shape, batch)
     kept = kept_activations(config, shape, batch, layers)
     head = 2 * hidden + head_bytes(config, shape, batch) if stage == dims.pp - 1 else 0.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 from nemo_rl_lite.config.algorithms import generates
@@ -219,10 +219,9 @@ def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
     if shape.experts:
         sizes += f", experts over {dims.ep}"
     yield "policy", f"{dims.world} rank{'s' * (dims.world > 1)}: {sizes}"
-    counts = dims.stage_layers(shape.layers)
-    for stage, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True) if dims.pp > 1 else ()):
+    for stage, spans in enumerate(dims.stage_spans(shape.layers) if dims.pp > 1 else ()):
         ends = [name for name, there in (("embedding", stage == 0), ("output", stage == dims.pp - 1)) if there]
-        own = f"layers {end - count} to {end - 1}"
+        own = f"layers {', '.join(f'{span.start} to {span.stop - 1}' for span in spans)}"
         yield f"stage {stage}", f"{', '.join([own, *ends])}: rank{_span(dims.ranks_of_stage(stage))}"
     if not generates(config):
         return

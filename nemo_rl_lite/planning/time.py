@@ -199,8 +199,10 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     launches = 1 + again + (1 if training else 0)
     flops = max(stages) * share / count / (dims.tp * dims.cp)
     each = max(flops / (MFU * gpu.flops), launches * max(layers) * LAUNCH_S)
-    # Filling the pipeline takes a pass per further stage.
-    return (count + dims.pp - 1) * each
+    if dims.chunks > 1:
+        count = -(-count // dims.pp) * dims.pp
+    # Filling the pipeline takes a pass per further stage, of one model chunk.
+    return (count + (dims.pp - 1) / dims.chunks) * each
 
 
 @dataclass(frozen=True)

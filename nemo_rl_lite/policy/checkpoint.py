@@ -166,10 +166,9 @@ class PolicyState:
 
     def _sharded(self, form: str, with_reference: bool, is_loading: bool) -> dict[str, Any]:
         models = self._sharded_weights()
-        whole = {name: value for weights in models.values() for name, value in weights.items()}
         metadata = _OPTIMIZER_FORMATS[form]
         with padded_buckets(self._optimizer):
-            optimizer = self._optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=metadata)
+            optimizer = self._optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         own = {"scheduler": self._scheduler.state_dict(), _FORMAT: form, _REFERENCE: with_reference}
         reference = self._reference.sharded_state() if self._reference is not None and with_reference else {}
         return {**models, "optimizer": optimizer, **own, **reference}

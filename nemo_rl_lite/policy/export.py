@@ -404,6 +404,7 @@ def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
         policy.megatron_cfg,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
         num_layers_in_first_pipeline_stage=None,
         num_layers_in_last_pipeline_stage=None,
         context_parallel_size=1,

@@ -182,6 +182,8 @@ class ModelInput:
     """See `Layout`. A sequence's padding attends to the sequence, but not the reverse."""
     prefixes: Prefixes | None = None
     """None if no sequences share any."""
+    is_filler: bool = False
+    """Repeats another micro-batch, without loss, to complete a round of interleaved pipeline stages."""
 
     @property
     def width(self) -> int:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_lite.compat import transformer_engine
-from nemo_rl_lite.compat.megatron import auto_bridge, forget_groups
+from nemo_rl_lite.compat.megatron import auto_bridge, exchange_shapes_by_direction, forget_groups
 from nemo_rl_lite.compat.megatron_fields import field_value
 from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
-from nemo_rl_lite.config.sizes import ParallelDims, keeps_logits, recomputed_modules, shares_prompts
+from nemo_rl_lite.config.sizes import ParallelDims, keeps_logits, model_chunks, recomputed_modules, shares_prompts
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.policy import activation_offload, moe, shared_prompts
 from nemo_rl_lite.policy.context import ContextRanks, check_shareable
@@ -165,6 +165,8 @@ class MegatronModel:
     """Packed rows may share prefixes (`shared_prompts.py`)."""
     in_engine: SharedFrozenParams = field(default_factory=SharedFrozenParams)
     """Frozen weights in the memory of the engine on this device."""
+    multiple: int = 1
+    """Passes have a multiple of this many micro-batches: the pipeline stages, if they interleave chunks."""
 
     @cached_property
     def gather(self) -> Gather:
@@ -244,6 +246,7 @@ def build_model(
         lora=lora,
         trains=trains,
         context=context_ranks(),
+        multiple=parallel.pipeline_model_parallel_size if model_chunks(parallel) > 1 else 1,
     )
     if lora is not None:
         sizes = [(parameter.requires_grad, parameter.numel()) for parameter in model.parameters()]
@@ -342,6 +345,11 @@ def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:
     provider.sequence_parallel = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
     provider.params_dtype = provider.pipeline_dtype = dtype
     provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
+    if model_chunks(parallel) > 1:
+        provider.virtual_pipeline_model_parallel_size = model_chunks(parallel)
+        # Of megatron-core's ways to send, only this one works for two stages, which are both neighbours of each other.
+        provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
+        exchange_shapes_by_direction()
     # Pipeline stages send the shapes of micro-batches; of the dispatchers, all-to-all supports that.
     provider.variable_seq_lengths = parallel.pipeline_model_parallel_size > 1
     provider.moe_token_dispatcher_type = "alltoall"

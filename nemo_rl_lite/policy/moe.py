@@ -69,7 +69,8 @@ class ReplayedRouter:
 class RouterReplay:
     """Replayed routers of this rank's layers."""
 
-    routers: Sequence[ReplayedRouter]
+    routers: Sequence[Sequence[ReplayedRouter]]
+    """Routers by model chunk."""
     context: ContextRanks
     sequence_rank: int
     sequence_size: int
@@ -79,18 +80,23 @@ class RouterReplay:
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers of the routers, in their order."""
-        return tuple(router.layer for router in self.routers)
+        return tuple(router.layer for routers in self.routers for router in routers)
 
-    def begin(self, micro: ModelInput, experts: RoutedExperts | None, trains: bool) -> None:
-        """Set the experts of the next forward pass, over `micro`, from those of the whole batch in `layers`."""
-        chosen = self._own(micro, experts) if experts is not None else [None] * len(self.routers)
-        for router, own in zip(self.routers, chosen, strict=True):
+    def begin(self, micro: ModelInput, experts: RoutedExperts | None, trains: bool, chunk: int) -> None:
+        """Set the experts of the next forward pass of a chunk over `micro`, from those of the whole batch in
+        `layers`."""
+        routers, first = self.routers[chunk], sum(map(len, self.routers[:chunk]))
+        layers = slice(first, first + len(routers))
+        chosen = self._own(micro, experts, layers) if experts is not None else [None] * len(routers)
+        for router, own in zip(routers, chosen, strict=True):
             router.begin(own, trains)
 
-    def _own(self, micro: ModelInput, experts: RoutedExperts) -> Sequence[Tensor]:
-        """Return the experts [M, k] at the positions of each router, in position order."""
+    def _own(self, micro: ModelInput, experts: RoutedExperts, layers: slice) -> Sequence[Tensor]:
+        """Return the experts [M, k] at the positions of the routers at `layers` in order, in position order."""
         own = experts.rows(micro.rows.numpy())
-        laid_nSLk = micro.lay(torch.tensor(own.values, dtype=torch.int16), torch.from_numpy(own.counts), NO_EXPERT)
+        laid_nSLk = micro.lay(
+            torch.tensor(own.values[:, layers], dtype=torch.int16), torch.from_numpy(own.counts), NO_EXPERT
+        )
         laid_nSLk = self.context.own(laid_nSLk, micro)
         laid_SnLk = laid_nSLk.transpose(0, 1).chunk(self.sequence_size)[self.sequence_rank]
         return sent(laid_SnLk.flatten(0, 1).transpose(0, 1).contiguous(), self.device).unbind()
@@ -133,11 +139,11 @@ def replaying(chunks: list[Any], options: MegatronConfig, context: ContextRanks,
     from megatron.core import parallel_state
 
     splits, recomputes = options.sequence_parallel, options.activation_checkpointing
-    routers: list[Any] = list(_routers(chunks))
-    for router in routers:
+    routers: list[list[Any]] = [list(_routers([chunk])) for chunk in chunks]
+    for router in (router for own in routers for router in own):
         router.router_replay = ReplayedRouter(router.layer_number - 1, recomputes)
     return RouterReplay(
-        [router.router_replay for router in routers],
+        [[router.router_replay for router in own] for own in routers],
         context,
         sequence_rank=parallel_state.get_tensor_model_parallel_rank() if splits else 0,
         sequence_size=parallel_state.get_tensor_model_parallel_world_size() if splits else 1,

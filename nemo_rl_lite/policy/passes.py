@@ -16,7 +16,7 @@ from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.policy import activation_offload
 from nemo_rl_lite.policy.context import ContextRanks, Shard
 from nemo_rl_lite.policy.logprobs import TopLogits, scores_of
-from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut, sent_together
+from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut, round_up, sent_together
 from nemo_rl_lite.policy.model import MegatronModel
 from nemo_rl_lite.policy.shared_prompts import SharedKeys
 
@@ -148,26 +148,34 @@ def forward_backward(
 
         def scaled_loss(scores: dict[str, Tensor]) -> tuple[Tensor, Trained]:
             value, trained = trained_on(scores, shard.micro.rows, own, loss, counts, mismatch_counts)
-            return value * scale, trained
+            return value * (0 if shard.micro.is_filler else scale), trained
 
         wait_for, ids = model.gather.wait_for, own.teacher_topk_ids
         return scores_of(shard, temperature, loss, wait_for, ids, model.keep_logits), scaled_loss
 
-    with activation_offload.training_pass(model.chunks, len(micro_batches)):
-        return _run(model, announced(micro_batches), micro_batches, train, experts, trains=True)
+    with activation_offload.training_pass(model.chunks, len(micro_batches) * len(model.chunks)):
+        trained = _run(model, announced(micro_batches), micro_batches, train, experts, trains=True)
+    # In the micro-batches' order, or none on other stages. Fillers are the last.
+    return trained[: sum(not micro.is_filler for micro in micro_batches)]
 
 
 def cut_equally(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
-    """Split into the same number of micro-batches on all replicas, because each has expert-parallel collectives."""
+    """Split into the same number of micro-batches on all replicas, because each has expert-parallel collectives. It is
+    a multiple of `model.multiple`; fillers complete it if there are too few sequences."""
     micro_batches = cut(tokens_BT, lengths_B, layout)
+    wanted = len(micro_batches)
     if model.place.data_size > 1 and layout.mode != "fixed":
-        most = torch.tensor(len(micro_batches), device=model.device)
+        most = torch.tensor(wanted, device=model.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         wanted = int(most)
-        if len(micro_batches) < wanted:
-            micro_batches = cut(tokens_BT, lengths_B, layout, at_least=wanted)
-        if len(micro_batches) != wanted:
-            raise RuntimeError(f"{len(lengths_B)} sequences make {len(micro_batches)} micro-batches, not {wanted}")
+    wanted = round_up(wanted, model.multiple)
+    if len(micro_batches) < wanted:
+        micro_batches = cut(tokens_BT, lengths_B, layout, at_least=wanted)
+    if model.multiple > 1:
+        shortest = min(micro_batches, key=lambda micro: micro.tokens_nS.numel())
+        micro_batches += [replace(shortest, is_filler=True)] * (wanted - len(micro_batches))
+    if len(micro_batches) != wanted:
+        raise RuntimeError(f"{len(lengths_B)} sequences make {len(micro_batches)} micro-batches, not {wanted}")
     return micro_batches
 
 
@@ -198,7 +206,7 @@ def _run(
     def step(own: Iterator[ModelInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         host = next(own)
         if model.replay is not None:
-            model.replay.begin(host, experts, trains)
+            model.replay.begin(host, experts, trains, model.chunks.index(chunk))
         shard = Shard.of(host, model.context, model.device)
         seen = sent_together(view_of(host, model.device, model.context), model.device)
         scores, on_scores = last(shard)
@@ -207,7 +215,8 @@ def _run(
     first = micro_batches[0].tokens_nS
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=feed,
+        # Each chunk of interleaved stages reads all micro-batches. The first one is announced.
+        data_iterator=[feed, *(iter(micro_batches) for _ in model.chunks[1:])] if len(model.chunks) > 1 else feed,
         model=model.chunks,
         num_microbatches=len(micro_batches),
         seq_length=first.shape[1],

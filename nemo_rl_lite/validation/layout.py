@@ -193,6 +193,7 @@ def _stages(dims: ParallelDims, layers: int) -> Iterator[Violation]:
             return False
 
     if spread(dims):
+        yield from _chunks(dims, layers)
         return
     told, end = dims.last_layers, "last"
     if told is None and dims.first_layers is not None:
@@ -209,6 +210,15 @@ def _stages(dims: ParallelDims, layers: int) -> Iterator[Violation]:
             f"leaves layers that the other {dims.pp - 1} pipeline stages cannot share evenly (the model has {layers})"
         )
         yield Violation(key, told, rule_text, fix)
+
+
+def _chunks(dims: ParallelDims, layers: int) -> Iterator[Violation]:
+    """Yield a violation if model chunks cannot share the layers of a stage."""
+    counts = dims.stage_layers(layers)
+    if odd := next((count for count in counts if count % dims.chunks), None):
+        sizes = [size for size in range(1, min(counts) + 1) if not any(count % size for count in counts)]
+        key = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
+        yield Violation(key, dims.chunks, f"must divide the {odd} layers of a pipeline stage", f"one of {sizes}")
 
 
 def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:

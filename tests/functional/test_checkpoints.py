@@ -26,12 +26,17 @@ SCHEDULER = "policy.megatron_cfg.scheduler"
 CHANGED = [f"{OPTIMIZER}.lr=0.01", f"{OPTIMIZER}.min_lr=0.001", f"{OPTIMIZER}.adam_beta1=0.5"]
 CHANGED += [f"{SCHEDULER}.lr_warmup_iters=0", f"{SCHEDULER}.lr_decay_style=linear", f"{SCHEDULER}.lr_decay_iters=10"]
 HALF = ["policy.precision=bfloat16"]
+CHUNKS = [*PIPELINE, "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"]
 # Name: overrides, and whose checkpoint it resumes from (none: it saves one).
 ON_TWO = {
     "tensor": [TENSOR, None],
     "tensor again": [TENSOR, "tensor"],
     "pipeline from tensor": [PIPELINE, "tensor"],
     "data from tensor": [DATA, "tensor"],
+    "chunks": [CHUNKS, None],
+    "chunks again": [CHUNKS, "chunks"],
+    "tensor from chunks": [TENSOR, "chunks"],
+    "chunks from tensor": [CHUNKS, "tensor"],
     "lora": [[*DATA, *LORA], None],
     "lora again": [[*DATA, *LORA], "lora"],
     "shares": [[*DATA, *SHARES], None],
@@ -80,7 +85,9 @@ def weights(folder, case):
     return load_file(folder / f"{case}.hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize("case", ["tensor", "lora", "shares", "sgd", "half", "on the host", "shares on the host"])
+@pytest.mark.parametrize(
+    "case", ["tensor", "chunks", "lora", "shares", "sgd", "half", "on the host", "shares on the host"]
+)
 def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
     assert steps(folder, f"{case} again") == steps(folder, case)
     own, expected = weights(folder, f"{case} again"), weights(folder, case)
@@ -91,6 +98,7 @@ def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
     "case",
     [
         *("pipeline from tensor", "data from tensor", "one from tensor"),
+        *("tensor from chunks", "chunks from tensor"),
         *("one from shares", "device from on the host"),
     ],
 )

@@ -30,6 +30,11 @@ DYNAMIC = ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.trai
 OFFLOADED = ["offload=pinned", "policy.offload_optimizer_states_for_logprob=true"]
 RECOMPUTED = ["policy.megatron_cfg.activation_checkpointing=true"]
 PARTS = [*RECOMPUTED, "policy.megatron_cfg.recompute_granularity=selective"]
+VIRTUAL = [
+    "cluster.cpu_ranks=2",
+    "policy.megatron_cfg.pipeline_model_parallel_size=2",
+    "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2",
+]
 LAYOUTS = {
     "one rank": [],
     "layers recomputed two at a time": [*RECOMPUTED, "policy.megatron_cfg.recompute_num_layers=2"],
@@ -41,6 +46,13 @@ LAYOUTS = {
         "cluster.cpu_ranks=2",
         "policy.megatron_cfg.pipeline_model_parallel_size=2",
         "policy.megatron_cfg.num_layers_in_last_pipeline_stage=1",
+    ],
+    "pipeline 2 of 2 chunks": VIRTUAL,
+    "pipeline 2 of 2 chunks, packed": [*VIRTUAL, *PACKED],
+    "pipeline 2 of 2 chunks, one micro-batch": [
+        *VIRTUAL,
+        "policy.train_micro_batch_size=16",
+        "policy.logprob_batch_size=16",
     ],
     "data 2": ["cluster.cpu_ranks=2"],
     "data 2, optimizer not sharded": [
@@ -63,6 +75,13 @@ LAYOUTS = {
         "policy.megatron_cfg.tensor_model_parallel_size=2",
         "policy.megatron_cfg.pipeline_model_parallel_size=2",
         *OFFLOADED,
+    ],
+    "data 2, pipeline 2 of 2 chunks, overlapped": [
+        *VIRTUAL[1:],
+        "cluster.cpu_ranks=4",
+        "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce=true",
+        "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather=true",
+        *PACKED,
     ],
     "tensor 2, states offloaded for logprobs": [
         "cluster.cpu_ranks=2",

@@ -58,6 +58,28 @@ def test_layers_are_spread_as_megatron_core_spreads_them(stages, first, last):
     assert dims.stage_layers(12) == expected and sum(expected) == 12
 
 
+@pytest.mark.parametrize(("stages", "chunks", "first"), [(2, 3, None), (3, 2, None), (2, 2, 4)])
+def test_chunks_have_the_layers_that_megatron_core_gives_them(stages, chunks, first):
+    from nemo_rl_lite.compat.megatron_cpu import prepare_import
+
+    prepare_import()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    settings = {
+        "num_layers_in_first_pipeline_stage": first,
+        "virtual_pipeline_model_parallel_size": chunks,
+        "pipeline_model_parallel_size": stages,
+        "pipeline_dtype": torch.float32,
+    }
+    config = TransformerConfig(num_layers=12, hidden_size=8, num_attention_heads=1, **settings)
+    dims = ParallelDims(tp=1, pp=stages, cp=1, ep=1, world=stages, first_layers=first, chunks=chunks)
+    for stage, spans in enumerate(dims.stage_spans(12)):
+        for chunk, span in enumerate(spans):
+            assert span.start == get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+    assert sorted(layer for spans in dims.stage_spans(12) for span in spans for layer in span) == list(range(12))
+
+
 @pytest.mark.parametrize(
     ("stages", "first", "last"), [(5, None, None), (2, 6, 5), (3, None, 5), (2, None, 12), (3, 6, 6), (2, 13, None)]
 )

@@ -27,6 +27,7 @@ GIB = 2**30
 H100 = int(79.2 * GIB)
 MEGATRON = "policy.megatron_cfg"
 TENSOR, PIPELINE = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
+CHUNKS = f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"
 OPTIMIZER = f"{MEGATRON}.optimizer"
 TWO_REPLICAS = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"]
 SGD = [f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.use_distributed_optimizer=false"]
@@ -281,6 +282,17 @@ def test_the_fullest_stage_of_a_pipeline_is_taken():
     for prediction, shape, stage in ((first_fullest, model_shape(MODEL_CONFIG), 0), (last_fullest, wide, 1)):
         held = rank_parameters(shape, dims, stage).total
         assert prediction[Phase.REFIT, Component.PARAMETERS] == Bytes(4 * held)
+
+
+def test_interleaved_stages_keep_more_micro_batches():
+    """The first of 2 stages keeps 2 micro-batches. Of 2 chunks it keeps 5: 2 per further stage, 2 of the first chunk,
+    and one in its backward pass."""
+    base = ["cluster.cpu_ranks=2", f"{PIPELINE}=2", f"{MEGATRON}.activation_checkpointing=true"]
+    shape = replace(model_shape(MODEL_CONFIG), layers=4, dense_layers=4)
+    plain, interleaved = compose_config(base), compose_config([*base, CHUNKS])
+    inputs = memory.hidden_bytes(plain, shape, own_part(plain, training=True))
+    devices = [memory.training_activations(config, shape, stage=0)[0] for config in (plain, interleaved)]
+    assert devices[1] - devices[0] == pytest.approx(5 * 1 * inputs - 2 * 2 * inputs, abs=1)
 
 
 def test_the_table_says_how_much_is_where():

@@ -86,6 +86,17 @@ def test_a_shared_prompt_takes_its_flops_once():
     )
 
 
+def test_interleaved_stages_wait_less():
+    """A replica's 128 sequences are 7 packs, which interleaved stages make 8. Filling 4 stages takes 3 passes, or one
+    with 3 chunks."""
+    stages = [*GPUS, "policy.megatron_cfg.pipeline_model_parallel_size=4"]
+    chunks = [*stages, "policy.megatron_cfg.virtual_pipeline_model_parallel_size=3"]
+    plain, interleaved = (
+        logprob_seconds(compose_config(overrides), SHAPE, SLOW_TO_COMPUTE, LENGTHS) for overrides in (stages, chunks)
+    )
+    assert plain / interleaved == pytest.approx((7 + 3) / (8 + 1))
+
+
 def test_small_micro_batches_take_their_launches():
     """A rank has 12,800 tokens, which are two packs; padded, its 32 sequences are 16 pairs."""
     packed = compose_config(GPUS)

@@ -70,9 +70,9 @@ def test_every_rank_gets_the_experts_of_its_layers_and_positions(layout, size):
         expected = torch.where(inside, micro.tokens_nS, -1).transpose(0, 1)
         for rank in range(size):
             routers = [ReplayedRouter(layer, recomputes=False) for layer in LAYERS]
-            replay = RouterReplay(routers, ContextRanks(), rank, size, torch.device("cpu"))
+            replay = RouterReplay([routers], ContextRanks(), rank, size, torch.device("cpu"))
             assert replay.layers == LAYERS
-            replay.begin(micro, experts, trains=False)
+            replay.begin(micro, experts, trains=False, chunk=0)
             own = expected.chunk(size)[rank].flatten()
             for router in routers:
                 told = router._now
@@ -83,6 +83,6 @@ def test_every_rank_gets_the_experts_of_its_layers_and_positions(layout, size):
 def test_without_experts_the_routers_choose():
     routers = [ReplayedRouter(layer, recomputes=False) for layer in LAYERS]
     (micro,) = cut(torch.zeros(3, 6, dtype=torch.long), LENGTHS, Layout("fixed", 3, 1))
-    RouterReplay(routers, ContextRanks(), 0, 1, torch.device("cpu")).begin(micro, None, trains=True)
+    RouterReplay([routers], ContextRanks(), 0, 1, torch.device("cpu")).begin(micro, None, trains=True, chunk=0)
     scores = torch.rand(18, 6)
     assert all(torch.equal(chosen(router, scores), scores.topk(2).indices) for router in routers)

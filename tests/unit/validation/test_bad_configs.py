@@ -30,6 +30,7 @@ CP, EP = f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.expert_model_parallel
 LAST_STAGE, DDP = f"{MEGATRON}.num_layers_in_last_pipeline_stage", f"{MEGATRON}.distributed_data_parallel_config"
 ACTIVATIONS, MODULES = f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.offload_modules"
 GRAPHS, FUSION = f"{MEGATRON}.cuda_graph_impl=full_iteration", f"{MEGATRON}.moe_router_fusion"
+CHUNKS = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
 OVERRIDES = f"{MEGATRON}.model_overrides"
 PARTS = (
     f"{MEGATRON}.activation_checkpointing=true {MEGATRON}.recompute_granularity=selective {MEGATRON}.recompute_modules"
@@ -76,6 +77,7 @@ CASES = {
     f"{TP}=4 cluster.cpu_ranks=4": "2 key/value heads",
     f"{PP}=3 cluster.cpu_ranks=3": f"{LAST_STAGE}=2",
     f"cluster.cpu_ranks=3 {PP}=3 {LAST_STAGE}=1": LAST_STAGE,
+    f"cluster.cpu_ranks=2 {PP}=2 {CHUNKS}=3": "one of [1, 2]",
     f"cluster.gpus_per_node=3 policy=megatron_gpu {CP}=2": CP,
     f"cluster.cpu_ranks=2 {CP}=2": CP,
     f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 policy.dynamic_batching.enabled=true": CP,
