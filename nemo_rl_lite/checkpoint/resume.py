@@ -19,7 +19,9 @@ _FIXED = ("algorithm.name", "policy.megatron_cfg.peft", "policy.megatron_cfg.opt
 _MEGATRON = "policy.megatron_cfg"
 _DISTRIBUTED = f"{_MEGATRON}.optimizer.use_distributed_optimizer"
 _LAYOUT = (
-    *(f"{_MEGATRON}.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
+    *(f"{_MEGATRON}.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model")),
+    *(f"{_MEGATRON}.{kind}_parallel_size" for kind in ("virtual_pipeline_model", "expert_tensor")),
+    f"{_MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32",
     *(f"{_MEGATRON}.distributed_data_parallel_config.{name}" for name in ("overlap_grad_reduce", "bucket_size")),
     _DISTRIBUTED,
 )

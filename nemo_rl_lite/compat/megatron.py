@@ -192,6 +192,16 @@ def _communicate_shapes(
     return from_prev, from_next
 
 
+def fuse_accumulation_without_apex() -> None:
+    """Let megatron-core's output layer be built with `gradient_accumulation_fusion` but without Apex.
+
+    Only that layer would need Apex, in its own forward pass. `policy/logprobs.py` multiplies with its weight instead.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    layers._grad_accum_fusion_available = True
+
+
 def offload_manager() -> Any:
     """Return this process's manager of offloaded activations."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager

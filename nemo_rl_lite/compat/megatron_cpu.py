@@ -48,6 +48,18 @@ _RULES = tuple(
         (r"\.cuda\(\)", ".cpu()"),
         (r"model_module\.cuda\(torch\.cpu\.current_device\(\)\)", "model_module.cpu()"),
         (r"""init_process_group\((["'])nccl\1""", r"init_process_group(\1gloo\1"),
+        # gloo gathers and scatters only equal parts, and ranks that share experts have different numbers of tokens.
+        (
+            r"torch\.distributed\.all_gather\(output_tensor_list, input_, group=group\)",
+            "[torch.distributed.broadcast(one.copy_(input_) if place == group.rank() else one, group=group, "
+            "group_src=place) for place, one in enumerate(output_tensor_list)]",
+        ),
+        (
+            r"torch\.distributed\.reduce_scatter\(output, input_tensor_list, group=group\)",
+            "own = [one.clone() for one in input_tensor_list]; "
+            "[torch.distributed.reduce(one, group=group, group_dst=place) for place, one in enumerate(own)]; "
+            "output.copy_(own[rank])",
+        ),
         # In checkpoints, the step count of torch's Adam is stored once for all parameters.
         (r"isinstance\(tensors\[key\], torch\.Tensor\)", "isinstance(tensors.get(key), torch.Tensor)"),
         # Recomputed norms would ask Transformer Engine for its FP8 state.

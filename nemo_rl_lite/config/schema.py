@@ -149,6 +149,9 @@ class OptimizerConfig:
     adam_eps: Annotated[PositiveFloat, ActiveIf(".optimizer", "adam")]
     sgd_momentum: Annotated[float, Field(ge=0, lt=1), ActiveIf(".optimizer", "sgd")]
     use_distributed_optimizer: bool
+    use_precision_aware_optimizer: Annotated[bool, ActiveIf("GPUs"), ActiveIf(".optimizer_cpu_offload", False)]
+    exp_avg_dtype: Annotated[Precision, ActiveIf(".use_precision_aware_optimizer")]
+    exp_avg_sq_dtype: Annotated[Precision, ActiveIf(".use_precision_aware_optimizer")]
     optimizer_cpu_offload: bool
     optimizer_offload_fraction: Annotated[float, Field(ge=0, le=1), ActiveIf(".optimizer_cpu_offload")]
     overlap_cpu_optimizer_d2h_h2d: bool
@@ -173,9 +176,17 @@ class LoraConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DataParallelConfig:
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    bucket_size: Annotated[PositiveInt | None, ActiveIf(".overlap_grad_reduce")]
+    grad_reduce_in_fp32: Annotated[bool, ActiveIf("policy.precision", "bfloat16")]
+    overlap_grad_reduce: Annotated[bool | Auto, ActiveIf("data-parallel ranks")]
+    overlap_param_gather: Annotated[bool | Auto, ActiveIf("data-parallel ranks")]
+    bucket_size: Annotated[PositiveInt | None, ActiveIf("data-parallel ranks"), ActiveIf(".overlap_grad_reduce")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class FP8Config:
+    enabled: bool
+    fp8: Literal["e4m3", "hybrid"]
+    fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8"]
 
 
 # Conditions of keys for recomputation of complete layers.
@@ -199,11 +210,18 @@ class MegatronConfig(TeacherParallelConfig):
     virtual_pipeline_model_parallel_size: StageLayers
     context_parallel_size: PositiveInt
     cp_comm_type: Annotated[Literal["p2p", "a2a"], ActiveIf(".context_parallel_size", above=1)]
+    expert_tensor_parallel_size: PositiveInt
     freeze_moe_router: bool
     moe_router_bias_update_rate: NonNegativeFloat
     moe_grouped_gemm: Annotated[bool, ActiveIf("GPUs")]
     moe_permute_fusion: Annotated[bool, ActiveIf("GPUs")]
     moe_router_fusion: Annotated[bool, ActiveIf("GPUs")]
+    moe_token_dispatcher_type: Annotated[Literal["alltoall", "flex"], ActiveIf("GPUs")]
+    moe_flex_dispatcher_backend: Annotated[
+        Literal["deepep", "hybridep"], ActiveIf("GPUs"), ActiveIf(".moe_token_dispatcher_type", "flex")
+    ]
+    moe_shared_expert_overlap: Annotated[bool, ActiveIf("GPUs")]
+    gradient_accumulation_fusion: Annotated[bool, ActiveIf("GPUs")]
     cuda_graph_impl: Annotated[Literal["none", "full_iteration"], ActiveIf("GPUs")]
     activation_checkpointing: bool
     recompute_granularity: Annotated[Literal["full", "selective"], ActiveIf(".activation_checkpointing")]
@@ -219,7 +237,8 @@ class MegatronConfig(TeacherParallelConfig):
     activation_offload_fraction: Annotated[Fraction, ActiveIf(".fine_grained_activation_offloading")]
     keep_logits: bool | Auto
     peft: Annotated[LoraConfig, ActiveIf("policy.megatron_cfg.peft.enabled")]
-    distributed_data_parallel_config: Annotated[DataParallelConfig, ActiveIf("data-parallel ranks")]
+    fp8_cfg: Annotated[FP8Config, ActiveIf("GPUs"), ActiveIf("policy.megatron_cfg.fp8_cfg.enabled")]
+    distributed_data_parallel_config: DataParallelConfig
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
     model_overrides: dict[str, Any]

@@ -30,6 +30,8 @@ ENOUGH_TOKENS = 16384
 SHARE_APART, SHARE_COLOCATED = 0.9, 0.5
 # The policy computes the logits of this many entries of the vocabulary at a time.
 VOCABULARY_SLICE = 8192
+# FP8 scales are of blocks of this many tokens.
+FP8_BLOCK = 128
 # Share of a batch's tokens that shared prompts must save, with `auto`.
 LEAST_SAVED = 0.05
 BatchMode = Literal["fixed", "dynamic", "packed"]
@@ -104,7 +106,7 @@ class ParallelDims:
     """Parallel layout of a policy: tensor, pipeline, context and expert parallel sizes, and the number of ranks.
 
     Ranks are in Megatron Core's order: tensor, context, data, pipeline parallel, fastest first. Expert parallelism
-    spreads experts over the ranks of a pipeline stage. Tensor parallelism does not split single experts.
+    spreads experts over the ranks of a pipeline stage. Only expert tensor parallelism splits single experts.
     """
 
     tp: int
@@ -115,6 +117,8 @@ class ParallelDims:
     first_layers: int | None = None
     """Layers of the first pipeline stage; None for an equal share."""
     last_layers: int | None = None
+    etp: int = 1
+    """Expert tensor parallel size."""
     chunks: int = 1
     """Model chunks per pipeline stage (virtual pipeline)."""
 
@@ -129,6 +133,7 @@ class ParallelDims:
             world=world,
             first_layers=parallel.num_layers_in_first_pipeline_stage,
             last_layers=parallel.num_layers_in_last_pipeline_stage,
+            etp=parallel.expert_tensor_parallel_size,
             chunks=model_chunks(parallel),
         )
 
@@ -155,7 +160,7 @@ class ParallelDims:
     @property
     def expert_dp(self) -> int:
         """Data-parallel size of experts; at least 1."""
-        return max(1, self.stage // self.ep)
+        return max(1, self.stage // (self.ep * self.etp))
 
     @property
     def fills_world(self) -> bool:
@@ -165,12 +170,12 @@ class ParallelDims:
     @property
     def splits_weights(self) -> bool:
         """True if a rank has only a part of the weights. Context parallelism splits none."""
-        return self.tp * self.pp * self.ep > 1
+        return self.tp * self.pp * self.ep * self.etp > 1
 
     @property
     def neighbours(self) -> int:
         """Consecutive ranks that together have all weights of a stage."""
-        return max(self.tp, self.ep)
+        return max(self.tp, self.ep * self.etp)
 
     def ranks_of_stage(self, stage: int) -> range:
         """Return the ranks of pipeline stage `stage`, from 0."""
@@ -227,6 +232,7 @@ def as_teacher(config: Config) -> Config:
             moe_router_fusion=False,
             activation_checkpointing=False,
             virtual_pipeline_model_parallel_size=None,
+            expert_tensor_parallel_size=1,
             model_overrides={},
             fine_grained_activation_offloading=False,
             cuda_graph_impl="none",
@@ -243,6 +249,34 @@ def teacher_topk(config: Config) -> int | None:
 
 def on_gpus(config: Config) -> bool:
     return config.cluster.gpus_per_node > 0
+
+
+def spans_hosts(config: Config) -> bool:
+    """Return whether replicas that exchange gradients are on several hosts."""
+    dims, a_node = parallel_dims(config), config.cluster.gpus_per_node
+    if not on_gpus(config):
+        a_node = max(1, config.cluster.cpu_ranks // config.cluster.num_nodes)
+    return dims.dense_dp > 1 and dims.stage > a_node
+
+
+def with_overlap(config: Config) -> Config:
+    """Replace `auto` of overlapped communication between replicas: it overlaps if they are on several hosts.
+
+    Checkpoints with `resume_layouts=data_parallel` store buckets, which depend on it. So it does not follow the hosts.
+    """
+    parallel = config.policy.megatron_cfg
+    options, sharded = parallel.distributed_data_parallel_config, parallel.optimizer.use_distributed_optimizer
+    reduces, gathers = options.overlap_grad_reduce, options.overlap_param_gather
+    useful = spans_hosts(config) and not records_training(config)
+    useful = useful and config.checkpoint.resume_layouts == "any"
+    if reduces == "auto":
+        reduces = gathers is True or useful
+    if gathers == "auto":
+        gathers = reduces and sharded and useful
+    own = replace(options, overlap_grad_reduce=reduces, overlap_param_gather=gathers)
+    return replace(
+        config, policy=replace(config.policy, megatron_cfg=replace(parallel, distributed_data_parallel_config=own))
+    )
 
 
 def records_training(config: Config) -> bool:
@@ -358,8 +392,11 @@ def least_saved(policy: PolicyConfig) -> float:
 
 def row_round(policy: PolicyConfig) -> int:
     """Return the number of tokens to round rows up to. A context-parallel rank's share is a multiple of
-    `sequence_length_round` and has two equal halves."""
-    context, own = policy.megatron_cfg.context_parallel_size, policy.sequence_length_round
+    `sequence_length_round` and has two equal halves. FP8 needs blocks on each rank."""
+    parallel, own = policy.megatron_cfg, policy.sequence_length_round
+    context = parallel.context_parallel_size
+    if parallel.fp8_cfg.enabled:
+        own = lcm(own, FP8_BLOCK * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1))
     return own if context == 1 else context * lcm(own, 2)
 
 

@@ -1,4 +1,4 @@
-"""Resolves `auto`: sleeping engines, offload during generation, tokens of a micro-batch, and kept logits.
+"""Resolves `auto`: sleeping engines, offload during generation, micro-batches, kept logits, overlapped communication.
 
 The first option that is predicted to fit the GPU is chosen:
 
@@ -29,6 +29,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_per_optimizer_step,
     sequences_together,
     token_limits,
+    with_overlap,
 )
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Phase, Residency
@@ -63,9 +64,14 @@ class Resolved:
 
 
 def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> Resolved:
-    """Replace `auto`. On CPUs, or for an unknown model or GPU, it stays; `config.sizes` has its values then."""
+    """Replace `auto`. On CPUs, or for an unknown model or GPU, most of it stays; `config.sizes` has its values then."""
+    given, config = config, with_overlap(config)
+    options = config.policy.megatron_cfg.distributed_data_parallel_config
+    about_replicas = []
+    if options.overlap_grad_reduce and given.policy.megatron_cfg.distributed_data_parallel_config != options:
+        about_replicas = ["communication between replicas overlaps with training, because they are on several hosts"]
     if shape is None or gpu_bytes is None or not on_gpus(config):
-        return Resolved(config, [])
+        return Resolved(config, about_replicas)
     less = None
     for way in (with_first_share(one, shape, gpu_bytes) for one in _ways(config)):
         tokens = _most_tokens(way, shape, gpu_bytes)
@@ -86,7 +92,7 @@ def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None
     if mode != "fixed" and token_limits(config.policy, mode).train_mb_tokens == "auto":
         tokens = token_limits(chosen.policy, mode).train_mb_tokens
         reasons.append(f"training micro-batches have up to {tokens:,} tokens")
-    return Resolved(chosen, [*reasons, *about_logits])
+    return Resolved(chosen, [*reasons, *about_logits, *about_replicas])
 
 
 def _ways(config: Config) -> Iterator[Config]:

@@ -64,8 +64,6 @@ from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 
 log = logging.getLogger(__name__)
 
-# Gradients are accumulated and reduced in float32.
-GRADIENT_BYTES = 4
 _ONE_RANK = ParallelDims(tp=1, pp=1, cp=1, ep=1, world=1)
 
 # Modules of `offload_modules` that consist of others.
@@ -130,6 +128,12 @@ def own_part(config: Config, training: bool) -> MicroBatch:
 
 def item_bytes(config: Config) -> int:
     return 2 if config.policy.precision == "bfloat16" else 4
+
+
+def gradient_bytes(config: Config) -> int:
+    """Return the bytes of a gradient's sum."""
+    in_float32 = config.policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32
+    return 4 if in_float32 else item_bytes(config)
 
 
 def hidden_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
@@ -321,7 +325,7 @@ def parameter_count(shape: ModelShape) -> int:
 def rank_parameters(shape: ModelShape, dims: ParallelDims, stage: int) -> Parameters:
     """Count the parameters of a rank of a pipeline stage, with layers of mean size. Tied embeddings are on the first
     and the last stage. The vocabulary is a multiple of the tensor parallel size."""
-    dense, experts = _in_layers(shape, dims.stage_layers(shape.layers)[stage], dims.tp, dims.ep)
+    dense, experts = _in_layers(shape, dims.stage_layers(shape.layers)[stage], dims.tp, dims.ep * dims.etp)
     first, last = stage == 0, stage == dims.pp - 1
     matrices = 1 if dims.pp == 1 and shape.tied_embeddings else first + last
     dense += matrices * shape.vocabulary * shape.hidden // dims.tp + (shape.hidden if last else 0)
@@ -439,7 +443,7 @@ def _of_stage(
     held = rank_parameters(shape, dims, stage).total + (trained.total if peft.enabled else 0)
     sizes = {
         Component.PARAMETERS: held * item_bytes(config) - shared_weights(config, shape, stage),
-        Component.GRADIENTS: trained.total * GRADIENT_BYTES,
+        Component.GRADIENTS: trained.total * gradient_bytes(config),
     }
     of_teachers = teacher_weight_bytes(config) if has_teacher(config) else []
     if residency.engines_share_device:
@@ -498,12 +502,16 @@ def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> B
         held = ceil(parameters.dense / dims.dense_dp) + ceil(parameters.experts / dims.expert_dp)
     masters = 4 if config.policy.precision == "bfloat16" else 0
     past = 8 if settings.optimizer == "adam" else 4 if settings.sgd_momentum > 0 else 0
+    if settings.use_precision_aware_optimizer and on_gpus(config) and not settings.optimizer_cpu_offload:
+        # Master weights are the lower 16 bits of float32 values, whose upper 16 bits are the weights.
+        masters = 2
+        past = sum(2 if name == "bfloat16" else 4 for name in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype))
     whole = held * (masters + past)
     if not settings.optimizer_cpu_offload:
         return _at(place, whole)
     away = settings.optimizer_offload_fraction
     # The CPU optimizer keeps float32 copies of the parameters and gradients that it steps.
-    return Bytes(device=int((1 - away) * whole), host=int(away * held * (4 + GRADIENT_BYTES + past)))
+    return Bytes(device=int((1 - away) * whole), host=int(away * held * (4 + gradient_bytes(config) + past)))
 
 
 def engine_weights(config: Config, shape: ModelShape) -> int:

@@ -5,8 +5,11 @@ the layers. A layer takes at least `LAUNCH_S` per pass over a micro-batch, to la
 once per decoding step and each request's KV cache once per token, at `READS` of the memory bandwidth. If the tokens'
 FLOPs take longer, they count instead. The engines' overhead is added.
 
-The constants fit the records of docs/benchmarks/plan-time-against-measured. Not predicted: offload moves, communication
-between ranks, environments, rewards, agents and resampled prompts.
+Replicas on several hosts reduce gradients and gather weights once per optimizer step; overlapped, only what exceeds the
+passes counts.
+
+The constants fit the records of docs/benchmarks/plan-time-against-measured. Not predicted: offload moves, FP8, other
+communication between ranks, environments, rewards, agents and resampled prompts.
 """
 
 import math
@@ -36,6 +39,8 @@ from nemo_rl_lite.config.sizes import (
     previous_passes,
     samples_per_step,
     sequences_per_optimizer_step,
+    spans_hosts,
+    with_overlap,
 )
 from nemo_rl_lite.config.sources import teacher_configs
 from nemo_rl_lite.errors import ConfigError
@@ -45,6 +50,7 @@ from nemo_rl_lite.planning.budget import Gpu, budget, refit_bytes, speed_of
 from nemo_rl_lite.planning.memory import (
     SequenceFlops,
     forward_flops,
+    gradient_bytes,
     item_bytes,
     matrix_weights,
     micro_batch,
@@ -146,10 +152,22 @@ def logprob_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Length
 def optimizer_step_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths) -> float:
     seconds = _passes(config, shape, gpu, lengths, sequences_per_optimizer_step(config), training=True)
     parallel, dims = config.policy.megatron_cfg, parallel_dims(config)
+    if spans_hosts(config):
+        exchanged = exchange_seconds(config, shape)
+        overlap = with_overlap(config).policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce
+        seconds += max(0.0, exchanged - seconds) if overlap else exchanged
     if parallel.optimizer.optimizer_cpu_offload:
         trained = trained_parameters(shape, dims, parallel.peft, 0, on_gpus(config)).total
         seconds += parallel.optimizer.optimizer_offload_fraction * trained / dims.dense_dp * CPU_OPTIMIZER_S
     return seconds
+
+
+def exchange_seconds(config: Config, shape: ModelShape) -> float:
+    """Return the time in which replicas on several hosts reduce gradients and gather weights, per optimizer step."""
+    dims, peft = parallel_dims(config), config.policy.megatron_cfg.peft
+    stages = range(dims.pp)
+    trained = max(trained_parameters(shape, dims, peft, stage, on_gpus(config)).total for stage in stages)
+    return trained * (gradient_bytes(config) + item_bytes(config)) / RATE_BETWEEN
 
 
 def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:

@@ -409,7 +409,9 @@ def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
         num_layers_in_last_pipeline_stage=None,
         context_parallel_size=1,
         expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
         sequence_parallel=False,
+        fp8_cfg=replace(policy.megatron_cfg.fp8_cfg, enabled=False),
         fine_grained_activation_offloading=False,
     )
     return replace(policy, megatron_cfg=parallel)

@@ -16,7 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_lite.compat import transformer_engine
-from nemo_rl_lite.compat.megatron import auto_bridge, exchange_shapes_by_direction, forget_groups
+from nemo_rl_lite.compat.megatron import (
+    auto_bridge,
+    exchange_shapes_by_direction,
+    forget_groups,
+    fuse_accumulation_without_apex,
+)
 from nemo_rl_lite.compat.megatron_fields import field_value
 from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import ParallelDims, keeps_logits, model_chunks, recomputed_modules, shares_prompts
@@ -40,7 +45,7 @@ _FUSIONS = (
 _SAME_FIELDS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
-    *("context_parallel_size", "cp_comm_type"),
+    *("context_parallel_size", "cp_comm_type", "expert_tensor_parallel_size"),
 )
 
 
@@ -314,10 +319,10 @@ def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:
     options = parallel.distributed_data_parallel_config
     return DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=options.grad_reduce_in_fp32,
         # Also for one replica, because it decides the buckets, which some checkpoints store.
-        overlap_grad_reduce=options.overlap_grad_reduce,
-        overlap_param_gather=options.overlap_param_gather and replicas > 1,
+        overlap_grad_reduce=options.overlap_grad_reduce is True,
+        overlap_param_gather=options.overlap_param_gather is True and replicas > 1,
         bucket_size=options.bucket_size,
         # The worker checks the gradients of all ranks, and skips the step.
         check_for_nan_in_grad=False,
@@ -350,11 +355,9 @@ def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:
         # Of megatron-core's ways to send, only this one works for two stages, which are both neighbours of each other.
         provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
         exchange_shapes_by_direction()
-    # Pipeline stages send the shapes of micro-batches; of the dispatchers, all-to-all supports that.
+    # Pipeline stages send the shapes of micro-batches. Of the dispatchers, all-gather does not support that.
     provider.variable_seq_lengths = parallel.pipeline_model_parallel_size > 1
     provider.moe_token_dispatcher_type = "alltoall"
-    # Tensor-parallel ranks have whole experts.
-    provider.expert_tensor_parallel_size = 1
     # No loss trains a checkpoint's layers for multi-token prediction.
     provider.mtp_num_layers = None
     moe.set_fields(provider, parallel)
@@ -402,9 +405,15 @@ def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
     provider.apply_rope_fusion = True
     # megatron-bridge sets it for some models. Unfused, the activation keeps two more copies of its input.
     provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
-    # It needs Apex in megatron-core's output layer.
-    provider.gradient_accumulation_fusion = False
+    provider.gradient_accumulation_fusion = options.gradient_accumulation_fusion
+    if options.gradient_accumulation_fusion:
+        fuse_accumulation_without_apex()
+    if options.fp8_cfg.enabled:
+        provider.fp8, provider.fp8_recipe = options.fp8_cfg.fp8, options.fp8_cfg.fp8_recipe
     if provider.num_moe_experts:
+        provider.moe_token_dispatcher_type = options.moe_token_dispatcher_type
+        provider.moe_flex_dispatcher_backend = options.moe_flex_dispatcher_backend
+        provider.moe_shared_expert_overlap = options.moe_shared_expert_overlap
         provider.moe_grouped_gemm = options.moe_grouped_gemm
         provider.moe_permute_fusion = options.moe_permute_fusion
         provider.moe_router_fusion = options.moe_router_fusion

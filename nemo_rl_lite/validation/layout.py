@@ -33,6 +33,7 @@ _DATA_PARALLEL = f"{MEGATRON}.distributed_data_parallel_config"
 _OPTIMIZER, _SCHEDULER = f"{MEGATRON}.optimizer", f"{MEGATRON}.scheduler"
 _CPU, _SHARDED = f"{_OPTIMIZER}.optimizer_cpu_offload", f"{_OPTIMIZER}.use_distributed_optimizer"
 _TENSOR, _EXPERTS = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
+_SPLIT_EXPERTS = f"{MEGATRON}.expert_tensor_parallel_size"
 _PIPELINE, _CONTEXT = f"{MEGATRON}.pipeline_model_parallel_size", f"{MEGATRON}.context_parallel_size"
 _SEQUENCE, _PACKING = f"{MEGATRON}.sequence_parallel", "policy.sequence_packing.enabled"
 _SHARED = "policy.sequence_packing.shared_prompts"
@@ -91,8 +92,10 @@ def check_parallel_groups(config: Config) -> Iterator[Violation]:
         key, size = (_CONTEXT, dims.cp) if dims.cp > 1 and dims.tp * dims.pp == 1 else (_TENSOR, dims.tp)
         rule_text = f"{sizes} parallel size must divide the number of policy ranks ({dims.world})"
         yield Violation(key, size, rule_text, f"{more}, or smaller parallel sizes")
-    elif dims.stage % dims.ep:
-        yield Violation(_EXPERTS, dims.ep, f"must divide the ranks per pipeline stage ({dims.stage})", f"{_EXPERTS}=1")
+    elif dims.stage % (dims.ep * dims.etp):
+        split = f"times {_SPLIT_EXPERTS} ({dims.etp}) " if dims.etp > 1 else ""
+        rule_text = f"{split}must divide the ranks per pipeline stage ({dims.stage})"
+        yield Violation(_EXPERTS, dims.ep, rule_text, f"{_EXPERTS}=1{f' {_SPLIT_EXPERTS}=1' if split else ''}")
 
 
 @rule("cluster", MEGATRON)
@@ -325,9 +328,9 @@ def check_optimizer(config: Config) -> Iterator[Violation]:
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
         yield Violation(_SHARDED, True, "is not supported with sgd", f"{_SHARDED}=false")
     gather = f"{_DATA_PARALLEL}.overlap_param_gather"
-    if overlap.overlap_param_gather and not optimizer.use_distributed_optimizer:
+    if overlap.overlap_param_gather is True and not optimizer.use_distributed_optimizer:
         yield Violation(gather, True, "needs a sharded optimizer", f"{gather}=false, or {_SHARDED}=true")
-    if overlap.overlap_param_gather and not overlap.overlap_grad_reduce:
+    if overlap.overlap_param_gather is True and overlap.overlap_grad_reduce is False:
         rule_text = "needs overlap_grad_reduce"
         yield Violation(gather, True, rule_text, f"{_DATA_PARALLEL}.overlap_grad_reduce=true, or {gather}=false")
     if optimizer.min_lr > optimizer.lr:
@@ -436,11 +439,12 @@ def check_adapters(config: Config) -> Iterator[Violation]:
     parallel, peft = config.policy.megatron_cfg, config.policy.megatron_cfg.peft
     if not peft.enabled:
         return
-    spread, tensor = parallel.expert_model_parallel_size > 1, parallel.tensor_model_parallel_size
+    spread = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size > 1
+    tensor = parallel.tensor_model_parallel_size
     if spread and {"linear_fc1", "linear_fc2"} & set(peft.target_modules):
         # megatron-bridge would merge one rank's adapters into the experts of all.
-        rule_text = "adapters of experts need expert parallel size 1"
-        fix = f"'{_PEFT}.target_modules=[linear_qkv,linear_proj]', or {_EXPERTS}=1"
+        rule_text = "adapters of experts need expert parallel sizes of 1"
+        fix = f"'{_PEFT}.target_modules=[linear_qkv,linear_proj]', or {_EXPERTS}=1 {_SPLIT_EXPERTS}=1"
         yield Violation(f"{_PEFT}.enabled", True, rule_text, fix)
     if peft.dim % tensor:
         fix = f"{_PEFT}.dim={-(-peft.dim // tensor) * tensor}"
@@ -454,7 +458,7 @@ def check_graphs(config: Config) -> Iterator[Violation]:
         return
     parallel, mode = config.policy.megatron_cfg, batch_mode(config.policy, on_gpus(config))
     exchanges, shape = "communication between ranks", known_shape(config.policy.model_name)
-    overlap = parallel.distributed_data_parallel_config.overlap_grad_reduce
+    overlap = parallel.distributed_data_parallel_config.overlap_grad_reduce is True
     for key, on, what, off in (
         (_TENSOR, parallel.tensor_model_parallel_size > 1, exchanges, "1"),
         (_PIPELINE, parallel.pipeline_model_parallel_size > 1, exchanges, "1"),
@@ -464,6 +468,7 @@ def check_graphs(config: Config) -> Iterator[Violation]:
         (_ACTIVATIONS, parallel.fine_grained_activation_offloading, "activation offloading", "false"),
         (f"{_PEFT}.enabled", parallel.peft.enabled, "adapters", "false"),
         (f"{_DATA_PARALLEL}.overlap_grad_reduce", overlap, "overlapped gradient reduction", "false"),
+        (f"{MEGATRON}.fp8_cfg.enabled", parallel.fp8_cfg.enabled, "FP8 scales", "false"),
         (_REPLAY, config.policy.router_replay.enabled, "router replay", "false"),
         (_SHARED, config.policy.sequence_packing.shared_prompts is True, "shared prompts", "auto"),
     ):

@@ -1,17 +1,19 @@
-"""Rules about Megatron's options for large models: overrides of its fields, and recomputation."""
+"""Rules about Megatron's options for large models: overrides of its fields, recomputation, experts, precision."""
 
 import dataclasses
 import difflib
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from nemo_rl_lite.compat.megatron_fields import field_value, provider_fields
 from nemo_rl_lite.config.schema import Config, MegatronConfig
-from nemo_rl_lite.config.sizes import on_gpus, recomputed_modules
+from nemo_rl_lite.config.sizes import batch_mode, on_gpus, parallel_dims, recomputed_modules
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.validation.compose import rule
 from nemo_rl_lite.validation.layout import MEGATRON, known_shape
 
 _OVERRIDES, _RECOMPUTED = f"{MEGATRON}.model_overrides", f"{MEGATRON}.recompute_modules"
+_DISPATCHER, _FP8 = f"{MEGATRON}.moe_token_dispatcher_type", f"{MEGATRON}.fp8_cfg.enabled"
 _KEYS = ("policy.", "cluster.", "algorithm.seed")
 _SHAPE = "the model's config.json"
 _LOSS = "the loss of algorithm.loss_fn, which has no other terms"
@@ -64,7 +66,50 @@ def check_recomputation(config: Config) -> Iterator[Violation]:
         absent["moe_act"] = f"needs {MEGATRON}.moe_grouped_gemm on GPUs"
     if model is not None and not model.shared_ffn:
         absent["shared_experts"] = "needs a model with shared experts"
+    elif on_gpus(config) and config.policy.megatron_cfg.moe_shared_expert_overlap:
+        absent["shared_experts"] = f"excludes {MEGATRON}.moe_shared_expert_overlap"
     if unusable := [name for name in modules if name in absent]:
         others = [name for name in modules if name not in absent]
         fix = f"'{_RECOMPUTED}=[{','.join(others)}]'" if others else f"{MEGATRON}.recompute_granularity=full"
         yield Violation(_RECOMPUTED, modules, "; ".join(f"{name} {absent[name]}" for name in unusable), fix)
+
+
+@rule("cluster", "generation.colocated", MEGATRON, "policy.model_name")
+def check_experts(config: Config) -> Iterator[Violation]:
+    """Refuse a token exchange without its conditions, and experts that ranks cannot share."""
+    parallel, model, dims = config.policy.megatron_cfg, known_shape(config.policy.model_name), parallel_dims(config)
+    if model is not None and not model.experts:
+        return
+    if model is not None and model.expert_ffn % dims.etp:
+        key, width = f"{MEGATRON}.expert_tensor_parallel_size", model.expert_ffn
+        yield Violation(key, dims.etp, f"must divide the width of the model's experts ({width})", f"{key}=1")
+    if not on_gpus(config) or parallel.moe_token_dispatcher_type != "flex":
+        return
+    other = f"{_DISPATCHER}=alltoall"
+    if parallel.moe_router_dtype != "fp32":
+        rule_text = "needs routers in float32"
+        yield Violation(_DISPATCHER, "flex", rule_text, f"{MEGATRON}.moe_router_dtype=fp32, or {other}")
+    if parallel.moe_flex_dispatcher_backend == "deepep" and dims.ep * dims.etp == 1:
+        yield Violation(_DISPATCHER, "flex", "needs experts on several ranks", other)
+    # A machine without Transformer Engine only plans or submits the run.
+    if find_spec("transformer_engine") and not find_spec("deep_ep"):
+        yield Violation(_DISPATCHER, "flex", "the package deep_ep is not installed here", other)
+
+
+@rule("cluster", "policy")
+def check_low_precision(config: Config) -> Iterator[Violation]:
+    """Refuse batches and optimizers that FP8 and low-precision moments do not support."""
+    if not on_gpus(config):
+        return
+    settings, optimizer = config.policy.megatron_cfg.optimizer, f"{MEGATRON}.optimizer"
+    if config.policy.megatron_cfg.fp8_cfg.enabled and batch_mode(config.policy, on_gpu=True) == "fixed":
+        fix = f"policy.sequence_packing.enabled=auto, or {_FP8}=false"
+        yield Violation(_FP8, True, "needs packed or dynamic batches", fix)
+    if not settings.use_precision_aware_optimizer or settings.optimizer_cpu_offload:
+        return
+    key = f"{optimizer}.use_precision_aware_optimizer"
+    if settings.optimizer != "adam":
+        yield Violation(key, True, "needs adam", f"{optimizer}.optimizer=adam, or {key}=false")
+    elif not settings.use_distributed_optimizer:
+        sharded = f"{optimizer}.use_distributed_optimizer"
+        yield Violation(key, True, "needs a sharded optimizer", f"{sharded}=true, or {key}=false")

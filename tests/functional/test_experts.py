@@ -14,6 +14,7 @@ from tests.functional.test_parallel_parity import BATCHES, PACKED, Outcome, read
 pytestmark = pytest.mark.functional
 
 SPREAD = ["cluster.cpu_ranks=2", "policy.megatron_cfg.expert_model_parallel_size=2"]
+HALVES = ["cluster.cpu_ranks=2", "policy.megatron_cfg.expert_tensor_parallel_size=2"]
 STAGES = ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"]
 CHUNKS = "policy.megatron_cfg.virtual_pipeline_model_parallel_size"
 REPLAYED = [*BATCHES, "policy.router_replay.enabled=true"]
@@ -39,6 +40,8 @@ LAYOUTS = {
         "replayed, 2 chunks, recomputed": [*REPLAYED, *STAGES, *RECOMPUTED, f"{CHUNKS}=2"],
         "experts 2": BATCHES + SPREAD,
         "experts 2, packed": BATCHES + SPREAD + PACKED,
+        "halves of experts": BATCHES + HALVES,
+        "halves of experts, packed": BATCHES + HALVES + PACKED,
         "pipeline 2": BATCHES + STAGES,
     },
 }
@@ -113,7 +116,7 @@ def test_the_routers_learn_from_replayed_experts(outcomes, model):
     assert len(gates) == 4 and all((after[name] - started[name]).abs().max() > 1e-5 for name in gates)
 
 
-@pytest.mark.parametrize("layout", ["experts 2", "experts 2, packed"])
+@pytest.mark.parametrize("layout", ["experts 2", "experts 2, packed", "halves of experts", "halves of experts, packed"])
 def test_experts_on_two_ranks_train_as_on_one(outcomes, layout):
     one, two = outcomes["one rank"], outcomes[layout]
     np.testing.assert_allclose(two.logprobs, one.logprobs, atol=1e-5)

@@ -28,6 +28,7 @@ ROUNDED = ["policy.sequence_length_round=8"]
 PACKED = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=40", *ROUNDED]
 DYNAMIC = ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=40", *ROUNDED]
 OFFLOADED = ["offload=pinned", "policy.offload_optimizer_states_for_logprob=true"]
+DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 RECOMPUTED = ["policy.megatron_cfg.activation_checkpointing=true"]
 PARTS = [*RECOMPUTED, "policy.megatron_cfg.recompute_granularity=selective"]
 VIRTUAL = [
@@ -66,6 +67,7 @@ LAYOUTS = {
     "pipeline 2, dynamic": ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2", *DYNAMIC],
     "data 2, packed": ["cluster.cpu_ranks=2", *PACKED],
     "bfloat16": ["policy.precision=bfloat16"],
+    "bfloat16, also gradients": ["policy.precision=bfloat16", f"{DDP}.grad_reduce_in_fp32=false"],
     "one rank, offloaded": OFFLOADED,
     "one rank, offloaded one after the other": ["offload=colocated"],
     "bfloat16, offloaded": ["policy.precision=bfloat16", *OFFLOADED],
@@ -79,8 +81,8 @@ LAYOUTS = {
     "data 2, pipeline 2 of 2 chunks, overlapped": [
         *VIRTUAL[1:],
         "cluster.cpu_ranks=4",
-        "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce=true",
-        "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather=true",
+        f"{DDP}.overlap_grad_reduce=true",
+        f"{DDP}.overlap_param_gather=true",
         *PACKED,
     ],
     "tensor 2, states offloaded for logprobs": [
@@ -244,8 +246,9 @@ def test_training_changes_the_weights_and_export_has_them(outcomes, model_folder
     assert all(not torch.equal(outcome.weights[name], before[name]) for name in before)
 
 
-def test_bfloat16_is_near_float32(outcomes):
-    half, full = outcomes("bfloat16"), outcomes("one rank")
+@pytest.mark.parametrize("layout", ["bfloat16", "bfloat16, also gradients"])
+def test_bfloat16_is_near_float32(outcomes, layout):
+    half, full = outcomes(layout), outcomes("one rank")
     assert np.abs(half.logprobs - full.logprobs).max() < 0.05
     assert np.abs(half.after - full.after).max() < 0.2
     assert half.metrics[0]["loss"] == pytest.approx(full.metrics[0]["loss"], abs=0.02)

@@ -80,7 +80,7 @@ def test_what_is_composed_is_the_callers_to_change():
         # NeMo-RL.
         ("policy.tokenizer.name", "grpo", "leave it out"),
         ("policy.megatron_cfg.optimizer.clip_grad", "grpo", "policy.max_grad_norm=1"),
-        ("policy.megatron_cfg.fp8_cfg.fp8_recipe", "grpo", "leave it out"),
+        ("policy.megatron_cfg.fp8_cfg.fp8_param", "grpo", "leave it out"),
         ("policy.generation.vllm_cfg.max_model_len", "grpo", "leave it out"),
         ("policy.generation.vllm_cfg.paint", "grpo", "the section is generation here; --cfg job lists its keys"),
         ("checkpointing", "grpo", "did you mean checkpoint?"),

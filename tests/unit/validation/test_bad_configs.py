@@ -30,6 +30,8 @@ CP, EP = f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.expert_model_parallel
 LAST_STAGE, DDP = f"{MEGATRON}.num_layers_in_last_pipeline_stage", f"{MEGATRON}.distributed_data_parallel_config"
 ACTIVATIONS, MODULES = f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.offload_modules"
 GRAPHS, FUSION = f"{MEGATRON}.cuda_graph_impl=full_iteration", f"{MEGATRON}.moe_router_fusion"
+ETP, FLEX = f"{MEGATRON}.expert_tensor_parallel_size", f"{MEGATRON}.moe_token_dispatcher_type=flex"
+LOW = f"{OPTIMIZER}.use_precision_aware_optimizer=true"
 CHUNKS = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
 OVERRIDES = f"{MEGATRON}.model_overrides"
 PARTS = (
@@ -92,6 +94,14 @@ CASES = {
     f"{OVERRIDES}.hidden_size=128": "config.json",
     f"{MEGATRON}.recompute_modules=[attention]": f"{MEGATRON}.recompute_modules",
     f"{PARTS}=[core_attn,moe_act]": f"{MEGATRON}.recompute_modules=[core_attn]",
+    f"cluster.cpu_ranks=2 {ETP}=4": ETP,
+    f"cluster.cpu_ranks=3 {ETP}=3 policy.model_name=MOE {SHORT}": "width of the model's experts",
+    f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=2 {EP}=2 {FLEX}": f"{MEGATRON}.moe_router_dtype=fp32",
+    f"{VLLM} policy.model_name=MOE {FLEX} {MEGATRON}.moe_router_dtype=fp32": "needs experts on several ranks",
+    f"{GPU} {MEGATRON}.fp8_cfg.enabled=true policy.sequence_packing.enabled=false": "packed or dynamic batches",
+    f"{GPU} {LOW} {OPTIMIZER}.optimizer=sgd {OPTIMIZER}.use_distributed_optimizer=false": "needs adam",
+    f"{GPU} {LOW} {OPTIMIZER}.use_distributed_optimizer=false": "needs a sharded optimizer",
+    f"{GPU} {GRAPHS} {MEGATRON}.fp8_cfg.enabled=true": f"{MEGATRON}.fp8_cfg.enabled=false",
     f"{PARTS}=[shared_experts]": f"{MEGATRON}.recompute_granularity=full",
     f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=8 {CP}=8 {MEGATRON}.cp_comm_type=a2a": "cp_comm_type",
     f"{MEGATRON}.sequence_parallel=true {TP}=2 cluster.cpu_ranks=2": f"{MEGATRON}.sequence_parallel",
