@@ -28,10 +28,22 @@ COMMON = [
 ]
 PACKED = ["policy.sequence_packing.train_mb_tokens=48"]
 DYNAMIC = ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=48"]
+MEGATRON = "policy.megatron_cfg"
+PARTS = [f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"]
+MOMENTS = [f"{MEGATRON}.optimizer.{name}=bfloat16" for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+SUMS = f"{MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32=false"
 LAYOUTS = {
     "fixed": (1, ["policy.sequence_packing.enabled=false"]),
     "packed": (1, PACKED),
     "packed, recomputed": (1, [*PACKED, "policy.megatron_cfg.activation_checkpointing=true"]),
+    "packed, parts recomputed": (1, [*PACKED, *PARTS, f"{MEGATRON}.recompute_modules=[core_attn,layernorm,mlp]"]),
+    "packed, first layers recomputed": (
+        1,
+        [*PACKED, PARTS[0], f"{MEGATRON}.recompute_method=block", f"{MEGATRON}.recompute_num_layers=2"],
+    ),
+    "packed, gradients in bfloat16": (1, [*PACKED, SUMS]),
+    "packed, gradients added in GEMMs": (1, [*PACKED, f"{MEGATRON}.gradient_accumulation_fusion=true"]),
+    "packed, moments in bfloat16": (1, [*PACKED, *MOMENTS, f"{MEGATRON}.optimizer.use_precision_aware_optimizer=true"]),
     "dynamic": (1, DYNAMIC),
     "packed, offloaded": (
         1,
@@ -50,6 +62,14 @@ LAYOUTS = {
         [*PACKED, "policy.megatron_cfg.context_parallel_size=2", "policy.megatron_cfg.cp_comm_type=a2a"],
     ),
     "pipeline 2": (2, [*PACKED, "policy.megatron_cfg.pipeline_model_parallel_size=2"]),
+    "pipeline 2 of 2 chunks": (
+        2,
+        [
+            *PACKED,
+            f"{MEGATRON}.pipeline_model_parallel_size=2",
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
+        ],
+    ),
     "context 2, tensor 2, sequence parallel": (
         4,
         [

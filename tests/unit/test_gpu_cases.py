@@ -22,12 +22,15 @@ from tests.gpu import (
     test_graphs,
     test_hosts,
     test_lora,
+    test_low_precision,
+    test_policy,
     test_router_replay,
     test_run,
 )
 
 # How many runs a test makes, where it compares some.
 RUNS = {
+    "test_fp8_is_near_bfloat16": 2,
     "test_frozen_weights_are_in_one_copy_and_training_is_the_same": 2,
     "test_adapters_of_a_captured_engine_are_those_of_an_eager_one": 2,
 }
@@ -37,7 +40,7 @@ FIXTURES = {"gpu_model": "Qwen/Qwen3-8B", "gpu_experts_model": "Qwen/Qwen3-30B-A
 
 def whole_runs() -> Iterator[Any]:
     """The tests of whole runs with each of their parameters: the module, the test, and its arguments."""
-    for module in (test_async, test_hosts, test_lora, test_run):
+    for module in (test_async, test_hosts, test_lora, test_low_precision, test_run):
         for name, function in vars(module).items():
             if name.startswith("test_") and inspect.isfunction(function):
                 for given in parameters(function):
@@ -102,6 +105,13 @@ def test_settings_of_shared_sequences_are_no_configuration_error(layout):
     own = [f"cluster.gpus_per_node={ranks}", f"policy.model_name={model}", *overrides]
     sharing = compose_config([*test_context.COMMON, *own]).policy.megatron_cfg.context_parallel_size
     assert (sharing == 1) == (layout not in test_context.SHARED) and ranks % sharing == 0
+
+
+@pytest.mark.parametrize("layout", test_policy.LAYOUTS)
+def test_settings_of_a_policy_are_no_configuration_error(layout):
+    ranks, own = test_policy.LAYOUTS[layout]
+    base = [*test_policy.COMMON, "generation.max_new_tokens=8", "policy.model_name=Qwen/Qwen3-8B"]
+    assert compose_config([*base, f"cluster.gpus_per_node={ranks}", *own]).cluster.gpus_per_node == ranks
 
 
 @pytest.mark.parametrize("layout", test_router_replay.LAYOUTS)

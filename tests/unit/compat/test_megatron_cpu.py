@@ -13,6 +13,7 @@ from nemo_rl_lite.compat.megatron_cpu import rewrite
         ("param.type() == 'torch.cuda.FloatTensor'", "param.type() == 'torch.FloatTensor'"),
         ("model_module.cuda(torch.cuda.current_device())", "model_module.cpu()"),
         ("x = y.cuda()", "x = y.cpu()"),
+        ("self.fp8 = fp8 is not None", "self.fp8 = bool(fp8)"),
         ('init_process_group("nccl")', 'init_process_group("gloo")'),
         ("jit_fuser = torch.compile\n", "jit_fuser = noop_decorator\n"),
         ("    @torch.compile(dynamic=False)\n    def f():", "    \n    def f():"),

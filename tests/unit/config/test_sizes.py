@@ -12,6 +12,8 @@ from nemo_rl_lite.config.sizes import (
     on_gpus,
     parallel_dims,
     policy_ranks,
+    spans_hosts,
+    with_overlap,
 )
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -98,3 +100,32 @@ def test_packing_is_the_default_where_transformer_engine_can(overrides, on_gpu, 
 def test_a_bucket_of_a_refit_is_a_share_of_the_memory(ratio, given, memory, nbytes):
     config = compose_config([f"refit.buffer_memory_ratio={ratio}", f"refit.bucket_bytes={given}"])
     assert bucket_size(config.refit, memory) == nbytes
+
+
+HOSTS = ["policy=megatron_gpu", "cluster.num_nodes=2", "cluster.gpus_per_node=8"]
+MEGATRON = "policy.megatron_cfg"
+GRADIENTS, WEIGHTS = (
+    f"{MEGATRON}.distributed_data_parallel_config.overlap_{name}" for name in ("grad_reduce", "param_gather")
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (HOSTS, (True, True)),
+        ([*HOSTS[1:2], "cluster.cpu_ranks=4"], (True, True)),
+        (["policy=megatron_gpu", "cluster.gpus_per_node=8"], (False, False)),
+        # Each host is a pipeline stage, whose replicas are there.
+        ([*HOSTS, f"{MEGATRON}.pipeline_model_parallel_size=2"], (False, False)),
+        ([*HOSTS, f"{MEGATRON}.optimizer.use_distributed_optimizer=false"], (True, False)),
+        ([*HOSTS, f"{MEGATRON}.cuda_graph_impl=full_iteration"], (False, False)),
+        ([*HOSTS, "checkpoint.resume_layouts=data_parallel"], (False, False)),
+        ([*HOSTS, f"{GRADIENTS}=false"], (False, False)),
+        ([f"{WEIGHTS}=true", "cluster.cpu_ranks=2"], (True, True)),
+    ],
+)
+def test_communication_between_hosts_overlaps_by_default(overrides, expected):
+    config = compose_config(overrides)
+    options = with_overlap(config).policy.megatron_cfg.distributed_data_parallel_config
+    assert (options.overlap_grad_reduce, options.overlap_param_gather) == expected
+    assert spans_hosts(config) or not expected[1] or f"{WEIGHTS}=true" in overrides

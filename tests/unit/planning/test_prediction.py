@@ -284,6 +284,37 @@ def test_the_fullest_stage_of_a_pipeline_is_taken():
         assert prediction[Phase.REFIT, Component.PARAMETERS] == Bytes(4 * held)
 
 
+LOW = f"{OPTIMIZER}.use_precision_aware_optimizer=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "states", "gradients"),
+    [
+        ([], 12, 4),
+        ([f"{MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32=false"], 12, 2),
+        ([LOW], 10, 4),
+        ([LOW, f"{OPTIMIZER}.exp_avg_dtype=bfloat16"], 8, 4),
+        ([LOW, f"{OPTIMIZER}.exp_avg_dtype=bfloat16", f"{OPTIMIZER}.exp_avg_sq_dtype=bfloat16"], 6, 4),
+    ],
+)
+def test_low_precision_takes_fewer_bytes_per_parameter(overrides, states, gradients):
+    """Master weights of the precision-aware optimizer are 16 bits that complete the bfloat16 weights."""
+    config = compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128", *overrides])
+    prediction, parameters = predict(config, SMOLLM2, H100), parameter_count(SMOLLM2)
+    assert prediction[Phase.TRAIN, Component.OPTIMIZER_STATES].device == states * parameters
+    assert prediction[Phase.TRAIN, Component.GRADIENTS].device == gradients * parameters
+
+
+def test_split_experts_are_counted_in_parts():
+    base = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"]
+    shape = model_shape(MODEL_CONFIG | EXPERTS)
+    whole, split = (
+        rank_parameters(shape, parallel_dims(compose_config([*base, f"{MEGATRON}.{key}=2"])), stage=0)
+        for key in ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    )
+    assert whole == split
+
+
 def test_interleaved_stages_keep_more_micro_batches():
     """The first of 2 stages keeps 2 micro-batches. Of 2 chunks it keeps 5: 2 per further stage, 2 of the first chunk,
     and one in its backward pass."""

@@ -8,14 +8,17 @@ import pytest
 
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.planning.budget import Gpu
+from nemo_rl_lite.planning.memory import parameter_count
 from nemo_rl_lite.planning.time import (
     ENGINE_STEP_S,
     LAUNCH_S,
     MFU,
+    RATE_BETWEEN,
     READS,
     REQUEST_S,
     TOKEN_S,
     Lengths,
+    exchange_seconds,
     generation_seconds,
     logprob_seconds,
     optimizer_step_seconds,
@@ -84,6 +87,21 @@ def test_a_shared_prompt_takes_its_flops_once():
     assert logprob_seconds(config, SHAPE, SLOW_TO_COMPUTE, short) == logprob_seconds(
         plain, SHAPE, SLOW_TO_COMPUTE, short
     )
+
+
+def test_replicas_on_several_hosts_exchange_gradients_and_weights():
+    """6 bytes per parameter over each GPU's link; overlapped, they take longer than fast passes."""
+    one = compose_config([*GPUS, "cluster.gpus_per_node=4"])
+    key = "policy.megatron_cfg.distributed_data_parallel_config"
+    apart, overlapped = (
+        compose_config([*GPUS, "cluster.num_nodes=2", "cluster.gpus_per_node=4", *own])
+        for own in ([f"{key}.overlap_grad_reduce=false"], [])
+    )
+    exchanged = 6 * parameter_count(SHAPE) / RATE_BETWEEN
+    assert exchange_seconds(apart, SHAPE) == pytest.approx(exchanged)
+    passes = [optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) for config in (one, apart, overlapped)]
+    assert passes[1] == pytest.approx(passes[0] / 2 + exchanged, rel=1e-3)
+    assert passes[2] == pytest.approx(max(passes[0] / 2, exchanged), rel=1e-3)
 
 
 def test_interleaved_stages_wait_less():
