@@ -233,6 +233,8 @@ def as_teacher(config: Config) -> Config:
             activation_checkpointing=False,
             virtual_pipeline_model_parallel_size=None,
             expert_tensor_parallel_size=1,
+            moe_token_dispatcher_type="alltoall",
+            fp8_cfg=replace(policy.megatron_cfg.fp8_cfg, enabled=False),
             model_overrides={},
             fine_grained_activation_offloading=False,
             cuda_graph_impl="none",

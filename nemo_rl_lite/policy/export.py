@@ -410,6 +410,7 @@ def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
         context_parallel_size=1,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=1,
+        moe_token_dispatcher_type="alltoall",
         sequence_parallel=False,
         fp8_cfg=replace(policy.megatron_cfg.fp8_cfg, enabled=False),
         fine_grained_activation_offloading=False,
