@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_kind_of_training_is_an_error(tmp_path, override
     ("key", "before", "now"),
     [
         ("policy.megatron_cfg.tensor_model_parallel_size", 1, 2),
-        ("policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", False, True),
+        ("policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", "auto", True),
     ],
     ids=["tensor", "buckets"],
 )
@@ -153,9 +153,9 @@ def test_another_layout_of_the_optimizer_needs_a_checkpoint_for_any(tmp_path, la
     go_on = lambda *more: start(tmp_path, *ranks, *more)  # noqa: E731
     assert go_on().steps == 10
     if layouts == "any":
-        assert go_on(f"{key}={now}").changes == (f"{key}: {before} -> {now}",)
+        assert go_on(f"{key}={now}").changes == (f"{key}: {before!r} -> {now!r}",)
     else:
-        with pytest.raises(ConfigError, match=rf"{key} = {now}\n.*was saved with {before}"):
+        with pytest.raises(ConfigError, match=rf"{key} = {now}\n.*was saved with {before!r}"):
             go_on(f"{key}={now}")
 
 

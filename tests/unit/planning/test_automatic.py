@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import engine_share
+from nemo_rl_lite.config.sizes import engine_share, with_overlap
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.automatic import KEEPING_SHARE, MOST_TOKENS, USED, resolve_auto
@@ -147,12 +147,20 @@ def test_without_engines_on_the_gpu_only_micro_batches_are_chosen():
     assert len(found.reasons) == 2 and isinstance(found.config.policy.sequence_packing.train_mb_tokens, int)
 
 
-def test_nothing_is_settled_without_facts():
+def test_only_overlap_is_settled_without_facts():
     config = compose_config([*SHARED, f"policy.model_name={SMALL}", "offload=auto"])
     shape = model_shape(KNOWN_MODELS[SMALL])
-    assert resolve_auto(config, None, GPU).config == resolve_auto(config, shape, None).config == config
+    overlap = with_overlap(config)
+    assert resolve_auto(config, None, GPU).config == resolve_auto(config, shape, None).config == overlap
     on_cpus = compose_config(["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=auto"])
-    assert resolve_auto(on_cpus, shape, None).config == on_cpus
+    assert resolve_auto(on_cpus, shape, None).config == with_overlap(on_cpus)
+
+
+def test_a_run_on_several_hosts_says_that_communication_overlaps():
+    config, reasons = settled(SMALL, "cluster.num_nodes=2", "offload=none")
+    assert config.policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce is True
+    assert any("because they are on several hosts" in reason for reason in reasons)
+    assert not any("several hosts" in reason for reason in settled(SMALL, "offload=none")[1])
 
 
 def test_ranks_that_share_sequences_have_larger_micro_batches():

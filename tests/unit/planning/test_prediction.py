@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_lite.config.sizes import parallel_dims
+from nemo_rl_lite.config.sizes import ParallelDims, parallel_dims
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
@@ -306,13 +306,11 @@ def test_low_precision_takes_fewer_bytes_per_parameter(overrides, states, gradie
 
 
 def test_split_experts_are_counted_in_parts():
-    base = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"]
-    shape = model_shape(MODEL_CONFIG | EXPERTS)
-    whole, split = (
-        rank_parameters(shape, parallel_dims(compose_config([*base, f"{MEGATRON}.{key}=2"])), stage=0)
-        for key in ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    shape, layout = model_shape(MODEL_CONFIG | EXPERTS), {"tp": 1, "pp": 1, "cp": 1, "world": 2}
+    whole, spread, split = (
+        rank_parameters(shape, ParallelDims(**layout, ep=ep, etp=etp), stage=0) for ep, etp in ((1, 1), (2, 1), (1, 2))
     )
-    assert whole == split
+    assert spread == split and 2 * split.experts == whole.experts and split.dense == whole.dense
 
 
 def test_interleaved_stages_keep_more_micro_batches():

@@ -95,7 +95,7 @@ CASES = {
     f"{MEGATRON}.recompute_modules=[attention]": f"{MEGATRON}.recompute_modules",
     f"{PARTS}=[core_attn,moe_act]": f"{MEGATRON}.recompute_modules=[core_attn]",
     f"cluster.cpu_ranks=2 {ETP}=4": ETP,
-    f"cluster.cpu_ranks=3 {ETP}=3 policy.model_name=MOE {SHORT}": "width of the model's experts",
+    f"{VLLM} cluster.gpus_per_node=3 {ETP}=3 policy.model_name=MOE": "width of the model's experts",
     f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=2 {EP}=2 {FLEX}": f"{MEGATRON}.moe_router_dtype=fp32",
     f"{VLLM} policy.model_name=MOE {FLEX} {MEGATRON}.moe_router_dtype=fp32": "needs experts on several ranks",
     f"{GPU} {MEGATRON}.fp8_cfg.enabled=true policy.sequence_packing.enabled=false": "packed or dynamic batches",
@@ -129,7 +129,7 @@ CASES = {
     f"{OPTIMIZER}.optimizer=sgd": f"{OPTIMIZER}.use_distributed_optimizer",
     f"{OPTIMIZER}.min_lr=1": f"{OPTIMIZER}.min_lr",
     f"{SCHEDULER}.lr_decay_style=cosine {SCHEDULER}.lr_warmup_iters=1000": f"{SCHEDULER}.lr_warmup_iters",
-    f"cluster.cpu_ranks=2 {DDP}.overlap_param_gather=true": f"{DDP}.overlap_grad_reduce=true",
+    f"cluster.cpu_ranks=2 {DDP}.overlap_param_gather=true {DDP}.overlap_grad_reduce=false": "needs overlap_grad_reduce",
     # Offload, adapters and graphs.
     "offload=cpu_optimizer": f"{OPTIMIZER}.optimizer_cpu_offload",
     f"{GPU} offload=cpu_optimizer {OPTIMIZER}.use_distributed_optimizer=false": "use_distributed_optimizer=true",
