@@ -78,7 +78,7 @@ LAYOUTS = {
         "policy.megatron_cfg.pipeline_model_parallel_size=2",
         *OFFLOADED,
     ],
-    "data 2, pipeline 2 of 2 chunks, overlapped": [
+    "pipeline 2 of 2 chunks, data 2, overlapped": [
         *VIRTUAL[1:],
         "cluster.cpu_ranks=4",
         f"{DDP}.overlap_grad_reduce=true",
