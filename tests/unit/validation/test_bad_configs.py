@@ -95,7 +95,7 @@ CASES = {
     f"{MEGATRON}.recompute_modules=[attention]": f"{MEGATRON}.recompute_modules",
     f"{PARTS}=[core_attn,moe_act]": f"{MEGATRON}.recompute_modules=[core_attn]",
     f"cluster.cpu_ranks=2 {ETP}=4": ETP,
-    f"{VLLM} cluster.gpus_per_node=3 {ETP}=3 policy.model_name=MOE": "width of the model's experts",
+    f"{VLLM} cluster.gpus_per_node=5 {ETP}=5 policy.model_name=MOE": "width of the model's experts",
     f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=2 {EP}=2 {FLEX}": f"{MEGATRON}.moe_router_dtype=fp32",
     f"{VLLM} policy.model_name=MOE {FLEX} {MEGATRON}.moe_router_dtype=fp32": "needs experts on several ranks",
     f"{GPU} {MEGATRON}.fp8_cfg.enabled=true policy.sequence_packing.enabled=false": "packed or dynamic batches",
