@@ -35,14 +35,14 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     settings, schedule = config.megatron_cfg.optimizer, config.megatron_cfg.scheduler
-    cpu_offload, precision = dict[str, Any](), dict[str, Any]()
+    states: dict[str, Any] = {}
     if settings.optimizer_cpu_offload:
-        cpu_offload = {name: getattr(settings, name) for name in _CPU_OFFLOAD_FIELDS}
+        states = {name: getattr(settings, name) for name in _CPU_OFFLOAD_FIELDS}
         # Without it, megatron-core also keeps float32 masters of all parameters on the GPU. Gradients, masters and
         # moments stay float32.
-        cpu_offload["use_precision_aware_optimizer"] = True
+        states["use_precision_aware_optimizer"] = True
     elif settings.use_precision_aware_optimizer and model.device.type == "cuda":
-        precision = {
+        states = {
             "use_precision_aware_optimizer": True,
             "main_grads_dtype": gradient_buffers(model)[0].dtype,
             "exp_avg_dtype": getattr(torch, settings.exp_avg_dtype),
@@ -56,8 +56,7 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
             bf16=config.precision == "bfloat16",
             params_dtype=getattr(torch, config.precision),
             overlap_param_gather=model.gather.overlaps,
-            **cpu_offload,
-            **precision,
+            **states,
         ),
         model.chunks,
     )

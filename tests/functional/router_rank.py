@@ -58,7 +58,7 @@ def changes(model_folder: str, overrides: list[str]) -> dict[str, float]:
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"keep_reference": True, "threads": 1})
     model, source = worker._model, torch.Generator().manual_seed(1)
     weights = {name: value.clone() for name, value in model.bare_chunks[0].named_parameters() if "router" in name}
-    assert weights and len(moe.expert_biases(model.chunks)) == 2
+    assert weights and len(moe.expert_biases(model.chunks)) == 4
     tokens = torch.randint(4, 60, (8, 12), generator=source).tolist()
     loss = GRPOLoss(config.options(GRPOConfig).loss_fn)
 
