@@ -9,7 +9,7 @@ from typing import Any
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, locate
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
 from nemo_rl_lite.config.algorithms import ALGORITHMS, replayed_run
-from nemo_rl_lite.config.experiments import as_override
+from nemo_rl_lite.config.experiments import as_override, as_words, expanded
 from nemo_rl_lite.config.keys import RUN_FOLDER, SWEEP_FOLDER
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
@@ -27,7 +27,7 @@ from nemo_rl_lite.rollout.store import rollout_files, step_of
 from nemo_rl_lite.run.command import jobs, launch, values_of
 from nemo_rl_lite.run.jobs import GRPOJob
 from nemo_rl_lite.run.model import show_memory_plan
-from nemo_rl_lite.validation.compose import is_of
+from nemo_rl_lite.validation.compose import compose_config, is_of
 from nemo_rl_lite.workers.launch import launch_policy
 from nemo_rl_lite.workers.policy import RemoteTeacher
 from nemo_rl_lite.workers.reserve import StartingWorkers
@@ -97,13 +97,16 @@ def replay(run: Path, first: int, count: int, overrides: Sequence[str], sweeps: 
     _check(run, config, overrides, range(start + 1, first + count), first)
     console, name = RunConsole(), f"{config['run_name']}-replay-{first}"
     folder = Path("outputs") / name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    key = SWEEP_FOLDER if sweeps else RUN_FOLDER
+    for own in jobs(overrides):
+        compose_config(expanded(as_words(_arguments(run, name, first, saved, {}, own))))
     if start < first - 1:
-        console.say(f"steps {start + 1} to {first - 1} again, unchanged, from the checkpoint of step {start}")
+        steps = f"step {first - 1}" if start == first - 2 else f"steps {start + 1} to {first - 1}"
+        console.say(f"{steps} again, unchanged, from {f'the checkpoint of step {start}' if start else 'the start'}")
         free = [one for one in overrides if is_of(given_keys([one])[0], _FREE) and values_of(one) == [one]]
         own = {RUN_FOLDER: str(folder / _BEFORE), "checkpoint.save_period": first - 1, "logger.plots": False}
         launch(_arguments(run, name, first - 1, saved, own, free))
         saved = folder / _BEFORE
-    key = SWEEP_FOLDER if sweeps else RUN_FOLDER
     arguments = _arguments(run, name, first + count - 1, saved, {key: str(folder)}, overrides)
     launch([*(["-m"] if sweeps else []), *arguments])
     _compare(run, folder, overrides if sweeps else (), range(first, first + count), console)
