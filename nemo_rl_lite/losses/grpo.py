@@ -133,7 +133,7 @@ class _Terms:
     policy: PolicyTerm
     corrected: Correction
     addends: Mapping[str, Tensor]
-    """What the loss sums up by part, [B, T]; see `GRPOLoss._total`."""
+    """Summands of the loss by part, [B, T]; see `GRPOLoss._total`."""
     kl_BT: Tensor | None
     open_BT: Tensor | None
     """True for tokens of high entropy; None if all count."""

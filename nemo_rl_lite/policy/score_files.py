@@ -54,7 +54,7 @@ class ScoreFile:
 
 @dataclass(frozen=True)
 class Update:
-    """What the training pass of an optimizer step computed for some rows of a batch."""
+    """Scores of some rows of a batch from the training pass of an optimizer step."""
 
     rows: slice
     micro_batches: np.ndarray

@@ -1,7 +1,7 @@
 """Take the loss of a training step apart by token, from the files of its run.
 
-The run's own loss is evaluated again on the saved rows, micro-batch by micro-batch, with the logprobs that the training
-pass of each optimizer step had. Shapes: N tokens of all rows, B rows, T tokens.
+The run's own loss is evaluated again on the saved rows, micro-batch by micro-batch. It gets the logprobs that the
+training pass of each optimizer step had. Shapes: N tokens of all rows, B rows, T tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -11,18 +11,19 @@ from nemo_rl_lite.models.embedded import NAME, embedded_folder
 from nemo_rl_lite.models.shape import is_hub_name
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import text_of
-from nemo_rl_lite.report.page import ASSETS, embedded
+from nemo_rl_lite.report.page import ASSETS, check_output, embedded
 from nemo_rl_lite.report.why import Explained, Trained
 
 # Samples whose tokens the page has, rows of its tables, and rows of the terminal's.
 TOKENS_OF, ROWS, SHOWN = 12, 200, 5
 _DIGITS, _CHARACTERS = 6, 400
 _FILE = "tokenizer.json"
+TITLE = b"<title>nemo_rl_lite why</title>"
 Piece = Callable[[int], str]
 
 
 class Account:
-    """What a step's samples and tokens added to its loss."""
+    """Contributions of a step's samples and tokens to its loss."""
 
     def __init__(self, trained: Trained, explained: Explained, logged: float | None):
         """`logged`: the step's loss in the metrics."""
@@ -191,8 +192,10 @@ def coverage(account: Account, config: Config) -> list[str]:
 
 
 def write_why(run: Path, step: int, account: Account, config: Config, wanted: Sequence[int], output: Path) -> Piece:
-    """Write the page. It has the tokens of the samples with the largest weight in the gradient, of the one with the
-    largest mismatch, and of the `wanted`. Return the texts of tokens."""
+    """Write the page, and return the texts of tokens. It has the tokens of the samples with the largest weight in the
+    gradient, of the one with the largest mismatch, and of the `wanted`. Raises ReportError: `output` is another file.
+    """
+    check_output(output, "why", TITLE)
     piece, samples = pieces(run, config), account.samples()
     worst = max(samples, key=lambda one: one["mismatch"])["number"]
     chosen = dict.fromkeys([*wanted, *(one["number"] for one in samples[:TOKENS_OF]), worst])

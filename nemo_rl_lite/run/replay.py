@@ -174,13 +174,13 @@ def _compare(run: Path, folder: Path, swept: Sequence[str], steps: range, consol
         columns["replay"] = folder
     found = [_metrics(one) for one in columns.values()]
     rows = [
-        [str(step), name, *(_shown(one, found[0][step].get(f"train/{name}")) for one in values)]
+        [str(step), name, _shown(values[0]), *(_shown(one) + " =" * (one == values[0]) for one in values[1:])]
         for step in steps
         for name in _COMPARED
         for values in [[own.get(step, {}).get(f"train/{name}") for own in found]]
         if any(one is not None for one in values)
     ]
-    console.table("replay (= the run's value to the bit)", ["step", "metric", *columns], rows)
+    console.table("replay (=: identical to the run)", ["step", "metric", *columns], rows)
 
 
 def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
@@ -192,5 +192,5 @@ def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _shown(value: float | None, of_run: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}{' =' if value == of_run else ''}"
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"

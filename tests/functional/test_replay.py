@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from nemo_rl_lite import replay, why
+from nemo_rl_lite.run.command import launch
 from tests.functional.here import leaving_nothing, train_here, without_ray
 from tests.functional.test_resume import assert_same_weights, metrics_of
 from tests.functional.test_turn_credit import BY_TURN, OWN, RUN, TURN
@@ -24,17 +25,27 @@ def run(tmp_path_factory, model_folder):
     return folder
 
 
-def replayed(*arguments: str) -> None:
-    with leaving_nothing(), without_ray():
+@pytest.fixture
+def replayed(tmp_path, monkeypatch, capsys):
+    """Runs the command in an empty folder; its output, and the folder of the replay."""
+
+    def launch_here(arguments):
+        with leaving_nothing(), without_ray():
+            launch(arguments)
+
+    def run_command(*arguments):
         replay.main([*map(str, arguments)])
+        said = capsys.readouterr().out
+        return said, tmp_path / said.splitlines()[-1]
 
-
-def test_unchanged_settings_give_the_same_weights(run, tmp_path, monkeypatch, capsys):
-    """Step 4 does not follow a checkpoint, so step 3 is repeated first."""
     monkeypatch.chdir(tmp_path)
-    replayed(run, "--step", "4", "checkpoint.export_hf_at_end=true")
-    said = capsys.readouterr().out
-    folder = tmp_path / said.splitlines()[-1]
+    monkeypatch.setattr("nemo_rl_lite.run.replay.launch", launch_here)
+    return run_command
+
+
+def test_unchanged_settings_give_the_same_weights(run, replayed):
+    """Step 4 does not follow a checkpoint, so step 3 is repeated first."""
+    said, folder = replayed(run, "--step", "4", "checkpoint.export_hf_at_end=true")
     assert "step 3 again, unchanged, from the checkpoint of step 2" in said
     assert_same_weights(folder / "hf", run / "hf")
     own, whole = metrics_of(folder), metrics_of(run)
@@ -45,19 +56,16 @@ def test_unchanged_settings_give_the_same_weights(run, tmp_path, monkeypatch, ca
     why.main([str(folder), "--step", "4"])
 
 
-def test_each_value_of_a_sweep_is_a_replay(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    replayed(run, "--step", "3", "-m", f"{LOSS}.ratio_clip_max=0.28,0.001", f"{LOSS}.ratio_clip_min=0.2")
-    said = capsys.readouterr().out
-    folder = tmp_path / said.splitlines()[-1]
-    same, other, whole = (metrics_of(one) for one in (folder / "0", folder / "1", run))
-    assert same[3, "train/loss"] == whole[3, "train/loss"] != other[3, "train/loss"]
-    assert other[3, "train/clip_ratio/high"] > whole[3, "train/clip_ratio/high"]
-    assert f"{LOSS}.ratio_clip_max=0.001" in said and (3, "validation/accuracy") not in same
+def test_another_loss_changes_what_follows_from_it(run, replayed):
+    said, folder = replayed(run, "--step", "3", f"{LOSS}.ratio_clip_max=0.001")
+    own, whole = metrics_of(folder), metrics_of(run)
+    assert own[3, "train/reward"] == whole[3, "train/reward"] and own[3, "train/loss"] != whole[3, "train/loss"]
+    assert own[3, "train/clip_ratio/high"] > whole[3, "train/clip_ratio/high"]
+    assert "ratio_clip_max: 0.28 -> 0.001" in said and "grad_norm" in said
+    assert {step for step, _ in own} == {2, 3} and (3, "validation/accuracy") not in own
 
 
-def test_samples_that_are_missing_are_told(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_samples_that_are_missing_are_told(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "short")
     next((tmp_path / "short" / "rollouts").glob("step-00000003-train.parquet")).unlink()
     with pytest.raises(SystemExit) as ended:

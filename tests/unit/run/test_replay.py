@@ -38,7 +38,7 @@ def test_a_saved_rollout_has_the_same_rows(tmp_path):
         for name in ("tokens", "mask", "generation_logprobs", "ages"):
             assert np.array_equal(getattr(one, name), getattr(other, name))
         assert (one.advantage, one.reward) == (other.advantage, other.reward)
-    # Rewards are shaped anew.
+    # The keys of this run shape the rewards.
     filtered = saved(tmp_path, "algorithm.overlong_filtering=true").take(3, lambda _: None)
     assert [one.is_left_out for one in filtered.episodes] == [False, False, False, True]
 

@@ -106,12 +106,13 @@ def test_the_terminal_has_the_largest_shares(folder, capsys):
     ("arguments", "said"),
     [
         (["--step", "9"], "has no samples of step 9"),
+        (["--step", str(STEP), "--output", "FOLDER/config.json"], "config.json exists and is not a why"),
         (["--step", str(STEP), "--sample", "8"], f"--sample 8: step {STEP} has samples 0 to 7"),
     ],
 )
 def test_bad_arguments_are_one_line(folder, arguments, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        why.main([str(folder), *arguments])
+        why.main([str(folder), *(one.replace("FOLDER", str(folder)) for one in arguments)])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and said in error and len(error.splitlines()) == 1
 
