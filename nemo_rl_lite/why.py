@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", metavar="FILE", type=local_path, help=where)
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite why"):
+        import torch
+
         from nemo_rl_lite.losses.interface import make_loss
         from nemo_rl_lite.observability.console import RunConsole
         from nemo_rl_lite.observability.environment import CONFIG_FILE
@@ -32,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from nemo_rl_lite.report.why_page import Account, show_why, write_why
         from nemo_rl_lite.validation.compose import restore
 
+        # Micro-batches are too small for several threads.
+        torch.set_num_threads(1)
         run = find_run(str(given.run))
         config = restore((run / CONFIG_FILE).read_text())
         trained = read_trained(run, given.step, config)

@@ -212,8 +212,8 @@ def explain(trained: Trained, loss: Loss) -> Explained:
             except ValueError as error:
                 raise ReportError(f"nrl-lite why: the files do not have all that the loss reads: {error}") from error
 
-            def flat(values_BT: Tensor, inside: Tensor = inside_BT) -> np.ndarray:
-                return values_BT[inside].numpy()
+            def flat(values_BT: Tensor, inside: np.ndarray = inside_BT.numpy()) -> np.ndarray:  # noqa: B008
+                return values_BT.numpy()[inside]
 
             whole += float(value.detach())
             for name, values_BT in shares.parts.items():

@@ -1,6 +1,8 @@
 """Summary of a step's loss on the terminal, and its page. Shapes: N tokens of all rows, S samples."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +61,9 @@ class Account:
             "without any gradient": int((mask & (own.gradient == 0)).sum()),
         }
 
+    @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """Return the samples in the order of their weight in the gradient."""
+        """Samples in the order of their weight in the gradient."""
         own, mask, places = self.explained, self.trained.rows.mask, self.trained.samples
         age = np.where(mask, self.trained.rows.ages, 0)
         worst = np.zeros(self.count)
@@ -83,8 +86,9 @@ class Account:
             for one in np.argsort(-self.gradient_S, kind="stable").tolist()
         ]
 
+    @cached_property
     def prompts(self) -> list[dict[str, Any]]:
-        """Return the prompts in the order of their weight in the gradient."""
+        """Prompts in the order of their weight in the gradient."""
         problems = np.array(self.trained.samples["problem"])
         gradient, loss = self.gradient_S, self.by_sample(self.explained.shares)
         found = [
@@ -146,8 +150,9 @@ class Account:
         return found
 
 
-def _rounded(values: np.ndarray) -> list[float]:
-    return [float(f"{value:.{_DIGITS}g}") for value in values.astype(float).tolist()]
+def _rounded(values: np.ndarray) -> list[float | None]:
+    each = values.astype(float).tolist()
+    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in each]
 
 
 def pieces(run: Path, config: Config) -> Piece:
@@ -196,7 +201,7 @@ def write_why(run: Path, step: int, account: Account, config: Config, wanted: Se
     gradient, of the one with the largest mismatch, and of the `wanted`. Raises ReportError: `output` is another file.
     """
     check_output(output, "why", TITLE)
-    piece, samples = pieces(run, config), account.samples()
+    piece, samples = pieces(run, config), account.samples
     worst = max(samples, key=lambda one: one["mismatch"])["number"]
     chosen = dict.fromkeys([*wanted, *(one["number"] for one in samples[:TOKENS_OF]), worst])
     data = {
@@ -207,17 +212,17 @@ def write_why(run: Path, step: int, account: Account, config: Config, wanted: Se
         "coverage": coverage(account, config),
         "losses": list(account.explained.losses),
         "parts": list(account.explained.parts),
-        "prompts": account.prompts()[:ROWS],
+        "prompts": account.prompts[:ROWS],
         "samples": [one for place, one in enumerate(samples) if place < ROWS or one["number"] in chosen],
         "all": len(samples),
-        "tokens": [account.tokens(one, piece) for one in chosen],
         "top": account.top(account.explained.gradient, piece, 20),
         "far": account.top(np.abs(account.mismatch), piece, 20),
     }
     text = (ASSETS / "why.html").read_text(encoding="utf-8")
     for name in ("page.css", "why.css", "why.js"):
         text = text.replace(f"/* {name} */", (ASSETS / name).read_text(encoding="utf-8"))
-    output.write_text(text.replace("/* data */", embedded(_finite(data))), encoding="utf-8")
+    data = _finite(data) | {"tokens": [account.tokens(one, piece) for one in chosen]}
+    output.write_text(text.replace("/* data */", embedded(data)), encoding="utf-8")
     return piece
 
 
@@ -227,7 +232,7 @@ def _finite(value: Any) -> Any:
         return {name: _finite(own) for name, own in value.items()}
     if isinstance(value, list):
         return [_finite(own) for own in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show_why(account: Account, piece: Piece, console: RunConsole) -> None:
@@ -237,7 +242,7 @@ def show_why(account: Account, piece: Piece, console: RunConsole) -> None:
     most = max(kinds["sampled"], 1)
     rows = [[name, f"{count:,}", f"{count / most:.1%}"] for name, count in kinds.items()]
     console.table("tokens", ["", "tokens", "share"], rows)
-    samples, prompts = account.samples(), account.prompts()
+    samples, prompts = account.samples, account.prompts
     each = [[str(one["problem"]), f"{one['gradient']:.1%}", _number(one["loss"])] for one in prompts[:SHOWN]]
     console.table("prompts with the largest gradient", ["problem", "gradient", "loss"], each)
     names = ("reward", "advantage", "tokens", "clipped", "dropped", "mismatch")

@@ -14,7 +14,8 @@ function element(name, options = {}, ...children) {
 function number(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(5)));
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  return Math.abs(value) < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 }
 
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
@@ -24,9 +25,10 @@ document.title = `step ${data.step} – nemo_rl_lite why`;
 document.getElementById("title").textContent = `Loss of step ${data.step}, ${data.run}`;
 
 function table(headers, rows, options = {}) {
-  const head = element("tr", {}, ...headers.map((text, place) => element("th", { className: place ? "number" : "", textContent: text })));
+  const kind = (place) => (!place ? "" : headers[place] === options.text ? "value" : "number");
+  const head = element("tr", {}, ...headers.map((text, place) => element("th", { className: kind(place), textContent: text })));
   const body = rows.map((cells, row) => {
-    const line = element("tr", {}, ...cells.map((cell, place) => element("td", { className: place ? "number" : "", textContent: cell })));
+    const line = element("tr", {}, ...cells.map((cell, place) => element("td", { className: kind(place), textContent: cell })));
     const sample = options.samples?.[row];
     if (withTokens.has(sample)) {
       line.className = "open";
@@ -47,14 +49,14 @@ section(
   "loss", "Loss",
   element(
     "div", { className: "pair" },
-    table(["part", "loss"], Object.entries(data.totals).map(([name, value]) => [name, number(value)])),
+    table(["part", "loss"], Object.entries(data.totals).map(([name, value]) => [name, value === null ? "–" : value.toPrecision(7)])),
     table(["tokens", "number", "share"], kinds.map(([name, count]) => [name, number(count), percent(count / sampled)])),
   ),
-  element("ul", { className: "notes" }, ...data.coverage.map((text) => element("li", { textContent: text }))),
+  element("ul", { className: "missing" }, ...data.coverage.map((text) => element("li", { textContent: text }))),
 );
 section(
   "prompts", "Prompts",
-  table(["prompt", "gradient", "loss", "text"], data.prompts.map((one) => [one.problem, percent(one.gradient), number(one.loss), one.prompt])),
+  table(["prompt", "gradient", "loss", "text"], data.prompts.map((one) => [one.problem, percent(one.gradient), number(one.loss), one.prompt]), { text: "text" }),
 );
 const columns = ["reward", "advantage", "tokens", "clipped", "dropped", "mismatch", "age", "ending"];
 section(
@@ -69,7 +71,7 @@ section(
 
 function tokenTable(title, rows) {
   const cells = rows.map((one) => [`${one.number}/${one.place}`, `${one.before}⟦${one.text}⟧`, percent(one.gradient), number(one.advantage), number(one.ratio), number(one.mismatch)]);
-  return element("div", {}, element("h3", { textContent: title }), table(["sample/place", "token", "gradient", "advantage", "ratio", "policy − engine"], cells, { samples: rows.map((one) => one.number) }));
+  return element("div", {}, element("h3", { textContent: title }), table(["sample/place", "token", "gradient", "advantage", "ratio", "policy − engine"], cells, { samples: rows.map((one) => one.number), text: "token" }));
 }
 
 const shown = element("div", { className: "card" });
