@@ -18,7 +18,7 @@ function number(value) {
   return Math.abs(value) < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 }
 
-const percent = (value) => `${(100 * value).toFixed(1)} %`;
+const percent = (value) => `${value && value < 1e-3 ? (100 * value).toPrecision(2) : (100 * value).toFixed(1)} %`;
 const byNumber = new Map(data.samples.map((one) => [one.number, one]));
 const withTokens = new Map(data.tokens.map((one) => [one.number, one]));
 document.title = `step ${data.step} – nemo_rl_lite why`;
