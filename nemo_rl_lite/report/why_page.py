@@ -65,7 +65,7 @@ class Account:
     def samples(self) -> list[dict[str, Any]]:
         """Samples in the order of their weight in the gradient."""
         own, mask, places = self.explained, self.trained.rows.mask, self.trained.samples
-        age = np.where(mask, self.trained.rows.ages, 0)
+        age = np.where(mask, np.asarray(self.trained.rows.ages), 0)
         worst = np.zeros(self.count)
         np.maximum.at(worst, self.sample_of_token, np.abs(self.mismatch))
         oldest = np.zeros(self.count, np.int64)
@@ -111,12 +111,11 @@ class Account:
             "advantage": found.advantages,
             "ratio": found.ratio,
             "weight": found.weights,
-            "engine": rows.generation_logprobs,
+            "engine": np.asarray(rows.generation_logprobs),
             "policy": self.trained.known["previous_logprobs"],
-            **{f"{name}": values for name, values in found.parts.items()},
+            **found.parts,
         }
-        flags = {"low": 1, "high": 2, "truncated": 4, "dropped": 8}
-        marks = sum(np.where(getattr(found, name), value, 0) for name, value in flags.items())
+        marks = found.low + 2 * found.high + 4 * found.truncated + 8 * found.dropped
         return {
             "number": sample,
             "texts": [piece(int(token)) for token in rows.tokens[own]],

@@ -9,6 +9,7 @@ from nemo_rl_lite.run.command import launch
 from tests.functional.here import leaving_nothing, train_here, without_ray
 from tests.functional.test_resume import assert_same_weights, metrics_of
 from tests.functional.test_turn_credit import BY_TURN, OWN, RUN, TURN
+from tests.unit.run.test_why import data_of
 
 pytestmark = pytest.mark.functional
 
@@ -54,6 +55,9 @@ def test_unchanged_settings_give_the_same_weights(run, replayed):
     assert {name for name in names if own[4, name] != whole[4, name]} == set()
     # The replay has samples and scores, too.
     why.main([str(folder), "--step", "4"])
+    totals = data_of(folder / "why-step-4.html")["totals"]
+    assert totals["sum of all tokens"] == pytest.approx(own[4, "train/loss"], abs=1e-6)
+    assert totals["logged loss"] == own[4, "train/loss"] and set(totals) > {"policy term", "KL penalty"}
 
 
 def test_another_loss_changes_what_follows_from_it(run, replayed):
