@@ -21,7 +21,7 @@ from nemo_rl_lite.losses.batch import Batch, TokenRows, episode_numbers, trained
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.policy.score_files import SCORES
 from nemo_rl_lite.report.record import ReportError
-from nemo_rl_lite.rollout.store import ROLLOUTS
+from nemo_rl_lite.rollout.store import ROLLOUTS, rollout_files, step_of
 
 _SAMPLE = ("problem", "sample")
 # Columns of the samples that are the same for all tokens.
@@ -88,15 +88,23 @@ class Explained:
 
 def read_trained(run: Path, step: int, config: Config) -> Trained:
     """Read the rows of a step. Raises ReportError: the run has not saved them all."""
-    options = config.options(GRPOConfig)
+    options = config.algorithm
+    if not isinstance(options, GRPOConfig):
+        rule = "it needs a run of GRPO or distillation"
+        raise ReportError(f"nrl-lite why: {run} has algorithm={options.name}; {rule}")
     table = _sorted(run / ROLLOUTS, f"step-{step:08d}-*train.parquet", [*_KEPT, *_OF_TOKENS], _SAMPLE)
     scores = _sorted(run / SCORES, f"step-{step:08d}-*.parquet", None, (*_SAMPLE, "segment"))
     wanted = options.num_prompts_per_step * options.num_generations_per_prompt
-    if table is None or scores is None or table.num_rows != wanted or "updates" not in scores.column_names:
-        found = "no samples" if table is None else f"{table.num_rows} of {wanted} samples"
-        told = found if scores is not None or table is None else "no scores"
-        told = told if scores is None or "updates" in scores.column_names else "scores of an earlier version"
-        raise ReportError(f"nrl-lite why: {run} has {told} of step {step}; it needs all (logger.log_samples=null)")
+    if table is None:
+        there = [step_of(file) for file in rollout_files(run) if file.stem.endswith("train")]
+        known = f"it has steps {min(there)} to {max(there)}" if there else "set logger.log_samples=null"
+        raise ReportError(f"nrl-lite why: {run} has no samples of step {step}; {known}")
+    if table.num_rows != wanted:
+        rule = f"has {table.num_rows} of {wanted} samples of step {step}; it needs all (logger.log_samples=null)"
+        raise ReportError(f"nrl-lite why: {run} {rule}")
+    if scores is None or "updates" not in scores.column_names:
+        rule = "no scores" if scores is None else "scores of an earlier version"
+        raise ReportError(f"nrl-lite why: {run} has {rule} of step {step}")
     samples = {name: table.column(name).to_pylist() for name in _KEPT}
     tokens, ends = _flat(table.column("token_ids"))
     starts = np.concatenate([[0], ends[:-1]])

@@ -105,7 +105,7 @@ def test_the_terminal_has_the_largest_shares(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--step", "9"], "has no samples of step 9"),
+        (["--step", "9"], f"has no samples of step 9; it has steps {STEP} to {STEP}"),
         (["--step", str(STEP), "--output", "FOLDER/config.json"], "config.json exists and is not a why"),
         (["--step", str(STEP), "--sample", "8"], f"--sample 8: step {STEP} has samples 0 to 7"),
     ],
