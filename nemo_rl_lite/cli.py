@@ -24,6 +24,8 @@ VERBS = {
     "evaluate": "measure avg@k and pass@k of a model on held-out problems",
     "chat": "chat with a model in the terminal",
     "serve": "serve a model over the APIs of OpenAI and Anthropic until Ctrl-C",
+    "why": "take a step's loss apart by prompt, sample and token: one HTML page",
+    "replay": "take steps of a run again from its saved rollouts with other settings; needs no engine",
     "report": "write an HTML page of runs: curves, times, memory, samples, configuration",
     "compare": "say whether new runs are better than base runs, with an interval: A ... vs B ...",
     "quickstart": "run the embedded example: two minutes on two CPU cores",

@@ -17,7 +17,6 @@ from torch import Tensor
 from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import (
     advantage_metrics,
     clip_advantages,
@@ -82,7 +81,6 @@ class GRPO:
     loss: Loss
     policy: Policy
     teacher: Teacher | None
-    sampling: Sampling
     rollouts: RolloutSource
     scored: Sequence[Scored]
     """Models that need a separate logprob pass."""

@@ -104,8 +104,13 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def generates(config: Config) -> bool:
-    """Return whether the run trains on generated responses."""
-    return isinstance(config.algorithm, RolloutAlgorithmConfig)
+    """Return whether engines sample the responses that the run trains on."""
+    return isinstance(config.algorithm, RolloutAlgorithmConfig) and replayed_run(config) is None
+
+
+def replayed_run(config: Config) -> str | None:
+    """Return the folder of the run whose rollouts this run trains on again; None for other runs."""
+    return config.algorithm.rollouts.replay if isinstance(config.algorithm, GRPOConfig) else None
 
 
 def compares(config: Config) -> bool:

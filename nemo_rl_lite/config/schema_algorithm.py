@@ -158,6 +158,7 @@ class RolloutsConfig:
     max_trajectory_age_steps: Annotated[int, Field(ge=1, le=64), ActiveIf(".source", "queue")]
     in_flight_weight_updates: Annotated[bool, ActiveIf(".source", "queue")]
     checkpoint_inflight: Annotated[bool, ActiveIf(".source", "one_step_off", "queue")]
+    replay: str | None
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -11,7 +11,7 @@ several of them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,6 +30,8 @@ from nemo_rl_lite.losses.policy_terms import (
     importance_ratio,
 )
 
+# The parts of the loss, as `TokenShares.parts` names them.
+POLICY, KL, ENTROPY, LIKELIHOOD = "policy term", "KL penalty", "entropy bonus", "likelihood"
 # A count of an optimizer step, and a metric that `GRPOLoss.summarize` replaces.
 _POSITIVE = "positive_tokens"
 _SQUARE = "correction/weight_square"
@@ -102,6 +104,41 @@ def _outside(ratios: Tensor, low: float, high: float) -> Tensor:
     return (ratios < low) | (ratios > high)
 
 
+@dataclass(frozen=True)
+class TokenShares:
+    """Shares of a micro-batch's tokens in the loss, and what they follow from. Each tensor is [B, T]."""
+
+    parts: Mapping[str, Tensor]
+    """Share of each part by name, 0 outside the mask. They add up to the micro-batch's share of the loss."""
+    advantages: Tensor
+    ratio: Tensor
+    """Trained policy / previous policy."""
+    weights: Tensor
+    """Weights of the policy terms."""
+    low: Tensor
+    """True where the lower bound of the ratio acts."""
+    high: Tensor
+    """True where the upper bound of the ratio acts."""
+    truncated: Tensor
+    """True for clamped weights."""
+    dropped: Tensor
+    """True for tokens without a policy term: their weight is 0, their entropy is low, or chance has chosen them."""
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Terms of a micro-batch's tokens in the loss."""
+
+    sampled: Sampled
+    policy: PolicyTerm
+    corrected: Correction
+    addends: Mapping[str, Tensor]
+    """Summands of the loss by part, [B, T]; see `GRPOLoss._total`."""
+    kl_BT: Tensor | None
+    open_BT: Tensor | None
+    """True for tokens of high entropy; None if all count."""
+
+
 def _count_positive(rows: Sequence[TokenRow]) -> int:
     """Count the trained tokens of rows with a positive reward."""
     if isinstance(rows, CountedRows):
@@ -152,47 +189,19 @@ class GRPOLoss:
         Reads `previous_logprobs`, `generation_logprobs`, and `advantages` or `token_advantages`. Options read
         `reference_logprobs` (KL penalty), `entropy` (bonus, high-entropy tokens) and `rewards` (NLL).
         """
-        previous_BT, generation_BT = batch.require("previous_logprobs", "generation_logprobs")
         config, mask_BT = self.config, batch.mask
-        # Select instead of multiplying: infinite logprobs outside the mask would make gradients NaN.
-        logprobs_BT, previous_BT, generation_BT = (
-            torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
-        )
-        ratio = importance_ratio(config, logprobs_BT, previous_BT, mask_BT)
-        advantages, penalty = self.advantages(batch, previous_BT), config.reference_policy_kl_penalty
-        kl_BT = self._kl(batch, logprobs_BT, previous_BT, generation_BT) if penalty > 0 else None
-        if kl_BT is not None and config.use_kl_in_reward:
-            advantages = less_kl_to_go(advantages, kl_BT, mask_BT, penalty)
-        sampled = Sampled(ratio, advantages, logprobs_BT, previous_BT, generation_BT, mask_BT, counts.own)
-        term = POLICY_TERMS[config.policy_loss](config, sampled)
-        corrected = correction(config, previous_BT - generation_BT, mask_BT)
-        loss_BT = (term.loss * corrected.weights).expand_as(mask_BT)
-
-        open_BT, nll = None, None
-        if config.top_entropy_quantile < 1:
-            (entropy_BT,) = batch.require("entropy")
-            open_BT = _of_high_entropy(entropy_BT, mask_BT, config.top_entropy_quantile)
-            loss_BT = torch.where(open_BT, loss_BT, 0.0)
-        if kl_BT is not None and not config.use_kl_in_reward:
-            loss_BT = loss_BT + penalty * kl_BT
-
-        total = self._mean(loss_BT, batch, counts)
-        if config.entropy_coef:
-            (entropy_BT,) = batch.require("entropy")
-            total = total - config.entropy_coef * masked_sum(entropy_BT, mask_BT) / counts.tokens
-        if config.positive_example_nll_weight:
-            (rewards_B,) = batch.require("rewards")
-            nll = -masked_sum(logprobs_BT, mask_BT * (rewards_B > 0)[:, None]) / counts.own[_POSITIVE]
-            total = total + config.positive_example_nll_weight * nll
+        terms = self._terms(logprobs_BT, batch, counts)
+        total = self._total(terms.addends, batch, counts)
         with torch.no_grad():
-            metrics = _policy_metrics(sampled, term, counts)
+            metrics = _policy_metrics(terms.sampled, terms.policy, counts)
             if corrects(config):
-                metrics |= corrected.metrics(batch, counts)
-            for name, values_BT in (("kl_penalty", kl_BT), ("entropy", batch.entropy), ("high_entropy_share", open_BT)):
+                metrics |= terms.corrected.metrics(batch, counts)
+            measured = ("kl_penalty", terms.kl_BT), ("entropy", batch.entropy), ("high_entropy_share", terms.open_BT)
+            for name, values_BT in measured:
                 if values_BT is not None:
                     metrics[name] = mean_over_tokens(values_BT, mask_BT, counts)
-            if nll is not None:
-                metrics["positive_nll"] = nll.detach().clone()
+            if LIKELIHOOD in terms.addends:
+                metrics["positive_nll"] = self._nll(terms.addends[LIKELIHOOD], batch, counts)
             metrics["loss"] = total.detach().clone()
         return total, metrics
 
@@ -209,6 +218,71 @@ class GRPOLoss:
             return batch.token_advantages
         (advantages_B,) = batch.require("advantages")
         return advantages_B[:, None]
+
+    def token_shares(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> TokenShares:
+        """See `Loss`. Reads what `__call__` reads."""
+        terms, mask_BT = self._terms(logprobs_BT, batch, counts), batch.mask
+        # The loss is linear in its addends, so its gradient has their factors.
+        addends = {name: values.detach().requires_grad_() for name, values in terms.addends.items()}
+        with torch.enable_grad():
+            factors = torch.autograd.grad(self._total(addends, batch, counts), list(addends.values()))
+        parts = {
+            name: torch.where(mask_BT > 0, values.detach() * factor, 0.0)
+            for (name, values), factor in zip(addends.items(), factors, strict=True)
+        }
+        corrected, policy = terms.corrected, terms.policy
+        dropped = (corrected.weights == 0) | (False if terms.open_BT is None else ~terms.open_BT)
+        if self.config.policy_loss == "clip_cov" and policy.chosen is not None:
+            dropped = dropped | policy.chosen
+        of_tokens = terms.sampled.advantages, terms.sampled.ratio, corrected.weights, policy.low, policy.high
+        each = [one.detach().expand_as(mask_BT) for one in (*of_tokens, corrected.truncated, dropped)]
+        return TokenShares(parts, *each)
+
+    def _terms(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> _Terms:
+        previous_BT, generation_BT = batch.require("previous_logprobs", "generation_logprobs")
+        config, mask_BT = self.config, batch.mask
+        # Select instead of multiplying: infinite logprobs outside the mask would make gradients NaN.
+        logprobs_BT, previous_BT, generation_BT = (
+            torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
+        )
+        ratio = importance_ratio(config, logprobs_BT, previous_BT, mask_BT)
+        advantages, penalty = self.advantages(batch, previous_BT), config.reference_policy_kl_penalty
+        kl_BT = self._kl(batch, logprobs_BT, previous_BT, generation_BT) if penalty > 0 else None
+        if kl_BT is not None and config.use_kl_in_reward:
+            advantages = less_kl_to_go(advantages, kl_BT, mask_BT, penalty)
+        sampled = Sampled(ratio, advantages, logprobs_BT, previous_BT, generation_BT, mask_BT, counts.own)
+        term = POLICY_TERMS[config.policy_loss](config, sampled)
+        corrected = correction(config, previous_BT - generation_BT, mask_BT)
+        loss_BT, open_BT = (term.loss * corrected.weights).expand_as(mask_BT), None
+        if config.top_entropy_quantile < 1:
+            (entropy_BT,) = batch.require("entropy")
+            open_BT = _of_high_entropy(entropy_BT, mask_BT, config.top_entropy_quantile)
+            loss_BT = torch.where(open_BT, loss_BT, 0.0)
+        addends = {POLICY: loss_BT}
+        if kl_BT is not None and not config.use_kl_in_reward:
+            addends[KL] = kl_BT
+        if config.entropy_coef:
+            (addends[ENTROPY],) = batch.require("entropy")
+        if config.positive_example_nll_weight:
+            addends[LIKELIHOOD] = logprobs_BT
+        return _Terms(sampled, term, corrected, addends, kl_BT, open_BT)
+
+    def _total(self, addends: Mapping[str, Tensor], batch: Batch, counts: Normalizers) -> Tensor:
+        """Return the loss, which is linear in its addends."""
+        config, loss_BT = self.config, addends[POLICY]
+        if KL in addends:
+            loss_BT = loss_BT + config.reference_policy_kl_penalty * addends[KL]
+        total = self._mean(loss_BT, batch, counts)
+        if ENTROPY in addends:
+            total = total - config.entropy_coef * masked_sum(addends[ENTROPY], batch.mask) / counts.tokens
+        if LIKELIHOOD in addends:
+            total = total + config.positive_example_nll_weight * self._nll(addends[LIKELIHOOD], batch, counts)
+        return total
+
+    def _nll(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> Tensor:
+        """Return the mean negative log likelihood of responses with a positive reward."""
+        (rewards_B,) = batch.require("rewards")
+        return -masked_sum(logprobs_BT, batch.mask * (rewards_B > 0)[:, None]) / counts.own[_POSITIVE]
 
     def _kl(self, batch: Batch, logprobs_BT: Tensor, previous_BT: Tensor, generation_BT: Tensor) -> Tensor:
         """Return the KL estimate [B, T] of each token."""

@@ -52,7 +52,7 @@ def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
 
 
 class Loss(Protocol):
-    """Objective of a policy, pickled and sent to the workers. Five attributes are optional:
+    """Objective of a policy, pickled and sent to the workers. Six attributes are optional:
 
     - `needs`, a set of `Need`: policy outputs in addition to logprobs; each is a field of `Batch`.
     - `topk`, an int: the number of logits per token in `topk_logits`.
@@ -60,6 +60,8 @@ class Loss(Protocol):
     - `with_mismatched_kl(kl)`: returns the loss of a batch with this KL to the reference on mismatched responses
       (`supervised.mismatched`). Supervised training measures the KL first.
     - `correction_weights(batch)`: returns the weights of policy terms for the sample files, broadcastable to [B, T].
+    - `token_shares(logprobs_BT, batch, counts)`: returns the tokens' shares of a micro-batch's loss, a
+      `grpo.TokenShares`. `nrl-lite why` needs it.
     """
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:

@@ -7,7 +7,7 @@ megatron-core's buffers. Gradient reduction and the optimizer step are not recor
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -33,7 +33,7 @@ WARM_UPS = 2
 MOST_GRAPHS = 32
 _COUNTS, _INPUTS = ("counts", "mismatch_counts"), ("tokens_nS", "lengths", "starts")
 Arguments = dict[str, Tensor]
-Results = tuple[Tensor, Tensor | None]
+Results = tuple[Tensor, Mapping[str, Tensor]]
 
 
 class MicroBatchPass:
@@ -50,8 +50,7 @@ class MicroBatchPass:
         self._of_counts, self._names = names, []
 
     def __call__(self, given: Arguments) -> Results:
-        """Add to the gradients. Returns the values of all metrics (float64) and `Trained.previous_bT`, for
-        `trained`."""
+        """Add to the gradients. Returns the values of all metrics (float64) and `Trained.scores`, for `trained`."""
         from megatron.core.utils import get_model_config
 
         (chunk,), inputs = self._model.chunks, (given[name] for name in _INPUTS)
@@ -68,13 +67,13 @@ class MicroBatchPass:
         self._names = [list(trained.metrics), list(trained.mismatch)]
         measured = (*trained.metrics.values(), *trained.mismatch.values())
         values = torch.stack([one.detach().reshape(()).to(scaled.device, torch.float64) for one in measured])
-        return values, trained.previous_bT
+        return values, trained.scores
 
-    def trained(self, rows: Tensor, values: Tensor, previous_bT: Tensor | None) -> Trained:
+    def trained(self, rows: Tensor, values: Tensor, scores: Mapping[str, Tensor]) -> Trained:
         """Return the results of a pass with the metrics by name."""
         each = iter(values.unbind())
         metrics, mismatch = ({name: next(each) for name in names} for names in self._names)
-        return Trained(rows, metrics, mismatch, previous_bT)
+        return Trained(rows, metrics, mismatch, scores)
 
 
 def _names_of(counts: Normalizers) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -227,11 +226,11 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         # NCCL's and Ray's threads may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            values, previous_bT = function()
+            values, scores = function()
 
         def replay() -> Results:
             graph.replay()
-            return values.clone(), None if previous_bT is None else previous_bT.clone()
+            return values.clone(), {name: one.clone() for name, one in scores.items()}
 
         return replay
 

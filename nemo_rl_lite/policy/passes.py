@@ -1,6 +1,6 @@
 """Forward and backward passes over micro-batches, with megatron-core's schedules. `graphs.py` runs them as graphs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +36,8 @@ class Trained:
     """Indices of the sequences in the batch, on the host."""
     metrics: Metrics
     mismatch: Metrics
-    previous_bT: Tensor | None
-    """The pass's logprobs, if they are the previous ones; in a bucket, padded to the bucket."""
+    scores: Mapping[str, Tensor]
+    """The pass's `logprobs` and, if the loss needs it, `entropy`, [b, T]; in a bucket, padded to the bucket."""
 
 
 class Pace:
@@ -242,13 +242,14 @@ def trained_on(
 ) -> tuple[Tensor, Trained]:
     """Return a micro-batch's loss, with gradient, and metrics, from its `scores_of`. `own`: its rows of a batch."""
     logprobs_bT = scores.pop("logprobs")
-    whole, mismatch, previous_bT = replace(own, **scores), {}, None
+    whole, mismatch = replace(own, **scores), {}
+    kept = {"logprobs": logprobs_bT} | {name: values for name, values in scores.items() if name == "entropy"}
+    kept = {name: values.detach() for name, values in kept.items()}
     if mismatch_counts is not None:
-        previous_bT = logprobs_bT.detach()
-        whole = replace(whole, previous_logprobs=previous_bT)
+        whole = replace(whole, previous_logprobs=kept["logprobs"])
         mismatch = mismatch_metrics(whole, mismatch_counts)
     value, metrics = loss_of(loss, logprobs_bT, whole, counts)
-    return value, Trained(rows, metrics, mismatch, previous_bT)
+    return value, Trained(rows, metrics, mismatch, kept)
 
 
 def view_of(micro: ModelInput, device: torch.device, context: ContextRanks) -> dict[str, Tensor]:

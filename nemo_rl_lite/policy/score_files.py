@@ -3,7 +3,7 @@
 Each replica writes those of the rows that it trains on. `rollout/store.py` writes the samples, and joins both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,22 @@ from nemo_rl_lite.losses.interface import Loss
 SCORES = "scores"
 # Columns with an entry per token; null if the loss has none.
 SCORE_COLUMNS = ("policy_logprobs", "correction_weights")
+# Further columns with an entry per token, which the loss reads as fields of `Batch`; null if the run lacks them.
+OTHERS = ("reference_logprobs", "teacher_logprobs")
 _LIST = pa.list_(pa.float32())
+_UPDATE = pa.struct(
+    [
+        # Number among the optimizer steps of the rollout.
+        ("optimizer_step", pa.int32()),
+        # Number among the replica's micro-batches of the optimizer step.
+        ("micro_batch", pa.int32()),
+        ("skipped", pa.bool_()),
+        # Null if they are `policy_logprobs`.
+        ("logprobs", _LIST),
+        # Null if the loss does not need it.
+        ("entropy", _LIST),
+    ]
+)
 # `segment`: number of the row among those of its sample.
 _PLACE = ("step", "problem", "sample", "segment")
 
@@ -37,6 +52,19 @@ class ScoreFile:
     """Number of samples to write, the first ones."""
 
 
+@dataclass(frozen=True)
+class Update:
+    """Scores of some rows of a batch from the training pass of an optimizer step."""
+
+    rows: slice
+    micro_batches: np.ndarray
+    """Number of each row's micro-batch, [b]."""
+    scores: Mapping[str, Tensor]
+    """`logprobs` and, if the loss needs it, `entropy`, [b, T]."""
+    is_skipped: bool
+    """True if the optimizer took no step, because a gradient was not finite."""
+
+
 WriteScores = Callable[[ScoreFile], Callable[[], list[str]]]
 """Starts to write a file. Returns a function that waits for it, and returns errors of the file system."""
 
@@ -49,10 +77,11 @@ class ScoreWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scores")
         self._writing: list[Future[list[str]]] = []
 
-    def write(self, target: ScoreFile, places: np.ndarray, batch: Batch, loss: Loss) -> None:
+    def write(self, target: ScoreFile, places: np.ndarray, batch: Batch, updates: Sequence[Update], loss: Loss) -> None:
         """Start to write the scores of a batch on the host. `places`: the number of each row's sample in the rollout,
         and of the row in the sample, [2, B]."""
-        self._writing.append(self._thread.submit(write_scores, target, self._replica, places, batch, loss))
+        writing = self._thread.submit(write_scores, target, self._replica, places, batch, [*updates], loss)
+        self._writing.append(writing)
 
     def written(self) -> list[str]:
         """Wait for all writes; return their errors. Raises what the loss raises."""
@@ -60,12 +89,15 @@ class ScoreWriter:
         return [error for one in writing for error in one.result()]
 
 
-def write_scores(target: ScoreFile, replica: int, places: np.ndarray, batch: Batch, loss: Loss) -> list[str]:
+def write_scores(
+    target: ScoreFile, replica: int, places: np.ndarray, batch: Batch, updates: Sequence[Update], loss: Loss
+) -> list[str]:
     """Write the scores of a replica's rows. Return the errors of the file system."""
     rows = np.flatnonzero(places[0] < target.count)
     if not len(rows):
         return []
     table = _table(target, places[:, rows], batch.rows(torch.from_numpy(rows)), loss)
+    table = table.append_column("updates", _updates(rows, batch, updates))
     # Readers of the folder skip names that begin with a dot, so they see only complete files.
     file = target.folder / f"step-{target.step:08d}-{replica}.parquet"
     partial = file.with_name(f".{file.name}")
@@ -82,7 +114,8 @@ def read_scores(folder: Path, step: int) -> dict[tuple[int, int], dict[str, Any]
     """Return the scores of a step's samples by problem and sample, those of a sample's segments in a row. Raises
     OSError or pyarrow.ArrowException: a file cannot be read."""
     files = sorted(folder.glob(f"step-{step:08d}-*.parquet"))
-    rows = [row for file in files for row in parquet.read_table(file).to_pylist()]
+    columns = [*_PLACE, *SCORE_COLUMNS]
+    rows = [row for file in files for row in parquet.read_table(file, columns=columns).to_pylist()]
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row["segment"]):
         empty = {name: None if row[name] is None else [] for name in SCORE_COLUMNS}
@@ -108,8 +141,35 @@ def _table(target: ScoreFile, places_2B: np.ndarray, batch: Batch, loss: Loss) -
         pa.array(segments_B, pa.int32()),
         _of_tokens(torch.where(sampled_BT, previous_BT, 0.0), batch.lengths),
         _of_tokens(None if weights_BT is None else torch.where(batch.mask > 0, weights_BT, 0.0), batch.lengths),
+        *(_of_tokens(getattr(batch, name), batch.lengths) for name in OTHERS),
     ]
-    return pa.table(columns, names=[*_PLACE, *SCORE_COLUMNS])
+    return pa.table(columns, names=[*_PLACE, *SCORE_COLUMNS, *OTHERS])
+
+
+def _updates(rows: np.ndarray, batch: Batch, updates: Sequence[Update]) -> pa.Array:
+    """Return the updates of each of these rows of a batch, as lists of `_UPDATE`."""
+    previous_BT, generation_BT = batch.require("previous_logprobs", "generation_logprobs")
+    sampled_BT, lengths_B = ((batch.mask > 0) | (generation_BT != 0)), batch.lengths.tolist()
+
+    def of_row(row: int, step: int, update: Update) -> dict[str, Any]:
+        place, length = row - update.rows.indices(len(lengths_B))[0], lengths_B[row]
+        own = {name: values[place, :length] for name, values in update.scores.items()}
+        sampled, logprobs = sampled_BT[row, :length], own["logprobs"]
+        is_previous = torch.equal(logprobs[sampled], previous_BT[row, :length][sampled])
+        entropy = own.get("entropy")
+        return {
+            "optimizer_step": step,
+            "micro_batch": int(update.micro_batches[place]),
+            "skipped": update.is_skipped,
+            "logprobs": None if is_previous else torch.where(sampled, logprobs, 0.0).numpy(),
+            "entropy": None if entropy is None else torch.where(sampled, entropy, 0.0).numpy(),
+        }
+
+    each = [
+        [of_row(row, step, one) for step, one in enumerate(updates) if row in range(len(lengths_B))[one.rows]]
+        for row in rows.tolist()
+    ]
+    return pa.array(each, pa.list_(_UPDATE))
 
 
 def _of_tokens(values_BT: Tensor | None, lengths_B: Tensor) -> pa.Array:

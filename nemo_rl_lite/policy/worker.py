@@ -35,7 +35,7 @@ from nemo_rl_lite.policy.moe import expert_biases
 from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, step_threads
 from nemo_rl_lite.policy.passes import forward_backward, forward_scores, put_rows
 from nemo_rl_lite.policy.reference import Reference
-from nemo_rl_lite.policy.score_files import ScoreFile, ScoreWriter
+from nemo_rl_lite.policy.score_files import ScoreFile, ScoreWriter, Update
 from nemo_rl_lite.refit.interface import RefitReport, WeightSource
 from nemo_rl_lite.refit.ipc import SharedBytes, SharedWeights
 from nemo_rl_lite.refit.layout import RefitPlan
@@ -96,6 +96,7 @@ class MegatronWorker:
         self._graphs = MicroBatchGraphs(self._model, CudaRecorder()) if self._train_layout.in_buckets else None
         self._held: dict[str, Batch] = {}
         self._experts: dict[str, RoutedExperts | None] = {}
+        self._updates: dict[str, list[Update]] = {}
         self._score_writer = ScoreWriter(self._model.place.data_rank)
         self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts, self._reference)
 
@@ -141,6 +142,7 @@ class MegatronWorker:
         (`ParallelPlace.replayed_layers`), and are not padded."""
         joined = TokenRows.of(rows)
         self._held[name], self._experts[name] = Batch.padded(joined), joined.routed_experts
+        self._updates[name] = []
 
     def put_parts(self, name: str, order: Sequence[int], scored: Sequence[np.ndarray], *parts: Any) -> None:
         """Keep this replica's rows of a batch: those at `order` in the concatenation of `parts`. The last parts are a
@@ -234,13 +236,15 @@ class MegatronWorker:
             self._phases.recount()
         if not self._model.place.reports:
             return None
-        previous = [
-            (one.rows, one.previous_bT.to("cpu", non_blocking=True)) for one in parts if one.previous_bT is not None
-        ]
+        scores = [{name: one.to("cpu", non_blocking=True) for name, one in part.scores.items()} for part in parts]
         measured = [{"grad_norm": torch.as_tensor(grad_norm)}, *(part.metrics for part in parts)]
         norm, *each = floats([*measured, *(part.mismatch for part in parts)])
         # `floats` has waited for the copies.
-        self._keep_previous(name, rows, previous)
+        update = _update(rows, batch.tokens.shape, [part.rows for part in parts], scores, is_skipped=not finite)
+        if batch.generation_logprobs is not None:
+            self._updates[name].append(update)
+        if mismatch_counts is not None:
+            self._keep_previous(name, update)
         shares, mismatch = combine_metrics(each[: len(parts)]), combine_metrics(each[len(parts) :])
         own = {"lr": learning_rate, "wd": self._weight_decay, "skipped_steps": float(not finite)}
         return shares | norm | own, mismatch
@@ -248,7 +252,7 @@ class MegatronWorker:
     def write_scores(self, places: np.ndarray, target: ScoreFile, loss: Loss, name: str = "train") -> None:
         """Start to write the scores of a batch with previous logprobs; see `ScoreWriter.write`."""
         if self._model.place.reports:
-            self._score_writer.write(target, places, self._held[name], loss)
+            self._score_writer.write(target, places, self._held[name], self._updates[name], loss)
 
     def scores_written(self) -> list[str]:
         """See `ScoreWriter.written`."""
@@ -336,13 +340,12 @@ class MegatronWorker:
         self.__dict__.clear()
         leave_groups()
 
-    def _keep_previous(self, name: str, rows: slice, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add previous logprobs to these rows of a held batch. `parts`: indices of rows among them, and logprobs."""
+    def _keep_previous(self, name: str, update: Update) -> None:
+        """Add the logprobs of an update's pass to a held batch, as previous ones."""
         batch = self._held[name]
         previous_BT = torch.zeros(batch.tokens.shape) if batch.previous_logprobs is None else batch.previous_logprobs
-        for own, values in parts:
-            put_rows(previous_BT[rows], own, values)
-        self._held[name] = replace(batch, previous_logprobs=previous_BT) if parts else batch
+        previous_BT[update.rows] = update.scores["logprobs"]
+        self._held[name] = replace(batch, previous_logprobs=previous_BT)
 
     def _experts_of(self, name: str, rows: slice) -> RoutedExperts | None:
         experts = self._experts[name]
@@ -384,3 +387,20 @@ class MegatronWorker:
         self._model.gather.complete()
         clear_module_caches(self._model)
         self._phases.enter(phase, working_bytes)
+
+
+def _update(
+    rows: slice,
+    shape_BT: torch.Size,
+    places: Sequence[Tensor],
+    scores: Sequence[dict[str, Tensor]],
+    is_skipped: bool,
+) -> Update:
+    """Lay out what the micro-batches' passes computed. `places`: indices of each micro-batch's rows among `rows`."""
+    whole = {name: torch.zeros(shape_BT) for name in scores[0]}
+    micro_batches = np.empty(shape_BT[0], np.int32)
+    for number, (own, found) in enumerate(zip(places, scores, strict=True)):
+        micro_batches[own.numpy()] = number
+        for name, values_bT in found.items():
+            put_rows(whole[name], own, values_bT)
+    return Update(rows, micro_batches, whole, is_skipped)

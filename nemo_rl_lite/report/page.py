@@ -29,16 +29,23 @@ def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
     found = {given: runs_of(given) for given in runs}
     records = [read_run(run) for run in dict.fromkeys(run for below in found.values() for run in below)]
     output = output or (runs[0] / PAGE if len(found) == 1 else Path(PAGE))
-    if output.is_file() and not is_page(output):
-        raise ReportError(f"nrl-lite report: {output} exists and is not a report: name another file, or remove it")
-    if output.suffix not in (".html", ".htm") and not output.is_dir():
-        raise ReportError(f"nrl-lite report: {output}: the report is an HTML page: name a file that ends in .html")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    check_output(output, "report", _TITLE)
     output.write_text(page(records), encoding="utf-8")
     for given, below in found.items():
         if below != [given]:
             sys.stderr.write(f"runs below {given}: {len(below)}\n")
     return output
+
+
+def check_output(output: Path, command: str, title: bytes) -> None:
+    """Make the folder of a page. Raises ReportError: `output` is a file without this title, or not named as a page."""
+    if output.is_file() and not is_page(output, title):
+        raise ReportError(
+            f"nrl-lite {command}: {output} exists and is not a {command}: name another file, or remove it"
+        )
+    if output.suffix not in (".html", ".htm") and not output.is_dir():
+        raise ReportError(f"nrl-lite {command}: {output}: it is an HTML page: name a file that ends in .html")
+    output.parent.mkdir(parents=True, exist_ok=True)
 
 
 def page(runs: Sequence[RunRecord]) -> str:
@@ -58,11 +65,11 @@ def page(runs: Sequence[RunRecord]) -> str:
     return text.replace("/* data */", embedded(data))
 
 
-def is_page(file: Path) -> bool:
-    """Return whether a file is empty or a report of any version."""
+def is_page(file: Path, title: bytes = _TITLE) -> bool:
+    """Return whether a file is empty or a page of any version with this title."""
     with file.open("rb") as opened:
         start = opened.read(2048)
-    return not start or _TITLE in start
+    return not start or title in start
 
 
 def embedded(data: Any) -> str:

@@ -260,15 +260,7 @@ class Sampler:
             self.order.observe(rollout.sampled)
         rollout.progress = self.order.metrics()
         rollout.rested = sum(len(draw) - 1 for draw in draft.draws)
-        if self.config.overlong_filtering:
-            rollout.leave_out_truncated()
-        shaping = self.config.reward_shaping
-        if (buffer := shaping.overlong_buffer_length) is not None:
-            penalty = shaping.overlong_buffer_penalty
-            for episode in rollout.episodes:
-                if episode.reward is not None:
-                    most = self.limits.get(episode.source, self.sampling.max_new_tokens)
-                    episode.length_penalty = overlong_penalty(episode.last_turn_tokens, most, buffer, penalty)
+        shape_rewards(rollout, self.config, self.sampling.max_new_tokens, self.limits)
         return rollout
 
     def state(self) -> dict[str, Any]:
@@ -277,6 +269,20 @@ class Sampler:
 
     def _seed(self, step: int) -> int:
         return self.config.seed * 1_000_003 + step
+
+
+def shape_rewards(rollout: Rollout, options: GRPOConfig, most: int, limits: Mapping[str, int]) -> None:
+    """Leave out truncated responses and penalise long ones, as configured. `most`: maximum tokens per response;
+    `limits`: those of the sources of a mixture."""
+    if options.overlong_filtering:
+        rollout.leave_out_truncated()
+    shaping = options.reward_shaping
+    if (buffer := shaping.overlong_buffer_length) is not None:
+        penalty = shaping.overlong_buffer_penalty
+        for episode in rollout.episodes:
+            if episode.reward is not None:
+                own = limits.get(episode.source, most)
+                episode.length_penalty = overlong_penalty(episode.last_turn_tokens, own, buffer, penalty)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,7 +30,7 @@ _FILES = "step-*.parquet"
 # `other`: further fields such as tool calls, as JSON.
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("other", pa.string())])
 _SPAN = pa.struct([("what", pa.string()), ("begin", pa.float32()), ("end", pa.float32()), ("place", pa.int32())])
-_RUN = pa.struct([("start", pa.int32()), ("length", pa.int32()), ("version", pa.int32())])
+_RUN = pa.struct([("start", pa.int32()), ("length", pa.int32()), ("version", pa.int32()), ("turn", pa.int32())])
 _SEGMENT = pa.struct(
     [
         ("start", pa.int32()),
@@ -57,8 +58,10 @@ _SCHEMA = pa.schema(
         ("response", pa.string()),
         ("turns", pa.list_(_MESSAGE)),
         # Without the length penalty.
-        ("reward", pa.float32()),
-        ("length_penalty", pa.float32()),
+        ("reward", pa.float64()),
+        ("length_penalty", pa.float64()),
+        # Unweighted terms of the reward by name, as JSON; null without terms.
+        ("reward_parts", pa.string()),
         ("prompt_tokens", pa.int32()),
         ("tokens", pa.int32()),
         ("ending", pa.string()),
@@ -67,14 +70,15 @@ _SCHEMA = pa.schema(
         # Of training samples; with `credit=turn` of the first turn.
         ("advantage", pa.float32()),
         # With `credit=turn`: rewards of the turns without the length penalty, in the order in which they ended.
-        ("turn_rewards", pa.list_(pa.float32())),
+        ("turn_rewards", pa.list_(pa.float64())),
         # All segments, in order.
         ("token_ids", pa.list_(pa.int32())),
         # One for each token id; 0 for tokens that no engine sampled.
         ("generation_logprobs", pa.list_(pa.float32())),
         # Of training samples with `credit=turn`: one for each token id; 0 for tokens that no engine sampled.
         ("token_advantages", pa.list_(pa.float32())),
-        # Runs of sampled tokens of one version of the weights: index in `token_ids`, number of tokens, step.
+        # Runs of sampled tokens of one turn and one version of the weights: index in `token_ids`, number of tokens,
+        # step, and number of the turn in the episode, in the order in which the turns ended.
         ("versions", pa.list_(_RUN)),
         # The segments in `token_ids`, if there are several: each is a training row.
         ("segments", pa.list_(_SEGMENT)),
@@ -263,6 +267,7 @@ def _row(
         "turns": _messages(last.said),
         "reward": episode.reward,
         "length_penalty": episode.length_penalty,
+        "reward_parts": json.dumps(dict(episode.reward_parts)) if episode.reward_parts else None,
         "prompt_tokens": last.prompt_length,
         "tokens": episode.generated,
         "ending": episode.ending,
@@ -276,12 +281,20 @@ def _row(
         "token_ids": np.concatenate([np.asarray(one.tokens, np.int32) for one in segments]),
         "generation_logprobs": np.concatenate([one.generation_logprobs() for one in segments]),
         "versions": [
-            {"start": before + start, "length": length, "version": version}
+            {"start": before + start, "length": length, "version": version, "turn": turn}
             for before, one in each
-            for start, length, version in one.sampled_runs()
+            for turn, (start, length, version) in _runs_by_turn(episode, one)
         ],
         "segments": [_segment(start, one) for start, one in each] if len(each) > 1 else None,
     }
+
+
+def _runs_by_turn(episode: Episode, segment: Segment) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """Yield the runs of a segment's sampled tokens, each with its turn's number in the episode."""
+    turns = [turn for turn, place in enumerate(episode.order) if episode.segments[place] is segment]
+    starts = [start for start, _ in segment.turns]
+    for run in segment.sampled_runs():
+        yield turns[bisect_right(starts, run[0]) - 1], run
 
 
 def _credit(episode: Episode, advantage: Advantage | None) -> dict[str, Any]:

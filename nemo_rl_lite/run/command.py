@@ -203,7 +203,7 @@ def _run_all(
 
     sweep = Sweep(overrides)
     fixed = [one for one in overrides if values_of(one) == [one]]
-    parent = str(compose_job(check_overrides(fixed)[0]).hydra.sweep.dir) if flags.sweeps else None
+    parent = str(compose_job(check_overrides(fixed, sweeps=True)[0]).hydra.sweep.dir) if flags.sweeps else None
     for number, (job, config) in enumerate(configs):
         folder = folder_of(job, parent, number)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The jobs of all algorithms: data, workers and loop of GRPO and distillation, and of SFT, DPO, ORPO and KTO."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -39,7 +39,7 @@ from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
-from nemo_rl_lite.policy.interface import Policy, Scored
+from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rollout.collector import RolloutCollector
 from nemo_rl_lite.rollout.groups import LocalPlayers, Playground
@@ -63,7 +63,7 @@ from nemo_rl_lite.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.workers.reserve import StartingWorkers
 
 # Keys that change the content of rollouts.
-_OF_ROLLOUTS = (
+OF_ROLLOUTS = (
     *("algorithm.seed.", "algorithm.num_", "algorithm.use_dynamic_sampling.", "algorithm.overlong_filtering."),
     *("algorithm.reward_shaping.", "data.", "reward.", "environment.", "agent.", "generation."),
     *("policy.model_name.", "policy.max_total_sequence_length."),
@@ -194,7 +194,11 @@ class GRPOJob(_AlgorithmJob):
         report_start(setup, start.steps, metrics, console)
         with self._playground(workers) as playground:
             collector = RolloutCollector(playground, error_shares(config))
-            loop = self._loop(metrics, self._with_order(start), workers, collector, callbacks)
+            started = self._with_order(start)
+            source = self._source(self._sampler(started, collector), workers.generation, started)
+            speed = decoding_speed(config, described_shape(self._model_path), workers.generation.take_decoded)
+            own = workers.policy, workers.teacher, source, workers.groups
+            loop = self._loop(metrics, start, *own, callbacks, speed, workers.weights.verify_with_probe)
             try:
                 loop.run()
             finally:
@@ -226,25 +230,32 @@ class GRPOJob(_AlgorithmJob):
         """Return the players of this process; see `Playing.players`."""
         return self._playing.players(generation, self.tokenizer, self._folder, self._console.say)
 
-    def _loop(
-        self,
-        metrics: MetricsLog,
-        start: Start,
-        workers: Workers,
-        collector: RolloutCollector,
-        callbacks: Callbacks,
-    ) -> GRPO:
-        config, console, groups = self._config, self._console, workers.groups
-        options, values = config.options(GRPOConfig), dict(flatten(described(config)))
+    def _sampler(self, start: Start, collector: RolloutCollector) -> Sampler:
+        config, options = self._config, self._config.options(GRPOConfig)
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
         mixed = config.data.sources
         order = mixed_order(source_weights(config), self._order, saved) if mixed else self._order(ONLY, saved)
         sampling = Sampling.of(config.generation, self.tokenizer.end_tokens)
         limits = {name: one.max_new_tokens for name, one in mixed.items()}
         useful = saved.get("useful_share", 1.0)
-        sampler = Sampler(options, collector, sampling, self._validation, order, useful, limits)
-        rollouts = self._source(sampler, workers.generation, start)
-        steps = self._steps(metrics, start, workers.policy, groups, callbacks, rollouts.save)
+        return Sampler(options, collector, sampling, self._validation, order, useful, limits)
+
+    def _loop(
+        self,
+        metrics: MetricsLog,
+        start: Start,
+        policy: RemotePolicy,
+        teacher: Teacher | None,
+        rollouts: RolloutSource,
+        groups: Sequence[WorkerGroup],
+        callbacks: Callbacks,
+        decoding_speed: Callable[[], dict[str, float]] = dict,
+        check: Callable[[], dict[str, float]] = dict,
+    ) -> GRPO:
+        """Return the loop. `groups`: all workers. For the rest see `GRPO`."""
+        config, console = self._config, self._console
+        options, values = config.options(GRPOConfig), dict(flatten(described(config)))
+        steps = self._steps(metrics, start, policy, groups, callbacks, rollouts.save)
         files = RolloutFiles(self._folder, config.logger.log_samples, start.steps)
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
@@ -252,18 +263,17 @@ class GRPOJob(_AlgorithmJob):
             config=options,
             total=self._total,
             loss=make_loss(options),
-            policy=workers.policy,
-            teacher=workers.teacher,
-            sampling=sampling,
+            policy=policy,
+            teacher=teacher,
             rollouts=rollouts,
             scored=_scored(config),
-            decoding_speed=decoding_speed(config, described_shape(self._model_path), workers.generation.take_decoded),
-            check=workers.weights.verify_with_probe,
+            decoding_speed=decoding_speed,
+            check=check,
             log=RolloutLog(files, config.logger.show_samples_period, console, metrics, callbacks),
             held_out=len(self._validation),
             held_out_label=held_out_label(values),
             steps=steps,
-            report=Report(metrics, console, workers.policy, devices, policy_speed(config), system.take),
+            report=Report(metrics, console, policy, devices, policy_speed(config), system.take),
             signals=WeakSignals(values),
             mismatch_warning=config.logger.mismatch_warning,
             reward_weights={
@@ -281,7 +291,7 @@ class GRPOJob(_AlgorithmJob):
         options = self._config.options(GRPOConfig)
         staleness = _staleness(options)
         # Keys may have changed since the checkpoint.
-        changed = any(f"{line.partition(':')[0]}.".startswith(_OF_ROLLOUTS) for line in start.changes)
+        changed = any(f"{line.partition(':')[0]}.".startswith(OF_ROLLOUTS) for line in start.changes)
         ahead = load_rollouts(start.folder) if staleness and start.folder and not changed else []
         if not ahead:
             # This run would sample the checkpoint's rollouts differently, so it samples their prompts again.

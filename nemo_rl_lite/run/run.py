@@ -16,7 +16,7 @@ from nemo_rl_lite.checkpoint.resume import Start, changed, checkpoint_store, fin
 from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.compat.ray import lost_process
-from nemo_rl_lite.config.algorithms import algorithm_of
+from nemo_rl_lite.config.algorithms import algorithm_of, replayed_run
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
@@ -52,6 +52,8 @@ from nemo_rl_lite.validation.rewards import held_out_label
 from nemo_rl_lite.workers.reserve import StartingWorkers, begin, reserve
 
 log = logging.getLogger(__name__)
+# The job of a run that trains on the rollouts of another.
+_REPLAY = "nemo_rl_lite.run.replay.ReplayJob"
 
 
 class Job(Protocol):
@@ -80,7 +82,8 @@ def make_job(config: Config, folder: Path, console: RunConsole, model_path: Path
         ConfigError: the tokenizer or user code is invalid.
         DataError: the data is invalid; the message names file, row and cause.
     """
-    return imported(algorithm_of(config).job)(config, folder, console, model_path)
+    job = algorithm_of(config).job if replayed_run(config) is None else _REPLAY
+    return imported(job)(config, folder, console, model_path)
 
 
 def run(config: Config, folder: Path, command: str, callbacks: Callbacks) -> Summary:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
-from nemo_rl_lite.config.algorithms import compares, has_teacher
+from nemo_rl_lite.config.algorithms import compares, has_teacher, replayed_run
 from nemo_rl_lite.config.engines import engines_sleep
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import (
@@ -95,6 +95,17 @@ def check_stale_rollouts(config: Config) -> Iterator[Violation]:
         rule_text = "trains on stale samples and needs importance sampling correction"
         fix = f"{LOSS}.use_importance_sampling_correction=true {_RATIO}=2"
         yield Violation(key, options.rollouts.source, rule_text, fix)
+
+
+@rule("algorithm", "policy.router_replay", options=GRPOConfig)
+def check_replay(config: Config) -> Iterator[Violation]:
+    run = replayed_run(config)
+    if run is not None and validates(config):
+        off = " ".join(f"algorithm.{name}" for name in ("val_period=0", "val_at_start=false", "val_at_end=false"))
+        yield Violation("algorithm.rollouts.replay", run, "has no engines, which validations need", off)
+    if run is not None and config.policy.router_replay.enabled:
+        key = "policy.router_replay.enabled"
+        yield Violation(key, True, "saved rollouts have no routed experts", f"{key}=false: the policy's own routing")
 
 
 @rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data")

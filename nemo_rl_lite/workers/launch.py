@@ -117,14 +117,14 @@ def _if_any(call: Call | None) -> list[Call]:
 
 
 def launch_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> RemotePolicy:
-    """Wait for the policy of a run without generation. Raises WorkerError as `launch` does."""
+    """Wait for the policy of a run without generation, and for its teacher. Raises WorkerError as `launch` does."""
     limit = begun.config.cluster.start_timeout_s
     if begun.policy is None:
         raise ValueError("the policy waits for engines, and there are none")
     with setup("import"):
         wait(*begun.imports, timeout_s=limit)
     with setup("policy_init"):
-        _built(setup, limit, begun.policy)
+        _built(setup, limit, begun.policy, *_if_any(begun.teacher))
     return _ready_policy(begun, saved, setup)
 
 

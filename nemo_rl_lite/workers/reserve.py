@@ -15,6 +15,7 @@ from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
 from nemo_rl_lite.config.engines import EngineHost, engine_of
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import (
     as_teacher,
     engine_hosts,
@@ -223,7 +224,7 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
         "cluster": config.cluster,
         "model_path": str(model_path),
         "seed": config.algorithm.seed,
-        "temperature": config.generation.temperature if generates(config) else 1.0,
+        "temperature": config.generation.temperature if isinstance(config.algorithm, GRPOConfig) else 1.0,
         "keep_reference": compares(config),
         "sequences_together": sequences_together(config),
         "threads": worker_threads(config, policy_ranks(config)),

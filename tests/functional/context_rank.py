@@ -132,7 +132,7 @@ def main(output: str, tensor: int, context: int) -> None:
     trained = forward_backward(model, own, layout, TEMPERATURE, loss, counts, mismatch_counts=counts)
     kept = torch.zeros(own.tokens.shape)
     for part in trained:
-        put_rows(kept, part.rows, part.previous_bT)
+        put_rows(kept, part.rows, part.scores["logprobs"])
     metrics = combine_metrics(floats([part.metrics for part in trained]))
     gradients = {name: parameter.main_grad.clone() for name, parameter in model.chunks[0].module.named_parameters()}
     found = [None] * dist.get_world_size()

@@ -53,9 +53,9 @@ class Again:
                 return function()
             reads = Reads()
             with reads, Copies(reads):
-                values, previous_bT = function()
+                values, scores = function()
             self.reads |= reads.found
-            return values.clone(), None if previous_bT is None else previous_bT.clone()
+            return values.clone(), {name: one.clone() for name, one in scores.items()}
 
         return replay
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.dataset
 import pytest
+import torch
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.supervised import SFTLoss
-from nemo_rl_lite.policy.score_files import SCORE_COLUMNS, ScoreFile, ScoreWriter, read_scores
+from nemo_rl_lite.policy.score_files import OTHERS, SCORE_COLUMNS, ScoreFile, ScoreWriter, Update, read_scores
 from tests.unit.losses.batches import loss_config
 
 ICEPOP = GRPOLoss(
@@ -38,9 +39,17 @@ def batch() -> Batch:
     return replace(padded, previous_logprobs=previous_BT)
 
 
+# Two optimizer steps: the first over two rows, with the previous logprobs; the second over the last.
+UPDATES = [
+    Update(slice(0, 2), np.array([1, 0]), {"logprobs": batch().previous_logprobs[:2]}, is_skipped=False),
+    Update(slice(2, 3), np.array([0]), {"logprobs": torch.full((1, 5), -3.0), "entropy": torch.ones(1, 5)}, True),
+]
+
+
 def written(folder, numbers: list[int], count: int, loss=ICEPOP, replica: int = 0, segments=(0, 0, 0)) -> list[str]:
     writer = ScoreWriter(replica)
-    writer.write(ScoreFile(folder / "scores", 3, 2, count), np.array([numbers, segments]), batch(), loss)
+    target, places = ScoreFile(folder / "scores", 3, 2, count), np.array([numbers, segments])
+    writer.write(target, places, batch(), UPDATES, loss)
     return writer.written()
 
 
@@ -75,7 +84,8 @@ def test_only_the_first_samples_are_written_and_replicas_read_as_one_table(tmp_p
     written(tmp_path, [5, 3, 4], count=3, replica=2)
     assert sorted(read_scores(tmp_path / "scores", 3)) == [(0, 0), (0, 1), (1, 0)]
     table = pyarrow.dataset.dataset(tmp_path / "scores").to_table()
-    assert table.column_names == ["step", "problem", "sample", "segment", *SCORE_COLUMNS] and table.num_rows == 3
+    place = ["step", "problem", "sample", "segment"]
+    assert table.column_names == [*place, *SCORE_COLUMNS, *OTHERS, "updates"] and table.num_rows == 3
     assert len(list((tmp_path / "scores").iterdir())) == 2
 
 
@@ -86,6 +96,16 @@ def test_segments_of_a_sample_follow_each_other_whatever_replica_has_them(tmp_pa
     both, *_ = found[0, 0].values()
     assert both == [0.0, -1.0, 0.0, -2.0, 0.0, -1.0, 0.0, -1.0, 0.0, -2.0]
     assert len(found[2, 1]["correction_weights"]) == 10
+
+
+def test_a_row_has_the_logprobs_of_its_training_passes(tmp_path):
+    written(tmp_path, [5, 0, 2], count=6)
+    table = pyarrow.dataset.dataset(tmp_path / "scores").to_table()
+    first, _, last = table.column("updates").to_pylist()
+    assert first == [{"optimizer_step": 0, "micro_batch": 1, "skipped": False, "logprobs": None, "entropy": None}]
+    (own,) = last
+    assert (own["optimizer_step"], own["micro_batch"], own["skipped"]) == (1, 0, True)
+    assert own["logprobs"] == [0.0, -3.0, 0.0, -3.0] and own["entropy"] == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_a_full_disk_is_told_and_leaves_no_half_file(tmp_path):

@@ -85,7 +85,7 @@ def test_scores_of_the_policy_are_joined(tmp_path, caplog):
 
     def write(target):
         targets.append(target)
-        errors = write_scores(target, 0, np.array([[3, 2, 1, 0], [0] * 4]), batch, GRPOLoss(loss_config()))
+        errors = write_scores(target, 0, np.array([[3, 2, 1, 0], [0] * 4]), batch, [], GRPOLoss(loss_config()))
         return lambda: [*errors, "the disk is full"]
 
     files.scored(1, FOUR, write)
