@@ -26,7 +26,7 @@ VERBS = {
     "serve": "serve a model over the APIs of OpenAI and Anthropic until Ctrl-C",
     "report": "write an HTML page of runs: curves, times, memory, samples, configuration",
     "quickstart": "run the embedded example: two minutes on two CPU cores",
-    "doctor": "check this machine and its packages, with a fix for each problem",
+    "doctor": "check this machine, or attack the reward of a configuration; a fix for each problem",
     "constraints": "print the path of the tested package versions, for pip install -c",
 }
 
