@@ -200,10 +200,16 @@ class MegatronModel:
 
 
 def build_model(
-    config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float, seed: int, trains: bool = True
+    config: PolicyConfig,
+    path: str,
+    on_gpu: bool,
+    timeout_s: float,
+    seed: int,
+    trains: bool = True,
+    reads: bool = True,
 ) -> MegatronModel:
-    """Start torch.distributed and model parallelism, build the model and load its weights. Models of a process have one
-    parallel layout.
+    """Start torch.distributed and model parallelism, build the model and, if it `reads`, load its weights. Models of a
+    process have one parallel layout.
 
     The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The model is on the CPU, or on the process's
     first GPU, with Transformer Engine's layers. It has gradient buffers if it `trains`.
@@ -234,7 +240,7 @@ def build_model(
         lora = LoRA(target_modules=list(peft.target_modules), dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
     model = MegatronModel(
         bridge,
-        _build_chunks(bridge, provider, parallel, lora, on_gpu, trains),
+        _build_chunks(bridge, provider, parallel, lora, on_gpu, trains, reads),
         _own_place(parallel),
         device,
         half_precision=config.precision != "float32",
@@ -258,9 +264,9 @@ def build_model(
 
 
 def _build_chunks(
-    bridge: Any, provider: Any, parallel: MegatronConfig, lora: Any, on_gpu: bool, trains: bool
+    bridge: Any, provider: Any, parallel: MegatronConfig, lora: Any, on_gpu: bool, trains: bool, reads: bool
 ) -> list[Any]:
-    """Build this rank's model chunks and load their weights."""
+    """Build this rank's model chunks and, if it `reads`, load their weights. With LoRA it reads."""
     from megatron.core import parallel_state
 
     in_graphs = on_gpu and parallel.cuda_graph_impl != "none"
@@ -285,7 +291,7 @@ def _build_chunks(
     if in_graphs:
         _check_dropout(chunks)
     moe.keep_biases_in_float32(chunks)
-    if lora is None:
+    if lora is None and reads:
         bridge.load_hf_weights(chunks)
     activation_offload.add_mlps(chunks, parallel)
     return chunks

@@ -20,7 +20,6 @@ PEFT = "policy.megatron_cfg.peft"
 LORA = [f"{PEFT}.enabled=true", f"{PEFT}.dim=2", f"{PEFT}.dropout=0.2"]
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 SGD = [f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.sgd_momentum=0.9", f"{OPTIMIZER}.use_distributed_optimizer=false"]
-SHARES = ["checkpoint.resume_layouts=data_parallel"]
 HOST = "offload=cpu_optimizer"
 SCHEDULER = "policy.megatron_cfg.scheduler"
 CHANGED = [f"{OPTIMIZER}.lr=0.01", f"{OPTIMIZER}.min_lr=0.001", f"{OPTIMIZER}.adam_beta1=0.5"]
@@ -34,13 +33,14 @@ ON_TWO = {
     "data from tensor": [DATA, "tensor"],
     "lora": [[*DATA, *LORA], None],
     "lora again": [[*DATA, *LORA], "lora"],
-    "shares": [[*DATA, *SHARES], None],
-    "shares again": [[*DATA, *SHARES], "shares"],
+    "data": [DATA, None],
+    "data again": [DATA, "data"],
+    "tensor from data": [TENSOR, "data"],
 }
 ON_ONE = {
     "one from tensor": [[], "tensor"],
     "changed from tensor": [CHANGED, "tensor"],
-    "one from shares": [[], "shares"],
+    "one from data": [[], "data"],
     "sgd": [SGD, None],
     "sgd again": [SGD, "sgd"],
     "half": [HALF, None],
@@ -52,8 +52,6 @@ ON_ONE = {
 ON_HOST = {
     "on the host": [[*DATA, *HALF, HOST], None],
     "on the host again": [[*DATA, *HALF, HOST], "on the host"],
-    "shares on the host": [[*DATA, *HALF, HOST, *SHARES], None],
-    "shares on the host again": [[*DATA, *HALF, HOST, *SHARES], "shares on the host"],
     "device from on the host": [[*DATA, *HALF], "on the host"],
     "changed from on the host": [[*DATA, *HALF, HOST, *CHANGED], "on the host"],
 }
@@ -80,7 +78,7 @@ def weights(folder, case):
     return load_file(folder / f"{case}.hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize("case", ["tensor", "lora", "shares", "sgd", "half", "on the host", "shares on the host"])
+@pytest.mark.parametrize("case", ["tensor", "lora", "data", "sgd", "half", "on the host"])
 def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
     assert steps(folder, f"{case} again") == steps(folder, case)
     own, expected = weights(folder, f"{case} again"), weights(folder, case)
@@ -91,7 +89,7 @@ def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
     "case",
     [
         *("pipeline from tensor", "data from tensor", "one from tensor"),
-        *("one from shares", "device from on the host"),
+        *("one from data", "tensor from data", "device from on the host"),
     ],
 )
 def test_another_layout_goes_on_from_it(folder, case):
