@@ -114,7 +114,7 @@ def find_start(
     if before_all.get(_LAYOUTS) == "data_parallel":
         rule = f"{found.path} was saved by an earlier version with {_LAYOUTS}=data_parallel, which this one cannot read"
         fix = f"resume with that version; or train from the weights: nrl-lite export {found.path} FOLDER"
-        wrong.append(Violation("checkpoint.resume_from", named, rule, f"{fix}, and policy.model_name=FOLDER"))
+        wrong.append(Violation("checkpoint.resume_from", named, rule, f"{fix}, then policy.model_name=FOLDER"))
     wrong += _adapters_of_another_model(config, changes, found.path)
     last, key = config.algorithm.max_num_steps, "algorithm.max_num_steps"
     # A run may resume from its own checkpoint of the last step, because it may have exited before the final export.

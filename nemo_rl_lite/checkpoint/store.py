@@ -268,7 +268,7 @@ def damage(path: Path, trouble: str) -> str:
 
 
 def has_changed(path: Path, name: str) -> CheckpointError:
-    """Return the error of a checkpoint of which a file has other content than its record."""
+    """Return the error of a checkpoint with a file that differs from the record."""
     return CheckpointError(damage(path, _HAS_CHANGED.format(name)))
 
 

@@ -85,8 +85,8 @@ def state_format(
 
 
 def own_states(part: Any) -> Iterator[tuple[Tensor, range, dict[str, Tensor]]]:
-    """Yield the parameters of which a distributed optimizer has states on this rank: the range of its elements, and its
-    flat states by name, with the main parameter as `param`."""
+    """Yield each parameter with states of a distributed optimizer on this rank: the parameter, the range of its
+    elements, and its flat states by name. The main parameter is the state `param`."""
     for ranges in part.gbuf_ranges:
         for buckets in ranges.values():
             for bucket in buckets:

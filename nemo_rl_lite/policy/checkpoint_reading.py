@@ -1,8 +1,8 @@
 """Read a distributed checkpoint: each part once in a data-parallel group, verified, and without running code from it.
 
 Ranks of a data-parallel group divide the parts that several of them need. One of these ranks reads a part, compares its
-digest, and broadcasts it. torch reads whole parts, so a rank of another layout than the saved one may read more than it
-needs.
+digest, and broadcasts it. torch reads whole parts, so ranks in a different layout from the saved one may read more than
+they need.
 """
 
 import os
@@ -103,7 +103,11 @@ def _errors_named(folder: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointingException, *_OF_DAMAGED_FILES) as error:
-        raise CheckpointError(f"the policy cannot be read from {folder}: {first_line(error)}") from error
+        # torch collects the errors of all ranks; here each reads alone.
+        (cause, _), *_ = [*error.failures.values()] if isinstance(error, CheckpointException) else [(error, None)]
+        if isinstance(cause, CheckpointError):
+            raise cause from error
+        raise CheckpointError(f"the policy cannot be read from {folder}: {first_line(cause)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -274,7 +274,7 @@ def _build_chunks(
     def before_wrapping(bare: list[Any]) -> list[Any]:
         """Add adapters and freeze weights, so that frozen weights get no gradient buffers."""
         if lora is not None:
-            bridge.load_hf_weights(bare)
+            _load_weights(bridge, bare, on_gpu)
             bare = lora(bare)
         for chunk in bare if in_graphs else ():
             # Makes megatron-core wrap on the graphs' stream, because AccumulateGrad nodes keep their first stream.
@@ -292,9 +292,36 @@ def _build_chunks(
         _check_dropout(chunks)
     moe.keep_biases_in_float32(chunks)
     if lora is None and reads:
-        bridge.load_hf_weights(chunks)
+        _load_weights(bridge, chunks, on_gpu)
     activation_offload.add_mlps(chunks, parallel)
     return chunks
+
+
+@torch.no_grad()
+def _load_weights(bridge: Any, chunks: Sequence[Any], on_gpu: bool) -> None:
+    """Load the weights of model chunks. One rank of each data-parallel group reads and converts them, and broadcasts
+    the result."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    dense, experts = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    device = torch.device("cuda" if on_gpu else "cpu")
+    reads = torch.tensor(0 in (dist.get_rank(dense), dist.get_rank(experts)), dtype=torch.int32, device=device)
+    # Tensor-parallel ranks read together.
+    dist.all_reduce(reads, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
+    if reads:
+        bridge.load_hf_weights(list(chunks))
+    for chunk in unwrap_model(list(chunks)):
+        for tensor in (*chunk.parameters(), *chunk.buffers()):
+            # megatron-core's mark of weights that expert-parallel ranks divide.
+            group: Any = dense if getattr(tensor, "allreduce", True) else experts
+            if dist.get_world_size(group) > 1:
+                sent = tensor.to(device)
+                dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+                tensor.copy_(sent)
 
 
 def is_adapter(name: str) -> bool:

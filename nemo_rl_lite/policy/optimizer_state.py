@@ -1,8 +1,8 @@
 """States of megatron-core's distributed optimizer in checkpoints: each rank writes its own share, by parameter.
 
-A rank has a range of the elements of some parameters. megatron-core's formats either gather the states of whole
-parameters on one rank, or store the ranges by bucket, so that only the same layout can read them. Here a range is a few
-boxes of its parameter: whole rows, and the ends of two more. Ranks of any layout read the boxes that overlap with
+A rank has a range of the elements of some parameters. megatron-core has two formats. One gathers the states of whole
+parameters on one rank. The other stores the ranges by bucket, which only the same layout can read. Here a range is a
+few boxes of its parameter: whole rows, and the ends of two more. Ranks of any layout read the boxes that overlap with
 theirs.
 """
 

@@ -67,7 +67,7 @@ class Job(Protocol):
 
     def launch(self, begun: StartingWorkers, start: Start, setup: Timer) -> "Training":
         """Wait for the starting processes, which load `start`; return the function that trains. `setup` times the
-        start-up. The run's folder stays as it is."""
+        start-up. The run's folder does not change."""
         ...
 
 
