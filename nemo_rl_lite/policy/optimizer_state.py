@@ -36,7 +36,7 @@ def sharded_states(part: Any, weights: Mapping[str, Any]) -> dict[int, Any]:
         weights: the model's `sharded_state_dict`.
 
     Raises:
-        NotImplementedError: the model saves a parameter in parts that are not contiguous.
+        NotImplementedError: megatron-core saves a parameter in parts that are not contiguous, or only some of them.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -57,19 +57,21 @@ def sharded_states(part: Any, weights: Mapping[str, Any]) -> dict[int, Any]:
 
 def load_states(part: Any, loaded: Mapping[int, Mapping[str, Mapping[int, Tensor]]]) -> None:
     """Take over states that were read into `sharded_states`."""
+
+    def joined(boxes: Mapping[int, Tensor]) -> Tensor:
+        return torch.cat([box.flatten() for _, box in sorted(boxes.items())])
+
+    own = zip(own_states(part), sorted(loaded.items()), strict=True)
     put_states(
         part,
-        (
-            (parameter, {name: torch.cat([box.flatten() for box in boxes.values()]) for name, boxes in own.items()})
-            for (parameter, _, _), (_, own) in zip(own_states(part), sorted(loaded.items()), strict=True)
-        ),
+        ((parameter, {name: joined(boxes) for name, boxes in states.items()}) for (parameter, *_), (_, states) in own),
     )
 
 
 def _boxes_of(prefix: str, state: Tensor, range_: range, described: Any) -> Iterator[Any]:
     """Yield the sharded tensors of the elements `range_` of a parameter, which `state` has."""
     taken = 0
-    for tensor, begin in _tensors_of(described):
+    for tensor, begin in sorted(_tensors_of(described), key=lambda one: one[1]):
         first, last = max(range_.start, begin), min(range_.stop, begin + math.prod(tensor.local_shape))
         axes = tensor.prepend_axis_num
         for offset, sizes in boxes(tensor.local_shape, first - begin, last - begin):
@@ -88,6 +90,8 @@ def _boxes_of(prefix: str, state: Tensor, range_: range, described: Any) -> Iter
                 replica_id=(*tensor.replica_id[:2], 0),
             )
             taken += count
+    if taken < state.numel():
+        raise NotImplementedError(f"megatron-core saves a part of {described.key}")
 
 
 def _tensors_of(described: Any) -> Iterator[tuple[Any, int]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.functional.conftest import random_experts
 from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.functional
@@ -55,6 +56,32 @@ ON_HOST = {
     "device from on the host": [[*DATA, *HALF], "on the host"],
     "changed from on the host": [[*DATA, *HALF, HOST, *CHANGED], "on the host"],
 }
+
+SPREAD = ["cluster.cpu_ranks=4", "policy.megatron_cfg.expert_model_parallel_size=2", "policy.train_micro_batch_size=2"]
+OF_EXPERTS = {
+    "experts": [SPREAD, None],
+    "experts again": [SPREAD, "experts"],
+    "tensor from experts": [[*SPREAD, "policy.megatron_cfg.tensor_model_parallel_size=2"], "experts"],
+}
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory):
+    """As `folder`, of a mixture of experts. Two ranks have each expert, and other two ranks as tensor-parallel ones."""
+    output = tmp_path_factory.mktemp("experts")
+    own = {"num_hidden_layers": 2, "num_experts": 4, "intermediate_size": 128, "tie_word_embeddings": False}
+    model = random_experts(tmp_path_factory.mktemp("model"), **own)
+    run_ranks(SCRIPT, [str(model), str(output), json.dumps(OF_EXPERTS)], ranks=4)
+    return output
+
+
+@pytest.mark.parametrize("case", ["experts again", "tensor from experts"])
+def test_experts_go_on_from_what_their_ranks_have_written(of_experts, case):
+    exact = case == "experts again"
+    found, expected = (torch.tensor(steps(of_experts, name), dtype=torch.float64) for name in (case, "experts"))
+    assert torch.equal(found, expected) if exact else torch.allclose(found, expected, atol=1e-5)
+    own, other = weights(of_experts, case), weights(of_experts, "experts")
+    assert all(torch.allclose(own[name], other[name], atol=0 if exact else 1e-5) for name in other)
 
 
 @pytest.fixture(scope="module")
