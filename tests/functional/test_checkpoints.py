@@ -61,7 +61,7 @@ SPREAD = ["cluster.cpu_ranks=4", "policy.megatron_cfg.expert_model_parallel_size
 OF_EXPERTS = {
     "experts": [SPREAD, None],
     "experts again": [SPREAD, "experts"],
-    "tensor from experts": [[*SPREAD, "policy.megatron_cfg.tensor_model_parallel_size=2"], "experts"],
+    "tensor from experts": [[*SPREAD, *TENSOR[1:], "policy.megatron_cfg.sequence_parallel=true"], "experts"],
 }
 
 
