@@ -63,7 +63,7 @@ def measure(model: Path, repetitions: int, folder: Path) -> None:
 
 
 def combined(ranks: Sequence[dict[str, float]], store: CheckpointStore) -> dict[tuple[str, str], float]:
-    """Return the results of a repetition by name and unit: of the slowest and fullest rank, and bytes of all ranks."""
+    """Return the results of a repetition by name and unit: the largest of all ranks, and their bytes added up."""
     size = sum(file.stat().st_size for file in files_below(store.folder / "step-00000001"))
     seconds = {(name, "s"): max(rank[name] for rank in ranks) for name in ranks[0] if name in SECONDS}
     nbytes = {(name, OF_SIZE): sum(rank[name] for rank in ranks) / size for name in ranks[0] if name in BYTES}

@@ -194,7 +194,7 @@ TABLES = {
         ),
     ),
     "checkpoint io table": Table(
-        "reliability",
+        "analysis/faults",
         "checkpoint-io-cpu-2cores",
         columns=("save, training waits", "save, whole", "host memory of a save", "written", "load", "read"),
     ),

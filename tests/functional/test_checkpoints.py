@@ -67,7 +67,7 @@ OF_EXPERTS = {
 
 @pytest.fixture(scope="module")
 def of_experts(tmp_path_factory):
-    """As `folder`, of a mixture of experts. Two ranks have each expert, and other two ranks as tensor-parallel ones."""
+    """As `folder`, of an MoE model. Two ranks have each expert, and other two ranks as tensor-parallel ones."""
     output = tmp_path_factory.mktemp("experts")
     own = {"num_hidden_layers": 2, "num_experts": 4, "intermediate_size": 128, "tie_word_embeddings": False}
     model = random_experts(tmp_path_factory.mktemp("model"), **own)
