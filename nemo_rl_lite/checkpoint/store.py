@@ -272,6 +272,15 @@ def has_changed(path: Path, name: str) -> CheckpointError:
     return CheckpointError(damage(path, _HAS_CHANGED.format(name)))
 
 
+def explained(error: CheckpointError, path: Path) -> CheckpointError:
+    """Return the error of reading the checkpoint in a folder, or that of its damage, with a way out."""
+    try:
+        checked(path, parts=True)
+    except CheckpointError as found:
+        return CheckpointError(f"{found}; {way_out(path)}")
+    return error
+
+
 def way_out(damaged: Path) -> str:
     """Name the newest intact checkpoint that is older than a damaged one, and what a user can do."""
     offer, fix = "no older one is intact", "from the start"

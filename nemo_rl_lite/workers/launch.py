@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl_lite.checkpoint.store import checked, way_out
+from nemo_rl_lite.checkpoint.store import explained
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.sizes import (
@@ -160,11 +160,7 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
             with setup("resume"):
                 policy.load(str(saved))
         except CheckpointError as error:
-            try:
-                checked(saved.parent, parts=True)
-            except CheckpointError as damage:
-                raise CheckpointError(f"{damage}; {way_out(saved.parent)}") from error
-            raise
+            raise explained(error, saved.parent) from error.__cause__
     return policy
 
 
