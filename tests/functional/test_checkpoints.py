@@ -57,17 +57,19 @@ ON_HOST = {
     "changed from on the host": [[*DATA, *HALF, HOST, *CHANGED], "on the host"],
 }
 
-SPREAD = ["cluster.cpu_ranks=4", "policy.megatron_cfg.expert_model_parallel_size=2", "policy.train_micro_batch_size=2"]
+FOUR = ["cluster.cpu_ranks=4", "policy.train_micro_batch_size=2"]
+SPREAD = [*FOUR, "policy.megatron_cfg.expert_model_parallel_size=2"]
 OF_EXPERTS = {
     "experts": [SPREAD, None],
     "experts again": [SPREAD, "experts"],
-    "tensor from experts": [[*SPREAD, *TENSOR[1:], "policy.megatron_cfg.sequence_parallel=true"], "experts"],
+    "data from experts": [FOUR, "experts"],
+    "pipeline from experts": [[*FOUR, *PIPELINE[1:]], "experts"],
 }
 
 
 @pytest.fixture(scope="module")
 def of_experts(tmp_path_factory):
-    """As `folder`, of an MoE model. Two ranks have each expert, and other two ranks as tensor-parallel ones."""
+    """As `folder`, of an MoE model with two replicas of each expert."""
     output = tmp_path_factory.mktemp("experts")
     own = {"num_hidden_layers": 2, "num_experts": 4, "intermediate_size": 128, "tie_word_embeddings": False}
     model = random_experts(tmp_path_factory.mktemp("model"), **own)
@@ -75,7 +77,7 @@ def of_experts(tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize("case", ["experts again", "tensor from experts"])
+@pytest.mark.parametrize("case", ["experts again", "data from experts", "pipeline from experts"])
 def test_experts_go_on_from_what_their_ranks_have_written(of_experts, case):
     exact = case == "experts again"
     found, expected = (torch.tensor(steps(of_experts, name), dtype=torch.float64) for name in (case, "experts"))
