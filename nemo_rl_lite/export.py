@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.checkpoint.resume import checkpoints_around, locate
-from nemo_rl_lite.checkpoint.store import POLICY, Checkpoint
+from nemo_rl_lite.checkpoint.store import POLICY, Checkpoint, explained
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, Violation, shown_as_message
@@ -94,7 +94,10 @@ def export(run: Path, target: Path | None) -> list[Path]:
             if not template.is_file():
                 raise CheckpointError(f"{template}, the run's chat template, does not exist: restore it")
             model = with_template(model, template, Path(scratch) / TEMPLATED)
-        difference = convert(config, model, found.path / POLICY, target, console.say)
+        try:
+            difference = convert(config, model, found.path / POLICY, target, console.say)
+        except CheckpointError as error:
+            raise explained(error, found.path) from error.__cause__
     write_cards(target, config, found.path.parents[1], found.step)
     shown = " and ".join(map(str, written))
     console.say(f"step {found.step} -> {shown}; transformers' logprobs differ by {difference:.2g} nats on average")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.checkpoint.store import POLICY, RECORD, Checkpoint, CheckpointStore, Retention, has_any, verified
+from nemo_rl_lite.checkpoint.store import POLICY, RECORD, Checkpoint, CheckpointStore, Retention, checked, has_any
 from nemo_rl_lite.config.algorithms import has_teacher
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
@@ -15,19 +15,11 @@ from nemo_rl_lite.errors import ConfigError, Violation
 CHECKPOINTS = "checkpoints"
 # A run cannot resume from a checkpoint with other values of these keys.
 _FIXED = ("algorithm.name", "policy.megatron_cfg.peft", "policy.megatron_cfg.optimizer.optimizer")
-# These keys set the optimizer's buckets, which `resume_layouts=data_parallel` saves.
-_MEGATRON = "policy.megatron_cfg"
-_DISTRIBUTED = f"{_MEGATRON}.optimizer.use_distributed_optimizer"
-_LAYOUT = (
-    *(f"{_MEGATRON}.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model")),
-    *(f"{_MEGATRON}.{kind}_parallel_size" for kind in ("virtual_pipeline_model", "expert_tensor")),
-    f"{_MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32",
-    *(f"{_MEGATRON}.distributed_data_parallel_config.{name}" for name in ("overlap_grad_reduce", "bucket_size")),
-    _DISTRIBUTED,
-)
-# Float32 parameters have no separate main copies. Only megatron-core's distributed optimizer, saved by parameter,
-# has the same format with and without main copies.
-_PRECISION = "policy.precision"
+# Float32 parameters have no separate main copies. Only megatron-core's distributed optimizer has the same format with
+# and without main copies.
+_PRECISION, _DISTRIBUTED = "policy.precision", "policy.megatron_cfg.optimizer.use_distributed_optimizer"
+# An earlier version's key. With `data_parallel`, checkpoints have optimizer states by bucket.
+_LAYOUTS = "checkpoint.resume_layouts"
 # Sections that do not affect results.
 _FREE = ("run_name", "logger", "checkpoint", "cluster")
 
@@ -100,7 +92,7 @@ def find_start(
     if not has_any(store.folder) and named is None:
         return Start()
     with busy("verifying the checkpoint"):
-        found = store.newest_whole()
+        found = store.newest()
         if found is None and named is not None:
             found = locate(Path(named))
     if found is None:
@@ -119,6 +111,10 @@ def find_start(
         # A key that the saved configuration lacks is newer than the checkpoint.
         if _is_within(key, fixed) and key in before_all
     ]
+    if before_all.get(_LAYOUTS) == "data_parallel":
+        rule = f"{found.path} was saved by an earlier version with {_LAYOUTS}=data_parallel, which this one cannot read"
+        fix = f"resume with that version; or train from the weights: nrl-lite export {found.path} FOLDER"
+        wrong.append(Violation("checkpoint.resume_from", named, rule, f"{fix}, then policy.model_name=FOLDER"))
     wrong += _adapters_of_another_model(config, changes, found.path)
     last, key = config.algorithm.max_num_steps, "algorithm.max_num_steps"
     # A run may resume from its own checkpoint of the last step, because it may have exited before the final export.
@@ -147,8 +143,6 @@ def _adapters_of_another_model(
 
 def _fixed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
     """Return keys that must have the checkpoint's values, from the leaves of both configurations."""
-    if saved.get("checkpoint.resume_layouts") == "data_parallel":
-        return (*_FIXED, *_LAYOUT, _PRECISION)
     by_parameter = saved.get(_DISTRIBUTED) and now.get(_DISTRIBUTED)
     return _FIXED if by_parameter else (*_FIXED, _PRECISION)
 
@@ -166,8 +160,8 @@ def locate(path: Path) -> Checkpoint | None:
     """Return the checkpoint in a folder, or the newest one of the run there. Raises CheckpointError: it is damaged."""
     path = path.expanduser().resolve()
     if (path / RECORD).exists():
-        return verified(path)
-    return CheckpointStore(path / CHECKPOINTS, Retention(1, 0, None, True)).newest_whole()
+        return checked(path)
+    return CheckpointStore(path / CHECKPOINTS, Retention(1, 0, None, True)).newest()
 
 
 def checkpoints_around(folder: Path) -> Path | None:

@@ -1,8 +1,9 @@
 """Store a run's checkpoints, each complete or absent whenever the process ends. Imports nothing heavy.
 
-A checkpoint is a folder such as `step-00000120`. Its `checkpoint.json` has a digest of every file and of itself,
-because a bit that flips on disk would change weights silently. The folder is written under a name that begins with a
-dot, synced, and then renamed. Older checkpoints stay until the new one is complete; `latest` names the newest.
+A checkpoint is a folder such as `step-00000120`. Its `checkpoint.json` has digests of all files and of itself, because
+a bit that flips on disk would change weights silently. Digests of the policy's large files are by part, so that the
+rank that reads a part verifies it. The folder is written under a name that begins with a dot, synced, and then renamed.
+Older checkpoints stay until the new one is complete; `latest` names the newest.
 """
 
 import hashlib
@@ -12,10 +13,10 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +32,9 @@ POLICY = "policy"
 _THREADS = 8
 # NFS renames files to this prefix when they are removed while open.
 _REMOVED = ".nfs"
+_HAS_CHANGED = "{} has changed since it was saved"
+Part = tuple[int, str]
+"""Length of a part of a file in bytes, and its digest."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class Checkpoint:
     record: Mapping[str, Any]
     """Description of the run."""
     files: Mapping[str, str] | None
-    """Digest of each file; None in a checkpoint without digests."""
+    """Digest of each file without parts; None in a checkpoint without digests."""
+    parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
+    """Parts of each other file, from its begin to its end."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +84,16 @@ class CheckpointStore:
         step: int,
         metrics: Mapping[str, float],
         record: Mapping[str, Any],
-        digests: Mapping[str, str] | None = None,
+        parts: Mapping[str, Sequence[Part]] | None = None,
     ) -> Checkpoint:
-        """Complete the checkpoint of `step`, and remove those that retention drops. `digests`: the known ones, by path
-        in the checkpoint. Raises CheckpointError: it was not written completely; older checkpoints are unchanged."""
+        """Complete the checkpoint of `step`, and remove those that retention drops. `parts`: those of some files, by
+        path in the checkpoint. Raises CheckpointError: it was not written completely; older checkpoints are
+        unchanged."""
         unfinished, target = self._unfinished(step), self.folder / folder_name(step)
-        known = dict(digests or {})
+        known = dict(parts or {})
         try:
             others = [file for file in files_below(unfinished) if file.relative_to(unfinished).as_posix() not in known]
-            done = Checkpoint(target, step, dict(metrics), dict(record), known | digests_of(unfinished, others))
+            done = Checkpoint(target, step, dict(metrics), dict(record), digests_of(unfinished, others), known)
             write_record(unfinished, done)
             for path in [*unfinished.rglob("*"), unfinished]:
                 to_disk(path)
@@ -139,8 +146,8 @@ class CheckpointStore:
         found = map(load, self._folders())
         return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
-    def newest_whole(self) -> Checkpoint | None:
-        """Return the newest checkpoint with verified files, or None if there is none.
+    def newest(self) -> Checkpoint | None:
+        """Return the newest checkpoint after `checked`, or None if there is none.
 
         Raises CheckpointError: it is damaged. The message names the newest intact checkpoint.
         """
@@ -148,20 +155,15 @@ class CheckpointStore:
         if not folders:
             return None
         try:
-            return verified(folders[-1])
+            return checked(folders[-1])
         except CheckpointError as error:
-            offer, fix = "no older one is intact", "from the start"
-            for path in reversed(folders[:-1]):
-                with suppress(CheckpointError):
-                    offer, fix = f"the newest intact one is {verified(path).path}", "from there"
-                    break
-            raise CheckpointError(f"{error}; {offer}; fix: restore it, or move it away to resume {fix}") from error
+            raise CheckpointError(f"{error}; {way_out(folders[-1])}") from error
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f".{folder_name(step)}"
 
     def _folders(self) -> list[Path]:
-        return sorted(self.folder.glob(f"{PREFIX}*"))
+        return _folders(self.folder)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None."""
@@ -205,7 +207,9 @@ def read(path: Path) -> Checkpoint:
     try:
         content = json.loads((path / RECORD).read_text())
         step, metrics, record, files = content["step"], content["metrics"], content["record"], content.get("files")
+        parts = content.get("parts", {})
         kinds = [(step, int), (metrics, dict), (record, dict), (record.get("config", {}), dict), (files or {}, dict)]
+        kinds.append((parts, dict))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has no {RECORD} that can be read ({type(error).__name__}: {error})") from error
     own = content.pop("digest", None)
@@ -215,11 +219,12 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path / RECORD} has changed since it was saved")
     if path.name.startswith(PREFIX) and path.name != folder_name(step):
         raise CheckpointError(f"the record in {path} is of step {step}")
-    return Checkpoint(path, step, metrics, record, files)
+    return Checkpoint(path, step, metrics, record, files, parts)
 
 
-def verified(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder after comparing all its files with their digests.
+def checked(path: Path, parts: bool = False) -> Checkpoint:
+    """Return the checkpoint in a folder, if it has all its files, and these have their sizes and digests. Digests of
+    parts are compared only if `parts`, because the rank that reads a part does so.
 
     Raises CheckpointError: a file is missing, damaged, or not one of the checkpoint's.
     """
@@ -228,20 +233,73 @@ def verified(path: Path) -> Checkpoint:
         log.warning("%s has no digests, so its files cannot be verified", path)
         return found
     try:
-        own = [file for file in files_below(path) if file.name not in (RECORD, f".{RECORD}")]
-        trouble = difference(path, own, found.files)
+        trouble = _trouble(found, parts)
     except OSError as error:
         trouble = f"it cannot be read: {error}"
     if trouble:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {trouble}")
+        raise CheckpointError(damage(path, trouble))
     return found
+
+
+def _trouble(checkpoint: Checkpoint, with_parts: bool) -> str:
+    """Describe the first difference between a checkpoint's files and its record; "" if there is none."""
+    path, whole, parts = checkpoint.path, checkpoint.files or {}, checkpoint.parts
+    names = {file.relative_to(path).as_posix(): file for file in files_below(path)}
+    for own in (RECORD, f".{RECORD}"):
+        names.pop(own, None)
+    if missing := sorted((whole.keys() | parts.keys()) - names.keys()):
+        return f"{missing[0]} is missing"
+    if foreign := sorted(names.keys() - whole.keys() - parts.keys()):
+        return f"{foreign[0]} is not one of its files"
+    digests = digests_of(path, (names[name] for name in whole))
+    wrong = {name for name in whole if digests[name] != whole[name]}
+    wrong |= {name for name in parts if names[name].stat().st_size != sum(length for length, _ in parts[name])}
+    if with_parts and not wrong:
+        lengths = {name: [length for length, _ in parts[name]] for name in parts}
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = dict(zip(parts, pool.map(lambda name: parts_of(names[name], lengths[name]), parts), strict=True))
+        wrong = {name for name in parts if found[name] != [tuple(part) for part in parts[name]]}
+    return _HAS_CHANGED.format(min(wrong)) if wrong else ""
+
+
+def damage(path: Path, trouble: str) -> str:
+    """Return the message of a damaged checkpoint."""
+    return f"the checkpoint {path} is damaged: {trouble}"
+
+
+def has_changed(path: Path, name: str) -> CheckpointError:
+    """Return the error of a checkpoint with a file that differs from the record."""
+    return CheckpointError(damage(path, _HAS_CHANGED.format(name)))
+
+
+def explained(error: CheckpointError, path: Path) -> CheckpointError:
+    """Return the error of reading the checkpoint in a folder, or that of its damage, with a way out."""
+    try:
+        checked(path, parts=True)
+    except CheckpointError as found:
+        return CheckpointError(f"{found}; {way_out(path)}")
+    return error
+
+
+def way_out(damaged: Path) -> str:
+    """Name the newest intact checkpoint that is older than a damaged one, and what a user can do."""
+    offer, fix = "no older one is intact", "from the start"
+    for path in reversed([one for one in _folders(damaged.parent) if one.name < damaged.name]):
+        with suppress(CheckpointError):
+            offer, fix = f"the newest intact one is {checked(path, parts=True).path}", "from there"
+            break
+    return f"{offer}; fix: restore it, or move it away to resume {fix}"
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{PREFIX}*"))
 
 
 def write_record(folder: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint's record atomically. Raises OSError."""
     content: dict[str, Any] = {"step": checkpoint.step, "metrics": checkpoint.metrics, "record": checkpoint.record}
     if checkpoint.files is not None:
-        content["files"] = checkpoint.files
+        content |= {"files": checkpoint.files, "parts": checkpoint.parts}
         content["digest"] = _record_digest(content)
     unfinished = folder / f".{RECORD}"
     unfinished.write_text(json.dumps(content, indent=2) + "\n")
@@ -281,21 +339,20 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def parts_of(file: Path, lengths: Iterable[int]) -> list[Part]:
+    """Return parts of these lengths from the begin of a file, with their digests. Raises OSError."""
+    with file.open("rb") as opened:
+        return [(length, digest_of(opened.read(length))) for length in lengths]
+
+
+def digest_of(content: bytes) -> str:
+    """Return the SHA-256 of bytes in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
 def files_below(folder: Path) -> list[Path]:
     """Return all files in a folder and its subfolders."""
     return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_REMOVED)]
-
-
-def difference(folder: Path, files: Iterable[Path], expected: Mapping[str, str]) -> str:
-    """Describe the first difference between the `files` of a folder and the `expected` digests; "" if there is none."""
-    names = {path.relative_to(folder).as_posix(): path for path in files}
-    if missing := sorted(expected.keys() - names.keys()):
-        return f"{missing[0]} is missing"
-    if foreign := sorted(names.keys() - expected.keys()):
-        return f"{foreign[0]} is not one of its files"
-    found = digests_of(folder, names.values())
-    changed = (name for name in sorted(expected) if found[name] != expected[name])
-    return next((f"{name} has changed since it was saved" for name in changed), "")
 
 
 SaveRollouts = Callable[[Path], Mapping[str, Any]]
@@ -309,7 +366,7 @@ class Saver(Protocol):
 
     def save_is_written(self) -> bool: ...
 
-    def finish_save(self) -> dict[str, str]: ...
+    def finish_save(self) -> dict[str, list[Part]]: ...
 
 
 class Checkpoints:
@@ -393,9 +450,9 @@ class Checkpoints:
         if step is None:
             return
         try:
-            digests = {f"{POLICY}/{name}": digest for name, digest in self._policy.finish_save().items()}
+            parts = {f"{POLICY}/{name}": own for name, own in self._policy.finish_save().items()}
             measured_at, metrics = self._measured
-            saved = self.store.finish(step, metrics if measured_at == step else {}, self._record, digests)
+            saved = self.store.finish(step, metrics if measured_at == step else {}, self._record, parts)
             self.longest_save_s = max(self.longest_save_s, time.monotonic() - self._begun_s)
             log.info("checkpoint of step %d: %s", step, saved.path)
         except CheckpointError as error:

@@ -3,20 +3,20 @@
 megatron-bridge: its import, and the export of adapters.
 """
 
+import io
 import queue
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_rl_lite.compat.megatron_cpu import prepare_import
-from nemo_rl_lite.compat.versions import fits, installed, written_for
-from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.compat.versions import written_for
 
 written_for(__name__, "megatron-bridge", "0.6")
 
@@ -43,12 +43,12 @@ def export_adapters(bridge: Any, chunks: Sequence[Any], conversions: list[Any], 
     return once.stream_adapter_weights_megatron_to_hf(chunks, cpu=on_cpu, show_progress=False)
 
 
-_RELEASE = "0.19"
+written_for(__name__, "megatron-core", "0.19")
 
-written_for(__name__, "megatron-core", _RELEASE)
 
-# The method by which a sharded optimizer gathers its states.
-_GATHERING = "get_parameter_state_dp_zero"
+# The format that stores the optimizer's states by parameter, and its methods of a distributed optimizer.
+STATES_BY_PARAMETER = {"distrib_optim_sharding_type": "fully_reshardable"}
+_DESCRIBES, _LOADS = "sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable"
 
 
 def hide_wandb() -> None:
@@ -65,79 +65,134 @@ def forget_groups() -> None:
             setattr(parallel_state, name, None)
 
 
-def check_padding(optimizer: Any) -> None:
-    """Check that `padded_buckets` fits this release.
-
-    Raises:
-        CheckpointError: another release with a padded bucket, for which states of the wrong parameters would be saved.
-    """
-    buckets = (bucket for part in _sharded(optimizer) for buffer in part.buffers for bucket in buffer.buckets)
-    if not fits("megatron-core", _RELEASE) and any(one.numel_unpadded != one.grad_data.numel() for one in buckets):
-        raise CheckpointError(
-            f"checkpoints complete the padded buckets of megatron-core {_RELEASE}, and {installed('megatron-core')} is "
-            "installed; install the version in constraints.txt, or set "
-            "policy.megatron_cfg.optimizer.use_distributed_optimizer=false"
-        )
-
-
 @contextmanager
-def padded_buckets(optimizer: Any) -> Iterator[None]:
-    """Insert the padding between buckets into the gathered states of a sharded optimizer.
-
-    megatron-core 0.19 gathers states without padding, but indexes them with it, so it would save wrong states.
-    """
-    sharded = _sharded(optimizer)
+def state_format(
+    optimizer: Any, functions: Callable[[Any], tuple[Callable[[Any], Any], Callable[[Any], None]]]
+) -> Iterator[None]:
+    """Let distributed optimizers describe their states for checkpoints, and load them, with other functions within the
+    block. `functions` returns both for an optimizer: the first takes the model's sharded state."""
+    sharded = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(part, _DESCRIBES)]
     for part in sharded:
-        setattr(part, _GATHERING, partial(_padded, part.buffers, getattr(part, _GATHERING)))
+        describe, load = functions(part)
+        setattr(part, _DESCRIBES, lambda weights, *_, describe=describe, **__: describe(weights))
+        setattr(part, _LOADS, load)
     try:
         yield
     finally:
         for part in sharded:
-            delattr(part, _GATHERING)
+            delattr(part, _DESCRIBES)
+            delattr(part, _LOADS)
 
 
-def _sharded(optimizer: Any) -> list[Any]:
-    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(part, _GATHERING)]
+def own_states(part: Any) -> Iterator[tuple[Tensor, range, dict[str, Tensor]]]:
+    """Yield each parameter with states of a distributed optimizer on this rank: the parameter, the range of its
+    elements, and its flat states by name. The main parameter is the state `param`."""
+    for ranges in part.gbuf_ranges:
+        for buckets in ranges.values():
+            for bucket in buckets:
+                for parameter, places in bucket["param_map"].items():
+                    states = part._get_main_param_and_optimizer_states(parameter)
+                    states.pop("step", None)
+                    yield parameter, range(places["param"].start, places["param"].end), states
 
 
-def _padded(buffers: Any, gather: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the result of `gather` (by buffer, types, name of state) with padding."""
-    state = gather(*arguments, **options)
-    for number, buffer in enumerate(() if state is None else buffers):
-        for of_type in state[number].values():
-            for name, values in of_type.items():
-                if isinstance(values, Tensor):
-                    of_type[name] = _at_their_places(values, buffer)
-    return state
-
-
-def _at_their_places(values: Tensor, buffer: Any) -> Tensor:
-    placed, begin = values.new_zeros(buffer.grad_data.numel()), 0
-    for bucket in buffer.buckets:
-        placed[bucket.offset : bucket.offset + bucket.numel_unpadded] = values[begin : begin + bucket.numel_unpadded]
-        begin += bucket.numel_unpadded
-    return placed
+def put_states(part: Any, states: Iterable[tuple[Tensor, dict[str, Tensor]]]) -> None:
+    """Set the states that `own_states` yields for some parameters."""
+    for parameter, own in states:
+        part._set_main_param_and_optimizer_states(parameter, own)
+    if hasattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers"):
+        part.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
 def async_request(state: dict[str, Any], folder: Path) -> Any:
-    """Return megatron-core's AsyncRequest to write a state, for a thread of this process."""
+    """Return megatron-core's AsyncRequest to write a state, for a thread of this process. Data-parallel ranks divide
+    what they have in common."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     # Otherwise megatron-core starts a process to pass on results.
     filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
-    return dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
+    divided: Any = FullyParallelSaveStrategyWrapper(
+        dist_checkpointing.serialization.get_default_save_sharded_strategy(), _replicas()
+    )
+    return dist_checkpointing.save(state, str(folder), divided, async_sharded_save=True, async_strategy="mcore")
 
 
-def staged_writing(request: Any, stage: Callable[[Any], Any]) -> tuple[int, Callable[[], None]] | None:
-    """Stage a request's buckets, which are (file, key, (bytes, tensors)); return this rank and the writing function.
+def parallel_loading(strategy: Any) -> Any:
+    """Return a strategy of megatron-core that lets data-parallel ranks divide what they have in common, and exchange
+    it."""
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+    return FullyParallelLoadStrategyWrapper(strategy, _replicas())
+
+
+def _replicas() -> Any:
+    """Return the group of ranks that have the same weights."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def staged_writing(request: Any, stage: Callable[[Any], Any]) -> Callable[[], dict[str, list[int]]] | None:
+    """Stage a request's buckets, which are (file, key, (bytes, tensors)). Return the function that writes them, and
+    returns the lengths of the items in each file, in order.
 
     Returns None on a rank without a part of the state.
     """
     if request.async_fn is None:
         return None
     rank, _, results = request.async_fn_args
-    return rank, partial(request.async_fn, rank, [stage(bucket) for bucket in request.preload_fn()], results)
+    buckets = [stage(bucket) for bucket in request.preload_fn()]
+
+    def write() -> dict[str, list[int]]:
+        request.async_fn(rank, buckets, results)
+        # The request's finalizing functions take the results later. Errors have no items.
+        (found,) = results.queue
+        lengths: dict[str, list[int]] = {}
+        for items in found.values() if isinstance(found, dict) else ():
+            for item in items:
+                lengths.setdefault(item.storage_data.relative_path, []).append(item.storage_data.length)
+        return lengths
+
+    return write
+
+
+class _PartReader(FileSystemReader):
+    """Reads a part of a file at once, and calls `verify` with the file's name, the part's begin, and its content."""
+
+    def __init__(self, folder: str, index: Any, verify: Callable[[str, int, bytes], None]):
+        super().__init__(folder)
+        self._index, self._verify = index, verify
+        self._last: tuple[tuple[str, int], bytes] = (("", 0), b"")
+
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        return self._index
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        """Successive tensors may be in the same part."""
+        place = (sinfo.relative_path, sinfo.offset)
+        if self._last[0] != place:
+            file.seek(sinfo.offset)
+            self._last = place, file.read(sinfo.length)
+            self._verify(*self._last[0], self._last[1])
+        return io.BytesIO(self._last[1])
+
+
+@contextmanager
+def files_read_by_part(index: Any, verify: Callable[[str, int, bytes], None]) -> Iterator[None]:
+    """Let megatron-core read a checkpoint with a known index by part within the block. `verify`: see `_PartReader`."""
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    before = strategies._get_filesystem_reader
+    for module in (serialization, strategies):
+        module._get_filesystem_reader = lambda folder, *_, **__: _PartReader(folder, index, verify)  # pyrefly: ignore
+    try:
+        yield
+    finally:
+        for module in (serialization, strategies):
+            module._get_filesystem_reader = before
 
 
 def collect_states(optimizer: Any) -> None:

@@ -31,6 +31,7 @@ _RULES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"""device\s*=\s*(["'])cuda(?::0)?\1""", r"device=\1cpu\1"),
+        (r"""init_data\((["'])cuda\1\)""", r"init_data(\1cpu\1)"),
         # torch.cpu has these under the same names.
         (r"torch\.cuda\.(current_device|synchronize|current_stream|set_device|stream|Stream|Event)\b", r"torch.cpu.\1"),
         # The CPU's random state lives in torch itself.

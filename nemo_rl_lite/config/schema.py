@@ -355,7 +355,6 @@ class ProfileConfig:
 class CheckpointConfig:
     save_period: NonNegativeInt
     async_save: Annotated[bool, ActiveIf(".save_period")]
-    resume_layouts: Annotated[Literal["any", "data_parallel"], ActiveIf(".save_period")]
     keep_newest: Annotated[PositiveInt, ActiveIf(".save_period")]
     keep_best: Annotated[NonNegativeInt, ActiveIf(".save_period"), ActiveIf("validations")]
     must_save_by: Annotated[

@@ -218,11 +218,13 @@ def readable(text: str) -> str:
     return f"{plain[:half]} ... {plain[-half:]}"
 
 
-def report_start(setup: Timer, step: int, metrics: MetricsLog, console: RunConsole) -> None:
-    """Log `timing/setup/...` at `step`, and print the start line. `total` is the time since the command. The launcher's
-    parts are sequential; parts of worker processes, `<group>/<part>`, overlap."""
+def report_start(
+    setup: Timer, step: int, metrics: MetricsLog, console: RunConsole, predicted: Mapping[str, float]
+) -> None:
+    """Log the `predicted` memory and `timing/setup/...` at `step`, and print the start line. `total` is the time since
+    the command. The launcher's parts are sequential; parts of worker processes, `<group>/<part>`, overlap."""
     seconds = setup.take() | {"total": seconds_since_start()}
-    metrics.log(step, under("timing/setup", seconds))
+    metrics.log(step, {**predicted, **under("timing/setup", seconds)})
     console.say(start_line(seconds))
 
 

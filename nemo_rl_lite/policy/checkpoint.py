@@ -1,12 +1,10 @@
 """Save and load a policy's weights, optimizer and schedule as megatron-core's distributed checkpoints.
 
-Each rank writes its shards in a thread. Ranks of any layout read the shards that they need, without running code from
-the files. For some optimizers, megatron-core's checkpoints lack states before the first step, step counts, or parts
-of its CPU optimizer; this module adds them.
+Each rank writes its part of the state in a thread. Ranks of any layout read the parts that they need. For some
+optimizers, megatron-core's checkpoints lack states before the first step, step counts, or parts of its CPU optimizer;
+this module adds them.
 """
 
-import os
-import pickle
 import re
 import threading
 from collections.abc import Iterator
@@ -19,55 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_rl_lite.checkpoint.store import digests_of
-from nemo_rl_lite.compat.megatron import async_request, check_padding, collect_states, padded_buckets, staged_writing
+from nemo_rl_lite.checkpoint.store import Part, parts_of
+from nemo_rl_lite.compat.megatron import STATES_BY_PARAMETER, async_request, collect_states, staged_writing
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.policy import optimizer as cpu_optimizer
+from nemo_rl_lite.policy.checkpoint_reading import first_line, read_common, read_state
 from nemo_rl_lite.policy.memory import torch_optimizers
 from nemo_rl_lite.policy.model import MegatronModel, is_adapter
+from nemo_rl_lite.policy.optimizer_state import states_by_parameter
 from nemo_rl_lite.policy.reference import Reference
 
-# megatron-core's formats of optimizer states, by `checkpoint.resume_layouts`: by parameter, gathered in host memory of
-# one rank per data-parallel group; or each rank's share of the optimizer's buckets.
-_OPTIMIZER_FORMATS = {
-    "any": {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True},
-    "data_parallel": {"distrib_optim_sharding_type": "dp_reshardable"},
-}
-_FORMAT, _REFERENCE = "resume_layouts", "has_reference"
-# torch.distributed.checkpoint's index.
-INDEX_FILE = ".metadata"
-# Overrides torch.distributed.checkpoint's weights_only=False.
-_TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-# The names that an index may contain, in addition to torch's constants.
-_METADATA = (
-    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
-    *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-)
-# From torch 2.13 on, also of the ranks' plans.
-_PLAN = ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
-_NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
-    *(("torch.distributed.checkpoint.planner", name) for name in _PLAN),
-}
-# Errors from reading a damaged file.
-_OF_DAMAGED_FILES = (
-    OSError,
-    RuntimeError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    TypeError,
-    ValueError,
-    pickle.PickleError,
-    CheckpointException,
-)
+_REFERENCE = "has_reference"
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -81,13 +41,10 @@ class PolicyState:
         model: MegatronModel,
         optimizer: Any,
         scheduler: Any,
-        resume_layouts: str = "any",
         reference: Reference | None = None,
     ):
-        """`resume_layouts`: the format of saves; `load` reads both. Raises CheckpointError: see `check_padding`."""
-        check_padding(optimizer)
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._format, self._reference = resume_layouts, reference
+        self._reference = reference
         self._writing: _Writing | None = None
 
     def begin_save(self, folder: Path) -> None:
@@ -109,7 +66,9 @@ class PolicyState:
 
         try:
             moved = self._reference is not None and self._reference.has_moved
-            request = async_request(self._sharded(self._format, moved, is_loading=False), folder)
+            with states_by_parameter(self._optimizer):
+                state = self._sharded(moved, is_loading=False)
+            request = async_request(state, folder)
         # megatron-core rejects a model or optimizer with an assertion, on all ranks.
         except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
             raise CheckpointError(_cause(error)) from error
@@ -119,28 +78,25 @@ class PolicyState:
         """Return whether this rank's thread has ended."""
         return self._writing is None or not self._writing.thread.is_alive()
 
-    def finish_save(self) -> dict[str, str]:
-        """Wait for all ranks and make the folder loadable. Returns the digests of this rank's shards. Raises
+    def finish_save(self) -> dict[str, list[Part]]:
+        """Wait for all ranks and make the folder loadable. Returns the parts of this rank's file, by its name. Raises
         CheckpointError: a rank could not write."""
         writing, self._writing = self._writing, None
         return {} if writing is None else writing.finish()
 
     def load(self, folder: Path) -> None:
-        """Resume from a checkpoint of any layout. Raises CheckpointError: there is none, or it is of another model."""
-        from megatron.core import dist_checkpointing
-
+        """Resume from a checkpoint of any layout, on all ranks or none. Raises CheckpointError: there is none, it is
+        damaged, or it is of another model."""
         make_states(self._optimizer)
-        with _reading(folder):
-            common = dist_checkpointing.load_common_state_dict(str(folder))
-        with_reference = self._reference is not None and bool(common.get(_REFERENCE, False))
-        form = str(common.get(_FORMAT, "any"))
-        state = _read(self._sharded(form, with_reference, is_loading=True), folder)
-        self._put_weights(state)
+        with_reference = self._reference is not None and bool(read_common(folder).get(_REFERENCE, False))
+        with states_by_parameter(self._optimizer):
+            state = read_state(self._sharded(with_reference, is_loading=True), folder)
+            self._put_weights(state)
+            # In float32 the main parameters are the model's, which require a gradient.
+            with own_settings(self._optimizer, state["optimizer"]), torch.no_grad():
+                self._optimizer.load_state_dict(state["optimizer"])
         if self._reference is not None and with_reference:
             self._reference.load(state)
-        # In float32 the main parameters are the model's, which require a gradient.
-        with own_settings(self._optimizer, state["optimizer"]), torch.no_grad():
-            self._optimizer.load_state_dict(state["optimizer"])
         # The schedule itself comes from the configuration.
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=state["scheduler"]["num_steps"])
@@ -150,7 +106,7 @@ class PolicyState:
 
     def load_weights(self, folder: Path) -> None:
         """Load only the weights. Raises CheckpointError as `load` does."""
-        self._put_weights(_read(self._sharded_weights(), folder))
+        self._put_weights(read_state(self._sharded_weights(), folder))
 
     def _put_weights(self, state: dict[str, Any]) -> None:
         for index, chunk in enumerate(self._model.bare_chunks):
@@ -164,12 +120,11 @@ class PolicyState:
             for index, state in enumerate(states)
         }
 
-    def _sharded(self, form: str, with_reference: bool, is_loading: bool) -> dict[str, Any]:
+    def _sharded(self, with_reference: bool, is_loading: bool) -> dict[str, Any]:
+        """Describe the state, within `states_by_parameter`."""
         models = self._sharded_weights()
-        metadata = _OPTIMIZER_FORMATS[form]
-        with padded_buckets(self._optimizer):
-            optimizer = self._optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
-        own = {"scheduler": self._scheduler.state_dict(), _FORMAT: form, _REFERENCE: with_reference}
+        optimizer = self._optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=STATES_BY_PARAMETER)
+        own = {"scheduler": self._scheduler.state_dict(), _REFERENCE: with_reference}
         reference = self._reference.sharded_state() if self._reference is not None and with_reference else {}
         return {**models, "optimizer": optimizer, **own, **reference}
 
@@ -190,7 +145,7 @@ class _Writing:
         """Copy the state of megatron-core's `request` to host memory, and start to write it to an empty folder.
         `changing`: addresses of storages that training writes to."""
         self._finalize = request.finalize_fns
-        self._digests: dict[str, str] = {}
+        self._parts: dict[str, list[Part]] = {}
 
         def staged(bucket: Any) -> Any:
             """Copy a bucket to host memory. megatron-core returns host tensors without a copy; training writes to
@@ -204,42 +159,20 @@ class _Writing:
         def work() -> None:
             # None if other ranks write this rank's state.
             if writing is not None:
-                rank, write = writing
-                write()
                 # Ranks compute digests in parallel, while training continues.
-                self._digests = digests_of(folder, folder.glob(f"__{rank}_*"))
+                self._parts = {name: parts_of(folder / name, lengths) for name, lengths in writing().items()}
 
         self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self.thread.start()
 
-    def finish(self) -> dict[str, str]:
+    def finish(self) -> dict[str, list[Part]]:
         self.thread.join()
         try:
             for finalize in self._finalize:
                 finalize()
         except (CheckpointException, OSError) as error:
             raise CheckpointError(_cause(error)) from error
-        return self._digests
-
-
-def _read(sharded: dict[str, Any], folder: Path) -> Any:
-    """Read this rank's part, described by `sharded`. Raises CheckpointError."""
-    from megatron.core import dist_checkpointing
-
-    with _reading(folder):
-        return dist_checkpointing.load(sharded, str(folder))
-
-
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Raise CheckpointError for errors from reading a checkpoint within the block, and run no code from it."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
-    try:
-        with reading_only(folder):
-            yield
-    except (CheckpointingException, *_OF_DAMAGED_FILES) as error:
-        raise CheckpointError(f"the policy cannot be read from {folder}: {_cause(error)}") from error
+        return self._parts
 
 
 def _cause(error: BaseException) -> str:
@@ -248,36 +181,7 @@ def _cause(error: BaseException) -> str:
     named = [line.strip() for line in lines if re.match(r"\s*\w+Error: ", line)]
     if isinstance(error, CheckpointException) and not error.failures:
         return "another rank could not write its part"
-    return "; ".join(named) or next(iter(lines), "") or type(error).__name__
-
-
-@contextmanager
-def reading_only(folder: Path) -> Iterator[None]:
-    """Restrict torch and megatron-core to reading tensors and their index from `folder` within the block. Raises
-    CheckpointError: there is no index, or it names other objects."""
-    path = folder / INDEX_FILE
-    try:
-        with path.open("rb") as file:
-            _IndexOnly(file).load()
-    # A damaged pickle may raise anything.
-    except Exception as error:
-        raise CheckpointError(f"{path} is not a checkpoint's index: {error}") from error
-    before = os.environ.get(_TENSORS_ONLY)
-    os.environ[_TENSORS_ONLY] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_TENSORS_ONLY]
-        if before is not None:
-            os.environ[_TENSORS_ONLY] = before
-
-
-class _IndexOnly(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        constants = (torch.dtype, torch.layout, torch.memory_format)
-        if (module, name) in _NAMES or (module == "torch" and isinstance(getattr(torch, name, None), constants)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+    return "; ".join(named) or first_line(error)
 
 
 def make_states(optimizer: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
+from nemo_rl_lite.checkpoint.store import Part
 from nemo_rl_lite.losses.batch import RowBatch, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.offload.mover import Move
@@ -143,7 +144,7 @@ class Policy(Protocol):
     def save_is_written(self) -> bool:
         """Return whether `finish_save` would return immediately."""
 
-    def finish_save(self) -> dict[str, str]:
+    def finish_save(self) -> dict[str, list[Part]]:
         """Complete the save. Returns digests of files in its folder, by name. Raises CheckpointError."""
 
     def load(self, folder: str) -> None:

@@ -209,10 +209,16 @@ class MegatronModel:
 
 
 def build_model(
-    config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float, seed: int, trains: bool = True
+    config: PolicyConfig,
+    path: str,
+    on_gpu: bool,
+    timeout_s: float,
+    seed: int,
+    trains: bool = True,
+    reads: bool = True,
 ) -> MegatronModel:
-    """Start torch.distributed and model parallelism, build the model and load its weights. Models of a process have one
-    parallel layout.
+    """Start torch.distributed and model parallelism, build the model and, if it `reads`, load its weights. Models of a
+    process have one parallel layout.
 
     The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The model is on the CPU, or on the process's
     first GPU, with Transformer Engine's layers. It has gradient buffers if it `trains`.
@@ -243,7 +249,7 @@ def build_model(
         lora = LoRA(target_modules=list(peft.target_modules), dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
     model = MegatronModel(
         bridge,
-        _build_chunks(bridge, provider, parallel, lora, on_gpu, trains),
+        _build_chunks(bridge, provider, parallel, lora, on_gpu, trains, reads),
         _own_place(parallel),
         device,
         half_precision=config.precision != "float32",
@@ -268,9 +274,9 @@ def build_model(
 
 
 def _build_chunks(
-    bridge: Any, provider: Any, parallel: MegatronConfig, lora: Any, on_gpu: bool, trains: bool
+    bridge: Any, provider: Any, parallel: MegatronConfig, lora: Any, on_gpu: bool, trains: bool, reads: bool
 ) -> list[Any]:
-    """Build this rank's model chunks and load their weights."""
+    """Build this rank's model chunks and, if it `reads`, load their weights. With LoRA it reads."""
     from megatron.core import parallel_state
 
     in_graphs = on_gpu and parallel.cuda_graph_impl != "none"
@@ -278,7 +284,7 @@ def _build_chunks(
     def before_wrapping(bare: list[Any]) -> list[Any]:
         """Add adapters and freeze weights, so that frozen weights get no gradient buffers."""
         if lora is not None:
-            bridge.load_hf_weights(bare)
+            _load_weights(bridge, bare, on_gpu)
             bare = lora(bare)
         for chunk in bare if in_graphs else ():
             # Makes megatron-core wrap on the graphs' stream, because AccumulateGrad nodes keep their first stream.
@@ -295,10 +301,37 @@ def _build_chunks(
     if in_graphs:
         _check_dropout(chunks)
     moe.keep_biases_in_float32(chunks)
-    if lora is None:
-        bridge.load_hf_weights(chunks)
+    if lora is None and reads:
+        _load_weights(bridge, chunks, on_gpu)
     activation_offload.add_mlps(chunks, parallel)
     return chunks
+
+
+@torch.no_grad()
+def _load_weights(bridge: Any, chunks: Sequence[Any], on_gpu: bool) -> None:
+    """Load the weights of model chunks. One rank of each data-parallel group reads and converts them, and broadcasts
+    the result."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    dense, experts = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    device = torch.device("cuda" if on_gpu else "cpu")
+    reads = torch.tensor(0 in (dist.get_rank(dense), dist.get_rank(experts)), dtype=torch.int32, device=device)
+    # Tensor-parallel ranks read together.
+    dist.all_reduce(reads, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
+    if reads:
+        bridge.load_hf_weights(list(chunks))
+    for chunk in unwrap_model(list(chunks)):
+        for tensor in (*chunk.parameters(), *chunk.buffers()):
+            # megatron-core's mark of weights that expert-parallel ranks divide.
+            group: Any = dense if getattr(tensor, "allreduce", True) else experts
+            if dist.get_world_size(group) > 1:
+                sent = tensor.to(device)
+                dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+                tensor.copy_(sent)
 
 
 def is_adapter(name: str) -> bool:

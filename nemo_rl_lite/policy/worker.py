@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.checkpoint.store import Part
 from nemo_rl_lite.compat.megatron import auto_bridge, hide_wandb
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.losses.batch import Batch, RoutedExperts, TokenRow, TokenRows
@@ -69,8 +70,9 @@ class MegatronWorker:
         threads: int,
         on_gpu: bool,
         residency: Residency,
-        resume_layouts: str,
+        resumes: bool = False,
     ):
+        """`resumes`: `load` follows, which replaces all weights except a LoRA's base model."""
         # Bind first, so that threads and pinned memory are near the GPU.
         if on_gpu and cluster.numa_binding:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
@@ -81,7 +83,9 @@ class MegatronWorker:
         self._seed, self._temperature = seed, temperature
         self._weight_decay = policy.megatron_cfg.optimizer.weight_decay
         with SETUP("model"):
-            self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed)
+            # The reference policy begins with the model's weights.
+            reads = keep_reference or policy.megatron_cfg.peft.enabled or not resumes
+            self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed, reads=reads)
         with SETUP("optimizer"):
             self._optimizer, self._scheduler = build_optimizer(policy, self._model)
         if policy.megatron_cfg.optimizer.optimizer_cpu_offload and cluster.threads_per_worker is None:
@@ -98,7 +102,7 @@ class MegatronWorker:
         self._experts: dict[str, RoutedExperts | None] = {}
         self._updates: dict[str, list[Update]] = {}
         self._score_writer = ScoreWriter(self._model.place.data_rank)
-        self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts, self._reference)
+        self._state = PolicyState(self._model, self._optimizer, self._scheduler, self._reference)
 
     def place(self) -> ParallelPlace:
         return self._model.place
@@ -312,7 +316,7 @@ class MegatronWorker:
     def save_is_written(self) -> bool:
         return self._state.is_written()
 
-    def finish_save(self) -> dict[str, str]:
+    def finish_save(self) -> dict[str, list[Part]]:
         return self._state.finish_save()
 
     def load(self, folder: str) -> None:

@@ -28,6 +28,7 @@ from nemo_rl_lite.observability.environment import (
     redact_command,
     redact_text,
 )
+from nemo_rl_lite.observability.live import LIVE_FILE
 from nemo_rl_lite.observability.runs import LOCK_FILE, read_json
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
 _SHOWN_CHANGES = 3
 # Files that a start replaces.
-_OF_A_START = (SUMMARY_FILE, ERROR_FILE, COMMAND_FILE, CONFIG_FILE, ENVIRONMENT_FILE, STATUS_FILE)
+_OF_A_START = (SUMMARY_FILE, ERROR_FILE, COMMAND_FILE, CONFIG_FILE, ENVIRONMENT_FILE, STATUS_FILE, LIVE_FILE)
 
 
 @contextmanager

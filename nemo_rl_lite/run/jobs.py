@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,22 +182,32 @@ class GRPOJob(_AlgorithmJob):
         """Return a training problem of the first source; see `TrainingSet`."""
         return next(iter(self._training.values())).problem(position)
 
-    def run(
-        self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
-    ) -> dict[str, int]:
+    def launch(self, begun: StartingWorkers, start: Start, setup: Timer) -> Callable[..., dict[str, int]]:
+        """See `Job.launch`."""
         config, console = self._config, self._console
         with setup("memory_plan"):
-            show_memory_plan(config, self._model_path, console, metrics, start.steps)
+            predicted = show_memory_plan(config, self._model_path, console)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             first = self.problem(0)
             probe_prompt = self.tokenizer.prompt(first.messages, first.tools)
             workers = launch(begun, probe_prompt, start.policy, setup, console.say)
-        report_start(setup, start.steps, metrics, console)
+        return partial(self._train, workers, start, setup, predicted)
+
+    def _train(
+        self,
+        workers: Workers,
+        start: Start,
+        setup: Timer,
+        predicted: Mapping[str, float],
+        metrics: MetricsLog,
+        callbacks: Callbacks,
+    ) -> dict[str, int]:
+        report_start(setup, start.steps, metrics, self._console, predicted)
         with self._playground(workers) as playground:
-            collector = RolloutCollector(playground, error_shares(config))
+            collector = RolloutCollector(playground, error_shares(self._config))
             started = self._with_order(start)
             source = self._source(self._sampler(started, collector), workers.generation, started)
-            speed = decoding_speed(config, described_shape(self._model_path), workers.generation.take_decoded)
+            speed = decoding_speed(self._config, described_shape(self._model_path), workers.generation.take_decoded)
             own = workers.policy, workers.teacher, source, workers.groups
             loop = self._loop(metrics, start, *own, callbacks, speed, workers.weights.verify_with_probe)
             try:
@@ -336,15 +347,26 @@ class SupervisedJob(_AlgorithmJob):
             self._data = data_identity(self._training.examples.finite(), held_out)
         self._limit_steps(self._training.steps_per_epoch)
 
-    def run(
-        self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
-    ) -> dict[str, int]:
+    def launch(self, begun: StartingWorkers, start: Start, setup: Timer) -> Callable[..., dict[str, int]]:
+        """See `Job.launch`."""
         config, console = self._config, self._console
         with setup("memory_plan"):
-            show_memory_plan(config, self._model_path, console, metrics, start.steps)
+            predicted = show_memory_plan(config, self._model_path, console)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
             policy = launch_policy(begun, start.policy, setup)
-        report_start(setup, start.steps, metrics, console)
+        return partial(self._train, policy, start, setup, predicted)
+
+    def _train(
+        self,
+        policy: RemotePolicy,
+        start: Start,
+        setup: Timer,
+        predicted: Mapping[str, float],
+        metrics: MetricsLog,
+        callbacks: Callbacks,
+    ) -> dict[str, int]:
+        config, console = self._config, self._console
+        report_start(setup, start.steps, metrics, console, predicted)
         options = config.options(SupervisedConfig)
         steps = self._steps(metrics, start, policy, [policy.group], callbacks)
         system = SystemUsage(policy.group.processes)

@@ -22,7 +22,6 @@ from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, check_model_fol
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, is_hub_name, read_model_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.timer import DecodingSpeed, PolicySpeed
-from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import ENGINE, Budget, Gpu, budget, headers, known_by_name, render, size, title
@@ -184,12 +183,12 @@ def settled(config: Config, model_path: Path, console: RunConsole) -> Config:
     return found.config
 
 
-def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metrics: MetricsLog, step: int) -> None:
-    """Print the residency table with predicted bytes, log them as `memory/predicted/...`, and warn about phases that
-    may not fit."""
+def show_memory_plan(config: Config, model_path: Path, console: RunConsole) -> dict[str, float]:
+    """Print the residency table with predicted bytes, and warn about phases that may not fit. Returns the prediction as
+    metrics, `memory/predicted/...`."""
     shape = _shape(model_path, console)
     if shape is None:
-        return
+        return {}
     residency = Residency.of(config)
     device_bytes = gpu_bytes() if on_gpus(config) else None
     unknown = on_gpus(config) and device_bytes is None
@@ -199,7 +198,6 @@ def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metr
     console.say(str(DiskUse.of(config, shape)) or "no checkpoints and no exported model")
     if unknown and residency.engines_share_device:
         console.say("nvidia-smi reports no GPU memory on this machine, so the KV cache is not predicted")
-    metrics.log(step, predicted_metrics(planned.prediction))
     for warning in () if unknown else _device_warnings(planned):
         console.say(warning)
     # Each rank checks only its part of the host memory.
@@ -208,6 +206,7 @@ def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metr
             f"the {planned.ranks_per_host} policy rank(s) of a machine need {size(planned.host)} of host memory for "
             f"offloaded components and reference weights, and this machine has {size(free)} free"
         )
+    return predicted_metrics(planned.prediction)
 
 
 def _shape(model_path: Path, console: RunConsole) -> ModelShape | None:

@@ -3,7 +3,7 @@
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,7 +57,7 @@ _REPLAY = "nemo_rl_lite.run.replay.ReplayJob"
 
 
 class Job(Protocol):
-    """One algorithm's part of a run. The constructor reads and checks the data; `run` waits for the workers."""
+    """One algorithm's part of a run. The constructor reads and checks the data."""
 
     def resume_lines(self, start: Start) -> Iterator[str]:
         """Yield lines for the terminal about data that has changed since the checkpoint.
@@ -67,12 +67,14 @@ class Job(Protocol):
         """
         ...
 
-    def run(
-        self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
-    ) -> dict[str, int]:
-        """Train from `start` in the starting processes; return each worker's peak memory in bytes. `setup` times the
-        start-up."""
+    def launch(self, begun: StartingWorkers, start: Start, setup: Timer) -> "Training":
+        """Wait for the starting processes, which load `start`; return the function that trains. `setup` times the
+        start-up. The run's folder does not change."""
         ...
+
+
+Training = Callable[[MetricsLog, Callbacks], dict[str, int]]
+"""Trains, and returns each worker's peak memory in bytes."""
 
 
 def make_job(config: Config, folder: Path, console: RunConsole, model_path: Path) -> Job:
@@ -204,20 +206,21 @@ class _Attempts:
                     model_path = self._model
                     config = with_teacher(config, console)
                     config = settled(config, model_path, console)
-                    begun = begin(replace(reserved, config=config), model_path, folder)
+                    begun = begin(replace(reserved, config=config), model_path, folder, start.policy is not None)
                 with setup("data"):
                     self._job = self._job or make_job(config, folder, console, begun.model_path)
                 for line in self._job.resume_lines(start):
                     console.say(line)
-                self.has_begun = True
-                with setup("loggers"):
-                    opened = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
-                metrics = stack.enter_context(closing(opened))
                 with (
                     watched(self._last_words, lost_process),
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
                 ):
-                    peak_memory = self._job.run(metrics, begun, start, setup, self._callbacks)
+                    train = self._job.launch(begun, start, setup)
+                    self.has_begun = True
+                    with setup("loggers"):
+                        opened = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
+                    metrics = stack.enter_context(closing(opened))
+                    peak_memory = train(metrics, self._callbacks)
             values = dict(flatten(self._whole_config))
             view = view_of(config.algorithm.name, held_out_label(values))
             summary = summarize(metrics, folder, peak_memory, view, WeakSignals(values).at_end(metrics.history))

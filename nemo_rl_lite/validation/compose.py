@@ -344,9 +344,14 @@ def default_values(algorithm: str) -> dict[str, Any]:
     return copy.deepcopy(_defaults(algorithm))
 
 
+# Keys of earlier versions without a successor.
+_REMOVED = ("checkpoint.resume_layouts",)
+
+
 def restore(text: str) -> Config:
-    """Read a configuration that a run has written (JSON). Earlier names of keys are replaced, and keys that the run did
-    not have get their defaults. Raises ConfigError: it is not JSON, or of a later version of this package."""
+    """Read a configuration that a run has written (JSON). Earlier names of keys are replaced, removed keys are ignored,
+    and keys that the run did not have get their defaults. Raises ConfigError: it is not JSON, or of a later version of
+    this package."""
     try:
         values = _with_all_keys(json.loads(text))
     except json.JSONDecodeError as error:
@@ -365,6 +370,9 @@ def _with_all_keys(values: dict[str, Any]) -> dict[str, Any]:
             section, name = _section_of(run, before)
             if name in section:
                 section[now.rpartition(".")[2]] = section.pop(name)
+    for key in _REMOVED:
+        section, name = _section_of(values, key)
+        section.pop(name, None)
     algorithm = _at(values, "algorithm.name")
     if algorithm in owners("algorithm.name"):
         defaults = default_values(algorithm)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl_lite.checkpoint.store import explained
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.sizes import (
@@ -77,7 +78,9 @@ def launch(
             remote_generation.finish_generation()
         with setup("policy_init"):
             teachers = [start_teacher(config, begun.teacher_group)] if begun.teacher_group else []
-            _built(setup, limit, start_policy(config, begun.policy_group, begun.model_path), *teachers)
+            _built(
+                setup, limit, start_policy(config, begun.policy_group, begun.model_path, saved is not None), *teachers
+            )
     else:
         with setup("policy_and_generation_init"):
             _built(setup, limit, begun.policy, begun.engines, *_if_any(begun.teacher), *_if_any(begun.rollout_workers))
@@ -157,8 +160,7 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
             with setup("resume"):
                 policy.load(str(saved))
         except CheckpointError as error:
-            fix = f"If {saved.parent} is damaged, start a new run from another checkpoint: checkpoint.resume_from=..."
-            raise CheckpointError(f"{error}\n{fix}") from error
+            raise explained(error, saved.parent) from error.__cause__
     return policy
 
 

@@ -13,6 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.checkpoint.store import Part
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config, RefitConfig
@@ -175,8 +176,8 @@ class RemotePolicy:
     def save_is_written(self) -> bool:
         return all(wait(self.group.call("save_is_written", phase="checkpoint")))
 
-    def finish_save(self) -> dict[str, str]:
-        return {name: digest for own in self._checkpoint("finish_save") for name, digest in own.items()}
+    def finish_save(self) -> dict[str, list[Part]]:
+        return {name: parts for own in self._checkpoint("finish_save") for name, parts in own.items()}
 
     def load(self, folder: str) -> None:
         self._checkpoint("load", folder)

@@ -92,13 +92,14 @@ def reserve(config: Config, run_folder: Path) -> AllocatedWorkers:
     return AllocatedWorkers(config, policy, teacher, generation, rollouts, tuple(imports))
 
 
-def begin(reserved: AllocatedWorkers, model_path: Path, run_folder: Path) -> StartingWorkers:
-    """Build the workers once they have imported, except a policy that waits for colocated engines."""
+def begin(reserved: AllocatedWorkers, model_path: Path, run_folder: Path, resumes: bool = False) -> StartingWorkers:
+    """Build the workers once they have imported, except a policy that waits for colocated engines. `resumes`: the
+    policy will load a checkpoint."""
     config, generation = reserved.config, reserved.generation
     engines_built = None if generation is None else start_engines(config, generation, model_path)
     # An engine measures free GPU memory at start, so a colocated policy starts when the engine sleeps.
     waits = generation is not None and on_gpus(config) and config.generation.colocated.enabled
-    policy_built = None if waits else start_policy(config, reserved.policy_group, model_path)
+    policy_built = None if waits else start_policy(config, reserved.policy_group, model_path, resumes)
     teacher, rollouts = reserved.teacher_group, reserved.rollouts
     playing = None
     if rollouts is not None:
@@ -109,8 +110,9 @@ def begin(reserved: AllocatedWorkers, model_path: Path, run_folder: Path) -> Sta
     return StartingWorkers(config, *groups, reserved.imports, *folders, *built)
 
 
-def start_policy(config: Config, policy: WorkerGroup, model_path: Path) -> Call:
-    return policy.start([policy_arguments(config, model_path)] * len(policy))
+def start_policy(config: Config, policy: WorkerGroup, model_path: Path, resumes: bool) -> Call:
+    """Build the policy's ranks. `resumes`: they will load a checkpoint."""
+    return policy.start([policy_arguments(config, model_path) | {"resumes": resumes}] * len(policy))
 
 
 def start_teacher(config: Config, teacher: WorkerGroup) -> Call:
@@ -230,7 +232,6 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
         "threads": worker_threads(config, policy_ranks(config)),
         "on_gpu": on_gpus(config),
         "residency": Residency.of(config),
-        "resume_layouts": config.checkpoint.resume_layouts,
     }
 
 

@@ -193,6 +193,11 @@ TABLES = {
             *("throughput while generating", "generation", "refit", "engine's weights", "step time"),
         ),
     ),
+    "checkpoint io table": Table(
+        "analysis/faults",
+        "checkpoint-io-cpu-2cores",
+        columns=("save, training waits", "save, whole", "host memory of a save", "written", "load", "read"),
+    ),
     "peers table": Table("performance", figures.SPEED, columns=("step time",)),
     "published table": Table("analysis/published_row", "published-row-4-512-4x-h200", columns=PUBLISHED),
     "layouts table": Table("choosing", "choosing-predicted-cpu"),

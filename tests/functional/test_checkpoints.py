@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.functional.conftest import random_experts
 from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.functional
@@ -20,7 +21,6 @@ PEFT = "policy.megatron_cfg.peft"
 LORA = [f"{PEFT}.enabled=true", f"{PEFT}.dim=2", f"{PEFT}.dropout=0.2"]
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 SGD = [f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.sgd_momentum=0.9", f"{OPTIMIZER}.use_distributed_optimizer=false"]
-SHARES = ["checkpoint.resume_layouts=data_parallel"]
 HOST = "offload=cpu_optimizer"
 SCHEDULER = "policy.megatron_cfg.scheduler"
 CHANGED = [f"{OPTIMIZER}.lr=0.01", f"{OPTIMIZER}.min_lr=0.001", f"{OPTIMIZER}.adam_beta1=0.5"]
@@ -39,13 +39,14 @@ ON_TWO = {
     "chunks from tensor": [CHUNKS, "tensor"],
     "lora": [[*DATA, *LORA], None],
     "lora again": [[*DATA, *LORA], "lora"],
-    "shares": [[*DATA, *SHARES], None],
-    "shares again": [[*DATA, *SHARES], "shares"],
+    "data": [DATA, None],
+    "data again": [DATA, "data"],
+    "tensor from data": [TENSOR, "data"],
 }
 ON_ONE = {
     "one from tensor": [[], "tensor"],
     "changed from tensor": [CHANGED, "tensor"],
-    "one from shares": [[], "shares"],
+    "one from data": [[], "data"],
     "sgd": [SGD, None],
     "sgd again": [SGD, "sgd"],
     "half": [HALF, None],
@@ -57,11 +58,37 @@ ON_ONE = {
 ON_HOST = {
     "on the host": [[*DATA, *HALF, HOST], None],
     "on the host again": [[*DATA, *HALF, HOST], "on the host"],
-    "shares on the host": [[*DATA, *HALF, HOST, *SHARES], None],
-    "shares on the host again": [[*DATA, *HALF, HOST, *SHARES], "shares on the host"],
     "device from on the host": [[*DATA, *HALF], "on the host"],
     "changed from on the host": [[*DATA, *HALF, HOST, *CHANGED], "on the host"],
 }
+
+FOUR = ["cluster.cpu_ranks=4", "policy.train_micro_batch_size=2"]
+SPREAD = [*FOUR, "policy.megatron_cfg.expert_model_parallel_size=2"]
+OF_EXPERTS = {
+    "experts": [SPREAD, None],
+    "experts again": [SPREAD, "experts"],
+    "data from experts": [FOUR, "experts"],
+    "pipeline from experts": [[*FOUR, *PIPELINE[1:]], "experts"],
+}
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory):
+    """As `folder`, of an MoE model with two replicas of each expert."""
+    output = tmp_path_factory.mktemp("experts")
+    own = {"num_hidden_layers": 2, "num_experts": 4, "intermediate_size": 128, "tie_word_embeddings": False}
+    model = random_experts(tmp_path_factory.mktemp("model"), **own)
+    run_ranks(SCRIPT, [str(model), str(output), json.dumps(OF_EXPERTS)], ranks=4)
+    return output
+
+
+@pytest.mark.parametrize("case", ["experts again", "data from experts", "pipeline from experts"])
+def test_experts_go_on_from_what_their_ranks_have_written(of_experts, case):
+    exact = case == "experts again"
+    found, expected = (torch.tensor(steps(of_experts, name), dtype=torch.float64) for name in (case, "experts"))
+    assert torch.equal(found, expected) if exact else torch.allclose(found, expected, atol=1e-5)
+    own, other = weights(of_experts, case), weights(of_experts, "experts")
+    assert all(torch.allclose(own[name], other[name], atol=0 if exact else 1e-5) for name in other)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +112,7 @@ def weights(folder, case):
     return load_file(folder / f"{case}.hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "case", ["tensor", "chunks", "lora", "shares", "sgd", "half", "on the host", "shares on the host"]
-)
+@pytest.mark.parametrize("case", ["tensor", "chunks", "lora", "data", "sgd", "half", "on the host"])
 def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
     assert steps(folder, f"{case} again") == steps(folder, case)
     own, expected = weights(folder, f"{case} again"), weights(folder, case)
@@ -99,7 +124,7 @@ def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
     [
         *("pipeline from tensor", "data from tensor", "one from tensor"),
         *("tensor from chunks", "chunks from tensor"),
-        *("one from shares", "device from on the host"),
+        *("one from data", "tensor from data", "device from on the host"),
     ],
 )
 def test_another_layout_goes_on_from_it(folder, case):

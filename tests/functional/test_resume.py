@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.functional.here import train_here
+from tests.functional.here import run_here, train_here
 from tests.functional.supervised import DPO, SFT, write_data, write_pairs
 
 pytestmark = pytest.mark.functional
@@ -61,3 +61,32 @@ def test_one_step_off_the_next_rollout_is_in_the_checkpoint(tmp_path, model_fold
     ages = [whole[step, "train/trajectory_age_max"] for step in range(1, 7)]
     assert ages == [0, 1, 1, 1, 1, 1] and len({whole[step, "train/loss"] for step in range(1, 7)}) == 6
     assert_same_weights(tmp_path / "rest" / "hf", tmp_path / "whole" / "hf")
+
+
+def test_a_damaged_checkpoint_is_named_with_an_older_one_and_the_folder_stays(tmp_path, model_folder):
+    """Its size is that of the intact one, so that a rank finds it. Later steps would be set aside if it had begun."""
+    run = tmp_path / "run"
+    common = [*SFT, *write_data(tmp_path), "checkpoint.save_period=2"]
+    train_here(run, model_folder, *common, "algorithm.max_num_steps=4")
+    file = run / "checkpoints" / "step-00000004" / "policy" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 5, "train/loss": 1.0}) + "\n")
+    before = files_of(run)
+    done = run_here(run, model_folder, *common, "algorithm.max_num_steps=6")
+    assert done.returncode and f"{file.parent.parent} is damaged: policy/__0_0.distcp has changed" in done.stderr
+    assert f"the newest intact one is {file.parents[2] / 'step-00000002'}; fix:" in done.stderr
+    assert files_of(run) == before
+    file.parents[1].rename(tmp_path / "away")
+    output, _ = train_here(run, model_folder, *common, "algorithm.max_num_steps=6")
+    assert "resuming after step 2" in output
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The content of each file, but of logs."""
+    files = [
+        file for file in folder.rglob("*") if file.is_file() and "logs" not in file.parts and file.suffix != ".log"
+    ]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}

@@ -20,14 +20,12 @@ COMMON = ["algorithm=sft", "policy.train_global_batch_size=8", "policy.train_mic
 SETTINGS = {
     "fused": [],
     "moved": ["policy.use_pinned_optimizer_offload=true", "policy.offload_optimizer_states_for_logprob=true"],
-    "shares": ["checkpoint.resume_layouts=data_parallel"],
     "lora": ["policy.megatron_cfg.peft.enabled=true"],
     "on the host": ["offload=cpu_optimizer"],
     "half on the host": [
         "offload=cpu_optimizer",
         "policy.megatron_cfg.optimizer.optimizer_offload_fraction=0.5",
         "policy.megatron_cfg.optimizer.overlap_cpu_optimizer_d2h_h2d=true",
-        "checkpoint.resume_layouts=data_parallel",
     ],
 }
 CASES: dict[str, Any] = {name: [[*GPU, *own], None] for name, own in SETTINGS.items()}
@@ -39,8 +37,6 @@ CONTEXT: dict[str, Any] = {
     "context": [[*GPU, *TWO, SHARED], None],
     "context again": [[*GPU, *TWO, SHARED], "context"],
     "data from context": [[*GPU, *TWO], "context"],
-    "context shares": [[*GPU, *TWO, SHARED, *SETTINGS["shares"]], None],
-    "data from context shares": [[*GPU, *TWO, *SETTINGS["shares"]], "context shares"],
 }
 ALONE: dict[str, Any] = {"one from context": [GPU, "context"]}
 

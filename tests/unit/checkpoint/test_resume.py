@@ -3,12 +3,13 @@
 import dataclasses
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, checkpoint_store, find_start, locate
-from nemo_rl_lite.checkpoint.store import POLICY
+from nemo_rl_lite.checkpoint.store import POLICY, write_record
 from nemo_rl_lite.errors import CheckpointError, ConfigError
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.run.jobs import GRPOJob, SupervisedJob
@@ -138,7 +139,6 @@ def test_a_checkpoint_of_another_kind_of_training_is_an_error(tmp_path, override
         start(tmp_path, override)
 
 
-@pytest.mark.parametrize("layouts", ["any", "data_parallel"])
 @pytest.mark.parametrize(
     ("key", "before", "now"),
     [
@@ -147,27 +147,28 @@ def test_a_checkpoint_of_another_kind_of_training_is_an_error(tmp_path, override
     ],
     ids=["tensor", "buckets"],
 )
-def test_another_layout_of_the_optimizer_needs_a_checkpoint_for_any(tmp_path, layouts, key, before, now):
+def test_another_layout_of_the_optimizer_goes_on(tmp_path, key, before, now):
     ranks = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"]
-    save(tmp_path, 10, *ranks, f"checkpoint.resume_layouts={layouts}")
-    go_on = lambda *more: start(tmp_path, *ranks, *more)  # noqa: E731
-    assert go_on().steps == 10
-    if layouts == "any":
-        assert go_on(f"{key}={now}").changes == (f"{key}: {before!r} -> {now!r}",)
-    else:
-        with pytest.raises(ConfigError, match=rf"{key} = {now}\n.*was saved with {before!r}"):
-            go_on(f"{key}={now}")
+    save(tmp_path, 10, *ranks)
+    assert start(tmp_path, *ranks, f"{key}={now}").changes == (f"{key}: {before!r} -> {now!r}",)
+
+
+def test_states_by_bucket_of_an_earlier_version_are_refused(tmp_path):
+    saved = save(tmp_path, 10)
+    config = saved.record["config"] | {"checkpoint": {"resume_layouts": "data_parallel"}}
+    write_record(saved.path, replace(saved, record={"config": config}))
+    with pytest.raises(ConfigError, match=r"earlier version.*\n.*nrl-lite export .*step-00000010 FOLDER"):
+        start(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("saved_with", "goes_on_with", "is_read"),
     [
         ([], [], True),
-        (["checkpoint.resume_layouts=data_parallel"], [], False),
         ([f"{DISTRIBUTED}=false"], [f"{DISTRIBUTED}=false"], False),
         ([], [f"{DISTRIBUTED}=false"], False),
     ],
-    ids=["by parameter", "by rank", "not distributed", "no longer distributed"],
+    ids=["by parameter", "not distributed", "no longer distributed"],
 )
 def test_another_precision_needs_optimizer_states_by_parameter(tmp_path, saved_with, goes_on_with, is_read):
     save(tmp_path, 10, *saved_with)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_lite.checkpoint import store as store_module
-from nemo_rl_lite.checkpoint.store import LATEST, RECORD, CheckpointStore, Retention
+from nemo_rl_lite.checkpoint.store import LATEST, RECORD, CheckpointStore, Retention, checked, parts_of, way_out
 from nemo_rl_lite.errors import CheckpointError
 
 
@@ -137,7 +137,7 @@ def flip(file: Path, bit: int) -> None:
 
 def damaged(folder: Path) -> str:
     with pytest.raises(CheckpointError) as error:
-        make(folder).newest_whole()
+        make(folder).newest()
     return str(error.value)
 
 
@@ -149,7 +149,7 @@ def two(tmp_path) -> Path:
         (store.begin(step) / "policy").mkdir()
         (tmp_path / f".step-{step:08d}" / "policy" / "weights").write_text("0123456789")
         store.finish(step, {"loss": 0.5}, {"config": {"seed": step}})
-    assert store.newest_whole().step == 2
+    assert store.newest().step == 2
     return tmp_path
 
 
@@ -160,7 +160,35 @@ def test_every_bit_of_a_file_counts(two):
         said = damaged(two)
         assert "policy/weights has changed" in said and f"intact one is {two / 'step-00000001'}; fix:" in said
         flip(weights, bit)
-    assert make(two).newest_whole().step == 2
+    assert make(two).newest().step == 2
+
+
+def test_a_part_is_verified_by_its_reader_and_its_size_by_everyone(tmp_path):
+    store = make(tmp_path)
+    file = store.begin(3) / "weights"
+    file.write_text("0123456789")
+    saved = store.finish(3, {}, {}, {"weights": parts_of(file, [4, 6])})
+    assert store.newest().parts == {"weights": [list(part) for part in saved.parts["weights"]]}
+    whole = saved.path / "weights"
+    flip(whole, 50)
+    assert store.newest().step == 3
+    with pytest.raises(CheckpointError, match="weights has changed"):
+        checked(saved.path, parts=True)
+    flip(whole, 50)
+    assert checked(saved.path, parts=True).step == 3
+    whole.write_text("012345678")
+    assert "weights has changed" in damaged(tmp_path)
+
+
+def test_the_way_out_is_an_older_one_with_intact_parts(tmp_path):
+    store = make(tmp_path, newest=3)
+    for step in (1, 2, 3):
+        file = store.begin(step) / "weights"
+        file.write_text("0123456789")
+        store.finish(step, {}, {}, {"weights": parts_of(file, [4, 6])})
+    flip(tmp_path / "step-00000002" / "weights", 0)
+    assert way_out(tmp_path / "step-00000003").startswith(f"the newest intact one is {tmp_path / 'step-00000001'}; fix")
+    assert way_out(tmp_path / "step-00000001").startswith("no older one is intact; fix")
 
 
 def test_every_bit_of_the_record_counts(two):
@@ -170,7 +198,7 @@ def test_every_bit_of_the_record_counts(two):
         flip(record, bit)
         try:
             # Space between two values may be another kind of space.
-            assert json.loads(record.read_text()) == whole and make(two).newest_whole().step == 2
+            assert json.loads(record.read_text()) == whole and make(two).newest().step == 2
         except (ValueError, AssertionError):
             assert "step-00000001; fix:" in damaged(two)
         flip(record, bit)
@@ -207,7 +235,7 @@ def test_without_a_whole_one_it_says_so(two):
 
 def test_a_measurement_leaves_a_checkpoint_whole(two):
     make(two).measured(2, {"loss": 0.25})
-    found = make(two).newest_whole()
+    found = make(two).newest()
     assert found.metrics == {"loss": 0.25}
     flip(two / "step-00000002" / "policy" / "weights", 0)
     assert "weights has changed" in damaged(two)
@@ -217,7 +245,7 @@ def test_one_that_was_saved_before_there_were_digests_is_read(two, caplog):
     file = two / "step-00000002" / RECORD
     content = json.loads(file.read_text())
     file.write_text(json.dumps({name: content[name] for name in ("step", "metrics", "record")}))
-    assert make(two).newest_whole().step == 2 and "has no digests" in caplog.text
+    assert make(two).newest().step == 2 and "has no digests" in caplog.text
 
 
 @pytest.mark.parametrize("losses", [(math.nan, 0.5, 0.7), (0.5, math.nan, 0.7), (0.7, 0.5, math.nan)])

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_lite.errors import CheckpointError
-from nemo_rl_lite.policy.checkpoint import INDEX_FILE, reading_only
+from nemo_rl_lite.policy.checkpoint_reading import INDEX_FILE, reading_only
 
 
 def read(folder):

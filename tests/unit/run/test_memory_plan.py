@@ -11,17 +11,9 @@ from nemo_rl_lite.validation.compose import compose_config
 ON_A_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=a/b"]
 
 
-class Log:
-    def __init__(self):
-        self.logged = []
-
-    def log(self, step, metrics):
-        self.logged.append((step, metrics))
-
-
 @pytest.fixture
 def shown(monkeypatch, tmp_path):
-    """What is printed, and the log, for overrides and the size of a GPU."""
+    """What is printed, and the metrics, for overrides and the size of a GPU."""
     from nemo_rl_lite.models.embedded import MODEL_CONFIG
     from nemo_rl_lite.models.shape import model_shape
 
@@ -30,18 +22,17 @@ def shown(monkeypatch, tmp_path):
     def show(overrides, gpu, host=2**40):
         monkeypatch.setattr(model, "gpu_bytes", lambda: gpu)
         monkeypatch.setattr(model, "free_host_bytes", lambda: host)
-        output, log = io.StringIO(), Log()
+        output = io.StringIO()
         console = RunConsole(Console(file=output, width=100))
-        model.show_memory_plan(compose_config(overrides), tmp_path, console, log, step=0)
-        return output.getvalue(), log.logged
+        metrics = model.show_memory_plan(compose_config(overrides), tmp_path, console)
+        return output.getvalue(), metrics
 
     return show
 
 
 def test_the_table_and_its_metrics_come_first(shown):
-    text, [(step, metrics)] = shown([*ON_A_GPU, "offload=pinned"], 80 * 2**30)
+    text, metrics = shown([*ON_A_GPU, "offload=pinned"], 80 * 2**30)
     assert "a GPU of 80.0 GiB" in text and "optimizer states" in text and "host" in text
-    assert step == 0
     assert metrics["memory/predicted/generate/optimizer_states"] == 0
     assert metrics["memory/predicted/train/optimizer_states"] > 0
     assert metrics["memory/predicted/generate/kv_cache"] > 0
@@ -56,7 +47,7 @@ def test_a_phase_that_will_hardly_fit_is_said(shown):
 
 
 def test_without_the_size_of_a_gpu_the_table_says_what_it_lacks(shown):
-    text, [(_, metrics)] = shown(ON_A_GPU, None)
+    text, metrics = shown(ON_A_GPU, None)
     assert "parameters" in text and "the KV cache is not predicted" in " ".join(text.split())
     assert metrics["memory/predicted/train/parameters"] > 0
 
@@ -66,8 +57,8 @@ def test_a_model_of_an_unknown_kind_has_a_line_instead(shown, monkeypatch):
         raise NoModelError("config.json is unusable: it is not that of a text model")
 
     monkeypatch.setattr(model, "read_model_shape", unknown)
-    text, logged = shown(ON_A_GPU, 80 * 2**30)
-    assert "memory is not predicted for this model" in text and logged == []
+    text, metrics = shown(ON_A_GPU, 80 * 2**30)
+    assert "memory is not predicted for this model" in text and metrics == {}
 
 
 def test_host_memory_is_counted_for_all_ranks_of_a_machine(shown):

@@ -1,0 +1,180 @@
+"""Measure the bytes and seconds of checkpoints on four policy ranks on CPUs: checkpoint_io.py MODEL
+
+Each layout saves a checkpoint and loads it again, and the second layout also loads the checkpoint of the first. The
+policy's processes are those of a run, without Ray. Bytes are those of read and write calls of all ranks and of the
+launcher's check (/proc/self/io). A second read of the same bytes counts, also if memory has them. Host memory is a
+rank's largest increase while training waits.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import record
+import torch.distributed as dist
+from whole_runs import processes, tiny_model
+
+from nemo_rl_lite.checkpoint.store import POLICY, CheckpointStore, Retention, files_below
+from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.supervised import SFTLoss
+from nemo_rl_lite.system.machine import free_port
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers.reserve import policy_arguments, policy_environment
+
+RANKS, MOST_READ = 4, 1.05
+TENSOR = "policy.megatron_cfg.tensor_model_parallel_size=2"
+SECONDS, BYTES = ("save, training waits", "save, whole", "load"), ("written", "read")
+MEMORY, OF_SIZE = "host memory of a save", "x checkpoint"
+LAYOUTS = {"data 4": [], "data 2 x tensor 2": [TENSOR]}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--repetitions", type=int, default=3)
+    given = parser.parse_args(arguments)
+    folder = Path(tempfile.mkdtemp(dir=os.environ.get("NRL_BENCH_OUT")))
+    try:
+        measure(given.model.resolve(), given.repetitions, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def measure(model: Path, repetitions: int, folder: Path) -> None:
+    results, bars, (first, second) = [], [], LAYOUTS
+    for layout, source in ((first, first), (second, second), (second, first)):
+        case = layout if layout == source else f"{layout}, from {source}"
+        store = CheckpointStore(folder / source, Retention(1, 0, None, True))
+        ranks = run(model, layout, store, repetitions, layout == source)
+        found = [combined(reps, store) for reps in zip(*ranks, strict=True)]
+        results += [record.result(name, case, unit, [one[name, unit] for one in found]) for name, unit in found[0]]
+        for one in results:
+            if one["config"] == case:
+                print(case, one["name"], round(one["median"], 3), one["unit"], flush=True)
+        for name in ("read", "written") if layout == source else ():
+            most = max(one[name, OF_SIZE] for one in found)
+            bars.append(record.bar(f"{name}, {case}, over the checkpoint's bytes", most, MOST_READ, False))
+    record.write("checkpoint-io", results, bars)
+
+
+def combined(ranks: Sequence[dict[str, float]], store: CheckpointStore) -> dict[tuple[str, str], float]:
+    """Return the results of a repetition by name and unit: the largest of all ranks, and their bytes added up."""
+    size = sum(file.stat().st_size for file in files_below(store.folder / "step-00000001"))
+    seconds = {(name, "s"): max(rank[name] for rank in ranks) for name in ranks[0] if name in SECONDS}
+    nbytes = {(name, OF_SIZE): sum(rank[name] for rank in ranks) / size for name in ranks[0] if name in BYTES}
+    memory = {(name, "MiB"): max(rank[name] for rank in ranks) / 2**20 for name in ranks[0] if name == MEMORY}
+    return {**seconds, **memory, ("checkpoint", "MiB"): size / 2**20, **nbytes}
+
+
+class Counter:
+    """Counts bytes of this process: `rchar`, of read calls, or `wchar`, of write calls."""
+
+    def __init__(self, name: str):
+        self._name, self._before = name, 0
+        self._before = self.bytes()
+
+    def bytes(self) -> int:
+        """Return the bytes since the begin."""
+        values = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(values[self._name]) - self._before
+
+
+def peak_bytes() -> int:
+    """Return this process's peak resident memory since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def run(
+    model: Path, layout: str, store: CheckpointStore, repetitions: int, saves: bool
+) -> list[list[dict[str, float]]]:
+    """Return what each rank of a new policy measures in each repetition of a load, after a save if it `saves`."""
+    context, port = processes(False), str(free_port())
+    answers = context.Queue()
+    arguments = (port, model, LAYOUTS[layout], store, repetitions, saves, answers)
+    ranks = [context.Process(target=as_rank, args=(rank, *arguments)) for rank in range(RANKS)]
+    try:
+        for process in ranks:
+            process.start()
+        return [answers.get(timeout=280) for _ in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def as_rank(
+    rank: int,
+    port: str,
+    model: Path,
+    own: list[str],
+    store: CheckpointStore,
+    repetitions: int,
+    saves: bool,
+    answers: Any,
+) -> None:
+    ranks = [f"cluster.cpu_ranks={RANKS}", "policy.train_global_batch_size=8", "policy.train_micro_batch_size=1"]
+    config = compose_config(["algorithm=sft", f"policy.model_name={model}", "policy.precision=bfloat16", *ranks, *own])
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update(policy_environment(config) | {name: str(value) for name, value in place.items()})
+    from nemo_rl_lite.policy.worker import MegatronWorker
+
+    worker = MegatronWorker(**policy_arguments(config, model) | {"threads": 1, "resumes": not saves})
+    worker.prepare_for_training()
+    # An optimizer has no states before its first step.
+    rows = [TokenRow(list(range(4, 16)), [False] * 4 + [True] * 8)]
+    worker.put_batch(rows)
+    worker.train(SFTLoss(), SFTLoss().counts(rows * worker.place().data_size))
+    found = []
+    for _ in range(repetitions):
+        found.append((save(worker, store, rank) if saves else {}) | load(worker, store, rank))
+    answers.put(found)
+    # A rank that ends early would end the others' connections.
+    time.sleep(280)
+
+
+def save(worker: Any, store: CheckpointStore, rank: int) -> dict[str, float]:
+    target = store.folder / ".step-00000001" / POLICY
+    if rank == 0:
+        (store.begin(1) / POLICY).mkdir()
+    dist.barrier()
+    forget_peak()
+    before, counter, started = peak_bytes(), Counter("wchar"), time.perf_counter()
+    worker.begin_save(str(target))
+    waits, memory = time.perf_counter() - started, peak_bytes() - before
+    parts = worker.finish_save()
+    whole, written = time.perf_counter() - started, counter.bytes()
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, parts)
+    if rank == 0:
+        store.finish(1, {}, {}, {f"{POLICY}/{name}": own for one in everyone for name, own in one.items()})
+    dist.barrier()
+    return {"save, training waits": waits, "save, whole": whole, MEMORY: memory, "written": written}
+
+
+def load(worker: Any, store: CheckpointStore, rank: int) -> dict[str, float]:
+    counter = Counter("rchar")
+    if rank == 0:
+        # As the launcher does.
+        store.newest()
+    dist.barrier()
+    started = time.perf_counter()
+    worker.load(str(store.folder / "step-00000001" / POLICY))
+    return {"load": time.perf_counter() - started, "read": counter.bytes()}
+
+
+def trial() -> None:
+    main([str(tiny_model()), "--repetitions", "1"])
+
+
+if __name__ == "__main__":
+    record.start(main, trial)
