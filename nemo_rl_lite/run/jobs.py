@@ -57,6 +57,7 @@ from nemo_rl_lite.system.stopping import Stopping, seconds
 from nemo_rl_lite.validation.data import check_epochs
 from nemo_rl_lite.validation.notes import note_total_steps
 from nemo_rl_lite.validation.rewards import held_out_label
+from nemo_rl_lite.workers.budget import RestartBudget
 from nemo_rl_lite.workers.launch import Workers, launch, launch_policy, peak_memory
 from nemo_rl_lite.workers.policy import RemotePolicy
 from nemo_rl_lite.workers.recovery import RecoveringGeneration
@@ -182,7 +183,13 @@ class GRPOJob(_AlgorithmJob):
         return next(iter(self._training.values())).problem(position)
 
     def run(
-        self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
+        self,
+        metrics: MetricsLog,
+        begun: StartingWorkers,
+        start: Start,
+        setup: Timer,
+        budget: RestartBudget,
+        callbacks: Callbacks,
     ) -> dict[str, int]:
         config, console = self._config, self._console
         with setup("memory_plan"):
@@ -190,7 +197,7 @@ class GRPOJob(_AlgorithmJob):
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             first = self.problem(0)
             probe_prompt = self.tokenizer.prompt(first.messages, first.tools)
-            workers = launch(begun, probe_prompt, start.policy, setup, console.say)
+            workers = launch(begun, probe_prompt, start.policy, budget, setup, console.say)
         report_start(setup, start.steps, metrics, console)
         with self._playground(workers) as playground:
             collector = RolloutCollector(playground, error_shares(config))
@@ -327,7 +334,13 @@ class SupervisedJob(_AlgorithmJob):
         self._limit_steps(self._training.steps_per_epoch)
 
     def run(
-        self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
+        self,
+        metrics: MetricsLog,
+        begun: StartingWorkers,
+        start: Start,
+        setup: Timer,
+        budget: RestartBudget,
+        callbacks: Callbacks,
     ) -> dict[str, int]:
         config, console = self._config, self._console
         with setup("memory_plan"):
