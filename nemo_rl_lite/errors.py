@@ -105,9 +105,9 @@ class LostTouchError(RefitError):
 class WorkerError(LauncherError):
     """A worker raised or died. `cause` is one line; the worker's traceback is in `details`.
 
-    `lost`: its process died. `is_transient`: it exceeded the time limit of a phase, or its connection to others failed.
-    A restart may help both. `raised`: the class of its exception, if any. `others_running`: some workers have neither
-    finished nor failed.
+    `lost`: its process died. `is_transient`: it exceeded the time limit of a phase, or its GPU or its connection to
+    others failed. A restart may help both. `raised`: the class of its exception, if any. `others_running`: some workers
+    have neither finished nor failed.
     """
 
     exit_status = 3

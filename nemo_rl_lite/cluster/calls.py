@@ -25,6 +25,12 @@ DEATH_S = 15.0
 _LOST_TOUCH = 2
 # Phase of the calls that start workers.
 START = "start"
+# Errors of a GPU that is broken, or was for a moment. Errors of memory and of kernels' checks are not among them.
+_DEVICE = re.compile(
+    r"CUDA error: .*(ECC|NVLink|hardware|unspecified launch|illegal memory|unknown error|initialization|unavailable)|"
+    r"no CUDA-capable device|GPU is lost",
+    re.IGNORECASE,
+)
 _COMMUNICATION = re.compile(r"connection (closed|reset)|gloo|nccl|timed out waiting", re.IGNORECASE)
 
 
@@ -159,7 +165,7 @@ def _outcome(reference: Any, worker: str, call: Call) -> Any:
                 f"{type(cause).__name__}: {first_line}",
                 details=str(error),
                 raised=type(cause).__name__,
-                is_transient=lost_touch and not call.is_start,
+                is_transient=not call.is_start and (lost_touch or bool(_DEVICE.search(str(cause)))),
             ),
         )
     except RayActorError as error:

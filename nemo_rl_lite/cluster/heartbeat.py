@@ -120,6 +120,11 @@ def last_heartbeats(workers: Sequence[str]) -> list[Heartbeat]:
     return found
 
 
+def nodes_of(workers: Sequence[str]) -> list[str]:
+    """Return the ids of the nodes of these workers."""
+    return list(dict.fromkeys(one.node for one in last_heartbeats(workers)))
+
+
 class SystemUsage:
     """Load of the workers' machines and GPUs, from heartbeats. Machine 0 is the first worker's."""
 

@@ -13,6 +13,8 @@ import psutil
 from rich.markup import escape
 
 from nemo_rl_lite.checkpoint.resume import Start, changed, checkpoint_store, find_start
+from nemo_rl_lite.cluster.calls import START
+from nemo_rl_lite.cluster.heartbeat import nodes_of
 from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.compat.ray import lost_process
@@ -173,6 +175,8 @@ class _Attempts:
         self._runtime = ExitStack()
         self._begun: StartingWorkers | None = None
         """Workers of the running Ray, if an attempt can use them."""
+        self._avoided = list[str]()
+        """Nodes whose workers failed, the newest last."""
 
     def until_done(self, start: Start) -> Summary:
         """Run from `start`, and again from the newest checkpoint when a worker is lost or hangs."""
@@ -184,16 +188,25 @@ class _Attempts:
                     if was_asked_to_end():
                         # The same request may have ended the worker.
                         raise KeyboardInterrupt from error
-                    if not (error.lost or error.is_transient):
+                    restart_fails = self._budget.taken > 0 and error.phase == START
+                    if not (error.lost or error.is_transient or restart_fails):
                         raise
                     count = self._budget.take(error)
                     self._console.say(f"{error}; restarting from the last checkpoint ({count})")
+                    self._note_nodes(error)
                     self._begun = self._beside_engines()
                 start = _find_start(self._config, self._whole_config, self._folder, self._console)
 
+    def _note_nodes(self, error: WorkerError) -> None:
+        """Avoid the nodes of the failed workers at the next placement."""
+        if not lost_process():
+            nodes = nodes_of(error.worker.split(", "))
+            self._avoided = [*(one for one in self._avoided if one not in nodes), *nodes]
+
     def _beside_engines(self) -> StartingWorkers | None:
-        """Restart all workers except the engines; return None if that is impossible."""
-        if self._begun is None or self._begun.generation is None or lost_process():
+        """Restart all workers except the engines, in the same places. Return None if that is impossible, or was in
+        vain."""
+        if self._begun is None or self._begun.generation is None or self._budget.taken > 1 or lost_process():
             return None
         try:
             begun = begin_again(self._begun)
@@ -211,7 +224,7 @@ class _Attempts:
         with setup("ray"):
             self._runtime.enter_context(ray_runtime())
         with setup("processes"):
-            reserved = reserve(config, folder)
+            reserved = reserve(config, folder, self._avoided)
         # Workers import and build while this process imports and reads the data.
         with setup("packages"), quick_imports():
             imported(algorithm_of(config).job)

@@ -16,14 +16,15 @@ class RestartBudget:
     most: int
     step: Callable[[], int]
     """Returns the number of the step in progress."""
-    _taken: int = field(default=0, init=False)
+    taken: int = field(default=0, init=False)
+    """Restarts since the last new step."""
     _furthest: int = field(default=-1, init=False)
 
     def take(self, error: WorkerError) -> str:
         """Count a restart after `error`; return the count as a phrase. Raises `error` if no restart is left."""
         if (step := self.step()) > self._furthest:
-            self._furthest, self._taken = step, 0
-        if self._taken >= self.most:
+            self._furthest, self.taken = step, 0
+        if self.taken >= self.most:
             raise error
-        self._taken += 1
-        return f"restart {self._taken} of at most {self.most} without a new step, cluster.max_restarts"
+        self.taken += 1
+        return f"restart {self.taken} of at most {self.most} without a new step, cluster.max_restarts"

@@ -69,13 +69,13 @@ class StartingWorkers(AllocatedWorkers):
     teacher: Call | None
 
 
-def reserve(config: Config, run_folder: Path) -> AllocatedWorkers:
-    """Start a process for every policy rank, teacher rank and engine. Ray must be running.
+def reserve(config: Config, run_folder: Path, avoided: Sequence[str] = ()) -> AllocatedWorkers:
+    """Start a process for every policy rank, teacher rank and engine. Ray must be running. `avoided`: see `place`.
 
     Raises:
         WorkerError: there are too few GPUs, or a process did not start within `cluster.start_timeout_s`.
     """
-    placement = place(config, engines(config) if generates(config) else 0, has_teacher(config))
+    placement = place(config, engines(config) if generates(config) else 0, has_teacher(config), avoided)
     policy = policy_group(config, placement.policy, run_folder)
     teacher = None
     if has_teacher(config):

@@ -62,6 +62,23 @@ def test_a_restart_may_help_a_lost_connection_but_not_in_a_start(raised):
         assert pickle.loads(pickle.dumps(caught.value)).is_transient == helps
 
 
+@pytest.mark.parametrize(
+    ("text", "helps"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error", True),
+        ("CUDA error: device-side assert triggered", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+    ],
+)
+def test_a_restart_may_help_a_broken_gpu_but_not_code(raised, text, helps):
+    raised["copies"] = RuntimeError(text)
+    with pytest.raises(WorkerError) as caught:
+        wait(Call((POLICY,), "train", ("copies",)))
+    assert caught.value.is_transient == helps
+
+
 def test_a_process_that_ray_ended_for_its_memory_is_told_with_the_figures(raised):
     raised["copies"] = OutOfMemoryError("Task was killed due to the node running low on memory.\n22.9GB / 23.5GB used")
     with pytest.raises(WorkerError, match=r"running low on memory\. 22.9GB / 23.5GB used") as caught:
