@@ -2,7 +2,7 @@
 
 Failures are those of Llama 3 (arXiv:2407.21783, table 5): 419 unexpected interruptions in 54 days on 16,384 GPUs, so
 one in 99 hours on 512 GPUs. A fault of a GPU either passes and ends its process, or it stays: it raises an error, and
-again at each start on its node. Spare nodes are free.
+again at each start on its node. Spare nodes are free. Nothing fails during a restart.
 
 A run that ends waits for a person, or stays ended. Goodput is the time of steps that count, over the whole time. The
 seconds below are assumptions for a model with 70e9 parameters, except the launcher's own limits.
@@ -112,48 +112,46 @@ class Month:
         return RestartBudget(CLUSTER.max_restarts, lambda: self._step if self._way.counts_steps else 0)
 
 
-def measure(gpus: int, read_s: float, stays: bool, months: int) -> Iterator[dict[str, Any]]:
+def measure(gpus: int, read_s: float, months: int) -> Iterator[dict[str, Any]]:
     """Yield goodput, and how often a run ended, of each way with and without a person."""
-    for name, way in WAYS.items():
-        for has_person in (False, True):
-            who = f"a person restarts after {PERSON_S / HOUR_S:g} h" if has_person else "unattended"
-            faults = f"faults of GPUs {'stay' if stays else 'pass'}"
-            setting = f"{gpus} GPUs, {faults}, checkpoint read in {read_s:g} s, {who}: {name}"
-            runs = [Month(way, gpus, read_s, stays, has_person, seed) for seed in range(months)]
-            shares = [round(one.goodput(), 4) for one in runs]
-            ends = [one.ended for one in runs]
-            print(f"{setting}: {statistics.mean(shares):.3f}, ended {statistics.mean(ends):.2f} times", flush=True)
-            yield record.result("goodput", setting, "", shares)
-            yield record.result("mean ends per run", setting, "", [statistics.mean(ends)])
+    for stays, has_person, (name, way) in itertools.product((False, True), (False, True), WAYS.items()):
+        who = f"a person after {PERSON_S / HOUR_S:g} h" if has_person else "unattended"
+        setting = f"faults {'stay' if stays else 'pass'}, {who}: {name}"
+        runs = [Month(way, gpus, read_s, stays, has_person, seed) for seed in range(months)]
+        shares = [round(one.goodput(), 4) for one in runs]
+        ends = statistics.mean(one.ended for one in runs)
+        print(f"{setting}: {statistics.mean(shares):.3f}, ended {ends:.2f} times", flush=True)
+        yield record.result("goodput", setting, "", shares)
+        yield record.result("mean ends per run", setting, "", [ends])
 
 
 def bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the target of the launcher as it is, in its worst months."""
     shown = [one for one in results if one["name"] == "goodput" and "unattended: and keep engines" in one["config"]]
-    return [
-        record.bar(f"goodput, 5 % quantile, {one['config'].partition(', unattended')[0]}", _low(one), 0.95, True)
-        for one in shown
-    ]
+    return [record.bar(f"goodput, 5 % quantile, {one['config']}", _low(one), 0.95, True) for one in shown]
 
 
 def _low(measured: dict[str, Any]) -> float:
     return sorted(measured["reps"])[len(measured["reps"]) // 20]
 
 
+def write(gpus: int, read_s: float, months: int) -> None:
+    results = list(measure(gpus, read_s, months))
+    note = f"{months} months, {gpus} GPUs, a checkpoint is read in {read_s:g} s"
+    record.write("month", results, bars(results), note, machine=False)
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--months", type=int, default=100)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[512])
-    parser.add_argument("--read-s", type=float, nargs="+", default=[180.0])
+    parser.add_argument("--gpus", type=int, default=512)
+    parser.add_argument("--read-s", type=float, default=180.0)
     given = parser.parse_args(arguments)
-    settings = itertools.product(given.gpus, given.read_s, (False, True))
-    results = [one for setting in settings for one in measure(*setting, given.months)]
-    record.write("month", results, bars(results), machine=False)
+    write(given.gpus, given.read_s, given.months)
 
 
 def trial() -> None:
-    results = list(measure(512, 60.0, True, 2))
-    record.write("month", results, bars(results), machine=False)
+    write(512, 180.0, 2)
 
 
 if __name__ == "__main__":
