@@ -194,7 +194,7 @@ class _Attempts:
                     count = self._budget.take(error)
                     self._console.say(f"{error}; restarting from the last checkpoint ({count})")
                     self._note_nodes(error)
-                    self._begun = self._beside_engines()
+                    self._begun = self._kept_engines()
                 start = _find_start(self._config, self._whole_config, self._folder, self._console)
 
     def _note_nodes(self, error: WorkerError) -> None:
@@ -203,9 +203,9 @@ class _Attempts:
             nodes = nodes_of(error.worker.split(", "))
             self._avoided = [*(one for one in self._avoided if one not in nodes), *nodes]
 
-    def _beside_engines(self) -> StartingWorkers | None:
-        """Restart all workers except the engines, in the same places. Return None if that is impossible, or was in
-        vain."""
+    def _kept_engines(self) -> StartingWorkers | None:
+        """Restart all workers except the engines, in the same places. Return None if that is impossible, or if
+        the previous restart brought no new step."""
         if self._begun is None or self._begun.generation is None or self._budget.taken > 1 or lost_process():
             return None
         try:

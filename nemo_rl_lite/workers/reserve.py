@@ -92,11 +92,11 @@ def begin(reserved: AllocatedWorkers, model_path: Path, run_folder: Path) -> Sta
     """Build the workers once they have imported, except a policy that waits for colocated engines."""
     generation = reserved.generation
     engines_built = None if generation is None else start_engines(reserved.config, generation, model_path)
-    return _begin_beside(engines_built, reserved, model_path, run_folder)
+    return _begin_others(engines_built, reserved, model_path, run_folder)
 
 
 def begin_again(begun: StartingWorkers) -> StartingWorkers:
-    """Start policy, teacher and rollout workers in new processes, beside the same engines, whose requests are aborted.
+    """Start policy, teacher and rollout workers in new processes, and keep the engines, whose requests are aborted.
 
     Raises:
         WorkerError: an engine is lost or does not answer, or a process does not start.
@@ -110,7 +110,7 @@ def begin_again(begun: StartingWorkers) -> StartingWorkers:
             group.replace(range(len(group)))
     imports = _load_others(config, policy, teacher, rollouts)
     reserved = AllocatedWorkers(config, policy, teacher, begun.generation, rollouts, tuple(imports))
-    return _begin_beside(Call((), START, ()), reserved, begun.model_path, begun.folder)
+    return _begin_others(Call((), START, ()), reserved, begun.model_path, begun.folder)
 
 
 def _load_others(
@@ -125,7 +125,7 @@ def _load_others(
     return imports
 
 
-def _begin_beside(
+def _begin_others(
     engines_built: Call | None, reserved: AllocatedWorkers, model_path: Path, run_folder: Path
 ) -> StartingWorkers:
     config, generation = reserved.config, reserved.generation

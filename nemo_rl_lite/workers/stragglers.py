@@ -6,7 +6,7 @@ from statistics import median
 
 log = logging.getLogger(__name__)
 
-# A replica is a straggler if its time for equal work exceeds the median of the others by this factor, in so many
+# A replica is a straggler if its time for equal work exceeds the median of the others by this factor, in this number of
 # consecutive steps.
 RATIO, STEPS = 1.2, 5
 

@@ -1,7 +1,7 @@
 """Simulate 30 days of training under hardware failures, with the launcher's own budget of restarts.
 
-Failures are those of Llama 3 (arXiv:2407.21783, table 5): 419 unexpected interruptions in 54 days on 16,384 GPUs, so
-one in 99 hours on 512 GPUs. A fault of a GPU either passes and ends its process, or it stays: it raises an error, and
+Failures are those of Llama 3 (arXiv:2407.21783, table 5): 419 unexpected interruptions in 54 days on 16,384 GPUs. That
+is one in 99 hours on 512 GPUs. A fault of a GPU passes and ends its process, or it stays. Then it raises an error, and
 again at each start on its node. Spare nodes are free. Nothing fails during a restart.
 
 A run that ends waits for a person, or stays ended. Goodput is the time of steps that count, over the whole time. The
@@ -27,14 +27,14 @@ KINDS = {"process": 91, "gpu": 268, "node": 53, "hang": 7}
 GPU_HOURS = 54 * 24 * 16_384 / sum(KINDS.values())
 HOUR_S, DAYS, PERSON_S = 3_600.0, 30, 8 * 3_600.0
 STEP_S, SAVE_EVERY, SAVE_S = 300.0, 10, 10.0
-# Seconds until a lost process is noticed, of a start of all processes, and of one beside running engines.
-NOTICE_S, START_S, BESIDE_S = 15.0, 240.0, 90.0
+# Seconds until a lost process is noticed, of a start of all processes, and of one that keeps the engines.
+NOTICE_S, START_S, KEEPING_S = 15.0, 240.0, 90.0
 CLUSTER = compose_config().cluster
 
 
 @dataclass(frozen=True)
 class Way:
-    """What the launcher does after a failure."""
+    """Reaction of the launcher to a failure."""
 
     counts_steps: bool = False
     """The budget is of each step, not of the whole run."""
@@ -100,9 +100,9 @@ class Month:
                 self._budget.take(error)
             except WorkerError:
                 return False
-            beside = self._way.keeps_engines and self._budget.taken == 1 and kind != "node"
-            self._now += BESIDE_S if beside else START_S
-            if not stays or (self._way.avoids_nodes and not beside):
+            keeps = self._way.keeps_engines and self._budget.taken == 1 and kind != "node"
+            self._now += KEEPING_S if keeps else START_S
+            if not stays or (self._way.avoids_nodes and not keeps):
                 self._now += self._read_s
                 return True
         return False
@@ -126,7 +126,7 @@ def measure(gpus: int, read_s: float, months: int) -> Iterator[dict[str, Any]]:
 
 
 def bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the target of the launcher as it is, in its worst months."""
+    """Return the target of the default, in its worst months."""
     shown = [one for one in results if one["name"] == "goodput" and "unattended: and keep engines" in one["config"]]
     return [record.bar(f"goodput, 5 % quantile, {one['config']}", _low(one), 0.95, True) for one in shown]
 

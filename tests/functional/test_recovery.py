@@ -108,7 +108,7 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder,
     assert re.search(r"generation rank 0 failed in phase '\w+': the process died", output)
     assert "the engine has restarted" in output
     assert "restarting from the last checkpoint (restart 1 of at most 3 without a new step" in output
-    # The engine's second process is that of its own loss.
+    # Only the loss of the engine has started a second process for it.
     assert "the engines keep running" in output and len(processes(folder, "generation-0")) == 2
     saved = int((folder / "checkpoints" / "latest").read_text().rpartition("-")[2])
     gate.passed(99)

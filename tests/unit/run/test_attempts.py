@@ -1,4 +1,4 @@
-"""What a run does after a worker's error: restart beside the engines, restart everything elsewhere, or end."""
+"""Reactions to a worker's error: restart and keep the engines, restart everything elsewhere, or end."""
 
 from types import SimpleNamespace
 

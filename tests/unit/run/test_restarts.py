@@ -1,4 +1,4 @@
-"""How often a run restarts lost processes: without an end while it gets on, and a few times at the same step."""
+"""Restarts of lost processes: without a limit while a run makes progress, and a few at the same step."""
 
 from types import SimpleNamespace
 
