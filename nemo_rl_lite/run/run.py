@@ -185,6 +185,9 @@ class _Attempts:
                 try:
                     return self._run(start)
                 except WorkerError as error:
+                    if lost_process():
+                        # Ray's client soon ends a process whose Ray is broken.
+                        self._end_workers()
                     if was_asked_to_end():
                         # The same request may have ended the worker.
                         raise KeyboardInterrupt from error
@@ -199,14 +202,14 @@ class _Attempts:
 
     def _note_nodes(self, error: WorkerError) -> None:
         """Avoid the nodes of the failed workers at the next placement."""
-        if not lost_process():
+        if self._begun is not None:
             nodes = nodes_of(error.worker.split(", "))
             self._avoided = [*(one for one in self._avoided if one not in nodes), *nodes]
 
     def _kept_engines(self) -> StartingWorkers | None:
         """Restart all workers except the engines, in the same places. Return None if that is impossible, or if
         the previous restart brought no new step."""
-        if self._begun is None or self._begun.generation is None or self._budget.taken > 1 or lost_process():
+        if self._begun is None or self._begun.generation is None or self._budget.taken > 1:
             return None
         try:
             begun = begin_again(self._begun)
@@ -219,8 +222,7 @@ class _Attempts:
     def _start_workers(self, setup: Timer) -> StartingWorkers:
         """Start Ray and all workers."""
         config, folder, console = self._config, self._folder, self._console
-        self._begun = None
-        self._runtime.close()
+        self._end_workers()
         with setup("ray"):
             self._runtime.enter_context(ray_runtime())
         with setup("processes"):
@@ -234,6 +236,10 @@ class _Attempts:
                 self._model = with_chosen_template(config, starting_model(config, console), folder, console.say)
             config = settled(with_teacher(config, console), self._model, console)
             return begin(replace(reserved, config=config), self._model, folder)
+
+    def _end_workers(self) -> None:
+        self._begun = None
+        self._runtime.close()
 
     def _run(self, start: Start) -> Summary:
         folder, console, setup = self._folder, self._console, Timer()
