@@ -105,21 +105,30 @@ class LostTouchError(RefitError):
 class WorkerError(LauncherError):
     """A worker raised or died. `cause` is one line; the worker's traceback is in `details`.
 
-    `lost`: its process died, so a restart may help. `raised`: the class of its exception otherwise.
-    `others_running`: some workers have neither finished nor failed.
+    `lost`: its process died. `is_transient`: it exceeded the time limit of a phase, or its GPU or its connection to
+    others failed. A restart may help both. `raised`: the class of its exception, if any. `others_running`: some workers
+    have neither finished nor failed.
     """
 
     exit_status = 3
 
     def __init__(
-        self, worker: str, phase: str, cause: str, details: str = "", lost: bool = False, raised: str | None = None
+        self,
+        worker: str,
+        phase: str,
+        cause: str,
+        details: str = "",
+        lost: bool = False,
+        raised: str | None = None,
+        is_transient: bool = False,
     ):
         self.worker, self.phase, self.cause, self.details = worker, phase, cause, details
-        self.lost, self.raised, self.others_running = lost, raised, False
+        self.lost, self.raised, self.is_transient, self.others_running = lost, raised, is_transient, False
         super().__init__(f"worker error: {worker} failed in phase '{phase}': {cause}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerError, (self.worker, self.phase, self.cause, self.details, self.lost, self.raised)
+        kinds = self.lost, self.raised, self.is_transient
+        return WorkerError, (self.worker, self.phase, self.cause, self.details, *kinds)
 
 
 def printable(text: object, kept: str = "") -> str:

@@ -120,6 +120,11 @@ def last_heartbeats(workers: Sequence[str]) -> list[Heartbeat]:
     return found
 
 
+def nodes_of(workers: Sequence[str]) -> list[str]:
+    """Return the ids of the nodes of these workers."""
+    return list(dict.fromkeys(one.node for one in last_heartbeats(workers)))
+
+
 class SystemUsage:
     """Load of the workers' machines and GPUs, from heartbeats. Machine 0 is the first worker's."""
 
@@ -146,15 +151,17 @@ class SystemUsage:
         return {name: sum(seen) / len(seen) for name, seen in values.items()}
 
 
-def hang(workers: Sequence[str], phase: str, cause: str) -> WorkerError:
-    """Return the error for workers that are still in `phase`. It names the stragglers; its details have all stacks."""
+def hang(workers: Sequence[str], phase: str, cause: str, is_transient: bool = True) -> WorkerError:
+    """Return the error for workers that are still in `phase`. It names the stragglers; its details have all stacks.
+    `is_transient`: see `WorkerError`."""
     heartbeats, now = last_heartbeats(workers), time.time()
     named = stragglers(heartbeats, now) or list(workers)
     seen = "; ".join(one.describe(now) for one in heartbeats if one.worker in named)
     others = len(workers) - len(named)
     waiting = f"; {others} other{'s' if others > 1 else ''} wait{'' if others > 1 else 's'}" if others else ""
     details = "\n\n".join("\n  ".join([one.describe(now), *one.stack]) for one in heartbeats)
-    return WorkerError(", ".join(named), phase, f"{cause}{waiting}; {seen}" if seen else cause, details=details)
+    cause = f"{cause}{waiting}; {seen}" if seen else cause
+    return WorkerError(", ".join(named), phase, cause, details, is_transient=is_transient)
 
 
 def stragglers(heartbeats: Sequence[Heartbeat], now: float) -> list[str]:

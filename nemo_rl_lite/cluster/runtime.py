@@ -9,13 +9,13 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_rl_lite.compat.ray import (
@@ -34,6 +34,8 @@ from nemo_rl_lite.system.stopping import SIGNALS, interrupt
 
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
+# Ray's label of a node with its id.
+NODE_LABEL = "ray.io/node-id"
 
 # Ray options of one worker's actor.
 Slot = dict[str, Any]
@@ -54,8 +56,9 @@ class Placement:
     generation: list[Slot]
 
 
-def place(config: Config, engines: int, teacher: bool = False) -> Placement:
+def place(config: Config, engines: int, teacher: bool = False, avoided: Sequence[str] = ()) -> Placement:
     """Reserve the run's GPUs. A teacher shares the GPUs of the policy ranks. `engines`: 0 without generation.
+    `avoided`: ids of nodes that are used only if the others have too few GPUs, the last ones least.
 
     On CPUs nothing is reserved. Ranks are spread over the nodes, and each engine is on the node of the policy rank that
     sends it weights. In a cluster of RAY_ADDRESS, wait for nodes that have not joined yet.
@@ -67,7 +70,7 @@ def place(config: Config, engines: int, teacher: bool = False) -> Placement:
     if not on_gpus(config):
         policy = _on_cpus(ranks, config.cluster.num_nodes, config.cluster.start_timeout_s)
         return Placement(policy, policy if teacher else [], [policy[engine % ranks] for engine in range(engines)])
-    group = _reserve(all_gpus(config), config.cluster.start_timeout_s)
+    group = _reserve(all_gpus(config), config.cluster.start_timeout_s, avoided)
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     log.info("bundles by node: %s", nodes)
     nodes = dict(sorted(nodes.items(), key=lambda item: (item[1], item[0])))
@@ -97,6 +100,10 @@ def _on_cpus(ranks: int, nodes: int, limit_s: float) -> list[Slot]:
     return [{"scheduling_strategy": on_nodes[rank * nodes // ranks]} for rank in range(ranks)]
 
 
+def _gpus_by_node() -> dict[str, int]:
+    return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+
+
 def _alive() -> list[str]:
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
@@ -116,16 +123,24 @@ def _wait_for(there: Callable[[], int], wanted: int, what: str, limit_s: float) 
         time.sleep(_POLL_S)
 
 
-def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
+def _reserve(gpus: int, limit_s: float, avoided: Sequence[str]) -> PlacementGroup:
     what = "GPUs (cluster.num_nodes x cluster.gpus_per_node)"
-    _wait_for(lambda: int(ray.cluster_resources().get("GPU", 0)), gpus, what, limit_s)
-    group = placement_group([{"GPU": 1}] * gpus, strategy="PACK")
-    if not group.wait(limit_s):
-        free = ray.available_resources().get("GPU", 0)
-        raise WorkerError(
-            "placement", "start", f"{gpus} GPUs did not become free within {limit_s:g} s; only {free:g} are free"
-        )
-    return group
+    _wait_for(lambda: sum(_gpus_by_node().values()), gpus, what, limit_s)
+    nodes = _gpus_by_node()
+    allowed = dict(nodes)
+    for node in reversed(avoided):
+        if sum(allowed.values()) - allowed.get(node, 0) >= gpus:
+            allowed.pop(node, None)
+    # Other runs may hold the GPUs of the allowed nodes.
+    for chosen in [allowed, nodes] if len(allowed) < len(nodes) else [nodes]:
+        selector = {NODE_LABEL: f"in({','.join(chosen)})"}
+        group = placement_group([{"GPU": 1}] * gpus, strategy="PACK", bundle_label_selector=[selector] * gpus)
+        if group.wait(limit_s):
+            return group
+        remove_placement_group(group)
+    free = ray.available_resources().get("GPU", 0)
+    cause = f"{gpus} GPUs did not become free within {limit_s:g} s; only {free:g} are free"
+    raise WorkerError("placement", "start", cause)
 
 
 def check_nodes(nodes: list[str], gpus_per_node: int) -> None:

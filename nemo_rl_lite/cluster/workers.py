@@ -11,7 +11,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from nemo_rl_lite.cluster.actor import ListenedActor, WorkerActor
-from nemo_rl_lite.cluster.calls import Call, wait
+from nemo_rl_lite.cluster.calls import START, Call, wait
+from nemo_rl_lite.cluster.limits import PhaseLimits
 from nemo_rl_lite.cluster.runtime import Slot
 from nemo_rl_lite.config.schema import ProfileConfig
 from nemo_rl_lite.observability import profiling
@@ -35,11 +36,11 @@ class WorkerGroup:
 
         A worker of several GPUs has `slots_each` slots, in equal parts on `hosts_each` nodes. The process in the first
         slot is the worker, the first process on each other node is its follower, and the others reserve GPUs.
-        `limit_s`: time limit of a call. `is_listened`: whether workers take calls of `call_beside`.
+        `limit_s`: upper time limit of a call. `is_listened`: whether workers take calls of `call_beside`.
         """
         self._actor: Any = ListenedActor if is_listened else WorkerActor
         self.name, self._log_folder, self._environment = name, log_folder, environment
-        self._limit_s, self._slots_per_host = limit_s, slots_each // hosts_each
+        self.limits, self._slots_per_host = PhaseLimits(limit_s), slots_each // hosts_each
         self._slots = [list(slots[start : start + slots_each]) for start in range(0, len(slots), slots_each)]
         self._ranks = list(range(len(self._slots)))
         self.places = [self._new_place(place) for place in range(len(self._slots))]
@@ -63,7 +64,7 @@ class WorkerGroup:
     def lost(self) -> list[int]:
         """Return the ranks whose processes have died. Waits for the current calls of the others."""
         asked = {process.is_there.remote(): rank for rank, place in enumerate(self.places) for process in place}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self._limit_s)
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self.limits.most_s)
         dead = set()
         for answer in answered:
             try:
@@ -74,6 +75,8 @@ class WorkerGroup:
 
     def replace(self, ranks: Sequence[int]) -> "WorkerGroup":
         """Start new processes for these ranks in the same slots; return a group of these ranks."""
+        # New processes compile again.
+        self.limits = PhaseLimits(self.limits.most_s)
         for rank in ranks:
             for process in self.places[rank]:
                 ray.kill(process)
@@ -120,7 +123,7 @@ class WorkerGroup:
         processes = [process for place in self.places for process in place]
         each = len(self.places[0])
         names = tuple(f"{self.name} rank {self._ranks[index // each]}" for index in range(len(processes)))
-        asked = Call(names, "start", tuple(process.gpus.remote() for process in processes))
+        asked = Call(names, START, tuple(process.gpus.remote() for process in processes))
         gpus, size = wait(asked, timeout_s=timeout_s), self._slots_per_host
         return [list(chain(*gpus[start : start + size])) for start in range(0, len(gpus), size)]
 
@@ -134,21 +137,22 @@ class WorkerGroup:
 
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str = "") -> Call:
         """Call a method of every worker, each with its own arguments."""
-        phase, limit_s = phase or method, self._limit_s
+        phase = phase or method
+        limit_s = self.limits.hang_s(phase)
         pairs = zip(self.hosts, arguments, strict=True)
         references = [host.call.remote(method, phase, limit_s, *own) for host, own in pairs]
-        return self._as_call(phase, references, limit_s)
+        return self._as_call(phase, references, limit_s, self.limits)
 
     def call_one(self, place: int, methods: Sequence[tuple[str, tuple[Any, ...]]], phase: str) -> Call:
         """Call methods of one worker sequentially, each with its arguments."""
-        worker, host, limit_s = f"{self.name} rank {self._ranks[place]}", self.hosts[place], self._limit_s
+        worker, host, limit_s = f"{self.name} rank {self._ranks[place]}", self.hosts[place], self.limits.hang_s(phase)
         references = [host.call.remote(method, phase, limit_s, *own) for method, own in methods]
         return Call((worker,) * len(references), phase, tuple(references), limit_s)
 
     def call_beside(self, place: int, method: str, *arguments: Any, phase: str) -> Call:
         """Call a method of one worker concurrently with its other calls."""
         reference = self.hosts[place].call_beside.remote(method, *arguments)
-        return Call((f"{self.name} rank {self._ranks[place]}",), phase, (reference,), self._limit_s)
+        return Call((f"{self.name} rank {self._ranks[place]}",), phase, (reference,), self.limits.hang_s(phase))
 
     def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
         """Return the IP address and a free port of each worker and follower."""
@@ -160,13 +164,13 @@ class WorkerGroup:
         return wait(self._as_call("memory", [host.peak_memory.remote() for host in self.hosts]))
 
     def begin_profile(self, tool: profiling.Tool) -> Call:
-        return self._as_call("profile", [host.begin_profile.remote(tool) for host in self.hosts], self._limit_s)
+        return self._as_call("profile", [host.begin_profile.remote(tool) for host in self.hosts], self.limits.most_s)
 
     def end_profile(self, folder: Path, suffix: str) -> Call:
         """Write the traces to `<folder>/<name>-<rank><suffix>`."""
         files = [str(folder / f"{self.name}-{rank}{suffix}") for rank in self._ranks]
         ended = [host.end_profile.remote(file) for host, file in zip(self.hosts, files, strict=True)]
-        return self._as_call("profile", ended, self._limit_s)
+        return self._as_call("profile", ended, self.limits.most_s)
 
     def _started(self) -> list[tuple[int, int, Any]]:
         """Return workers and followers: rank, slot and process."""
@@ -180,10 +184,13 @@ class WorkerGroup:
 
     def _start_call(self, references: list[Any]) -> Call:
         names = tuple(_name(self.name, rank, index) for rank, index, _ in self._started())
-        return Call(names, "start", tuple(references))
+        return Call(names, START, tuple(references))
 
-    def _as_call(self, phase: str, references: list[Any], limit_s: float | None = None) -> Call:
-        return Call(tuple(f"{self.name} rank {rank}" for rank in self._ranks), phase, tuple(references), limit_s)
+    def _as_call(
+        self, phase: str, references: list[Any], limit_s: float | None = None, limits: PhaseLimits | None = None
+    ) -> Call:
+        workers = tuple(f"{self.name} rank {rank}" for rank in self._ranks)
+        return Call(workers, phase, tuple(references), limit_s, limits)
 
 
 def _name(group: str, rank: int, slot: int) -> str:

@@ -262,15 +262,11 @@ def spans_hosts(config: Config) -> bool:
 
 
 def with_overlap(config: Config) -> Config:
-    """Replace `auto` of overlapped communication between replicas: it overlaps if they are on several hosts.
-
-    Checkpoints with `resume_layouts=data_parallel` store buckets, which depend on it. So it does not follow the hosts.
-    """
+    """Replace `auto` of overlapped communication between replicas: it overlaps if they are on several hosts."""
     parallel = config.policy.megatron_cfg
     options, sharded = parallel.distributed_data_parallel_config, parallel.optimizer.use_distributed_optimizer
     reduces, gathers = options.overlap_grad_reduce, options.overlap_param_gather
     useful = spans_hosts(config) and not records_training(config)
-    useful = useful and config.checkpoint.resume_layouts == "any"
     if reduces == "auto":
         reduces = gathers is True or useful
     if gathers == "auto":

@@ -58,6 +58,7 @@ from nemo_rl_lite.system.stopping import Stopping, seconds
 from nemo_rl_lite.validation.data import check_epochs
 from nemo_rl_lite.validation.notes import note_total_steps
 from nemo_rl_lite.validation.rewards import held_out_label
+from nemo_rl_lite.workers.budget import RestartBudget
 from nemo_rl_lite.workers.launch import Workers, launch, launch_policy, peak_memory
 from nemo_rl_lite.workers.policy import RemotePolicy
 from nemo_rl_lite.workers.recovery import RecoveringGeneration
@@ -182,7 +183,9 @@ class GRPOJob(_AlgorithmJob):
         """Return a training problem of the first source; see `TrainingSet`."""
         return next(iter(self._training.values())).problem(position)
 
-    def launch(self, begun: StartingWorkers, start: Start, setup: Timer) -> Callable[..., dict[str, int]]:
+    def launch(
+        self, begun: StartingWorkers, start: Start, setup: Timer, budget: RestartBudget
+    ) -> Callable[..., dict[str, int]]:
         """See `Job.launch`."""
         config, console = self._config, self._console
         with setup("memory_plan"):
@@ -190,7 +193,7 @@ class GRPOJob(_AlgorithmJob):
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             first = self.problem(0)
             probe_prompt = self.tokenizer.prompt(first.messages, first.tools)
-            workers = launch(begun, probe_prompt, start.policy, setup, console.say)
+            workers = launch(begun, probe_prompt, start.policy, budget, setup, console.say)
         return partial(self._train, workers, start, setup, predicted)
 
     def _train(
@@ -347,7 +350,9 @@ class SupervisedJob(_AlgorithmJob):
             self._data = data_identity(self._training.examples.finite(), held_out)
         self._limit_steps(self._training.steps_per_epoch)
 
-    def launch(self, begun: StartingWorkers, start: Start, setup: Timer) -> Callable[..., dict[str, int]]:
+    def launch(
+        self, begun: StartingWorkers, start: Start, setup: Timer, budget: RestartBudget
+    ) -> Callable[..., dict[str, int]]:
         """See `Job.launch`."""
         config, console = self._config, self._console
         with setup("memory_plan"):

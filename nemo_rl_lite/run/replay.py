@@ -1,8 +1,9 @@
 """Replay: steps of a run again, from its saved rollouts and a checkpoint, with other settings and without engines."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from nemo_rl_lite.run.command import jobs, launch, values_of
 from nemo_rl_lite.run.jobs import GRPOJob
 from nemo_rl_lite.run.model import show_memory_plan
 from nemo_rl_lite.validation.compose import compose_config, is_of
+from nemo_rl_lite.workers.budget import RestartBudget
 from nemo_rl_lite.workers.launch import launch_policy
-from nemo_rl_lite.workers.policy import RemoteTeacher
+from nemo_rl_lite.workers.policy import RemotePolicy, RemoteTeacher
 from nemo_rl_lite.workers.reserve import StartingWorkers
 
 # Keys and sections that determine what the saved rollouts contain, and those that the command sets.
@@ -65,21 +67,35 @@ class ReplayJob(GRPOJob):
         """See `Job.resume_lines`."""
         return iter(())
 
-    def run(
-        self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer, callbacks: Callbacks
-    ) -> dict[str, int]:
+    def launch(
+        self, begun: StartingWorkers, start: Start, setup: Timer, budget: RestartBudget
+    ) -> Callable[..., dict[str, int]]:
+        """See `Job.launch`."""
         config, console = self._config, self._console
         with setup("memory_plan"):
-            show_memory_plan(config, self._model_path, console, metrics, start.steps)
+            predicted = show_memory_plan(config, self._model_path, console)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
             policy = launch_policy(begun, start.policy, setup)
             teacher = None if begun.teacher_group is None else RemoteTeacher.of(config, begun.teacher_group)
-        report_start(setup, start.steps, metrics, console)
+        return partial(self._replay, policy, teacher, start, setup, predicted)
+
+    def _replay(
+        self,
+        policy: RemotePolicy,
+        teacher: RemoteTeacher | None,
+        start: Start,
+        setup: Timer,
+        predicted: Mapping[str, float],
+        metrics: MetricsLog,
+        callbacks: Callbacks,
+    ) -> dict[str, int]:
+        config = self._config
+        report_start(setup, start.steps, metrics, self._console, predicted)
         limits = {name: one.max_new_tokens for name, one in config.data.sources.items()}
         source = SavedRollouts(
             Path(str(replayed_run(config))), config.options(GRPOConfig), config.generation.max_new_tokens, limits
         )
-        groups = [policy.group, *([begun.teacher_group] if begun.teacher_group else [])]
+        groups = [policy.group, *([] if teacher is None else [teacher.group])]
         loop = self._loop(metrics, start, policy, teacher, source, groups, callbacks)
         loop.run()
         return self._finish(policy, loop.steps, groups)

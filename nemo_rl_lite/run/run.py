@@ -13,6 +13,8 @@ import psutil
 from rich.markup import escape
 
 from nemo_rl_lite.checkpoint.resume import Start, changed, checkpoint_store, find_start
+from nemo_rl_lite.cluster.calls import START
+from nemo_rl_lite.cluster.heartbeat import nodes_of
 from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.compat.ray import lost_process
@@ -28,7 +30,7 @@ from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.live import shown_to_others
-from nemo_rl_lite.observability.liveness import limited, watched
+from nemo_rl_lite.observability.liveness import latest_progress, limited, watched
 from nemo_rl_lite.observability.runs import LOCK_FILE
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked, view_of
@@ -49,7 +51,8 @@ from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template
 from nemo_rl_lite.system.stopping import was_asked_to_end
 from nemo_rl_lite.validation.compose import default_values
 from nemo_rl_lite.validation.rewards import held_out_label
-from nemo_rl_lite.workers.reserve import StartingWorkers, begin, reserve
+from nemo_rl_lite.workers.budget import RestartBudget
+from nemo_rl_lite.workers.reserve import StartingWorkers, begin, begin_again, reserve
 
 log = logging.getLogger(__name__)
 # The job of a run that trains on the rollouts of another.
@@ -67,9 +70,9 @@ class Job(Protocol):
         """
         ...
 
-    def launch(self, begun: StartingWorkers, start: Start, setup: Timer) -> "Training":
+    def launch(self, begun: StartingWorkers, start: Start, setup: Timer, budget: RestartBudget) -> "Training":
         """Wait for the starting processes, which load `start`; return the function that trains. `setup` times the
-        start-up. The run's folder does not change."""
+        start-up, and `budget` counts restarts during training. The run's folder does not change."""
         ...
 
 
@@ -89,8 +92,8 @@ def make_job(config: Config, folder: Path, console: RunConsole, model_path: Path
 
 
 def run(config: Config, folder: Path, command: str, callbacks: Callbacks) -> Summary:
-    """Train in `folder`, from the starting weights or the folder's newest checkpoint. When a worker's process dies,
-    restart from the newest checkpoint, at most `cluster.max_restarts` times.
+    """Train in `folder`, from the starting weights or the folder's newest checkpoint. When a worker's process dies
+    or hangs, restart from the newest checkpoint, at most `cluster.max_restarts` times without a new step.
 
     Raises:
         ConfigError: the folder holds another run or a finished one, or another process runs there.
@@ -150,7 +153,8 @@ def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path, c
 
 
 class _Attempts:
-    """Attempts of a run, each with its own Ray and workers. Data is read and checked once."""
+    """Attempts of a run. Data is read and checked once. Ray and the engines stay from one attempt to the next if the
+    engines are intact."""
 
     def __init__(
         self,
@@ -162,70 +166,108 @@ class _Attempts:
     ):
         self._config, self._folder, self._whole_config, self._console = config, folder, whole_config, console
         self._callbacks = callbacks
+        self._budget = RestartBudget(config.cluster.max_restarts, lambda: latest_progress().get("step", 0))
         self.has_begun = False
         """True once the run has changed its folder."""
         self._job: Job | None = None
         self._model: Path | None = None
+        self._runtime = ExitStack()
+        self._begun: StartingWorkers | None = None
+        """Workers of the running Ray, if an attempt can use them."""
+        self._avoided = list[str]()
+        """Nodes whose workers failed, the newest last."""
 
     def until_done(self, start: Start) -> Summary:
-        """Run from `start`, and again from the newest checkpoint when a worker is lost."""
-        config, restarts = self._config, 0
-        while True:
-            try:
-                return self._run(start)
-            except WorkerError as error:
-                if was_asked_to_end():
-                    # The same request may have ended the worker.
-                    raise KeyboardInterrupt from error
-                if not error.lost or restarts == config.cluster.max_restarts:
-                    raise
-                restarts += 1
-                limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
-                self._console.say(f"{error}; restarting from the last checkpoint ({limit})")
-            start = _find_start(config, self._whole_config, self._folder, self._console)
+        """Run from `start`, and again from the newest checkpoint when a worker is lost or hangs."""
+        with self._runtime:
+            while True:
+                try:
+                    return self._run(start)
+                except WorkerError as error:
+                    if lost_process():
+                        # Ray's client soon ends a process whose Ray is broken.
+                        self._end_workers()
+                    if was_asked_to_end():
+                        # The same request may have ended the worker.
+                        raise KeyboardInterrupt from error
+                    restart_fails = self._budget.taken > 0 and error.phase == START
+                    if not (error.lost or error.is_transient or restart_fails):
+                        raise
+                    count = self._budget.take(error)
+                    self._console.say(f"{error}; restarting from the last checkpoint ({count})")
+                    self._note_nodes(error)
+                start = _find_start(self._config, self._whole_config, self._folder, self._console)
+                self._begun = self._kept_engines(start)
+
+    def _note_nodes(self, error: WorkerError) -> None:
+        """Avoid the nodes of the failed workers at the next placement."""
+        if self._begun is not None:
+            nodes = nodes_of(error.worker.split(", "))
+            self._avoided = [*(one for one in self._avoided if one not in nodes), *nodes]
+
+    def _kept_engines(self, start: Start) -> StartingWorkers | None:
+        """Restart all workers except the engines, in the same places. Return None if that is impossible, or if
+        the previous restart brought no new step."""
+        if self._begun is None or self._begun.generation is None or self._budget.taken > 1:
+            return None
+        try:
+            begun = begin_again(self._begun, start.policy is not None)
+        except WorkerError as error:
+            self._console.say(f"the engines restart too: {error}")
+            return None
+        self._console.say("the engines keep running; all other workers restart")
+        return begun
+
+    def _start_workers(self, setup: Timer, start: Start) -> StartingWorkers:
+        """Start Ray and all workers."""
+        config, folder, console = self._config, self._folder, self._console
+        self._end_workers()
+        with setup("ray"):
+            self._runtime.enter_context(ray_runtime())
+        with setup("processes"):
+            reserved = reserve(config, folder, self._avoided)
+        # Workers import and build while this process imports and reads the data.
+        with setup("packages"), quick_imports():
+            imported(algorithm_of(config).job)
+            from transformers import AutoTokenizer  # noqa: F401
+        with setup("model"):
+            if self._model is None:
+                self._model = with_chosen_template(config, starting_model(config, console), folder, console.say)
+            config = settled(with_teacher(config, console), self._model, console)
+            return begin(replace(reserved, config=config), self._model, folder, start.policy is not None)
+
+    def _end_workers(self) -> None:
+        self._begun = None
+        self._runtime.close()
 
     def _run(self, start: Start) -> Summary:
-        config, folder, console, setup = self._config, self._folder, self._console, Timer()
+        folder, console, setup = self._folder, self._console, Timer()
         for line in start.lines():
             console.say(line)
         if self._job is None:
             setup.add("command", seconds_since_start())
+        begun = self._begun = self._begun or self._start_workers(setup, start)
         with ExitStack() as stack:
-            with ExitStack() as runtime:
-                with setup("ray"):
-                    runtime.enter_context(ray_runtime())
-                with setup("processes"):
-                    reserved = reserve(config, folder)
-                # Workers import and build while this process imports and reads the data.
-                with setup("packages"), quick_imports():
-                    imported(algorithm_of(config).job)
-                    from transformers import AutoTokenizer  # noqa: F401
-                with setup("model"):
-                    if self._model is None:
-                        self._model = with_chosen_template(config, starting_model(config, console), folder, console.say)
-                    model_path = self._model
-                    config = with_teacher(config, console)
-                    config = settled(config, model_path, console)
-                    begun = begin(replace(reserved, config=config), model_path, folder, start.policy is not None)
-                with setup("data"):
-                    self._job = self._job or make_job(config, folder, console, begun.model_path)
-                for line in self._job.resume_lines(start):
-                    console.say(line)
-                with (
-                    watched(self._last_words, lost_process),
-                    limited("the launcher's own work", config.cluster.phase_timeout_s),
-                ):
-                    train = self._job.launch(begun, start, setup)
-                    self.has_begun = True
-                    with setup("loggers"):
-                        opened = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
-                    metrics = stack.enter_context(closing(opened))
-                    peak_memory = train(metrics, self._callbacks)
+            with setup("data"):
+                self._job = self._job or make_job(begun.config, folder, console, begun.model_path)
+            for line in self._job.resume_lines(start):
+                console.say(line)
+            with (
+                watched(self._last_words, lost_process),
+                limited("the launcher's own work", begun.config.cluster.phase_timeout_s),
+            ):
+                train = self._job.launch(begun, start, setup, self._budget)
+                self.has_begun = True
+                with setup("loggers"):
+                    opened = MetricsLog.open(begun.config.logger, folder, self._whole_config, start.steps)
+                metrics = stack.enter_context(closing(opened))
+                peak_memory = train(metrics, self._callbacks)
+            self._runtime.close()
             values = dict(flatten(self._whole_config))
-            view = view_of(config.algorithm.name, held_out_label(values))
+            view = view_of(begun.config.algorithm.name, held_out_label(values))
             summary = summarize(metrics, folder, peak_memory, view, WeakSignals(values).at_end(metrics.history))
             metrics.log_summary(tracked(summary), charts(summary, metrics))
-            show_summary(summary, metrics, console, config.run_name, view)
+            show_summary(summary, metrics, console, begun.config.run_name, view)
         return summary
 
     def _last_words(self, error: WorkerError) -> None:

@@ -14,6 +14,9 @@ from nemo_rl_lite.generation.interface import Completion, Decoded, EngineLoad, R
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.ipc import SharedWeights
 
+# Phase of an engine's own steps in `PhaseLimits`.
+_STEP = "engine step"
+
 
 @dataclass
 class RemoteReplica:
@@ -25,6 +28,8 @@ class RemoteReplica:
     """Rank of the engine among all."""
     load: EngineLoad = field(default_factory=EngineLoad)
     steps: int = 0
+    _step_s: float = 0.0
+    """Time of the step that was in progress at the last report."""
 
     async def send(self, requests: Mapping[int, Request], aborted: Sequence[int]) -> None:
         """See `EngineLoop.send`. Raises WorkerError: the engine failed, died or hangs."""
@@ -39,9 +44,13 @@ class RemoteReplica:
         """
         call = self.group.call_beside(self.place, "report", phase="generate")
         [report] = await result(call)
-        if call.limit_s is not None and report.stuck_s > call.limit_s:
-            raise hang(call.workers, call.phase, f"its step is not done within {call.limit_s:g} s")
-        self.load, self.steps = report.load, report.steps
+        limits = self.group.limits
+        limit_s = limits.hang_s(_STEP)
+        if limit_s is not None and report.stuck_s > limit_s:
+            raise hang(call.workers, call.phase, f"its step is not done within {limit_s:g} s")
+        if report.steps > self.steps:
+            limits.note(_STEP, self._step_s)
+        self.load, self.steps, self._step_s = report.load, report.steps, report.stuck_s
         for completion in report.finished.values():
             if isinstance(completion, Completion):
                 _require_finite(self.rank, completion)

@@ -1,7 +1,7 @@
 """Waits for a run's starting workers, and connects them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl_lite.checkpoint.store import explained
@@ -21,6 +21,7 @@ from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.planning.memory import SequenceFlops
 from nemo_rl_lite.policy.micro_batches import Layout
+from nemo_rl_lite.workers.budget import RestartBudget
 from nemo_rl_lite.workers.generation import RemoteGeneration
 from nemo_rl_lite.workers.policy import RemotePolicy, RemoteTeacher
 from nemo_rl_lite.workers.recovery import RecoveringGeneration
@@ -52,13 +53,19 @@ class Workers:
 
 
 def launch(
-    begun: StartingWorkers, probe_prompt: Sequence[int], saved: Path | None, setup: Timer, say: Callable[[str], None]
+    begun: StartingWorkers,
+    probe_prompt: Sequence[int],
+    saved: Path | None,
+    budget: RestartBudget,
+    setup: Timer,
+    say: Callable[[str], None],
 ) -> Workers:
     """Wait for policy and engines, and connect them.
 
     Args:
         probe_prompt: token ids that every engine continues after each refit, to compare with the policy.
         saved: the checkpoint folder that the policy resumes from, if any.
+        budget: counts the restarts of engines and rollout workers.
         setup: times the waits.
         say: reports engines that are lost during the run.
 
@@ -93,8 +100,9 @@ def launch(
         wait(load_generation(config, group), timeout_s=limit)
         wait(start_engines(config, group, begun.model_path), timeout_s=limit)
 
-    # If an engine holds the policy's weights and dies, the policy must restart too.
-    restarts = 0 if weights.shares_weights else config.cluster.max_restarts
+    if weights.shares_weights:
+        # If an engine holds the policy's weights and dies, the policy must restart too.
+        budget = replace(budget, most=0)
     policy_waits, rollouts = not generates_ahead(config), list[RolloutWorkers]()
 
     def make_queue(
@@ -110,7 +118,7 @@ def launch(
         return rollouts[0]
 
     recovering = RecoveringGeneration(
-        remote_generation, weights, restart_engines, restarts, make_queue, policy_waits, say
+        remote_generation, weights, restart_engines, budget, make_queue, policy_waits, say
     )
     return Workers(remote_policy, teacher, recovering, generation, weights, next(iter(rollouts), None))
 

@@ -40,10 +40,13 @@ from nemo_rl_lite.policy.score_files import ScoreFile
 from nemo_rl_lite.refit.interface import WeightSource
 from nemo_rl_lite.refit.ipc import SharedWeights
 from nemo_rl_lite.refit.layout import RefitPlan
+from nemo_rl_lite.workers.stragglers import Stragglers
 
 # Metrics that are equal on all replicas, which are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
 _SCORING = "teacher logprobs"
+# Seconds for the answer of an idle worker.
+_DESCRIBE_S = 60.0
 # A teacher's metrics: names of its worker -> logged names.
 MEMORY = {
     "measured/logprob/teacher_weights": "measured/logprob/teacher_weights",
@@ -79,6 +82,10 @@ class RemotePolicy:
         self._cost: Cost = float if flops is None else cache(flops.forward)
         self._replicas = Replicas(group)
         self._held: dict[str, BatchRef] = {}
+        self._stragglers = Stragglers(self._replicas.describe)
+        # Work of each replica by batch, and the batch of the last training.
+        self._work: dict[str, list[float]] = {}
+        self._trained = ""
         # Mismatch metrics by batch, and the batches without previous logprobs.
         self._mismatch: dict[str, list[dict[str, float]]] = {}
         self._unscored: set[str] = set()
@@ -92,6 +99,10 @@ class RemotePolicy:
         copied = count - self._together if rows.episodes is None else int(rows.lengths.argmin())
         shares = [[index if index < count else copied + index % self._together for index in own] for own in split]
         self._replicas.put_batch(rows, shares, name)
+        lengths = [*rows.lengths.tolist(), 1]
+        # Fillers are copies of rows, or have one token.
+        own_rows = shares if rows.episodes is None else [[min(row, count) for row in own] for own in split]
+        self._work[name] = [sum(self._cost(lengths[row]) for row in own) for own in own_rows]
         if rows.episodes is not None:
             trained, places = trained_of_episodes(rows)
             fillers = [[place for place, index in enumerate(own) if index >= count] for own in split]
@@ -149,6 +160,7 @@ class RemotePolicy:
         sampled = isinstance(batch.rows, CountedRows) or batch.rows[0].generation_logprobs is not None
         compared = name in self._unscored and sampled
         mismatch = self._mismatch[name]
+        self._trained = name
         for step, (rows, own) in [*enumerate(self._steps(batch.rows))] * self._iterations:
             counts = counts_of(loss, batch.rows[rows.start : rows.stop])
             of_all = count_masked(batch.rows) if compared and step == 0 else None
@@ -197,7 +209,14 @@ class RemotePolicy:
         return combine_moves(wait(self.group.call("pop_moves")))
 
     def take_waits(self) -> dict[str, float]:
-        return idle_shares(self._replicas.call("take_passes")) if self._replicas.count > 1 else {}
+        if self._replicas.count == 1:
+            return {}
+        passes = self._replicas.call("take_passes")
+        waits = idle_shares(passes)
+        if "train" in waits:
+            seconds = [sum(own["train"]) for own in passes]
+            waits["slowdown/train"] = self._stragglers.note(seconds, self._work[self._trained])
+        return waits
 
     @property
     def ranks(self) -> int:
@@ -433,6 +452,16 @@ class Replicas:
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str) -> None:
         """Call a method of every rank, with the arguments of its replica, whose references are resolved."""
         wait(self._group.call_each(method, [arguments[place.data_rank] for place in self._places], phase))
+
+    def describe(self, replica: int) -> str:
+        """Return a replica's ranks, with their hosts and GPUs."""
+        hosts, gpus = self._group.addresses(_DESCRIBE_S), self._group.gpus(_DESCRIBE_S)
+        own = [rank for rank, place in enumerate(self._places) if place.data_rank == replica]
+        shown = [
+            f"rank {rank} on {hosts[rank][0]}" + (f" (GPU {', '.join(gpus[rank])})" if gpus[rank] else "")
+            for rank in own
+        ]
+        return f"{self._group.name} replica {replica}: {'; '.join(shown)}"
 
     def ask(self, replica: int, method: str, *arguments: Any, phase: str) -> Call:
         """Call a method of the rank that reports the results of a replica."""

@@ -9,6 +9,7 @@ from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Decoded
 from nemo_rl_lite.generation.queue import RequestQueue
+from nemo_rl_lite.workers.budget import RestartBudget
 from nemo_rl_lite.workers.generation import RemoteGeneration
 from nemo_rl_lite.workers.rollouts import RolloutWorkers
 from nemo_rl_lite.workers.weight_sync import WeightSync
@@ -20,7 +21,7 @@ MakeQueue = Callable[
 
 
 class RecoveringGeneration:
-    """`Generation` with refits, whose engines may die `max_restarts` times before the run itself restarts.
+    """`Generation` with refits, which restarts engines that die.
 
     The other engines take over the requests of a dead engine. It restarts before the next refit, or at once if it was
     the last engine and the policy waits for the rollout. If the new engine does not fit on its device, the loss is
@@ -32,7 +33,7 @@ class RecoveringGeneration:
         generation: RemoteGeneration,
         weights: WeightSync,
         start: Callable[[WorkerGroup], None],
-        max_restarts: int,
+        budget: RestartBudget,
         make_queue: MakeQueue,
         policy_waits: bool,
         say: Callable[[str], None],
@@ -41,16 +42,18 @@ class RecoveringGeneration:
 
         Args:
             start: starts engines in empty processes.
+            budget: counts restarts of engines and rollout workers. Engines that restart together count once.
             make_queue: creates the queue of requests, with `on_loss` and `restore` of `RequestQueue`, and a function
                 that is called when a rollout worker dies.
             policy_waits: the policy is idle during generation and can send weights at any time. Otherwise requests wait
                 for the next refit when the last engine has died.
         """
         self._generation, self._weights, self._start = generation, weights, start
-        self._left, self._say = max_restarts, say
+        self._budget, self._say = budget, say
         restore = self._restore if policy_waits else lambda: None
         self.queue = make_queue(self._note_loss, restore, self._note_lost_worker)
         self._lost: dict[int, WorkerError] = {}
+        self._restart = ""
         # `queue.busy_s` at the last `take_decoded` and at the last `finish_generation`.
         self._taken_s = self._finished_s = 0.0
 
@@ -80,20 +83,19 @@ class RecoveringGeneration:
         """Record a lost engine. Raises the error if no restart is left."""
         if rank in self._lost:
             return
-        if not self._left:
-            raise error
-        self._left -= 1
+        self._count(error)
         self._lost[rank] = error
         if len(self._lost) < self._generation.engines:
             self._say(f"{error}; other engines take over its requests, and it restarts before the next refit")
 
+    def _count(self, error: WorkerError) -> None:
+        """Count the restart of the engines that are lost now. Raises the error if none is left."""
+        if not self._lost:
+            self._restart = self._budget.take(error)
+
     def _note_lost_worker(self, error: WorkerError) -> None:
         """Count the restart of a rollout worker. Raises the error if no restart is left."""
-        if not self._left:
-            raise error
-        self._left -= 1
-        again = f"restarting it, and its episodes are sampled again ({self._left} more restarts allowed"
-        self._say(f"{error}; {again}, cluster.max_restarts)")
+        self._say(f"{error}; restarting it, and its episodes are sampled again ({self._budget.take(error)})")
 
     def _restore(self) -> None:
         """Restart all engines in the middle of a rollout."""
@@ -106,10 +108,10 @@ class RecoveringGeneration:
                 return call()
             except WorkerError as error:
                 # A lost policy rank cannot be replaced here.
-                lost = self._generation.group.lost() if error.lost and self._left else []
+                lost = self._generation.group.lost() if error.lost else []
                 if not lost:
                     raise
-                self._left -= 1
+                self._count(error)
                 self._lost |= dict.fromkeys(lost, error)
                 self._replace_lost()
 
@@ -117,7 +119,7 @@ class RecoveringGeneration:
         if not self._lost:
             return
         started, error = time.monotonic(), next(iter(self._lost.values()))
-        self._say(f"{error}; restarting it ({self._left} more restarts allowed, cluster.max_restarts)")
+        self._say(f"{error}; restarting it ({self._restart})")
         try:
             self._start(self._generation.group.replace(sorted(self._lost)))
             # On the policy's device, a new engine sleeps until the refit wakes it.

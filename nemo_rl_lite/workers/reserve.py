@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.cluster.calls import Call
+from nemo_rl_lite.cluster.calls import START, Call, wait
 from nemo_rl_lite.cluster.runtime import Placement, Slot, available_cores, place
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
@@ -38,6 +38,8 @@ POLICY_CLASS = "nemo_rl_lite.policy.worker.MegatronWorker"
 TEACHER_CLASS = "nemo_rl_lite.policy.teacher.TeacherWorker"
 ROLLOUT_CLASS = "nemo_rl_lite.workers.rollout_worker.RolloutWorker"
 ENGINE_LOOP = "nemo_rl_lite.generation.loop.EngineLoop"
+# Seconds in which an engine ends its step and answers.
+ENGINE_ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -68,35 +70,67 @@ class StartingWorkers(AllocatedWorkers):
     teacher: Call | None
 
 
-def reserve(config: Config, run_folder: Path) -> AllocatedWorkers:
-    """Start a process for every policy rank, teacher rank and engine. Ray must be running.
+def reserve(config: Config, run_folder: Path, avoided: Sequence[str] = ()) -> AllocatedWorkers:
+    """Start a process for every policy rank, teacher rank and engine. Ray must be running. `avoided`: see `place`.
 
     Raises:
         WorkerError: there are too few GPUs, or a process did not start within `cluster.start_timeout_s`.
     """
-    placement = place(config, engines(config) if generates(config) else 0, has_teacher(config))
+    placement = place(config, engines(config) if generates(config) else 0, has_teacher(config), avoided)
     policy = policy_group(config, placement.policy, run_folder)
     teacher = None
     if has_teacher(config):
         teacher = policy_group(as_teacher(config), placement.teacher, run_folder, "teacher")
     generation = generation_group(config, placement, run_folder) if generates(config) else None
-    imports = [_load_policy(config, policy, POLICY_CLASS)]
-    if teacher is not None:
-        imports.append(_load_policy(config, teacher, TEACHER_CLASS))
-    rollouts = None
+    rollouts = None if generation is None else _rollout_group(config, placement, run_folder)
+    imports = _load_others(config, policy, teacher, rollouts)
     if generation is not None:
         imports.append(load_generation(config, generation))
-        rollouts = _rollout_group(config, placement, run_folder)
-    if rollouts is not None:
-        imports.append(load_rollout_workers(rollouts))
     return AllocatedWorkers(config, policy, teacher, generation, rollouts, tuple(imports))
 
 
 def begin(reserved: AllocatedWorkers, model_path: Path, run_folder: Path, resumes: bool = False) -> StartingWorkers:
     """Build the workers once they have imported, except a policy that waits for colocated engines. `resumes`: the
     policy will load a checkpoint."""
+    generation = reserved.generation
+    engines_built = None if generation is None else start_engines(reserved.config, generation, model_path)
+    return _begin_others(engines_built, reserved, model_path, run_folder, resumes)
+
+
+def begin_again(begun: StartingWorkers, resumes: bool) -> StartingWorkers:
+    """Start policy, teacher and rollout workers in new processes, and keep the engines, whose requests are aborted.
+
+    Raises:
+        WorkerError: an engine is lost or does not answer, or a process does not start.
+    """
+    config, policy, teacher, rollouts = begun.config, begun.policy_group, begun.teacher_group, begun.rollouts
+    if begun.generation is None:
+        raise ValueError("there are no engines")
+    wait(begun.generation.call("clear"), begun.generation.call("resume"), timeout_s=ENGINE_ANSWER_S)
+    for group in (policy, teacher, rollouts):
+        if group is not None:
+            group.replace(range(len(group)))
+    imports = _load_others(config, policy, teacher, rollouts)
+    reserved = AllocatedWorkers(config, policy, teacher, begun.generation, rollouts, tuple(imports))
+    return _begin_others(Call((), START, ()), reserved, begun.model_path, begun.folder, resumes)
+
+
+def _load_others(
+    config: Config, policy: WorkerGroup, teacher: WorkerGroup | None, rollouts: WorkerGroup | None
+) -> list[Call]:
+    """Import the classes of all workers except engines."""
+    imports = [_load_policy(config, policy, POLICY_CLASS)]
+    if teacher is not None:
+        imports.append(_load_policy(config, teacher, TEACHER_CLASS))
+    if rollouts is not None:
+        imports.append(load_rollout_workers(rollouts))
+    return imports
+
+
+def _begin_others(
+    engines_built: Call | None, reserved: AllocatedWorkers, model_path: Path, run_folder: Path, resumes: bool
+) -> StartingWorkers:
     config, generation = reserved.config, reserved.generation
-    engines_built = None if generation is None else start_engines(config, generation, model_path)
     # An engine measures free GPU memory at start, so a colocated policy starts when the engine sleeps.
     waits = generation is not None and on_gpus(config) and config.generation.colocated.enabled
     policy_built = None if waits else start_policy(config, reserved.policy_group, model_path, resumes)

@@ -148,6 +148,7 @@ TABLES = {
         "admission-cpu",
         columns=("throughput", "rollout", "preemptions", "tokens computed again, per sampled token"),
     ),
+    "month table": Table("analysis/faults", "month-cpu", columns=("goodput", "mean ends per run")),
     "full cache table": Table(
         "analysis/full_caches", "full-cache-1x-h100", columns=("throughput", "rollout", "preemptions")
     ),

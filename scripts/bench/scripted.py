@@ -20,6 +20,7 @@ import ray
 
 from nemo_rl_lite.cluster.actor import ListenedProcess
 from nemo_rl_lite.cluster.calls import Call
+from nemo_rl_lite.cluster.limits import PhaseLimits
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.generation.interface import (
     CacheUse,
@@ -259,6 +260,10 @@ class Seat:
     group: WorkerGroup
     place: int
     engine: int
+
+    @property
+    def limits(self) -> PhaseLimits:
+        return self.group.limits
 
     def call_one(self, place: int, methods: Sequence[tuple[str, tuple[Any, ...]]], phase: str) -> Call:
         own = [(method, (self.engine, *arguments)) for method, arguments in methods]

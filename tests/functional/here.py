@@ -37,6 +37,7 @@ from ray.exceptions import RayTaskError
 from nemo_rl_lite.cluster import calls, heartbeat
 from nemo_rl_lite.cluster.calls import Call
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
+from nemo_rl_lite.cluster.limits import PhaseLimits
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.observability.system import System, Usage
 from nemo_rl_lite.observability.timer import SETUP
@@ -175,7 +176,7 @@ class GroupHere:
         limit_s: float | None = None,
         is_listened: bool = False,
     ):
-        self.name, self._limit_s = name, limit_s
+        self.name, self._limit_s, self.limits = name, limit_s, PhaseLimits(limit_s)
         self.processes = [f"{name} rank {rank}" for rank in range(len(slots))]
         others = [Elsewhere(connection) for connection in self.peers.get(name, ())[: len(slots) - 1]]
         if name in self.elsewhere:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.runtime import place
@@ -80,6 +81,25 @@ def test_a_lost_node_is_told_from_an_error_and_another_one_takes_its_place(clust
         cluster.add_node(num_cpus=1, num_gpus=1)
         group = quiet_group(placing.result().policy, tmp_path)
     assert wait(group.call("answer")) == ["here", "here"]
+
+
+def test_a_node_whose_worker_failed_is_used_last(cluster):
+    nodes = {cluster.add_node(num_cpus=1, num_gpus=1).node_id for _ in range(3)}
+    connect()
+
+    def used(*avoided: str) -> set[str]:
+        slots = place(compose_config([*TWO_NODES, "cluster.start_timeout_s=60.0"]), 0, avoided=avoided).policy
+        group = slots[0]["scheduling_strategy"].placement_group
+        found = set(placement_group_table(group)["bundles_to_node_id"].values())
+        remove_placement_group(group)
+        return found
+
+    for node in nodes:
+        assert used(node) == nodes - {node}
+    # Two nodes are needed, so the one that failed before the others is used.
+    first, second, spare = nodes
+    assert used(first, second) == {first, spare}
+    assert used(first, "a node that is gone") == {second, spare}
 
 
 def quiet_group(slots, folder) -> WorkerGroup:

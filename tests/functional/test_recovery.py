@@ -12,7 +12,7 @@ import pytest
 
 from nemo_rl_lite import export
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files
-from tests.functional.conftest import PYTHONPATH, run_command
+from tests.functional.conftest import PYTHONPATH, run_command, train
 from tests.functional.here import run_here, train_here
 from tests.functional.ranks import run_ranks
 from tests.functional.rewards import Gate, listens
@@ -37,10 +37,10 @@ GRPO = ["algorithm.max_num_steps=7", *TASK]
 TRACKED = ["logger.wandb_enabled=true", "logger.wandb.mode=offline"]
 
 
-def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]]) -> tuple[int, str]:
+def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]], *overrides: str) -> tuple[int, str]:
     """Run the command and send signals to its processes after steps; exit status and standard output."""
     gate, output = Gate(folder), ""
-    command = run_command(folder, model, "logger.plots=false", *GRPO, *TRACKED, *gate.overrides)
+    command = run_command(folder, model, "logger.plots=false", *GRPO, *gate.overrides, *overrides)
     environ = os.environ | gate.environment | {"PYTHONPATH": PYTHONPATH}
     with (folder.parent / "errors.txt").open("a") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ)
@@ -52,13 +52,17 @@ def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]])
                 continue
             if found[1] and int(found[1]) in blows:
                 victim, number = blows.pop(int(found[1]))
-                log = folder / "logs" / f"{victim}.log"
-                pids = [process.pid] if victim == "launcher" else re.findall(r"process (\d+)", log.read_text())
-                os.kill(int(pids[-1]), number)
+                pids = [process.pid] if victim == "launcher" else processes(folder, victim)
+                os.kill(pids[-1], number)
             gate.passed(int(found[1] or found[2]))
         return process.wait(timeout=600), output
     finally:
         process.kill()
+
+
+def processes(folder: Path, worker: str) -> list[int]:
+    """The processes that a worker has had."""
+    return [int(one) for one in re.findall(r"process (\d+)", (folder / "logs" / f"{worker}.log").read_text())]
 
 
 def terminate_in_step_one(folder: Path, gate: Gate) -> None:
@@ -99,11 +103,13 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder,
     # The same command resumes. An engine comes back within the run; after a policy rank has died, the run starts
     # itself again; then the launcher is killed.
     blows = {2: ("generation-0", signal.SIGKILL), 3: ("policy-0", signal.SIGKILL), 5: ("launcher", signal.SIGKILL)}
-    status, output = hit(folder, model_folder, blows)
+    status, output = hit(folder, model_folder, blows, *TRACKED)
     assert status == -signal.SIGKILL and beginnings(output) in ([1, 2], [1, 1])
     assert re.search(r"generation rank 0 failed in phase '\w+': the process died", output)
     assert "the engine has restarted" in output
-    assert "restarting from the last checkpoint (restart 1 of at most 3, cluster.max_restarts)" in output
+    assert "restarting from the last checkpoint (restart 1 of at most 3 without a new step" in output
+    # Only the loss of the engine has started a second process for it.
+    assert "the engines keep running" in output and len(processes(folder, "generation-0")) == 2
     saved = int((folder / "checkpoints" / "latest").read_text().rpartition("-")[2])
     gate.passed(99)
     resumed = run_here(folder, model_folder, "logger.plots=false", *GRPO, *TRACKED, *gate.overrides)
@@ -119,3 +125,21 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder,
     (said,) = run_ranks(Path(export.__file__), [str(folder)], 1)
     assert re.search(r"step 7 -> \S+; transformers' logprobs differ by \d", said)
     assert_same_weights(folder / "hf-step-00000007", folder / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("colocated", ["true", "false"])
+def test_engines_outlive_a_policy_rank_and_the_run_is_the_same(tmp_path, model_folder, colocated):
+    alone, folder = tmp_path / "alone", tmp_path / "hit"
+    ranks = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=32", "policy.logprob_batch_size=32"]
+    apart = [*ranks, "generation.data_parallel_size=2", f"generation.colocated.enabled={colocated}"]
+    train(alone, model_folder, *GRPO, *apart)
+    status, output = hit(folder, model_folder, {3: ("policy-1", signal.SIGKILL)}, *apart)
+    assert status == 0 and beginnings(output) == [2], output[-3000:]
+    assert "policy rank 1 failed" in output and "the engines keep running" in output
+    for rank in range(2):
+        assert len(processes(folder, f"generation-{rank}")) == 1
+        assert len(processes(folder, f"policy-{rank}")) == 2
+    assert metrics_of(folder) == metrics_of(alone)
+    assert rollouts_of(folder) == rollouts_of(alone)
+    assert_same_weights(folder / "hf", alone / "hf")

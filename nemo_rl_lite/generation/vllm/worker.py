@@ -236,11 +236,12 @@ class VLLMEngine:
             finish_begun_steps(self._engine, self._step)
             for response in self._unfinished.values():
                 response.note_version(self.version)
-        self.version = version
+        # After a restart from a checkpoint, the weights of a version may differ from those that filled the cache.
+        goes_back, self.version = version <= self.version, version
         with self._weights.replacing():
             reports: list[RefitReport] = self._engine.collective_rpc("refit_receive")
             # Without this, only conversations of the old weights use their cache, which has their salt.
-            if self._recomputes:
+            if self._recomputes or goes_back:
                 self._cache.drop_all()
         for report in reports:
             report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]

@@ -119,7 +119,6 @@ GRADIENTS, WEIGHTS = (
         ([*HOSTS, f"{MEGATRON}.pipeline_model_parallel_size=2"], (False, False)),
         ([*HOSTS, f"{MEGATRON}.optimizer.use_distributed_optimizer=false"], (True, False)),
         ([*HOSTS, f"{MEGATRON}.cuda_graph_impl=full_iteration"], (False, False)),
-        ([*HOSTS, "checkpoint.resume_layouts=data_parallel"], (False, False)),
         ([*HOSTS, f"{GRADIENTS}=false"], (False, False)),
         ([f"{WEIGHTS}=true", "cluster.cpu_ranks=2"], (True, True)),
     ],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.supervised import SFTLoss
 from nemo_rl_lite.policy.interface import Work
 from nemo_rl_lite.policy.model import ParallelPlace
@@ -99,8 +99,39 @@ def test_replicas_tell_of_their_passes_and_one_alone_has_nobody_to_wait_for():
         # Ranks that do not report are not counted.
         seconds = 2.0 + 2 * worker.own.data_rank if worker.own.reports else 100.0
         worker.take_passes = lambda seconds=seconds: {"train": [seconds]}
-    assert remote.take_waits() == {"train": 4.0, "idle_share/train": 0.25}
+    remote.put_batch(rows(6, 6, 6, 6))
+    remote._trained = "train"
+    assert remote.take_waits() == {"train": 4.0, "idle_share/train": 0.25, "slowdown/train": 2.0}
     assert policy(replicas=1, global_batch=4)[0].take_waits() == {}
+
+
+@pytest.mark.parametrize(("steps", "slow", "named"), [(5, 6.0, 1), (9, 6.0, 1), (4, 6.0, 0), (9, 4.5, 0)])
+def test_a_replica_that_is_slow_for_its_work_in_step_after_step_is_named(caplog, steps, slow, named):
+    """The third has half of the work in half of the time; the second is slow, or not slow enough."""
+    remote, group = policy(replicas=3, global_batch=6)
+    group.name = "policy"
+    group.addresses = lambda timeout_s: [(f"10.0.0.{rank}", 1) for rank in range(6)]
+    group.gpus = lambda timeout_s: [[str(rank)] for rank in range(6)]
+    for worker in group.workers:
+        seconds = (4.0, slow, 2.0)[worker.own.data_rank]
+        worker.take_passes = lambda seconds=seconds: {"train": [seconds / 2, seconds / 2]}
+    remote._work, remote._trained = {"train": [8.0, 8.0, 4.0]}, "train"
+    for _ in range(steps):
+        assert remote.take_waits()["slowdown/train"] == pytest.approx(slow / 4)
+    assert len(caplog.messages) == named
+    where = "policy replica 1: rank 2 on 10.0.0.2 (GPU 2); rank 3 on 10.0.0.3 (GPU 3) took 50 % longer"
+    assert all(where in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(("episodes", "work"), [(None, [10, 8]), ([0, 1, 2], [10, 1 + 4])])
+def test_the_work_of_a_replica_includes_the_rows_that_fill_it_up(monkeypatch, episodes, work):
+    remote, group = policy(replicas=2, global_batch=4)
+    monkeypatch.setattr(remote, "_split", lambda rows: [[0, 1], [2, 3]])
+    for worker in group.workers:
+        worker.join_episodes = lambda *_: None
+    batch = TokenRows.of(rows(4, 6, 4))
+    remote.put_batch(batch if episodes is None else replace(batch, episodes=np.array(episodes)))
+    assert remote._work["train"] == work
 
 
 @pytest.mark.parametrize(
