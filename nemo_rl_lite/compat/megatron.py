@@ -43,6 +43,15 @@ def export_adapters(bridge: Any, chunks: Sequence[Any], conversions: list[Any], 
     return once.stream_adapter_weights_megatron_to_hf(chunks, cpu=on_cpu, show_progress=False)
 
 
+def load_weights(bridge: Any, chunks: Sequence[Any], tasks: Sequence[Any]) -> None:
+    """Load the starting model's weights of these conversion tasks."""
+    # As in `export_adapters`, the bridge takes no tasks as arguments.
+    once = bridge._model_bridge
+    once.build_conversion_tasks = lambda *_, **__: tasks
+    once._with_progress_tracking = lambda tasks, *_, **__: tasks
+    once.load_weights_hf_to_megatron(bridge.hf_pretrained, chunks)
+
+
 _RELEASE = "0.19"
 
 written_for(__name__, "megatron-core", _RELEASE)

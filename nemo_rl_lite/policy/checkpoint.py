@@ -130,7 +130,7 @@ class PolicyState:
         from megatron.core import dist_checkpointing
 
         make_states(self._optimizer)
-        with _reading(folder):
+        with reading(folder):
             common = dist_checkpointing.load_common_state_dict(str(folder))
         with_reference = self._reference is not None and bool(common.get(_REFERENCE, False))
         form = str(common.get(_FORMAT, "any"))
@@ -227,12 +227,12 @@ def _read(sharded: dict[str, Any], folder: Path) -> Any:
     """Read this rank's part, described by `sharded`. Raises CheckpointError."""
     from megatron.core import dist_checkpointing
 
-    with _reading(folder):
+    with reading(folder):
         return dist_checkpointing.load(sharded, str(folder))
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def reading(folder: Path) -> Iterator[None]:
     """Raise CheckpointError for errors from reading a checkpoint within the block, and run no code from it."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 

@@ -200,10 +200,16 @@ class MegatronModel:
 
 
 def build_model(
-    config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float, seed: int, trains: bool = True
+    config: PolicyConfig,
+    path: str,
+    on_gpu: bool,
+    timeout_s: float,
+    seed: int,
+    trains: bool = True,
+    loads: bool = True,
 ) -> MegatronModel:
     """Start torch.distributed and model parallelism, build the model and load its weights. Models of a process have one
-    parallel layout.
+    parallel layout. Unless it `loads` weights, the model's own parameters are on the meta device.
 
     The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The model is on the CPU, or on the process's
     first GPU, with Transformer Engine's layers. It has gradient buffers if it `trains`.
@@ -234,7 +240,7 @@ def build_model(
         lora = LoRA(target_modules=list(peft.target_modules), dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
     model = MegatronModel(
         bridge,
-        _build_chunks(bridge, provider, parallel, lora, on_gpu, trains),
+        _build_chunks(bridge, provider, parallel, lora, on_gpu, trains, loads),
         _own_place(parallel),
         device,
         half_precision=config.precision != "float32",
@@ -258,9 +264,9 @@ def build_model(
 
 
 def _build_chunks(
-    bridge: Any, provider: Any, parallel: MegatronConfig, lora: Any, on_gpu: bool, trains: bool
+    bridge: Any, provider: Any, parallel: MegatronConfig, lora: Any, on_gpu: bool, trains: bool, loads: bool
 ) -> list[Any]:
-    """Build this rank's model chunks and load their weights."""
+    """Build this rank's model chunks, and load their weights if it `loads` them."""
     from megatron.core import parallel_state
 
     in_graphs = on_gpu and parallel.cuda_graph_impl != "none"
@@ -268,7 +274,8 @@ def _build_chunks(
     def before_wrapping(bare: list[Any]) -> list[Any]:
         """Add adapters and freeze weights, so that frozen weights get no gradient buffers."""
         if lora is not None:
-            bridge.load_hf_weights(bare)
+            if loads:
+                bridge.load_hf_weights(bare)
             bare = lora(bare)
         for chunk in bare if in_graphs else ():
             # Makes megatron-core wrap on the graphs' stream, because AccumulateGrad nodes keep their first stream.
@@ -279,13 +286,14 @@ def _build_chunks(
         ddp_config=ddp_config(parallel, parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
         wrap_with_ddp=trains,
         use_cpu_initialization=not on_gpu,
+        init_model_with_meta_device=not loads,
         pre_wrap_hook=before_wrapping if lora is not None or parallel.freeze_moe_router or in_graphs else None,
     )
     transformer_engine.leave_random_state(chunks)
     if in_graphs:
         _check_dropout(chunks)
     moe.keep_biases_in_float32(chunks)
-    if lora is None:
+    if lora is None and loads:
         bridge.load_hf_weights(chunks)
     activation_offload.add_mlps(chunks, parallel)
     return chunks
