@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=_size,
         default=SHARD_BYTES,
         metavar="SIZE",
-        help="most bytes of a file of weights, such as 500MB or 2GB (default: 5GB)",
+        help="maximum size of a file of weights, such as 500MB or 2GB (default: 5GB)",
     )
     parser.add_argument("--push-to-hub", metavar="NAME", help="also upload to this Hub repository (organisation/name)")
     parser.add_argument("--public", action="store_true", help="create the repository as public, not private")

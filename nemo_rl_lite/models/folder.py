@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nemo_rl_lite.observability.console import RunConsole
 
 INDEX = "model.safetensors.index.json"
-# Most bytes of a file of weights, as in huggingface_hub.
+# Maximum size of a file of weights, as in huggingface_hub.
 SHARD_BYTES = 5 * 10**9
 # Read if they exist.
 _OPTIONAL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -173,8 +173,11 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def complete_hf_folder(folder: Path, source: Path, dtype: str) -> None:
-    """Add the configuration and tokenizer files of `source` to a folder of weights, with the weights' `dtype` in
-    config.json and the chat template's end tokens in generation_config.json. File modes follow the umask."""
+    """Add the configuration and tokenizer files of `source` to a folder of weights.
+
+    config.json gets the weights' `dtype`, and generation_config.json the chat template's end tokens. File modes follow
+    the umask.
+    """
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
             shutil.copyfile(file, folder / file.name)

@@ -18,7 +18,7 @@ class ShardWriter:
     """Writes the shards of a Hugging Face folder.
 
     Ranks that share the work `add` the same tensors in the same order. Shard i is collected and written by rank
-    i % `ranks`, so a rank holds at most one shard. A tensor above `shard_bytes` is a shard of its own.
+    i % `ranks`, so a rank holds at most one shard. A tensor above `shard_bytes` is a separate shard.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, rank: int = 0, ranks: int = 1):

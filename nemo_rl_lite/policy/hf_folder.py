@@ -42,9 +42,7 @@ _PROBE_TOKENS = 32
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
-def export_folder(
-    model: MegatronModel, rank: int, source: Path, target: Path, shard_bytes: int = SHARD_BYTES
-) -> None:
+def export_folder(model: MegatronModel, rank: int, source: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the model to `target`, with the configuration and tokenizer of `source`. Collective.
 
     All ranks that see the file system of rank 0 write shards. The folder replaces an existing one, atomically.

@@ -37,9 +37,7 @@ class SavedWeights:
         from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
         wanted = {
-            name: one
-            for name, one in self._sharded.items()
-            if is_wanted(name) and not isinstance(one, ShardedObject)
+            name: one for name, one in self._sharded.items() if is_wanted(name) and not isinstance(one, ShardedObject)
         }
         parts = {name: one.build() if isinstance(one, ShardedTensorFactory) else one for name, one in wanted.items()}
         windows = [one for one in nested_values(parts) if isinstance(one, ShardedTensor)]

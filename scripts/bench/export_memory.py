@@ -81,7 +81,7 @@ def peak_bytes(run: Path, shard_mb: int) -> int:
 
 
 def made(folder: Path, *layers: int) -> list[Path]:
-    """Call `make` for each number of layers, in a process of its own; return the runs."""
+    """Call `make` for each number of layers, in a separate process; return the runs."""
     command = [sys.executable, str(Path(__file__).resolve()), "--make", str(folder), *map(str, layers)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,7 +1,7 @@
 """One policy rank without Ray that exports small shards: export_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS
 
-For each layout, rank 0 writes a file: the weights that the bridge exports, the shards that each rank has written, and
-what each rank raised where rank 1 could not write. The exported folder is `NAME.hf`.
+For each layout, rank 0 writes a file. It has the weights that the bridge exports and the shards that each rank has
+written. It also has what each rank raised where rank 1 could not write. The exported folder is `NAME.hf`.
 """
 
 import os
