@@ -54,14 +54,14 @@ class SavedWeights:
         with reading(self._folder):
             for one in windows:
                 sizes = (1,) * one.prepend_axis_num + tuple(one.local_shape)
-                stored = self._index.state_dict_metadata[one.key]
+                stored = self._index.state_dict_metadata.get(one.key)
                 if not isinstance(stored, TensorStorageMetadata):
-                    raise CheckpointError(f"{one.key} is not a tensor in {self._folder}")
+                    raise CheckpointError(f"{self._folder} has no {one.key}, so it is of another model")
                 chunk = ChunkStorageMetadata(torch.Size(one.global_offset), torch.Size(sizes))
                 found = create_read_items_for_chunk_list(one.key, stored, [chunk])
                 # Rows that pad the vocabulary depend on the layout that saved it.
                 if not one.allow_shape_mismatch and sum(prod(item.lengths) for item in found) != prod(sizes):
-                    raise CheckpointError(f"{one.key} in {self._folder} is of another model, or a part is missing")
+                    raise CheckpointError(f"{one.key} in {self._folder} has another shape, or a part is missing")
                 target = torch.zeros(sizes, dtype=one.dtype, device=self._device)
                 planner.targets |= {item.dest_index: target for item in found}
                 items += found
