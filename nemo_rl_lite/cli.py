@@ -24,6 +24,8 @@ VERBS = {
     "evaluate": "measure avg@k and pass@k of a model on held-out problems",
     "chat": "chat with a model in the terminal",
     "serve": "serve a model over the APIs of OpenAI and Anthropic until Ctrl-C",
+    "capsule": "write one file with which the first steps of a run can be repeated and compared",
+    "rerun": "repeat the steps of a capsule, and name the first thing that differs",
     "report": "write an HTML page of runs: curves, times, memory, samples, configuration",
     "compare": "say whether new runs are better than base runs, with an interval: A ... vs B ...",
     "quickstart": "run the embedded example: two minutes on two CPU cores",
