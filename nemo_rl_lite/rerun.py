@@ -68,16 +68,19 @@ def rerun(capsule: Mapping[str, Any], arguments: Sequence[str], target: Path | N
     stopping = Callbacks(on_step=lambda metrics: metrics["step"] >= last)
     with logged_to(folder):
         run_in(folder, to_repeat(config, capsule), shlex.join(["nrl-lite", "rerun", *arguments]), stopping)
-    now = make(folder, last, max(sum("whole" in one for one in step.get("train", ())) for step in capsule["steps"]))
-    for line in surroundings(capsule, now):
-        sys.stdout.write(f"changed  {line}\n")
+    whole = max(sum("whole" in one for one in step.get("train", ())) for step in capsule["steps"])
+    now = make(folder, len(capsule["steps"]) - 1, whole)
+    sys.stdout.write("".join(f"changed  {line}\n" for line in surroundings(capsule, now)))
     differences = compare(capsule, now)
-    for difference in differences:
-        sys.stdout.write(f"differs  {difference}\n")
-    sys.stdout.write(
-        f"first difference: {differences[0]}\n" if differences else f"all {last} steps are equal, bit by bit\n"
-    )
-    return not differences
+    if not differences:
+        sys.stdout.write(f"equal    all compared values up to step {last}\n")
+        return True
+    first, *others = differences
+    sys.stdout.write(f"first difference  {first}\n")
+    sys.stdout.write("".join(f"then              {one}\n" for one in others if one.step == first.step))
+    if later := sorted({one.step for one in others} - {first.step}):
+        sys.stdout.write(f"also different    steps {', '.join(map(str, later))}\n")
+    return False
 
 
 if __name__ == "__main__":

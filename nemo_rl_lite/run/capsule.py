@@ -87,7 +87,9 @@ def make(folder: Path, steps: int, samples: int) -> dict[str, Any]:
     trained = [step for step, values in metrics.items() if "train/loss" in values]
     if not trained:
         raise CapsuleError(f"{folder} has no complete step in {METRICS_FILE}")
-    last = min(max(trained), steps)
+    # A run with checkpoint.resume_from begins at a later step.
+    first = min(trained)
+    last = min(max(trained), first + steps - 1)
     environment = read_json(folder / ENVIRONMENT_FILE)
     changes = folder / CHANGES_FILE
     return {
@@ -95,10 +97,10 @@ def make(folder: Path, steps: int, samples: int) -> dict[str, Any]:
         "run": str(folder.resolve()),
         "command": _last_line(folder / COMMAND_FILE),
         "config": config,
-        "environment": {name: value for name, value in environment.items() if name != "data"},
+        "environment": {name: value for name, value in environment.items() if name not in ("data", "host")},
         "data": environment.get("data", {}),
         "changes": changes.read_text() if changes.exists() else "",
-        "steps": [_fingerprint(folder, step, metrics.get(step, {}), samples) for step in range(last + 1)],
+        "steps": [_fingerprint(folder, step, metrics.get(step, {}), samples) for step in range(first - 1, last + 1)],
         # hf/ has the weights of the last step.
         "weights": _tensor_digests(folder / "hf") if last == max(trained) else {},
     }
@@ -170,16 +172,16 @@ def _compare_samples(step: int, split: str, then: Mapping[str, Any], now: Mappin
 
 
 def _detail(column: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return both values, or those of the first token that differs if both capsules have the whole sample."""
-    if column not in _ARRAYS:
-        return f": {other[column]}, was {one[column]}"
+    """Return both values. Of arrays: the sums, or the first entry that differs if both capsules have the sample."""
     was, value = (sample.get("whole", {}).get(column) for sample in (one, other))
+    if column not in _ARRAYS or None in (one[column], other[column]):
+        return f": {other[column]}, was {one[column]}"
     if was is None or value is None:
-        return ""
+        return f": sum {other[column]['sum']}, was {one[column]['sum']}"
     place = next((at for at, both in enumerate(zip(was, value, strict=False)) if both[0] != both[1]), None)
     if place is None:
         return f": {len(value)} tokens, was {len(was)}"
-    return f": at token {place} {value[place]}, was {was[place]}"
+    return f": {value[place]} at token {place}, was {was[place]}"
 
 
 def _compare_metrics(
@@ -209,7 +211,10 @@ def _sample(row: dict[str, Any], whole: bool) -> dict[str, Any]:
     sample = {name: row[name] for name in ("problem", "sample")}
     for column in _COLUMNS:
         value = row.get(column)
-        sample[column] = _digest(np.asarray(value, _ARRAYS[column])) if column in _ARRAYS and value else value
+        if column in _ARRAYS and value is not None:
+            array = np.asarray(value, _ARRAYS[column])
+            value = {"digest": _digest(array), "sum": float(array.sum(dtype=np.float64))}
+        sample[column] = value
     if whole:
         texts = {name: row[name] for name in ("prompt", "response", "answer")}
         sample["whole"] = texts | {name: row.get(name) for name in _ARRAYS}
