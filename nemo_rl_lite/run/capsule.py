@@ -61,7 +61,7 @@ class CapsuleError(LauncherError):
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs in a step: `count` of `total` samples or tensors, or one value."""
+    """Difference in a step: `count` of `total` samples or tensors, or one value."""
 
     step: int
     what: str
@@ -247,7 +247,7 @@ def _tensor_digests(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is no mapping
+            for name in tensors.keys():  # noqa: SIM118
                 found[name] = _digest(tensors.get_tensor(name).view(-1).contiguous().view(torch.uint8).numpy())
     return found
 

@@ -1,4 +1,4 @@
-"""A run is repeated from its capsule, bit by bit, and a change is named by the first value that it changes."""
+"""A rerun of a capsule is bitwise identical, and a change is named by the first value that it changes."""
 
 import json
 from contextlib import redirect_stdout
