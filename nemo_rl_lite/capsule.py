@@ -15,9 +15,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="nrl-lite capsule", description=__doc__)
     parser.add_argument("run", help="a run: its folder, its name or last")
     parser.add_argument("file", type=local_path, nargs="?", help="file to write (default: capsule.json in the run)")
-    parser.add_argument("--steps", type=_count, default=3, help="number of steps (default: %(default)s)")
+    parser.add_argument("--steps", type=positive_number, default=3, help="number of steps (default: %(default)s)")
     parser.add_argument(
-        "--samples", type=_count, default=8, help="whole samples per rollout; others as digests (default: %(default)s)"
+        "--samples",
+        type=positive_number,
+        default=8,
+        help="whole samples per rollout; others as digests (default: %(default)s)",
     )
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite capsule"):
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(f"{file} ({size:.0f} kB, {steps} steps); to repeat them: nrl-lite rerun {file}\n")
 
 
-def _count(text: str) -> int:
+def positive_number(text: str) -> int:
     """Parse a positive number. Raises ValueError."""
     if (number := int(text)) < 1:
         raise ValueError

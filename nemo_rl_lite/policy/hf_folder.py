@@ -124,12 +124,10 @@ def convert(
         scored = forward_scores(model, tokens_1T, lengths_1, Layout.configured(policy, "logprob", on_gpu), 1.0)
         if scored is None:
             raise RuntimeError("a single process has logits")
-        device = model.device
-        del model
         writer.close()
         complete_hf_folder(folder, model_path, writer.dtype)
         say("reading the folder back")
-        own_1T = _logprobs_of_folder(folder, tokens_1T, device)
+        own_1T = _logprobs_of_folder(folder, tokens_1T, model.device)
         difference = (own_1T - scored["logprobs"]).abs().mean().item()
         tolerance = PROBE_TOLERANCE[config.policy.precision]
         if not difference <= tolerance:

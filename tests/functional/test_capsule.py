@@ -53,7 +53,7 @@ def test_an_unchanged_rerun_is_equal(run, tmp_path):
         ),
         (
             "algorithm.loss_fn.reference_policy_kl_penalty=0.5",
-            "algorithm.loss_fn.reference_policy_kl_penalty: 0.0 -> 0.5",
+            "algorithm.loss_fn.reference_policy_kl_penalty: 0.001 -> 0.5",
             "step 2: loss: ",
         ),
         (
