@@ -26,6 +26,8 @@ VERBS = {
     "serve": "serve a model over the APIs of OpenAI and Anthropic until Ctrl-C",
     "why": "take a step's loss apart by prompt, sample and token: one HTML page",
     "replay": "take steps of a run again from its saved rollouts with other settings; needs no engine",
+    "capsule": "write one file with which the first steps of a run can be repeated and compared",
+    "rerun": "repeat the steps of a capsule, and name the first thing that differs",
     "report": "write an HTML page of runs: curves, times, memory, samples, configuration",
     "compare": "say whether new runs are better than base runs, with an interval: A ... vs B ...",
     "quickstart": "run the embedded example: two minutes on two CPU cores",

@@ -10,12 +10,21 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from nemo_rl_lite.checkpoint.resume import checkpoints_around, locate
 from nemo_rl_lite.checkpoint.store import POLICY, Checkpoint, explained
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, Violation, shown_as_message
-from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, exported, locate_model, with_template
+from nemo_rl_lite.models.folder import (
+    SHARD_BYTES,
+    TEMPLATE_FILE,
+    TEMPLATED,
+    exported,
+    locate_model,
+    with_template,
+)
 from nemo_rl_lite.models.shape import push_problems
 from nemo_rl_lite.observability.runs import existing_or_run
 from nemo_rl_lite.system.machine import local_path
@@ -34,6 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nargs="?",
         help="folder to write (default: hf-step-N in the run's folder); LoRA's adapters go to FOLDER-adapter",
     )
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default=SHARD_BYTES,
+        metavar="SIZE",
+        help="maximum size of a file of weights, such as 500MB or 2GB (default: 5GB)",
+    )
     parser.add_argument("--push-to-hub", metavar="NAME", help="also upload to this Hub repository (organisation/name)")
     parser.add_argument("--public", action="store_true", help="create the repository as public, not private")
     given = parser.parse_args(arguments)
@@ -41,14 +57,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = given.push_to_hub
         if name and (violations := [Violation("--push-to-hub", name, *problem) for problem in push_problems(name)]):
             raise ConfigError(violations)
-        folders = export(existing_or_run(given.run).resolve(), given.folder.resolve() if given.folder else None)
+        target = given.folder.resolve() if given.folder else None
+        folders = export(existing_or_run(given.run).resolve(), target, given.max_shard_size)
         if name:
             from nemo_rl_lite.run.publish import push
 
             sys.stdout.write(f"pushed to {push(folders, name, private=not given.public)}\n")
 
 
-def export(run: Path, target: Path | None) -> list[Path]:
+def _size(text: str) -> int:
+    """Parse a number of bytes with a unit. Raises argparse.ArgumentTypeError."""
+    try:
+        found = TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        found = 0
+    if found <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
+    return int(found)
+
+
+def export(run: Path, target: Path | None, shard_bytes: int) -> list[Path]:
     """Write a run's newest checkpoint, or one checkpoint, to `target` and verify it; return the `exported` folders.
 
     Raises:
@@ -76,7 +104,7 @@ def export(run: Path, target: Path | None) -> list[Path]:
 
         auto_bridge()
     from nemo_rl_lite.observability.console import RunConsole
-    from nemo_rl_lite.policy.export import convert
+    from nemo_rl_lite.policy.hf_folder import convert
     from nemo_rl_lite.run.publish import write_cards
     from nemo_rl_lite.system.machine import free_port
 
@@ -95,7 +123,7 @@ def export(run: Path, target: Path | None) -> list[Path]:
                 raise CheckpointError(f"{template}, the run's chat template, does not exist: restore it")
             model = with_template(model, template, Path(scratch) / TEMPLATED)
         try:
-            difference = convert(config, model, found.path / POLICY, target, console.say)
+            difference = convert(config, model, found.path / POLICY, target, console.say, shard_bytes)
         except CheckpointError as error:
             raise explained(error, found.path) from error.__cause__
     write_cards(target, config, found.path.parents[1], found.step)

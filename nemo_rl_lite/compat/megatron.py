@@ -43,6 +43,15 @@ def export_adapters(bridge: Any, chunks: Sequence[Any], conversions: list[Any], 
     return once.stream_adapter_weights_megatron_to_hf(chunks, cpu=on_cpu, show_progress=False)
 
 
+def load_weights(bridge: Any, chunks: Sequence[Any], tasks: Sequence[Any]) -> None:
+    """Load the starting model's weights of these conversion tasks."""
+    # As in `export_adapters`, the bridge takes no tasks as arguments.
+    once = bridge._model_bridge
+    once.build_conversion_tasks = lambda *_, **__: tasks
+    once._with_progress_tracking = lambda tasks, *_, **__: tasks
+    once.load_weights_hf_to_megatron(bridge.hf_pretrained, chunks)
+
+
 written_for(__name__, "megatron-core", "0.19")
 
 
@@ -158,7 +167,7 @@ def staged_writing(request: Any, stage: Callable[[Any], Any]) -> Callable[[], di
     return write
 
 
-class _PartReader(FileSystemReader):
+class PartReader(FileSystemReader):
     """Reads a part of a file at once, and calls `verify` with the file's name, the part's begin, and its content."""
 
     def __init__(self, folder: str, index: Any, verify: Callable[[str, int, bytes], None]):
@@ -181,13 +190,13 @@ class _PartReader(FileSystemReader):
 
 @contextmanager
 def files_read_by_part(index: Any, verify: Callable[[str, int, bytes], None]) -> Iterator[None]:
-    """Let megatron-core read a checkpoint with a known index by part within the block. `verify`: see `_PartReader`."""
+    """Let megatron-core read a checkpoint with a known index by part within the block. `verify`: see `PartReader`."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
     before = strategies._get_filesystem_reader
     for module in (serialization, strategies):
-        module._get_filesystem_reader = lambda folder, *_, **__: _PartReader(folder, index, verify)  # pyrefly: ignore
+        module._get_filesystem_reader = lambda folder, *_, **__: PartReader(folder, index, verify)  # pyrefly: ignore
     try:
         yield
     finally:

@@ -4,8 +4,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,11 @@ from nemo_rl_lite.models import embedded
 from nemo_rl_lite.models.shape import CAUSAL, NoModelError, is_hub_name
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nemo_rl_lite.observability.console import RunConsole
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+# Maximum size of a file of weights, as in huggingface_hub.
+SHARD_BYTES = 5 * 10**9
 # Read if they exist.
 _OPTIONAL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _EMBEDDING, _LAYER = "model.embed_tokens.weight", re.compile(r"model\.layers\.(\d+)\.")
@@ -83,7 +82,7 @@ def check_model_folder(folder: Path) -> None:
     if not any(str(one).endswith(CAUSAL) for one in architectures):
         causal = f"a causal language model (...{' or ...'.join(CAUSAL)})"
         raise NoModelError(f"{folder / 'config.json'}: architectures = {architectures} does not name {causal}")
-    if (index := folder / _INDEX).exists():
+    if (index := folder / INDEX).exists():
         files = _json(index).get("weight_map")
         if not isinstance(files, dict):
             raise NoModelError(f"{index}: has no weight_map")
@@ -173,29 +172,17 @@ def replacing(target: Path) -> Iterator[Path]:
         folder.rename(target)
 
 
-def on_host(weights: Iterable[tuple[str, "Tensor"]]) -> dict[str, "Tensor"]:
-    """Copy weights to host memory; no copy shares memory with another or with the model."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
+def complete_hf_folder(folder: Path, source: Path, dtype: str) -> None:
+    """Add the configuration and tokenizer files of `source` to a folder of weights.
 
-
-def write_hf_folder(
-    weights: dict[str, "Tensor"], source: Path, target: Path, check: Callable[[Path], None] = lambda folder: None
-) -> None:
-    """Write `weights` (Hugging Face names, separate memory) to `target`, with the configuration and tokenizer files of
-    `source`, and the chat template's end tokens in generation_config.json.
-
-    The folder replaces an existing one, atomically, unless `check` of it raises. File modes follow the umask.
+    config.json gets the weights' `dtype`, and generation_config.json the chat template's end tokens. File modes follow
+    the umask.
     """
-    from huggingface_hub import save_torch_state_dict
-
-    with replacing(target) as folder:
-        for file in source.iterdir():
-            if file.is_file() and not file.name.endswith(WEIGHT_FILES):
-                shutil.copyfile(file, folder / file.name)
-        _name_end_tokens(folder)
-        _name_dtype(folder, weights)
-        save_torch_state_dict(weights, folder)
-        check(folder)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHT_FILES):
+            shutil.copyfile(file, folder / file.name)
+    _name_end_tokens(folder)
+    _name_dtype(folder, dtype)
 
 
 def adapter_folder(model: Path) -> Path:
@@ -216,14 +203,10 @@ def base_name(name: str, folder: Path) -> str:
     return str(folder if name == embedded.NAME else Path(name).expanduser().resolve())
 
 
-def _name_dtype(folder: Path, weights: Mapping[str, "Tensor"]) -> None:
+def _name_dtype(folder: Path, dtype: str) -> None:
     """Write the weights' precision to config.json; transformers and vLLM load in that precision."""
-    sizes = Counter[str]()
-    for tensor in weights.values():
-        if tensor.is_floating_point():
-            sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     file = folder / "config.json"
-    config, (dtype, _) = json.loads(file.read_text()), sizes.most_common(1)[0]
+    config = json.loads(file.read_text())
     for section in (config, config.get("text_config") or {}):
         # `torch_dtype` is the name before transformers 5.
         section |= dict.fromkeys({"dtype", "torch_dtype"} & section.keys(), dtype)

@@ -1,6 +1,7 @@
 """Describe a run for its folder and trackers: configuration without secrets, versions, hardware, commit."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -32,6 +33,8 @@ PACKAGES = (
 # Files in a run's folder that describe the run.
 CONFIG_FILE, COMMAND_FILE, ENVIRONMENT_FILE = "config.json", "command.txt", "environment.json"
 STATUS_FILE, ERROR_FILE = "status.json", "error.txt"
+# The difference between the working directory and its commit.
+CHANGES_FILE = "changes.diff"
 _LIMIT_S = 10
 _KINDS = (
     r"(?:api|access|secret|private)[_-]?keys?|secrets?|passwords?|passwd|passphrase|pwd|token|auth(?:orization)?|bearer"
@@ -65,11 +68,25 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "hardware": hardware,
         "versions": {"nemo_rl_lite": nemo_rl_lite.__version__} | versions(PACKAGES),
+        "package_sha256": _package_digest(),
     }
     if commit := _answer("git", "rev-parse", "HEAD"):
         changes = _answer("git", "status", "--porcelain", "--untracked-files=no")
         described |= {"commit": commit, "uncommitted_changes": bool(changes)}
     return described
+
+
+def uncommitted_changes() -> str:
+    """Return the difference between the tracked files of the working directory and their commit, without secrets."""
+    return redact_text(_answer("git", "diff", "HEAD"))
+
+
+def _package_digest() -> str:
+    """Return a digest of this package's sources, which a checkout can change without a new version."""
+    folder, digest = Path(nemo_rl_lite.__file__).parent, hashlib.sha256()
+    for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.yaml")]):
+        digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def for_trackers(folder: Path, whole_config: Mapping[str, Any]) -> dict[str, Any]:

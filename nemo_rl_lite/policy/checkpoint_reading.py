@@ -7,7 +7,7 @@ they need.
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_lite.checkpoint.store import Part, digest_of, has_changed, load
-from nemo_rl_lite.compat.megatron import files_read_by_part, parallel_loading
+from nemo_rl_lite.compat.megatron import PartReader, files_read_by_part, parallel_loading
 from nemo_rl_lite.errors import CheckpointError
 
 # torch.distributed.checkpoint's index.
@@ -119,6 +119,20 @@ def first_line(error: BaseException) -> str:
 def _verified(folder: Path) -> Iterator[None]:
     """Let megatron-core compare the parts of the files in `folder` with their digests as it reads them, and read no
     other objects, within the block."""
+    with reading_only(folder) as index, files_read_by_part(index, _verifier(folder)):
+        yield
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[PartReader]:
+    """Yield torch's reader of a checkpoint, which compares each part with its digest and reads no other objects within
+    the block. Raises CheckpointError for errors in the block."""
+    with _errors_named(folder), reading_only(folder) as index:
+        yield PartReader(str(folder), index, _verifier(folder))
+
+
+def _verifier(folder: Path) -> Callable[[str, int, bytes], None]:
+    """Return the `verify` of `PartReader`. It raises CheckpointError: a part has changed."""
     recorded = load(folder.parent)
     parts: dict[str, Mapping[int, Part]] = {}
     for name, own in ({} if recorded is None else recorded.parts).items():
@@ -129,8 +143,7 @@ def _verified(folder: Path) -> Iterator[None]:
         if name in parts and parts[name].get(begin) != (len(content), digest_of(content)):
             raise has_changed(folder.parent, f"{folder.name}/{name}")
 
-    with reading_only(folder) as index, files_read_by_part(index, verify):
-        yield
+    return verify
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Export a rank's weights with Hugging Face names, with megatron-bridge: for refits, and to a folder.
+"""Export a rank's weights with Hugging Face names, with megatron-bridge, and send them in refits.
 
 The bridge gathers, splits and renames weights in Python, tensor by tensor. `find_export` traces it once with element
 numbers instead of values. Refits then copy without the bridge, for tensor, pipeline and expert parallelism, fused
@@ -8,13 +8,10 @@ Stages of a refit: `plan_refit`, `Producer.open`, `Producer.join`, and `Sender.s
 A new connection starts at `Producer.open`.
 """
 
-import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,15 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.compat import megatron
-from nemo_rl_lite.config.schema import Config, PolicyConfig, RefitConfig
+from nemo_rl_lite.config.schema import RefitConfig
 from nemo_rl_lite.config.sizes import bucket_size
-from nemo_rl_lite.data.tokenizer import load_tokenizer
-from nemo_rl_lite.errors import CheckpointError
-from nemo_rl_lite.models.folder import adapter_folder, base_name, on_host, replacing, write_hf_folder
-from nemo_rl_lite.policy.checkpoint import PolicyState
-from nemo_rl_lite.policy.micro_batches import Layout
-from nemo_rl_lite.policy.model import MegatronModel, build_model
-from nemo_rl_lite.policy.passes import forward_scores
+from nemo_rl_lite.policy.model import MegatronModel
 from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit.buckets import (
     BroadcastBuffers,
@@ -44,7 +35,6 @@ from nemo_rl_lite.refit.buckets import (
 )
 from nemo_rl_lite.refit.group import all_gather
 from nemo_rl_lite.refit.interface import (
-    PROBE_TOLERANCE,
     Export,
     NoConsumers,
     RefitReport,
@@ -57,9 +47,6 @@ from nemo_rl_lite.refit.layout import Named, RefitPlan, Slot, buffer_of, dtype_n
 from nemo_rl_lite.refit.trace import IndexTracer, Recipe, Segment, trace_strided_copies
 
 log = logging.getLogger(__name__)
-
-# Length of the sequence that compares a folder with the checkpoint.
-_PROBE_TOKENS = 32
 
 
 class Weights:
@@ -322,108 +309,3 @@ def _groups() -> list[Any]:
         parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_model_parallel_group(),
     ]
-
-
-def export_folder(model: MegatronModel, rank: int, source: Path, target: Path) -> None:
-    """Write the model to `target`, with the configuration and tokenizer of `source`. Collective; rank 0 writes."""
-    weights = iter(export_weights(model))
-    try:
-        if rank == 0:
-            write_hf_folder(on_host(weights), source, target)
-    finally:
-        # Other ranks take part in the gathers.
-        for _ in weights:
-            pass
-
-
-@contextmanager
-def exported_adapters(model: MegatronModel, rank: int, base: str, source: Path, target: Path) -> Iterator[None]:
-    """Export LoRA's adapters in PEFT's format, with the tokenizer of `source`. The folder `target` appears when the
-    block ends. `base`: the adapters' base model. Collective; rank 0 writes."""
-    with replacing(target) if rank == 0 else nullcontext(target) as folder:
-        model.bridge.save_hf_adapter(
-            model.chunks, folder, peft_config=model.lora, base_model_name_or_path=base, show_progress=False
-        )
-        if rank == 0:
-            load_tokenizer(source).save_pretrained(folder)
-        yield
-
-
-def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Callable[[str], None]) -> float:
-    """Convert a checkpoint's policy folder `saved` to Hugging Face format in `target`, and LoRA's adapters to
-    `adapter_folder(target)`, without Ray.
-
-    Returns the mean difference, in nats, of a sequence's logprobs between transformers with the new folder and
-    megatron-core. `model_path`: the run's starting model. The environment has RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT, for one rank.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read, or the difference exceeds `PROBE_TOLERANCE`.
-    """
-    on_gpu = torch.cuda.is_available()
-    policy = _in_one_process(config.policy)
-    say(f"building the model on {'a GPU' if on_gpu else 'the CPU'}")
-    limit_s, seed = config.cluster.collective_timeout_s, config.algorithm.seed
-    model = build_model(policy, str(model_path), on_gpu, limit_s, seed, trains=False)
-    PolicyState(model, None, None).load_weights(saved)
-    vocabulary, generator = model.bridge.hf_pretrained.config.vocab_size, torch.Generator().manual_seed(0)
-    tokens_1T = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=generator)
-    lengths_1 = torch.tensor([tokens_1T.shape[1]])
-    scored = forward_scores(model, tokens_1T, lengths_1, Layout.configured(policy, "logprob", on_gpu), 1.0)
-    if scored is None:
-        raise RuntimeError("a single process has logits")
-    logprobs_1T = scored["logprobs"]
-    weights, device = on_host(export_weights(model)), model.device
-    tolerance, differences = PROBE_TOLERANCE[config.policy.precision], []
-
-    def check(folder: Path) -> None:
-        own_1T = _logprobs_of_folder(folder, tokens_1T, device)
-        differences.append((own_1T - logprobs_1T).abs().mean().item())
-        if not differences[0] <= tolerance:
-            raise CheckpointError(
-                f"{folder} gives a probe logprobs that differ from the checkpoint's by {differences[0]:.4f} nats on "
-                f"average (limit {tolerance:g} in {config.policy.precision}), so {target} was not written"
-            )
-
-    with ExitStack() as stack:
-        if model.lora is not None:
-            base = base_name(policy.model_name, model_path)
-            stack.enter_context(exported_adapters(model, 0, base, model_path, adapter_folder(target)))
-        # Free memory for the folder's model.
-        del model
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
-        say("writing the folder and reading it back")
-        write_hf_folder(weights, model_path, target, check)
-    return differences[0]
-
-
-def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
-    parallel = replace(
-        policy.megatron_cfg,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
-        num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=None,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=1,
-        moe_token_dispatcher_type="alltoall",
-        sequence_parallel=False,
-        fp8_cfg=replace(policy.megatron_cfg.fp8_cfg, enabled=False),
-        fine_grained_activation_offloading=False,
-    )
-    return replace(policy, megatron_cfg=parallel)
-
-
-def _logprobs_of_folder(folder: Path, tokens_1T: Tensor, device: torch.device) -> Tensor:
-    """Return logprobs from transformers in the dtype of config.json; entry t is of token t, entry 0 is 0."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
-    with torch.no_grad():
-        logits = model(tokens_1T.to(device)).logits.float().cpu()
-    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, tokens_1T[:, 1:, None])[..., 0]
-    return torch.nn.functional.pad(logprobs, (1, 0))

@@ -216,9 +216,10 @@ def build_model(
     seed: int,
     trains: bool = True,
     reads: bool = True,
+    on_meta: bool = False,
 ) -> MegatronModel:
     """Start torch.distributed and model parallelism, build the model and, if it `reads`, load its weights. Models of a
-    process have one parallel layout.
+    process have one parallel layout. `on_meta`: the model's own parameters have no memory, and nothing is loaded.
 
     The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The model is on the CPU, or on the process's
     first GPU, with Transformer Engine's layers. It has gradient buffers if it `trains`.
@@ -249,7 +250,7 @@ def build_model(
         lora = LoRA(target_modules=list(peft.target_modules), dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
     model = MegatronModel(
         bridge,
-        _build_chunks(bridge, provider, parallel, lora, on_gpu, trains, reads),
+        _build_chunks(bridge, provider, parallel, lora, on_gpu, trains, reads, on_meta),
         _own_place(parallel),
         device,
         half_precision=config.precision != "float32",
@@ -274,9 +275,16 @@ def build_model(
 
 
 def _build_chunks(
-    bridge: Any, provider: Any, parallel: MegatronConfig, lora: Any, on_gpu: bool, trains: bool, reads: bool
+    bridge: Any,
+    provider: Any,
+    parallel: MegatronConfig,
+    lora: Any,
+    on_gpu: bool,
+    trains: bool,
+    reads: bool,
+    on_meta: bool,
 ) -> list[Any]:
-    """Build this rank's model chunks and, if it `reads`, load their weights. With LoRA it reads."""
+    """Build this rank's model chunks and, if it `reads`, load their weights. With LoRA it reads. See `build_model`."""
     from megatron.core import parallel_state
 
     in_graphs = on_gpu and parallel.cuda_graph_impl != "none"
@@ -284,7 +292,8 @@ def _build_chunks(
     def before_wrapping(bare: list[Any]) -> list[Any]:
         """Add adapters and freeze weights, so that frozen weights get no gradient buffers."""
         if lora is not None:
-            _load_weights(bridge, bare, on_gpu)
+            if not on_meta:
+                _load_weights(bridge, bare, on_gpu)
             bare = lora(bare)
         for chunk in bare if in_graphs else ():
             # Makes megatron-core wrap on the graphs' stream, because AccumulateGrad nodes keep their first stream.
@@ -295,13 +304,14 @@ def _build_chunks(
         ddp_config=ddp_config(parallel, parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
         wrap_with_ddp=trains,
         use_cpu_initialization=not on_gpu,
+        init_model_with_meta_device=on_meta,
         pre_wrap_hook=before_wrapping if lora is not None or parallel.freeze_moe_router or in_graphs else None,
     )
     transformer_engine.leave_random_state(chunks)
     if in_graphs:
         _check_dropout(chunks)
     moe.keep_biases_in_float32(chunks)
-    if lora is None and reads:
+    if lora is None and reads and not on_meta:
         _load_weights(bridge, chunks, on_gpu)
     activation_offload.add_mlps(chunks, parallel)
     return chunks

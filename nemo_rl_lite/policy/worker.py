@@ -26,8 +26,9 @@ from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.checkpoint import PolicyState
-from nemo_rl_lite.policy.export import export_folder, exported_adapters, plan_refit
+from nemo_rl_lite.policy.export import plan_refit
 from nemo_rl_lite.policy.graphs import CudaRecorder, MicroBatchGraphs
+from nemo_rl_lite.policy.hf_folder import export_folder, exported_adapters
 from nemo_rl_lite.policy.interface import with_scores
 from nemo_rl_lite.policy.memory import clear_module_caches, phase_memory, require_weights
 from nemo_rl_lite.policy.micro_batches import Layout

@@ -19,6 +19,7 @@ from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention, has_any
 from nemo_rl_lite.config.keys import RUN_FOLDER, flatten
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.observability.environment import (
+    CHANGES_FILE,
     COMMAND_FILE,
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -27,6 +28,7 @@ from nemo_rl_lite.observability.environment import (
     describe_environment,
     redact_command,
     redact_text,
+    uncommitted_changes,
 )
 from nemo_rl_lite.observability.live import LIVE_FILE
 from nemo_rl_lite.observability.runs import LOCK_FILE, read_json
@@ -40,7 +42,10 @@ log = logging.getLogger(__name__)
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
 _SHOWN_CHANGES = 3
 # Files that a start replaces.
-_OF_A_START = (SUMMARY_FILE, ERROR_FILE, COMMAND_FILE, CONFIG_FILE, ENVIRONMENT_FILE, STATUS_FILE, LIVE_FILE)
+_OF_A_START = (
+    *(SUMMARY_FILE, ERROR_FILE, COMMAND_FILE, CONFIG_FILE, ENVIRONMENT_FILE, CHANGES_FILE),
+    *(STATUS_FILE, LIVE_FILE),
+)
 
 
 @contextmanager
@@ -108,13 +113,24 @@ def is_run(folder: Path) -> bool:
 
 
 def write_start(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:
-    """Write the command, configuration and environment; remove the summary and the error of an earlier start."""
+    """Write the command, configuration, environment and uncommitted changes; remove the summary and the error of an
+    earlier start."""
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     (folder / ERROR_FILE).unlink(missing_ok=True)
     _append(folder / COMMAND_FILE, f"{redact_command(command)}\n")
     for name, content in ((CONFIG_FILE, whole_config), (ENVIRONMENT_FILE, describe_environment())):
         (folder / name).unlink(missing_ok=True)
         _append(folder / name, json.dumps(content, indent=2) + "\n")
+    (folder / CHANGES_FILE).unlink(missing_ok=True)
+    if changes := uncommitted_changes():
+        _append(folder / CHANGES_FILE, f"{changes}\n")
+
+
+def write_data_identity(folder: Path, data: Mapping[str, Any]) -> None:
+    """Add counts and digests of the rows (`data_identity`) to environment.json."""
+    content = read_json(folder / ENVIRONMENT_FILE) | {"data": data}
+    (folder / ENVIRONMENT_FILE).unlink(missing_ok=True)
+    _append(folder / ENVIRONMENT_FILE, json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager

@@ -51,6 +51,7 @@ from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler, f
 from nemo_rl_lite.rollout.saved import load_rollouts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rollout.store import RolloutFiles
+from nemo_rl_lite.run.folder import write_data_identity
 from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
 from nemo_rl_lite.run.rollout_log import RolloutLog
 from nemo_rl_lite.system.pool import ending_pools
@@ -110,6 +111,7 @@ class _AlgorithmJob:
         """Run the steps after `start`. `groups`: all workers, for the profiler; `rollouts` saves the state of the
         rollout source in checkpoints."""
         config, options = self._config, self._config.checkpoint
+        write_data_identity(self._folder, self._data)
         checkpoints = Checkpoints(
             checkpoint_store(config, self._folder),
             policy,

@@ -120,6 +120,9 @@ class WeightSync:
             "gb_per_s": self._plan.nbytes / seconds / 1e9,
             "wake_s": woken,
         }
+        if checksums := [one for report in sent if report is not None for one in report.checksums]:
+            # Floats represent integers below 2^53 exactly.
+            metrics["weights_checksum"] = float(sum(checksums) % 2**53)
         if self._config.verify != "off":
             self._start_probe()
         return metrics

@@ -63,6 +63,9 @@ TABLES = {
             *("held-out accuracy at the start", "held-out accuracy at the end", "peak memory, policy-0"),
         ),
     ),
+    "export memory table": Table(
+        "export", "export-memory-cpu-2cores", ("weights", "peak resident memory", "peak above that of few layers")
+    ),
     "presets table": Table(
         "memory",
         "offload-presets-1x-h100",

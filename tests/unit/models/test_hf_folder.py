@@ -10,7 +10,8 @@ from transformers import GenerationConfig, Qwen3Config
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.models.embedded import MODEL_CONFIG, build_tokenizer
-from nemo_rl_lite.models.folder import with_template, write_hf_folder
+from nemo_rl_lite.models.folder import complete_hf_folder, replacing, with_template
+from nemo_rl_lite.models.shards import ShardWriter
 
 CHATML = "{% for m in messages %}<im>{{ m.content }}</im>{% endfor %}{% if add_generation_prompt %}<im>{% endif %}"
 OWN = build_tokenizer().eos_token_id
@@ -24,6 +25,15 @@ def base(tmp_path) -> Path:
     tokenizer.save_pretrained(tmp_path / "base")
     Qwen3Config.from_dict(MODEL_CONFIG | {"vocab_size": len(tokenizer)}).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
+
+
+def write_hf_folder(weights: dict[str, torch.Tensor], source: Path, target: Path) -> None:
+    with replacing(target) as folder:
+        writer = ShardWriter(folder)
+        for name, tensor in weights.items():
+            writer.add(name, tensor)
+        writer.close()
+        complete_hf_folder(folder, source, writer.dtype)
 
 
 def in_chatml(base: Path) -> Path:
