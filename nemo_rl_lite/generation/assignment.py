@@ -4,7 +4,7 @@ import asyncio
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_rl_lite.generation.admission import Admission, ResponseLengths
 from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Progress, Request, Unfinished
@@ -27,6 +27,21 @@ class PendingRequest:
     answer: asyncio.Future[tuple[Completion, int]]
     conversation: Conversation
     progress: Progress | None = None
+    so_far: Unfinished | None = None
+    """The tokens that reports have brought."""
+
+    def add(self, new: Unfinished) -> None:
+        """Add tokens of a report."""
+        self.so_far = new if self.so_far is None else self.so_far + new
+        if self.progress is not None:
+            self.progress(self.so_far)
+
+    def requeue(self) -> int:
+        """Prepare the request for another engine. Return the number of tokens that this one takes over."""
+        if not self.request.continues:
+            self.so_far = None
+        self.request = replace(self.request, begun=self.so_far)
+        return 0 if self.so_far is None else len(self.so_far.tokens)
 
 
 @dataclass
@@ -111,11 +126,11 @@ class ReplicaLoad:
         if self.is_roomy or self.load + len(self.between_turns) < self.capacity:
             self.between_turns.add(conversation)
 
-    def tell(self, number: int, so_far: Unfinished) -> None:
-        """Report the tokens so far of a streaming request."""
+    def add_tokens(self, number: int, new: Unfinished) -> None:
+        """Note the new tokens of an unfinished request."""
         asked = self._unfinished.get(number)
-        if asked is not None and asked.progress is not None:
-            asked.progress(so_far)
+        if asked is not None:
+            asked.add(new)
 
     def drop(self, asked: PendingRequest) -> None:
         self._new.pop(asked.number, None)
@@ -150,6 +165,8 @@ class Assignment:
         self._wait_s = 0.0
         self.idle = Stopwatch()
         """Runs while no replica has a request."""
+        self.taken_over = 0
+        """Tokens of lost replicas' responses that other replicas continue."""
 
     def time(self, is_paused: bool) -> None:
         """Update the stopwatches."""
@@ -268,6 +285,7 @@ class Assignment:
 
     def _requeue(self, replica: int) -> None:
         for asked in self.held[replica].requests:
+            self.taken_over += asked.requeue()
             self._wait(asked)
         self.held[replica].clear()
 

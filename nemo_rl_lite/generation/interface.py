@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -16,6 +17,12 @@ FinishReason = Literal["stop", "length"]
 Versions = tuple[tuple[int, int], ...]
 """Versions of the weights that sampled tokens, run-length encoded: pairs of version and number of tokens. A version is
 the training step of the weights."""
+
+
+def joined_versions(versions: Versions) -> Versions:
+    """Return the versions with one pair for neighbours of the same version."""
+    runs = groupby(versions, itemgetter(0))
+    return tuple((version, sum(count for _, count in run)) for version, run in runs)
 
 
 class RequestError(Exception):
@@ -85,7 +92,12 @@ class Request:
     cache_version: int | None = None
     """Weights with which the KV cache of the prompt's beginning was computed; None for the engine's weights."""
     streams: bool = False
-    """True: reports also have the tokens so far."""
+    """True: each report has the new tokens."""
+    continues: bool = False
+    """True: a report has the new tokens every few seconds, and another engine continues them if this one is lost."""
+    begun: "Unfinished | None" = None
+    """Tokens of the response that were sampled before. vLLM continues them with the random numbers that an undisturbed
+    engine would draw next; the completion has all tokens."""
 
 
 @dataclass(eq=False)
@@ -167,10 +179,21 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Unfinished(Completion):
-    """All tokens so far of a streaming response. The finish reason has no meaning."""
+    """Tokens of an unfinished response: all so far, or those of one report. The finish reason has no meaning."""
+
+    def __add__(self, later: "Unfinished") -> "Unfinished":
+        """Return these tokens and those that follow them."""
+        return Unfinished(
+            np.concatenate((self.tokens, later.tokens)),
+            np.concatenate((self.logprobs, later.logprobs)),
+            "length",
+            joined_versions((*self.versions, *later.versions)),
+            None,
+            self.top_logprobs + later.top_logprobs,
+        )
 
 
-Progress = Callable[[Completion], None]
+Progress = Callable[[Unfinished], None]
 """Receives the tokens so far."""
 
 
@@ -275,8 +298,8 @@ class EngineReport:
     """News of an engine that works by itself."""
 
     finished: Mapping[int, Completion | RequestError]
-    """Completions and rejections since the last report, and an `Unfinished` completion for each request that streams,
-    by the request's number."""
+    """Completions and rejections since the last report, by the request's number. For unfinished requests that stream or
+    continue, new tokens."""
     load: EngineLoad
     steps: int
     """Steps since the engine's start."""
@@ -305,8 +328,8 @@ class Engine(Protocol):
         rejections since the last call."""
         ...
 
-    def so_far(self) -> dict[int, Unfinished]:
-        """Return the tokens so far of each request that streams."""
+    def new_tokens(self, of_all: bool) -> dict[int, Unfinished]:
+        """Return the tokens since the last call of each request that streams and, with `of_all`, that continues."""
         ...
 
     def load(self) -> EngineLoad:

@@ -21,7 +21,7 @@ import numpy as np
 
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.tools import Tool
-from nemo_rl_lite.generation.interface import Completion, Conversation
+from nemo_rl_lite.generation.interface import Completion, Conversation, Unfinished
 from nemo_rl_lite.losses.batch import OF_TOKENS
 
 
@@ -38,6 +38,8 @@ class History:
     conversation: Conversation = field(default_factory=Conversation)
     is_busy: bool = False
     """True while a response to the segment is sampled."""
+    begun: Unfinished | None = None
+    """Tokens of that response that are known."""
 
 
 class RowCounts(NamedTuple):

@@ -258,6 +258,7 @@ class GRPOJob(_AlgorithmJob):
             rollouts=rollouts,
             scored=_scored(config),
             decoding_speed=decoding_speed(config, described_shape(self._model_path), workers.generation.take_decoded),
+            take_recovered=workers.generation.take_recovered,
             check=workers.weights.verify_with_probe,
             log=RolloutLog(files, config.logger.show_samples_period, console, metrics, callbacks),
             held_out=len(self._validation),
