@@ -14,11 +14,10 @@ from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.observability.liveness import note_state, progressed
 from nemo_rl_lite.rollout.background import BackgroundLoop
 from nemo_rl_lite.rollout.collector import RolloutTask, Show
-from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Group, Players
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import PendingRollout, Sampler
-from nemo_rl_lite.rollout.saved import RolloutState, SavedRollout, Writing, begin_save, save_groups
+from nemo_rl_lite.rollout.saved import RolloutState, SavedRollout, Writing, begin_save
 from nemo_rl_lite.rollout.source import Engines
 
 log = logging.getLogger(__name__)
@@ -167,7 +166,8 @@ class _RolloutPrefetcher:
             done = {number: group.episodes for number, group in groups.items() if group.is_done}
             ends.append(begin_save(folder, own, done, store, partial(self._save_begun, groups)))
         for saved in self._saved.values():
-            ends.append(begin_save(folder, saved.state, _read(saved, False), None, partial(_save_again, saved)))
+            read = {number: group.read() for number, group in saved.groups.items() if not group.is_begun}
+            ends.append(begin_save(folder, saved.state, {number: own for number, own in read.items() if own}, None))
         return state, ends
 
     def _save_begun(self, groups: Mapping[int, Group], file: Path) -> Writing:
@@ -228,23 +228,6 @@ def _state(one: _Begun) -> RolloutState:
     draws, done = list(one.draft.draws), one.rollout.done()
     noted, spent_s = (len(draws), one.rollout.result().took_s) if done else (one.noted, one.task.took_s)
     return RolloutState(one.draft.step, draws, noted, spent_s)
-
-
-def _read(saved: SavedRollout, are_begun: bool) -> dict[int, list[Episode]]:
-    """Return the episodes of the finished or the begun prompts of a saved rollout, by number."""
-    read = {number: group.read() for number, group in saved.groups.items() if group.is_begun == are_begun}
-    return {number: own for number, own in read.items() if own}
-
-
-def _save_again(saved: SavedRollout, file: Path) -> Writing:
-    """Write the begun prompts of a saved rollout that has not started; see `Players.save_begun`."""
-    part = file.with_name(f"{file.name}.parquet")
-
-    def write() -> list[Path]:
-        save_groups(part, _read(saved, True), are_begun=True)
-        return [part]
-
-    return write
 
 
 class QueuedEngines(Engines, Protocol):
