@@ -64,7 +64,7 @@ def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
 
 
 Resumption = Literal["snapshot", "replay"]
-"""How a new environment takes over an episode: by `restore`, or by the same calls of `step`."""
+"""Way in which a new environment takes over an episode: by `restore`, or by the same calls of `step`."""
 
 
 def _resumption(kind: Any) -> Resumption | None:

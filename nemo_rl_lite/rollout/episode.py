@@ -30,7 +30,7 @@ Ending = Literal["stop", "length", "turns", "error"]
 Activity = Literal["generate", "environment", "reward"]
 
 Stage = Literal["play", "score", "done"]
-"""What an episode does: it is played, then scored, and then done."""
+"""Stage of an episode, which is played, then scored, and then done."""
 
 Advantage = float | np.ndarray
 """Advantage of an episode, or of each of its turns."""

@@ -115,7 +115,7 @@ class Group:
     on_end: Callable[["Group"], None] | None = None
     """Called at the end of `played`."""
     resumes: bool = False
-    """Whether a resumed run continues episodes in play."""
+    """True if a resumed run continues episodes in play."""
     _useful: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

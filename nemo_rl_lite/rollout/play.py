@@ -135,7 +135,7 @@ class Turns:
     environments: Environments
     max_turns: int
     saves: bool = False
-    """Whether episodes need the environments' snapshots, for checkpoints."""
+    """True if checkpoints need the environments' snapshots."""
     _sessions: Iterator[int] = field(default_factory=itertools.count, init=False)
     section: ClassVar[Section] = "environment"
 

@@ -146,7 +146,7 @@ def test_an_engine_without_weights_may_be_cleared():
 
 
 def reported(loop: EngineLoop, *numbers: int) -> dict[int, list[Completion]]:
-    """What reports bring of each request up to its completion."""
+    """Collect what reports bring of each request up to its completion."""
     found = {number: [] for number in numbers}
     while not all(own and not isinstance(own[-1], Unfinished) for own in found.values()):
         for number, one in loop.report(20).finished.items():
