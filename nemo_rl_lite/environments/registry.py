@@ -97,7 +97,8 @@ class Environments(ABC):
         try:
             return state if isinstance(state, bytes) else json.dumps(state)
         except (TypeError, ValueError) as error:
-            raise as_call_error(TypeError(f"state() is neither JSON nor bytes: {error}")) from error
+            rule = f"state() of the environment returned neither JSON nor bytes: {error}"
+            raise CallError(rule, is_fault=True) from error
 
     async def restore(self, session: int, state: str | bytes | None) -> None:
         """Give a snapshot to the session's environment. Raises what `step` raises."""
