@@ -27,21 +27,32 @@ class PendingRequest:
     answer: asyncio.Future[tuple[Completion, int]]
     conversation: Conversation
     progress: Progress | None = None
-    so_far: Unfinished | None = None
-    """The tokens that reports have brought."""
+    _parts: list[Unfinished] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        if self.request.begun is not None:
+            self._parts = [self.request.begun]
 
     def add(self, new: Unfinished) -> None:
         """Add tokens of a report."""
-        self.so_far = new if self.so_far is None else self.so_far + new
+        self._parts.append(new)
         if self.progress is not None:
-            self.progress(self.so_far)
+            self.progress(self._joined())
+
+    def so_far(self) -> Unfinished | None:
+        """Return the tokens that reports have brought."""
+        return self._joined() if self._parts else None
+
+    def _joined(self) -> Unfinished:
+        self._parts = [Unfinished.joined(self._parts)]
+        return self._parts[0]
 
     def requeue(self) -> int:
         """Prepare the request for another engine. Return the number of tokens that this one takes over."""
         if not self.request.continues:
-            self.so_far = None
-        self.request = replace(self.request, begun=self.so_far)
-        return 0 if self.so_far is None else len(self.so_far.tokens)
+            self._parts = []
+        self.request = replace(self.request, begun=self.so_far())
+        return 0 if self.request.begun is None else len(self.request.begun.tokens)
 
 
 @dataclass

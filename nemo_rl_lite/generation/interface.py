@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, Literal, Protocol
 
@@ -118,6 +118,8 @@ class Conversation:
     """Hash of the first prompt."""
     prompt_tokens: int = 0
     """Tokens of the first prompt."""
+    so_far: "Callable[[], Unfinished | None] | None" = None
+    """Returns the known tokens of the response in progress; None between two turns."""
 
     def begin_turn(self, request: Request) -> Request:
         """Return the request of a turn with the version of its cache."""
@@ -181,15 +183,16 @@ class Completion:
 class Unfinished(Completion):
     """Tokens of an unfinished response: all so far, or those of one report. The finish reason has no meaning."""
 
-    def __add__(self, later: "Unfinished") -> "Unfinished":
-        """Return these tokens and those that follow them."""
-        return Unfinished(
-            np.concatenate((self.tokens, later.tokens)),
-            np.concatenate((self.logprobs, later.logprobs)),
+    @classmethod
+    def joined(cls, parts: "Sequence[Unfinished]") -> "Unfinished":
+        """Return the tokens of one or several parts that follow each other."""
+        return cls(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
             "length",
-            joined_versions((*self.versions, *later.versions)),
+            joined_versions(tuple(chain.from_iterable(part.versions for part in parts))),
             None,
-            self.top_logprobs + later.top_logprobs,
+            tuple(chain.from_iterable(part.top_logprobs for part in parts)),
         )
 
 

@@ -26,7 +26,7 @@ from nemo_rl_lite.observability.profiling import span
 # Seconds that a report waits for news, and the least time between two reports with news.
 REPORT_S, _PERIOD_S = 0.2, 0.02
 # Seconds between two reports of the tokens of all responses. A lost engine costs at most the tokens of this time.
-TOKENS_S = 2.0
+TOKENS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class EngineLoop:
             # A request may have been aborted meanwhile.
             for number in self._open & new.keys():
                 before = self._new_tokens.get(number)
-                self._new_tokens[number] = new[number] if before is None else before + new[number]
+                self._new_tokens[number] = new[number] if before is None else Unfinished.joined([before, new[number]])
             for number in self._open & finished.keys():
                 self._finished[number] = finished[number]
                 self._new_tokens.pop(number, None)

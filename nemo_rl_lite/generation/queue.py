@@ -121,15 +121,18 @@ class RequestQueue:
         answer = asyncio.get_running_loop().create_future()
         conversation = conversation or Conversation(ended=True)
         request = conversation.begin_turn(request)
-        asked = PendingRequest(next(self._numbers), request, answer, conversation, progress, request.begun)
+        asked = PendingRequest(next(self._numbers), request, answer, conversation, progress)
         self._assignment.add(asked)
         self._changed.set()
+        conversation.so_far = asked.so_far
         try:
             return await asked.answer
         except asyncio.CancelledError:
             self._assignment.drop(asked)
             self._changed.set()
             raise
+        finally:
+            conversation.so_far = None
 
     @contextmanager
     def submit_as_batch(self) -> Iterator[None]:

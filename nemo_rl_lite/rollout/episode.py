@@ -221,7 +221,9 @@ class Episode(_Judged, Segment):
         if self.stage == "play" and not resumes:
             return Episode(self.problem, [], 0)
         copies = {name: list(getattr(self, name)) for name in ("tokens", "turns", "branches", "order", "turn_rewards")}
-        return replace(self, **copies, said=[dict(one) for one in self.said], history=History(begun=self.history.begun))
+        return replace(
+            self, **copies, said=[dict(one) for one in self.said], history=History(begun=self.history.so_far)
+        )
 
     def end(self) -> None:
         """Note that no turn follows."""

@@ -11,7 +11,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.registry import Environments
-from nemo_rl_lite.generation.interface import Progress, Request, Requests, Sampling, Unfinished
+from nemo_rl_lite.generation.interface import Progress, Request, Requests, Sampling
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.segments import Segment, Start
@@ -59,16 +59,10 @@ class Assistant:
         seed = int.from_bytes(digest) >> 1
         prompt, continued = (*segment.tokens, *tokens), {"continues": self.continues, "begun": history.begun}
         request = Request(prompt, sampling or self.sampling, seed, self.step, streams=progress is not None, **continued)
-
-        def note(so_far: Unfinished) -> None:
-            history.begun = so_far
-            if progress is not None:
-                progress(so_far)
-
         history.is_busy = True
         try:
             with episode.waiting("generate") as span:
-                completion, span.place = await self.requests.sample(request, history.conversation, note)
+                completion, span.place = await self.requests.sample(request, history.conversation, progress)
         finally:
             history.is_busy, history.begun = False, None
         segment.add_messages(tokens, messages)

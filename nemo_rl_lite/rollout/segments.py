@@ -39,7 +39,13 @@ class History:
     is_busy: bool = False
     """True while a response to the segment is sampled."""
     begun: Unfinished | None = None
-    """Tokens of that response that are known."""
+    """Tokens of the next response that a checkpoint had."""
+
+    @property
+    def so_far(self) -> Unfinished | None:
+        """The known tokens of the next response."""
+        so_far = self.conversation.so_far
+        return self.begun if so_far is None else so_far()
 
 
 class RowCounts(NamedTuple):

@@ -8,6 +8,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from nemo_rl_lite.models.embedded import TOKENS
 from nemo_rl_lite.rollout.saved import load_rollouts
 from tests.functional.conftest import run_command, train
 from tests.functional.test_failures import Run
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.functional
 QUEUE = [
     *("algorithm.rollouts.source=queue", "algorithm.rollouts.max_trajectory_age_steps=1"),
     *("generation.data_parallel_size=2", "generation.colocated.enabled=false"),
-    *("generation.max_new_tokens=8", "policy.max_total_sequence_length=64"),
+    # A response is one token, so that the untrained model truncates none.
+    *(f"generation.stop_token_ids={list(range(len(TOKENS)))}", "policy.max_total_sequence_length=64"),
     "algorithm.loss_fn.use_importance_sampling_correction=true",
     "algorithm.loss_fn.truncated_importance_sampling_ratio=2",
     *("algorithm.max_num_steps=4", "algorithm.num_prompts_per_step=2", "algorithm.num_generations_per_prompt=4"),
@@ -51,7 +53,7 @@ def test_unfinished_episodes_of_two_rollout_workers_continue_in_the_launcher(tmp
         for group in saved.groups.values()
     ]
     begun = [episode for group in groups if group.is_begun for episode in group.read()]
-    assert begun and all(1 <= len(one.turns) <= 2 and one.stage == "play" for one in begun)
+    assert begun and {(len(one.turns), one.stage) for one in begun} == {(2, "play")}
     assert {one.state for one in begun} == {'{"turns": 1}'}
     opened.touch()
     _, metrics = train(folder, model_folder, *own, "algorithm.rollouts.num_workers=0")

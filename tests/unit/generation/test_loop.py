@@ -169,7 +169,7 @@ def test_some_reports_have_the_new_tokens_of_requests_that_continue(monkeypatch)
     loop.send({1: request(300, continues=True), 2: request(300)})
     found = reported(loop, 1, 2)
     *parts, whole = found[1]
-    joined = sum(parts[1:], parts[0])
+    joined = Unfinished.joined(parts)
     assert len(parts) > 1 and joined.versions == ((0, len(joined.tokens)),)
     assert len(found[2]) == 1 and whole == answer(300)
 

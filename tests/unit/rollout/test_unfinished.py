@@ -91,7 +91,7 @@ def test_a_resumed_run_samples_only_what_the_checkpoint_lacks(tmp_path, begin, n
         fleet,
         lambda playing: (
             any(one.turns or not has_turns for one in playing)
-            and any(one.history.begun or not continues for one in playing)
+            and any(one.history.so_far or not continues for one in playing)
         ),
     )
     state = source.save(tmp_path)
@@ -113,6 +113,6 @@ def test_a_rollout_with_one_version_of_the_weights_has_no_begun_episodes(tmp_pat
     fleet = Fleet()
     source = begin(fleet, ONE_STEP_OFF, continues=True)
     source.take(1, silent)
-    stop_when(source, fleet, lambda playing: any(one.history.begun for one in playing))
+    stop_when(source, fleet, lambda playing: any(one.history.so_far for one in playing))
     source.save(tmp_path)
     assert not any(group.is_begun for one in load_rollouts(tmp_path) for group in one.groups.values())
