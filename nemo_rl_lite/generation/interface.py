@@ -196,7 +196,7 @@ class Unfinished(Completion):
         )
 
 
-Progress = Callable[[Unfinished], None]
+Progress = Callable[[Completion], None]
 """Receives the tokens so far."""
 
 
