@@ -86,6 +86,8 @@ class GRPO:
     """Models that need a separate logprob pass."""
     decoding_speed: Callable[[], dict[str, float]]
     """Decoding rates of the engines since the last call."""
+    take_recovered: Callable[[], tuple[int, int]]
+    """See `RecoveringGeneration.take_recovered`."""
     check: Callable[[], dict[str, float]]
     """Compares the engines' probe after the last refit with the policy, which is in its logprob or training phase."""
     log: RolloutLog
@@ -158,6 +160,10 @@ class GRPO:
         shown |= {} if rollout.engines_idle_s is None else {"age": ages["trajectory_age_mean"]}
         shown |= {"reward errors": sampled["reward_errors"]} if rollout.reward_errors else {}
         shown |= {"environment errors": sampled["environment_errors"]} if rollout.environment_errors else {}
+        taken_over, repeated = self.take_recovered()
+        recovered = {"taken_over_tokens": rollout.resumed_tokens + taken_over, "repeated_tokens": repeated}
+        recovered = {name: float(count) for name, count in recovered.items() if count}
+        shown |= {name.replace("_", " "): count for name, count in recovered.items()}
         shown |= {"preemptions": speed["preemptions"]} if speed.get("preemptions") else {}
         shown |= self.signals.shown(sampled)
         self.report.step(
@@ -171,7 +177,8 @@ class GRPO:
             under("performance", speed)
             | under("offload", move_metrics(moves))
             | under("refit", refitted | checked)
-            | under("timing/rollout", rollout.seconds()),
+            | under("timing/rollout", rollout.seconds())
+            | under("rollout", recovered),
             memory,
         )
         for sentence in self.signals.news(sampled):

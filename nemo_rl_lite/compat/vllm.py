@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nemo_rl_lite.compat.versions import installed, since, written_for
@@ -36,6 +37,10 @@ _TOOL_SERVER = "vllm.entrypoints.mcp.tool_server"
 SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
 # Load format of an engine whose refits bring all weights except a draft's.
 DRAFT_ONLY = "draft_only"
+# Extra argument of a request: the number of its prompt's last tokens that are tokens of its response.
+_DRAWN = "drawn"
+# A large prime, so that seeds of continued requests differ from others.
+_OTHER_SEED = 1_000_000_007
 # Compute capability, in tenths, of GPUs that need such scales.
 _BLACKWELL = 100
 
@@ -140,6 +145,48 @@ def finish_begun_steps(engine: Any, step: Callable[[], None]) -> None:
     while core.batch_queue:
         step()
     core.resume_scheduler()
+
+
+def continued_draws(engine: Any, seed: int, drawn: int) -> tuple[int, dict[str, int] | None]:
+    """Return seed and extra arguments of a request whose prompt ends with `drawn` tokens of its response.
+
+    Runner V2 draws random numbers by seed and position. Runner V1 draws them from a generator for each request, which
+    skips those of the `drawn` tokens (`skip_draws`). With drafts, their number is unknown, so the seed changes.
+    """
+    options = engine.vllm_config
+    if not drawn or options.use_v2_model_runner:
+        return seed, None
+    if options.speculative_config is not None:
+        return (seed + _OTHER_SEED * drawn) % 2**31, None
+    return seed, {_DRAWN: drawn}
+
+
+def skip_draws(model_runner: Any) -> None:
+    """Make runner V1 skip the random numbers of tokens that a request continues. V2 needs no change."""
+    update = getattr(model_runner, "_update_states", None)
+    if update is None:
+        return
+
+    def update_and_skip(scheduled: Any) -> Any:
+        found = update(scheduled)
+        for new in scheduled.scheduled_new_reqs:
+            generator = model_runner.requests[new.req_id].generator
+            if generator is not None and (drawn := (new.sampling_params.extra_args or {}).get(_DRAWN)):
+                _skip(generator, drawn, model_runner.input_batch.vocab_size)
+        return found
+
+    model_runner._update_states = update_and_skip
+
+
+def _skip(generator: torch.Generator, drawn: int, vocabulary: int) -> None:
+    """Draw as vLLM's sampler does for `drawn` tokens."""
+    noise, on_gpu = torch.empty(vocabulary, device=generator.device), generator.device.type == "cuda"
+    before = generator.get_offset() if on_gpu else 0
+    for _ in range(1 if on_gpu else drawn):
+        noise.exponential_(generator=generator)
+    if on_gpu:
+        # Each token takes the same number of the generator's steps.
+        generator.set_offset(before + drawn * (generator.get_offset() - before))
 
 
 def on_lost_rank(engine: Any, call: Callable[[], None]) -> None:

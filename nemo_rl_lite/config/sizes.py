@@ -346,6 +346,14 @@ def rollout_workers(config: Config) -> int:
     return min(nodes, engines(config)) if nodes > 1 and engines(config) > 1 else 0
 
 
+def saves_unfinished(config: Config) -> bool:
+    """Return whether checkpoints have the episodes that are unfinished."""
+    if not isinstance(config.algorithm, GRPOConfig):
+        return False
+    rollouts = config.algorithm.rollouts
+    return rollouts.source == "queue" and rollouts.in_flight_weight_updates and rollouts.checkpoint_inflight
+
+
 def engine_ranks(config: Config) -> int:
     """Return the processes per engine, one per GPU."""
     settings = config.generation.vllm_cfg

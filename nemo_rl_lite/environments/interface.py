@@ -30,6 +30,9 @@ class Environment(Protocol):
     - `check()`, always plain, is called once before the run starts. It raises an error if something is wrong.
     - `cut_short(problem, conversation)` returns the reward, or None, of an episode that runs out of turns or length.
     - `close()` is called after the episode.
+    - `state()` returns what a new object needs to continue the episode, as JSON or bytes, and `restore(state)` takes it
+      over. A resumed run then continues unfinished episodes of a checkpoint.
+    - `deterministic = True`, instead of both: a new object that gets the same calls of `step` is in the same state.
     """
 
     def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation | Awaitable[Observation]:

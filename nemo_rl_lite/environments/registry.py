@@ -3,9 +3,10 @@
 import asyncio
 import copy
 import inspect
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from nemo_rl_lite.config.schema import AgentConfig, EnvironmentConfig
 from nemo_rl_lite.config.user_code import imported, imported_for
@@ -62,8 +63,22 @@ def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
     return tools
 
 
+Resumption = Literal["snapshot", "replay"]
+"""Way in which a new environment takes over an episode: by `restore`, or by the same calls of `step`."""
+
+
+def _resumption(kind: Any) -> Resumption | None:
+    """Return how environments of a class take over episodes; None if they cannot."""
+    if all(callable(getattr(kind, name, None)) for name in ("state", "restore")):
+        return "snapshot"
+    return "replay" if getattr(kind, "deterministic", False) is True else None
+
+
 class Environments(ABC):
     """Environments of many episodes, one per session number."""
+
+    def __init__(self, name: str):
+        self.resumption = _resumption(find_environment(name))
 
     async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
         """Call the session's environment; the first call creates it. Raises what `CallPool.call` raises."""
@@ -72,6 +87,22 @@ class Environments(ABC):
     async def cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
         """Return the reward, or None, of an episode that ends early. Raises what `step` raises."""
         return await self._ask("cut_short", session, problem, list(conversation))
+
+    async def state(self, session: int) -> str | bytes | None:
+        """Return the snapshot of the session's environment, as JSON text or bytes; None if it offers none. Raises what
+        `step` raises."""
+        if self.resumption != "snapshot":
+            return None
+        state = await self._ask("state", session)
+        try:
+            return state if isinstance(state, bytes) else json.dumps(state)
+        except (TypeError, ValueError) as error:
+            rule = f"state() of the environment returned neither JSON nor bytes: {error}"
+            raise CallError(rule, is_fault=True) from error
+
+    async def restore(self, session: int, state: str | bytes | None) -> None:
+        """Give a snapshot to the session's environment. Raises what `step` raises."""
+        await self._ask("restore", session, json.loads(state) if isinstance(state, str) else state)
 
     @abstractmethod
     async def close(self, session: int) -> None:
@@ -100,8 +131,11 @@ def try_environment(environments: Environments, name: str, problem: Problem) -> 
     async def trial() -> None:
         try:
             await environments.step(-1, problem, conversation)
+            if environments.resumption == "snapshot":
+                await environments.restore(-2, await environments.state(-1))
         finally:
-            await environments.close(-1)
+            for session in (-1, -2):
+                await environments.close(session)
 
     try:
         asyncio.run(trial())
@@ -121,6 +155,7 @@ class Sessions:
         # A pool runs coroutine functions in its event loop, and others in threads.
         wrap: Callable[..., Callable[..., Any]] = _as_coroutine if is_async else lambda method: method
         self.step, self.cut_short, self.close = wrap(self._step), wrap(self._cut_short), wrap(self._close)
+        self.state, self.restore = wrap(self._state), wrap(self._restore)
 
     def _step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
         return self._environment(session).step(problem, conversation)
@@ -128,6 +163,14 @@ class Sessions:
     def _cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
         method = getattr(self._environment(session), "cut_short", None)
         return None if method is None else method(problem, conversation)
+
+    def _state(self, session: int) -> Any:
+        environment: Any = self._environment(session)
+        return environment.state()
+
+    def _restore(self, session: int, state: Any) -> Any:
+        environment: Any = self._environment(session)
+        return environment.restore(state)
 
     def _close(self, session: int) -> Any:
         closing = getattr(self._environments.pop(session, None), "close", None)
@@ -147,6 +190,7 @@ class InThisProcess(Environments):
     """Runs fast environments in this process. They get copies of their arguments."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]):
+        super().__init__(name)
         self._sessions = Sessions(name, kwargs)
 
     async def _ask(self, method: str, session: int, *arguments: Any) -> Any:
@@ -172,6 +216,7 @@ class InProcesses(Environments):
     """Runs environments in separate processes."""
 
     def __init__(self, config: EnvironmentConfig):
+        super().__init__(config.name or "")
         self._pool = user_pool("environment", config, Sessions)
 
     async def _ask(self, method: str, session: int, *arguments: Any) -> Any:

@@ -72,7 +72,15 @@ class ToolEnvironment(ABC):
         return {"role": "tool", "content": answer, "name": name, "tool_call_id": call["id"]}
 
 
-class Functions(ToolEnvironment):
+class _Stateless:
+    """An environment whose objects keep nothing between two steps."""
+
+    def state(self) -> None: ...
+
+    def restore(self, state: None) -> None: ...
+
+
+class Functions(_Stateless, ToolEnvironment):
     """Offers user functions. Their signatures and docstrings become schemas."""
 
     def __init__(self, tools: Sequence[str], max_characters: int):
@@ -135,7 +143,7 @@ _TOOL = {
 }
 
 
-class Python(ToolEnvironment):
+class Python(_Stateless, ToolEnvironment):
     """Offers the tool `python(code)`. With `call="block"`, the last fenced Python block of a turn is the call, and a
     user message has the answer. Any model can use that."""
 
@@ -184,7 +192,7 @@ _LARGEST = 10**30
 _LONGEST = 200
 
 
-class Calculator:
+class Calculator(_Stateless):
     """Answers `<calc>EXPRESSION</calc>` with the value. A turn without a call ends the episode."""
 
     def __init__(self, role: str):

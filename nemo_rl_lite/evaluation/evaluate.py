@@ -327,7 +327,7 @@ def _sampled(
 ) -> Rollout:
     config, samples, count = evaluation.config, evaluation.options.samples, engines(evaluation.config)
     sampling, seed = evaluation.sampling(tokenizer.end_tokens), config.algorithm.seed
-    task = RolloutTask(asked.__getitem__, len(asked), samples, sampling, seed, done=journal.done)
+    task = RolloutTask(asked.__getitem__, len(asked), samples, sampling, seed, saved=journal.done)
     with ExitStack() as stack:
         with console.busy(f"starting {evaluation.served}" + (f", {count} engines" if count > 1 else "")):
             started = stack.enter_context(running_engines(evaluation.served, folder, console.say))

@@ -4,7 +4,7 @@ import asyncio
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_rl_lite.generation.admission import Admission, ResponseLengths
 from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Progress, Request, Unfinished
@@ -27,6 +27,32 @@ class PendingRequest:
     answer: asyncio.Future[tuple[Completion, int]]
     conversation: Conversation
     progress: Progress | None = None
+    _parts: list[Unfinished] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        if self.request.begun is not None:
+            self._parts = [self.request.begun]
+
+    def add(self, new: Unfinished) -> None:
+        """Add tokens of a report."""
+        self._parts.append(new)
+        if self.progress is not None:
+            self.progress(self._joined())
+
+    def so_far(self) -> Unfinished | None:
+        """Return the tokens that reports have brought."""
+        return self._joined() if self._parts else None
+
+    def _joined(self) -> Unfinished:
+        self._parts = [Unfinished.joined(self._parts)]
+        return self._parts[0]
+
+    def requeue(self) -> int:
+        """Prepare the request for another engine. Return the number of tokens that this one takes over."""
+        if not self.request.continues:
+            self._parts = []
+        self.request = replace(self.request, begun=self.so_far())
+        return 0 if self.request.begun is None else len(self.request.begun.tokens)
 
 
 @dataclass
@@ -111,11 +137,11 @@ class ReplicaLoad:
         if self.is_roomy or self.load + len(self.between_turns) < self.capacity:
             self.between_turns.add(conversation)
 
-    def tell(self, number: int, so_far: Unfinished) -> None:
-        """Report the tokens so far of a streaming request."""
+    def add_tokens(self, number: int, new: Unfinished) -> None:
+        """Note the new tokens of an unfinished request."""
         asked = self._unfinished.get(number)
-        if asked is not None and asked.progress is not None:
-            asked.progress(so_far)
+        if asked is not None:
+            asked.add(new)
 
     def drop(self, asked: PendingRequest) -> None:
         self._new.pop(asked.number, None)
@@ -150,6 +176,8 @@ class Assignment:
         self._wait_s = 0.0
         self.idle = Stopwatch()
         """Runs while no replica has a request."""
+        self.taken_over = 0
+        """Tokens of lost replicas' responses that other replicas continue."""
 
     def time(self, is_paused: bool) -> None:
         """Update the stopwatches."""
@@ -268,6 +296,7 @@ class Assignment:
 
     def _requeue(self, replica: int) -> None:
         for asked in self.held[replica].requests:
+            self.taken_over += asked.requeue()
             self._wait(asked)
         self.held[replica].clear()
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -16,6 +17,12 @@ FinishReason = Literal["stop", "length"]
 Versions = tuple[tuple[int, int], ...]
 """Versions of the weights that sampled tokens, run-length encoded: pairs of version and number of tokens. A version is
 the training step of the weights."""
+
+
+def joined_versions(versions: Versions) -> Versions:
+    """Return the versions with one pair for neighbours of the same version."""
+    runs = groupby(versions, itemgetter(0))
+    return tuple((version, sum(count for _, count in run)) for version, run in runs)
 
 
 class RequestError(Exception):
@@ -85,7 +92,12 @@ class Request:
     cache_version: int | None = None
     """Weights with which the KV cache of the prompt's beginning was computed; None for the engine's weights."""
     streams: bool = False
-    """True: reports also have the tokens so far."""
+    """True: each report has the new tokens."""
+    continues: bool = False
+    """True: a report has the new tokens every few seconds, and another engine continues them if this one is lost."""
+    begun: "Unfinished | None" = None
+    """Tokens of the response that were sampled before. vLLM continues them with the random numbers that an undisturbed
+    engine would draw next; the completion has all tokens."""
 
 
 @dataclass(eq=False)
@@ -106,6 +118,8 @@ class Conversation:
     """Hash of the first prompt."""
     prompt_tokens: int = 0
     """Tokens of the first prompt."""
+    so_far: "Callable[[], Unfinished | None] | None" = None
+    """Returns the known tokens of the response in progress; None between two turns."""
 
     def begin_turn(self, request: Request) -> Request:
         """Return the request of a turn with the version of its cache."""
@@ -167,7 +181,19 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Unfinished(Completion):
-    """All tokens so far of a streaming response. The finish reason has no meaning."""
+    """Tokens of an unfinished response: all so far, or those of one report. The finish reason has no meaning."""
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Unfinished]") -> "Unfinished":
+        """Return the tokens of one or several parts that follow each other."""
+        return cls(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            "length",
+            joined_versions(tuple(chain.from_iterable(part.versions for part in parts))),
+            None,
+            tuple(chain.from_iterable(part.top_logprobs for part in parts)),
+        )
 
 
 Progress = Callable[[Completion], None]
@@ -275,8 +301,8 @@ class EngineReport:
     """News of an engine that works by itself."""
 
     finished: Mapping[int, Completion | RequestError]
-    """Completions and rejections since the last report, and an `Unfinished` completion for each request that streams,
-    by the request's number."""
+    """Completions and rejections since the last report, by the request's number. For unfinished requests that stream or
+    continue, new tokens."""
     load: EngineLoad
     steps: int
     """Steps since the engine's start."""
@@ -305,8 +331,8 @@ class Engine(Protocol):
         rejections since the last call."""
         ...
 
-    def so_far(self) -> dict[int, Unfinished]:
-        """Return the tokens so far of each request that streams."""
+    def new_tokens(self, of_all: bool) -> dict[int, Unfinished]:
+        """Return the tokens since the last call of each request that streams and, with `of_all`, that continues."""
         ...
 
     def load(self) -> EngineLoad:

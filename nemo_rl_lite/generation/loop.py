@@ -25,6 +25,8 @@ from nemo_rl_lite.observability.profiling import span
 
 # Seconds that a report waits for news, and the least time between two reports with news.
 REPORT_S, _PERIOD_S = 0.2, 0.02
+# Seconds between two reports of the tokens of all responses. A lost engine costs at most the tokens of this time.
+TOKENS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class EngineLoop:
         self._open: set[int] = set()
         self._streams: set[int] = set()
         self._finished: dict[int, Completion | RequestError] = {}
-        self._so_far: dict[int, Unfinished] = {}
+        self._new_tokens: dict[int, Unfinished] = {}
+        self._told_all = time.monotonic()
         self._load, self._steps, self._stepping_s = EngineLoad(), 0, 0.0
         self._step_began: float | None = None
         self._is_paused, self._reported = False, 0.0
@@ -104,8 +107,8 @@ class EngineLoop:
             if self._failure is not None:
                 raise self._failure
             self._reported = time.monotonic()
-            finished, self._finished = {**self._so_far, **self._finished}, {}
-            self._so_far = {}
+            finished, self._finished = {**self._new_tokens, **self._finished}, {}
+            self._new_tokens = {}
             stuck_s = 0.0 if self._step_began is None else time.monotonic() - self._step_began
             load, self._load = self._load, replace(self._load, preempted=0)
             return EngineReport(finished, load, self._steps, stuck_s)
@@ -157,7 +160,7 @@ class EngineLoop:
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._finished or self._so_far or self._failure)
+        return bool(self._finished or self._new_tokens or self._failure)
 
     def _post(self, work: Callable[[], Any], name: str) -> Future[Any]:
         message = _Message(work, name, Future())
@@ -214,16 +217,21 @@ class EngineLoop:
         with span("generate"):
             finished = self.engine.step()
         load, ended = self.engine.load(), time.monotonic()
+        new, of_all = dict[int, Unfinished](), ended > self._told_all + TOKENS_S
         # Another report would not be read before.
-        so_far = self.engine.so_far() if self._streams and ended > self._reported + _PERIOD_S else {}
+        if of_all or (self._streams and ended > self._reported + _PERIOD_S):
+            new = self.engine.new_tokens(of_all)
+            self._told_all = ended if of_all else self._told_all
         with self._changed:
             self._steps, self._stepping_s, self._step_began = self._steps + 1, self._stepping_s + ended - began, None
             self._load = replace(load, preempted=self._load.preempted + load.preempted)
             # A request may have been aborted meanwhile.
-            self._so_far = {number: one for number, one in so_far.items() if number in self._open} or self._so_far
+            for number in self._open & new.keys():
+                before = self._new_tokens.get(number)
+                self._new_tokens[number] = new[number] if before is None else Unfinished.joined([before, new[number]])
             for number in self._open & finished.keys():
                 self._finished[number] = finished[number]
-                self._so_far.pop(number, None)
+                self._new_tokens.pop(number, None)
             self._open -= finished.keys()
             self._streams -= finished.keys()
             if self._has_news or not self._open:
@@ -235,7 +243,7 @@ class EngineLoop:
         self._streams -= set(numbers)
         for number in numbers:
             self._finished.pop(number, None)
-            self._so_far.pop(number, None)
+            self._new_tokens.pop(number, None)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

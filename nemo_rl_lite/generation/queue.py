@@ -83,6 +83,8 @@ class RequestQueue:
         self._changed = asyncio.Event()
         self._replaced: deque[int] = deque()
         self._failure: Exception | None = None
+        self.repeated = 0
+        """Tokens of lost replicas' responses that are sampled again, as far as their last reports tell."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["RequestQueue"]:
@@ -122,12 +124,15 @@ class RequestQueue:
         asked = PendingRequest(next(self._numbers), request, answer, conversation, progress)
         self._assignment.add(asked)
         self._changed.set()
+        conversation.so_far = asked.so_far
         try:
             return await asked.answer
         except asyncio.CancelledError:
             self._assignment.drop(asked)
             self._changed.set()
             raise
+        finally:
+            conversation.so_far = None
 
     @contextmanager
     def submit_as_batch(self) -> Iterator[None]:
@@ -183,6 +188,11 @@ class RequestQueue:
         """Return the total seconds in which an engine had requests and was not paused, summed over engines."""
         return sum(held.busy.seconds for held in self._assignment.held)
 
+    @property
+    def taken_over(self) -> int:
+        """Return the total tokens of lost replicas' responses that other replicas continue."""
+        return self._assignment.taken_over
+
     def describe(self) -> str:
         """Describe the requests of each engine, for an error about a stalled run."""
         return self._assignment.describe() + ("; the engines are paused" if self._paused else "")
@@ -227,7 +237,7 @@ class RequestQueue:
         finished = await self._replicas[replica].report()
         for number, completion in finished.items():
             if isinstance(completion, Unfinished):
-                self._assignment.held[replica].tell(number, completion)
+                self._assignment.held[replica].add_tokens(number, completion)
             elif isinstance(completion, RequestError):
                 asked = self._assignment.refuse(replica, number)
                 if asked is not None and not asked.answer.done():
@@ -267,7 +277,10 @@ class RequestQueue:
 
     def _lose(self, replica: int, error: WorkerError) -> None:
         self._on_loss(replica, error)
+        before = self.taken_over
         self._assignment.lose(replica)
+        sampled = self._replicas[replica].load.unfinished_tokens
+        self.repeated += max(sampled - (self.taken_over - before), 0)
         for task in [task for task, (of, _) in self._running.items() if of == replica]:
             del self._running[task]
             task.cancel()

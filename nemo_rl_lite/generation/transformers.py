@@ -72,7 +72,7 @@ class TransformersEngine:
         self._decoded += _decoded(list(batch.values()), completions)
         return dict(zip(batch, completions, strict=True))
 
-    def so_far(self) -> dict[int, Unfinished]:
+    def new_tokens(self, of_all: bool) -> dict[int, Unfinished]:
         """Return nothing: between two steps, no request has begun."""
         return {}
 

@@ -44,6 +44,8 @@ class AgentPlay:
     endpoint: Endpoint
     training: Sampling
     section: ClassVar[Section] = "agent"
+    # The user's program has its own state.
+    resumes = False
 
     async def play(self, episode: Episode, assistant: Assistant) -> None:
         """See `EpisodeRunner.play`. An agent that fails because the conversation is too long truncates the episode."""

@@ -131,8 +131,8 @@ class RolloutTask:
     share: float = 1.0
     """Expected share of useful prompts before any is done."""
     most: int = sys.maxsize
-    done: Mapping[int, SavedGroup] = field(default_factory=dict)
-    """Episodes that an earlier run has scored, by the number of their prompt."""
+    saved: Mapping[int, SavedGroup] = field(default_factory=dict)
+    """Episodes that an earlier run has scored or begun, by the number of their prompt."""
     begun: int = 0
     """Number of prompts that an earlier run had started."""
     spent_s: float = 0.0
@@ -181,6 +181,7 @@ class RolloutTask:
             took_s=self.took_s,
             store=None if self.players is None else self.players.store,
             turn_discount=self.turn_discount,
+            resumed_tokens=sum(one.generated for one in self.saved.values() if one.is_begun),
         )
 
     def forget(self, begun: int) -> None:
@@ -215,7 +216,7 @@ class RolloutTask:
         groups, seconds = list(self.groups), time.perf_counter() - self.began
         done, now = sum(group.is_done for group in groups), self.live()
         said = [f"{done} of {max(self.count, len(groups))} prompts"]
-        before = sum(episode.generated for group in groups if group.task.done for episode in group.episodes)
+        before = sum(group.task.saved.generated for group in groups if group.task.saved is not None)
         if tokens := now.generated - before + unfinished_tokens:
             said.append(f"{tokens / seconds:,.0f} tokens/s")
         if generating := now.waiting.get("generate"):
@@ -236,10 +237,10 @@ class RolloutTask:
 
     def prompt(self, number: int) -> PromptTask:
         """Return the task of a prompt."""
-        problem, done = self.problem(number), self.done.get(number)
+        problem, saved = self.problem(number), self.saved.get(number)
         most = self.limits.get(problem.source, self.sampling.max_new_tokens)
         sampling = replace(self.sampling, max_new_tokens=most)
-        options = self.samples, sampling, self.seed, self.step, done, self.turn_discount
+        options = self.samples, sampling, self.seed, self.step, saved, self.turn_discount
         return PromptTask(self.number, number, problem, *options)
 
 

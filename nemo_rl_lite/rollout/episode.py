@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -28,6 +28,9 @@ Ending = Literal["stop", "length", "turns", "error"]
 """Ended by policy, environment or agent; truncated; no turn left; environment or agent failed."""
 
 Activity = Literal["generate", "environment", "reward"]
+
+Stage = Literal["play", "score", "done"]
+"""Stage of an episode, which is played, then scored, and then done."""
 
 Advantage = float | np.ndarray
 """Advantage of an episode, or of each of its turns."""
@@ -165,6 +168,9 @@ class Episode(_Judged, Segment):
     refused: list[str] = field(default_factory=list, compare=False)
     """Errors of the agent's requests that were refused, in order."""
     history: History = field(default_factory=History, compare=False, repr=False)
+    stage: Stage = "play"
+    state: str | bytes | None = None
+    """Snapshot of its environment after the last answered turn, if that offers one: JSON text or bytes."""
 
     @property
     def source(self) -> str:
@@ -208,6 +214,16 @@ class Episode(_Judged, Segment):
         segment.extend(completion, text)
         self.order.append(segment.history.number)
         self.ending = completion.finish_reason
+
+    def copied(self, resumes: bool) -> "Episode":
+        """Return a copy that does not change if this episode is played on. Without `resumes`, an episode in play is
+        copied without its turns, because it begins again."""
+        if self.stage == "play" and not resumes:
+            return Episode(self.problem, [], 0)
+        copies = {name: list(getattr(self, name)) for name in ("tokens", "turns", "branches", "order", "turn_rewards")}
+        return replace(
+            self, **copies, said=[dict(one) for one in self.said], history=History(begun=self.history.so_far)
+        )
 
     def end(self) -> None:
         """Note that no turn follows."""

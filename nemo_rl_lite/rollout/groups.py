@@ -4,7 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from nemo_rl_lite.config.sources import in_source, naming_source
@@ -18,7 +19,7 @@ from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Activity, Episode, EpisodeRecord, Sampled, returns_of
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner
 from nemo_rl_lite.rollout.rollout import EpisodeStore
-from nemo_rl_lite.rollout.saved import SavedGroup
+from nemo_rl_lite.rollout.saved import SavedGroup, Writing, save_groups
 from nemo_rl_lite.system.user_errors import CallError
 
 
@@ -37,8 +38,8 @@ class PromptTask:
     """Seed of the responses, together with the numbers of prompt, sample and turn."""
     step: int
     """Step that trains on the rollout. Earlier steps have priority."""
-    done: SavedGroup | None = None
-    """Episodes that an earlier run has scored."""
+    saved: SavedGroup | None = None
+    """Episodes that an earlier run has scored or begun."""
     turn_discount: float | None = None
     """See `Rollout`."""
 
@@ -113,10 +114,17 @@ class Group:
     failures: Sequence[Failure] = ()
     on_end: Callable[["Group"], None] | None = None
     """Called at the end of `played`."""
+    resumes: bool = False
+    """True if a resumed run continues episodes in play."""
     _useful: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.played.add_done_callback(self._ended)
+
+    def begun(self) -> list[Episode]:
+        """Return copies of the episodes of an unfinished group; none if a resumed run would begin all of them again."""
+        copies = [one.copied(self.resumes) for one in self.episodes if isinstance(one, Episode)]
+        return copies if any(one.turns or one.history.begun for one in copies) else []
 
     @property
     def result(self) -> PlayedGroup:
@@ -194,6 +202,11 @@ class Players(Protocol):
         """Return the progress of a rollout's groups."""
         ...
 
+    def save_begun(self, groups: Mapping[int, Group], file: Path) -> Writing:
+        """Start to write the episodes of unfinished groups, by the numbers of their prompts, to files whose names begin
+        with that of `file`."""
+        ...
+
 
 class Playground(Protocol):
     """Place where groups are played: this process or rollout workers."""
@@ -211,30 +224,36 @@ class GroupPlayer:
     judge: Judge
     runner: EpisodeRunner
     max_length: int
+    continues: bool = False
+    """See `Request.continues`."""
 
     def begin(self, task: PromptTask, requests: Requests) -> Group:
         """Start a group in the running event loop. Raises DataError: the prompt leaves no room for the response."""
-        if task.done is not None and (scored := task.done.read()) is not None:
+        saved = (None if task.saved is None else task.saved.read()) or []
+        if task.saved is not None and saved and not task.saved.is_begun:
             played = asyncio.get_running_loop().create_future()
             played.set_result(None)
-            return Group(task, played, scored)
+            return Group(task, played, saved)
         problem = task.problem
         prompt = self.tokenizer.prompt(problem.messages, problem.tools)
         with naming_source(problem.source):
             check_length(problem, len(prompt), task.sampling.max_new_tokens, self.max_length)
         episodes = [Episode(problem, list(prompt), len(prompt)) for _ in range(task.samples)]
+        for sample, one in enumerate(saved):
+            if one.stage != "play" or (self.runner.resumes and one.tokens[: one.prompt_length] == list(prompt)):
+                episodes[sample] = replace(one, problem=problem)
         failures: list[Failure] = []
         each = (self._run(task, sample, one, requests, failures) for sample, one in enumerate(episodes))
-        return Group(task, asyncio.gather(*each), episodes, failures)
+        return Group(task, asyncio.gather(*each), episodes, failures, resumes=self.runner.resumes)
 
     async def _run(
         self, task: PromptTask, sample: int, episode: Episode, requests: Requests, failures: list[Failure]
     ) -> None:
         seeds = (task.seed, task.number, sample)
-        options = requests, self.tokenizer, task.sampling, seeds, self.max_length, task.step
-        assistant = Assistant(episode, *options)
+        options = requests, self.tokenizer, task.sampling, seeds, self.max_length, task.step, self.continues
         try:
-            await self.runner.play(episode, assistant)
+            if episode.stage == "play":
+                await self.runner.play(episode, Assistant(episode, *options))
         except CallError as error:
             if error.is_fault:
                 rule = "correct the code: this error does not depend on the response"
@@ -244,8 +263,11 @@ class GroupPlayer:
             failures.append(Failure.of("play", sample, error, episode))
         finally:
             episode.end()
-        if episode.reward is None and episode.ending != "error":
-            await self._score(sample, episode, failures)
+        if episode.stage != "done":
+            episode.stage, episode.state = "score", None
+            if episode.reward is None and episode.ending != "error":
+                await self._score(sample, episode, failures)
+            episode.stage = "done"
 
     async def _score(self, sample: int, episode: Episode, failures: list[Failure]) -> None:
         with episode.waiting("reward"):
@@ -305,6 +327,20 @@ class LocalPlayers:
 
     def progress(self, groups: Sequence[Group]) -> PlayProgress:
         return PlayProgress.of([episode for group in groups for episode in group.episodes])
+
+    def save_begun(self, groups: Mapping[int, Group], file: Path) -> Writing:
+        begun, part = begun_episodes(groups), file.with_name(f"{file.name}.parquet")
+
+        def write() -> list[Path]:
+            save_groups(part, begun, are_begun=True)
+            return [part]
+
+        return write if begun else list
+
+
+def begun_episodes(groups: Mapping[int, Group]) -> dict[int, list[Episode]]:
+    """Return copies of the episodes of unfinished groups that a resumed run continues."""
+    return {number: begun for number, group in groups.items() if (begun := group.begun())}
 
 
 def shown(episode: Episode) -> str:

@@ -33,6 +33,8 @@ class Assistant:
     max_length: int
     step: int = 0
     """Step that waits for the response."""
+    continues: bool = False
+    """See `Request.continues`."""
 
     @property
     def room(self) -> int:
@@ -55,14 +57,14 @@ class Assistant:
         place = (history.number, len(segment.turns)) if history.number else (len(segment.turns),)
         digest = hashlib.blake2b(repr((*self.seeds, *place)).encode(), digest_size=4).digest()
         seed = int.from_bytes(digest) >> 1
-        prompt = (*segment.tokens, *tokens)
-        request = Request(prompt, sampling or self.sampling, seed, self.step, streams=progress is not None)
+        prompt, continued = (*segment.tokens, *tokens), {"continues": self.continues, "begun": history.begun}
+        request = Request(prompt, sampling or self.sampling, seed, self.step, streams=progress is not None, **continued)
         history.is_busy = True
         try:
             with episode.waiting("generate") as span:
                 completion, span.place = await self.requests.sample(request, history.conversation, progress)
         finally:
-            history.is_busy = False
+            history.is_busy, history.begun = False, None
         segment.add_messages(tokens, messages)
         episode.add_turn(completion, self.tokenizer.text(completion.tokens), segment)
 
@@ -89,6 +91,11 @@ class EpisodeRunner(Protocol):
 
     section: ClassVar[Section]
 
+    @property
+    def resumes(self) -> bool:
+        """True if `play` continues an episode that has turns or tokens of its next turn."""
+        ...
+
     async def play(self, episode: Episode, assistant: Assistant) -> None:
         """Play the episode to its end. Without a reward, the configured reward function scores it.
 
@@ -103,6 +110,7 @@ class SingleTurn:
     """One response to the prompt."""
 
     section: ClassVar[Section] = "environment"
+    resumes = True
 
     async def play(self, episode: Episode, assistant: Assistant) -> None:
         """See `EpisodeRunner.play`."""
@@ -120,20 +128,41 @@ class Turns:
 
     environments: Environments
     max_turns: int
+    saves: bool = False
+    """True if checkpoints need the environments' snapshots."""
     _sessions: Iterator[int] = field(default_factory=itertools.count, init=False)
     section: ClassVar[Section] = "environment"
+
+    @property
+    def resumes(self) -> bool:
+        return self.environments.resumption is not None
 
     async def play(self, episode: Episode, assistant: Assistant) -> None:
         """See `EpisodeRunner.play`. Raises DataError if the chat template cannot render the environment's answer."""
         session = next(self._sessions)
         try:
+            if episode.turn_rewards:
+                with episode.waiting("environment"):
+                    await self._restore(session, episode)
             continues = True
             while continues:
-                await assistant.respond()
+                # The last message of a resumed episode may be a response that the environment has not answered.
+                if not episode.said or episode.said[-1]["role"] != "assistant":
+                    await assistant.respond()
                 with episode.waiting("environment"):
                     continues = await self.continues(episode, session, assistant.tokenizer, assistant.room)
         finally:
             await self.environments.close(session)
+
+    async def _restore(self, session: int, episode: Episode) -> None:
+        """Bring a new environment to the state after the last answered turn. Raises what `continues` raises."""
+        if self.environments.resumption == "snapshot":
+            await self.environments.restore(session, episode.state)
+            return
+        ends = [place for place, message in enumerate(episode.said, 1) if message["role"] == "assistant"]
+        for end in ends[: len(episode.turn_rewards)]:
+            conversation = [*episode.problem.messages, *episode.said[:end]]
+            await self.environments.step(session, episode.problem, conversation)
 
     async def continues(self, episode: Episode, session: int, tokenizer: ChatTokenizer, room: int) -> bool:
         """Add the last turn's tool calls to its message, and the environment's answer to the episode. Return whether
@@ -152,30 +181,38 @@ class Turns:
             _check(observation)
         except (TypeError, ValueError, RewardError) as error:
             raise as_call_error(error) from error
-        episode.turn_rewards.append(0.0)
-        _add(observation.reward, episode)
         if observation.done:
+            _add_rewards(episode, observation.reward)
             return False
-        if episode.ending != "length" and len(episode.turns) == self.max_turns:
-            episode.ending = "turns"
-        elif episode.ending != "length":
+        ending = episode.ending
+        if ending != "length" and len(episode.turns) == self.max_turns:
+            ending = "turns"
+        elif ending != "length":
             tokens = tokenizer.between_turns(observation.messages, episode.tokens[-1])
             if len(episode.tokens) + len(tokens) <= room:
+                state = await self.environments.state(session) if self.saves else None
+                # A checkpoint has all changes of a turn, or none.
+                episode.state = state
                 episode.add_messages(tokens, observation.messages)
+                _add_rewards(episode, observation.reward)
                 return True
-            episode.ending = "length"
+            ending = "length"
         reward = await self.environments.cut_short(session, episode.problem, conversation)
         try:
-            _add(None if reward is None else checked_reward("cut_short()", reward), episode)
+            last = None if reward is None else checked_reward("cut_short()", reward)
         except RewardError as error:
             raise as_call_error(error) from error
+        episode.ending = ending
+        _add_rewards(episode, observation.reward, last)
         return False
 
 
-def _add(reward: float | None, episode: Episode) -> None:
-    if reward is not None:
-        episode.reward = (episode.reward or 0.0) + reward
-        episode.turn_rewards[-1] += reward
+def _add_rewards(episode: Episode, *rewards: float | None) -> None:
+    """Add the rewards of a turn."""
+    given = [reward for reward in rewards if reward is not None]
+    episode.turn_rewards.append(sum(given, 0.0))
+    if given:
+        episode.reward = sum(given, episode.reward or 0.0)
 
 
 def _check(observation: Observation) -> None:

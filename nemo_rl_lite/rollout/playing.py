@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import AgentConfig, Config
-from nemo_rl_lite.config.sizes import has_endpoint
+from nemo_rl_lite.config.sizes import has_endpoint, saves_unfinished
 from nemo_rl_lite.config.sources import naming_source, source_configs
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -35,7 +35,8 @@ class Playing:
         """Tools that the environment of a source offers in every episode."""
         judge, environments, agents = _once(make_judge), _once(make_environments), _once(self._make_agents)
         # Shared by all attempts of a run, so that session numbers stay unique.
-        turns = _once(lambda own: Turns(made, own.max_turns) if (made := environments(own)) else SingleTurn())
+        saves = saves_unfinished(config)
+        turns = _once(lambda own: Turns(made, own.max_turns, saves) if (made := environments(own)) else SingleTurn())
         self._judges, self._environments = dict[str, Judge](), dict[str, Environments | None]()
         self._runners, self._agents = dict[str, EpisodeRunner](), dict[str, Agents | None]()
         for name, one in self._sources.items():
@@ -99,8 +100,10 @@ class Playing:
                     if agents is not None:
                         own = Sampling.of(self._sources[name].generation, tokenizer.end_tokens)
                         runners[name] = AgentPlay(agents, endpoint, own)
+            continues = config.generation.continue_responses
             players = {
-                name: GroupPlayer(tokenizer, self._judges[name], runner, longest) for name, runner in runners.items()
+                name: GroupPlayer(tokenizer, self._judges[name], runner, longest, continues)
+                for name, runner in runners.items()
             }
             yield LocalPlayers(generation, players)
 

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,10 +14,10 @@ from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.observability.liveness import note_state, progressed
 from nemo_rl_lite.rollout.background import BackgroundLoop
 from nemo_rl_lite.rollout.collector import RolloutTask, Show
-from nemo_rl_lite.rollout.groups import Players
+from nemo_rl_lite.rollout.groups import Group, Players
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import PendingRollout, Sampler
-from nemo_rl_lite.rollout.saved import RolloutState, SavedRollout, begin_save
+from nemo_rl_lite.rollout.saved import RolloutState, SavedRollout, Writing, begin_save
 from nemo_rl_lite.rollout.source import Engines
 
 log = logging.getLogger(__name__)
@@ -163,11 +164,18 @@ class _RolloutPrefetcher:
         for step, own in states.items():
             groups = dict(enumerate(self._begun[step].task.groups[: len(own.draws)]))
             done = {number: group.episodes for number, group in groups.items() if group.is_done}
-            ends.append(begin_save(folder, own, done, store))
+            ends.append(begin_save(folder, own, done, store, partial(self._save_begun, groups)))
         for saved in self._saved.values():
-            read = {number: group.read() for number, group in saved.done.items()}
+            read = {number: group.read() for number, group in saved.groups.items() if not group.is_begun}
             ends.append(begin_save(folder, saved.state, {number: own for number, own in read.items() if own}, None))
         return state, ends
+
+    def _save_begun(self, groups: Mapping[int, Group], file: Path) -> Writing:
+        unfinished = {number: group for number, group in groups.items() if not group.played.done()}
+        # Otherwise a rollout has the weights of one version.
+        if self.players is None or not self._staleness.in_flight or not unfinished:
+            return list
+        return self.players.save_begun(unfinished, file)
 
     def tasks(self) -> list[RolloutTask]:
         return [one.task for one in self._unfinished()]
@@ -197,7 +205,7 @@ class _RolloutPrefetcher:
         """Return the rollouts by step that are not too stale, and give back the prompts of the others."""
         kept = {}
         for one in saved:
-            step, oldest = one.state.step, one.state.oldest
+            step, oldest = one.state.step, one.oldest
             age = -1 if oldest is None else step - 1 - oldest
             if age <= self._staleness.max_age:
                 kept[step] = one
@@ -218,10 +226,8 @@ class _RolloutPrefetcher:
 def _state(one: _Begun) -> RolloutState:
     """Return the state of a rollout for a checkpoint."""
     draws, done = list(one.draft.draws), one.rollout.done()
-    episodes = [episode for group in one.task.groups[: len(draws)] if group.is_done for episode in group.episodes]
-    oldest = min((version for episode in episodes for version in episode.versions), default=None)
     noted, spent_s = (len(draws), one.rollout.result().took_s) if done else (one.noted, one.task.took_s)
-    return RolloutState(one.draft.step, draws, noted, spent_s, oldest)
+    return RolloutState(one.draft.step, draws, noted, spent_s)
 
 
 class QueuedEngines(Engines, Protocol):

@@ -103,6 +103,8 @@ class Rollout:
     """Discount of later turns' rewards if each turn has its own advantage; None if the episode has one."""
     advantages: Sequence[Advantage] | None = None
     """Advantage of each episode; None before training and outside it."""
+    resumed_tokens: int = 0
+    """Number of tokens that unfinished episodes had when the run resumed."""
     progress: Mapping[str, float] = field(default_factory=dict)
     """Weights and epochs of the sources of a mixture, as metrics."""
 

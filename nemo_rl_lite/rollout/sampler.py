@@ -232,7 +232,7 @@ class Sampler:
             share=self.useful_share,
             # A saved complete rollout needs no more prompts.
             most=len(draft.draws) if saved is not None and saved.state.noted else most,
-            done=saved.done if saved is not None else {},
+            saved=saved.groups if saved is not None else {},
             begun=len(draft.draws),
             spent_s=saved.state.spent_s if saved is not None else 0.0,
             step=draft.step,

@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.generation.interface import Completion, Unfinished
 from nemo_rl_lite.rollout.episode import Episode, Sampled
 from nemo_rl_lite.rollout.mixture import Place
 from nemo_rl_lite.rollout.rollout import EpisodeStore
-from nemo_rl_lite.rollout.segments import Branch, Segment
+from nemo_rl_lite.rollout.segments import Branch, History, Segment
 
 _COUNTED = pa.struct([("version", pa.int32()), ("count", pa.int32())])
 _TURN = pa.struct(
@@ -58,6 +60,17 @@ _SAVED_SCHEMA = pa.schema(
         ("branches", pa.list_(_BRANCH)),
         ("order", pa.list_(pa.int32())),
         ("turn_rewards", pa.list_(pa.float64())),
+        # True in a prompt whose episodes are not all done. The columns below tell how to continue each.
+        ("is_begun", pa.bool_()),
+        ("stage", pa.string()),
+        # The known tokens of the next turn, which follow `tokens`, and the environment's snapshot.
+        ("next", pa.list_(pa.int32())),
+        ("next_turn", _TURN),
+        ("state", pa.string()),
+        ("state_bytes", pa.binary()),
+        # Sampled tokens, and the oldest version of the weights that sampled one.
+        ("generated", pa.int64()),
+        ("oldest", pa.int64()),
     ]
 )
 _STATE = b"rollout"
@@ -65,11 +78,17 @@ _STATE = b"rollout"
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """The scored episodes of a prompt, in a file that any process can read."""
+    """The episodes of a prompt, in a file that any process can read."""
 
     file: Path
     row_group: int
     prompt: int
+    is_begun: bool = False
+    """True if not all episodes are done."""
+    generated: int = 0
+    """Number of sampled tokens."""
+    oldest: int | None = None
+    """The oldest version of the weights that sampled a token; None without tokens."""
 
     def read(self) -> list[Episode] | None:
         """Return the episodes, without their spans. None: the file is gone, as its checkpoint was removed."""
@@ -92,8 +111,6 @@ class RolloutState:
     """See `Sampler.finish`. With it, all prompts of `draws` are part of the rollout."""
     spent_s: float = 0.0
     """Seconds since the first request."""
-    oldest: int | None = None
-    """The oldest version of the weights that sampled a token; None without tokens."""
 
 
 @dataclass(frozen=True)
@@ -101,34 +118,54 @@ class SavedRollout:
     """A rollout in a checkpoint."""
 
     state: RolloutState
-    done: Mapping[int, SavedGroup]
-    """Finished prompts, by number."""
+    groups: Mapping[int, SavedGroup]
+    """Prompts that were finished or begun, by number."""
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version of the weights that sampled a token; None without tokens."""
+        return min((one.oldest for one in self.groups.values() if one.oldest is not None), default=None)
+
+
+Writing = Callable[[], list[Path]]
+"""Waits for files, and returns them. It raises OSError."""
 
 
 def begin_save(
-    folder: Path, state: RolloutState, groups: Mapping[int, Sequence[Sampled]], store: EpisodeStore | None
+    folder: Path,
+    state: RolloutState,
+    groups: Mapping[int, Sequence[Sampled]],
+    store: EpisodeStore | None,
+    save_begun: Callable[[Path], Writing] = lambda file: list,
 ) -> Callable[[], None]:
     """Let rollout workers write their episodes of `groups`, the finished prompts by number. Return a function that
-    waits for them and completes the rollout. It raises OSError."""
+    waits for them and completes the rollout. It raises OSError. `save_begun` starts to write the unfinished prompts to
+    files whose names begin with that of its argument."""
     here = {number: own for number, own in groups.items() if all(isinstance(one, Episode) for one in own)}
     records = {number: own for number, own in groups.items() if number not in here}
     name = f"rollout-{state.step:08d}"
     written = store.save(folder / name, records) if store is not None and records else list  # pyrefly: ignore
+    begun = save_begun(folder / f"{name}-begun")
 
     def end() -> None:
-        known = vars(state) | {"parts": [part.name for part in written()]}
+        known = vars(state) | {"parts": [part.name for part in (*written(), *begun())]}
         save_groups(folder / f"{name}.parquet", here, known)  # pyrefly: ignore
 
     return end
 
 
-def save_groups(file: Path, groups: Mapping[int, Sequence[Episode]], state: Mapping[str, Any] | None = None) -> None:
-    """Write the episodes of prompts, by number. Raises OSError."""
+def save_groups(
+    file: Path,
+    groups: Mapping[int, Sequence[Episode]],
+    state: Mapping[str, Any] | None = None,
+    are_begun: bool = False,
+) -> None:
+    """Write the episodes of prompts, by number. `are_begun`: not all episodes are done. Raises OSError."""
     schema = _SAVED_SCHEMA.with_metadata({_STATE: json.dumps(state)})
     with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for number, episodes in groups.items():
             try:
-                rows = [_saved_row(number, episode) for episode in episodes]
+                rows = [_saved_row(number, episode) | {"is_begun": are_begun} for episode in episodes]
             except (TypeError, ValueError) as error:
                 cause = f"its messages or rows cannot be written as JSON: {error}"
                 raise OSError(f"{file.name} cannot be saved: {cause}") from error
@@ -137,11 +174,16 @@ def save_groups(file: Path, groups: Mapping[int, Sequence[Episode]], state: Mapp
 
 def load_groups(file: Path) -> dict[int, SavedGroup]:
     """Return the groups of a file by the numbers of their prompts. Raises OSError or pyarrow.ArrowException."""
-    opened = parquet.ParquetFile(file)
-    found = {}
+    opened, columns = parquet.ParquetFile(file), ["prompt", "is_begun", "generated", "oldest"]
+    found = dict[int, SavedGroup]()
     for place in range(opened.num_row_groups):
-        for prompt in opened.read_row_group(place, columns=["prompt"]).column("prompt").unique().to_pylist():
-            found[prompt] = SavedGroup(file, place, prompt)
+        rows = opened.read_row_group(place, columns=columns).to_pylist()
+        for prompt, own in groupby(rows, itemgetter("prompt")):
+            samples: list[dict[str, Any]] = list(own)  # pyrefly: ignore
+            # Evaluations of earlier versions lack the other columns.
+            generated = sum(row.get("generated", 0) for row in samples)
+            oldest = min((row["oldest"] for row in samples if row.get("oldest") is not None), default=None)
+            found[prompt] = SavedGroup(file, place, prompt, samples[0].get("is_begun", False), generated, oldest)
     return found
 
 
@@ -149,15 +191,16 @@ def load_rollouts(folder: Path) -> list[SavedRollout]:
     """Return the rollouts in a checkpoint's folder. Raises what `load_groups` raises."""
     found = []
     for file in sorted(folder.glob("rollout-????????.parquet")):
-        known = json.loads(parquet.read_schema(file).metadata[_STATE])
-        if "parts" not in known:
+        schema = parquet.read_schema(file)
+        known = json.loads(schema.metadata[_STATE])
+        if "is_begun" not in schema.names:
             # Of a checkpoint of an earlier version, only the prompts are read.
-            noted = len(known["draws"]) if known["complete"] else 0
+            noted = known.get("noted", len(known["draws"]) if known.get("complete") else 0)
             found.append(SavedRollout(RolloutState(known["step"], known["draws"], noted), {}))
             continue
         files = [file, *(folder / part for part in known.pop("parts"))]
-        done = {number: group for one in files for number, group in load_groups(one).items()}
-        found.append(SavedRollout(RolloutState(**known), done))
+        groups = {number: group for one in files for number, group in load_groups(one).items()}
+        found.append(SavedRollout(RolloutState(**known), groups))
     return found
 
 
@@ -171,6 +214,8 @@ def _saved_row(prompt: int, episode: Episode) -> dict[str, Any]:
     problem = episode.problem
     own = [episode.own_prompt, episode.own_tools, problem.source]
     asked = [problem.messages, problem.answer, problem.metadata, problem.tools, *own]
+    begun, state = episode.history.begun, episode.state
+    versions = [*episode.versions, *(version for version, _ in (begun.versions if begun else ()))]
     return {
         "prompt": prompt,
         "problem": json.dumps(asked, default=str),
@@ -194,21 +239,29 @@ def _saved_row(prompt: int, episode: Episode) -> dict[str, Any]:
         ],
         "order": episode.order,
         "turn_rewards": episode.turn_rewards,
+        "stage": episode.stage,
+        "next": None if begun is None else begun.tokens,
+        "next_turn": None if begun is None else _saved_turn(0, begun),
+        "state": state if isinstance(state, str) else None,
+        "state_bytes": state if isinstance(state, bytes) else None,
+        "generated": episode.generated + (0 if begun is None else len(begun.tokens)),
+        "oldest": min(versions, default=None),
     }
 
 
 def _saved_turns(segment: Segment) -> list[dict[str, Any]]:
-    return [
-        {
-            "start": start,
-            "length": len(turn.tokens),
-            "logprobs": turn.logprobs,
-            "finish_reason": turn.finish_reason,
-            "versions": [{"version": version, "count": count} for version, count in turn.versions],
-            "routed_experts": None if turn.routed_experts is None else _array_bytes(turn.routed_experts),
-        }
-        for start, turn in segment.turns
-    ]
+    return [_saved_turn(start, turn) for start, turn in segment.turns]
+
+
+def _saved_turn(start: int, turn: Completion) -> dict[str, Any]:
+    return {
+        "start": start,
+        "length": len(turn.tokens),
+        "logprobs": turn.logprobs,
+        "finish_reason": turn.finish_reason,
+        "versions": [{"version": version, "count": count} for version, count in turn.versions],
+        "routed_experts": None if turn.routed_experts is None else _array_bytes(turn.routed_experts),
+    }
 
 
 def _array_bytes(array: np.ndarray) -> bytes:
@@ -219,6 +272,8 @@ def _array_bytes(array: np.ndarray) -> bytes:
 
 def _episode(row: dict[str, Any]) -> Episode:
     messages, answer, metadata, tools, own_prompt, own_tools, source = json.loads(row["problem"])
+    text = row.get("state")
+    begun = None if row.get("next_turn") is None else Unfinished(**vars(_turn(row["next"], row["next_turn"])))
     return Episode(
         Problem(tuple(messages), answer, metadata, tuple(tools), source),
         row["tokens"],
@@ -235,6 +290,9 @@ def _episode(row: dict[str, Any]) -> Episode:
         branches=list(map(_branch, row["branches"])),
         order=row["order"],
         turn_rewards=row["turn_rewards"],
+        history=History(begun=begun),
+        stage=row.get("stage", "done"),
+        state=row.get("state_bytes") if text is None else text,
     )
 
 
@@ -244,16 +302,14 @@ def _branch(row: Mapping[str, Any]) -> Branch:
 
 
 def _turns(row: Mapping[str, Any]) -> list[tuple[int, Completion]]:
-    return [
-        (
-            turn["start"],
-            Completion(
-                np.array(row["tokens"][turn["start"] : turn["start"] + turn["length"]], np.int32),
-                np.array(turn["logprobs"], np.float32),
-                turn["finish_reason"],
-                tuple((run["version"], run["count"]) for run in turn["versions"]),
-                None if turn["routed_experts"] is None else np.load(io.BytesIO(turn["routed_experts"])),
-            ),
-        )
-        for turn in row["turns"]
-    ]
+    return [(turn["start"], _turn(row["tokens"], turn)) for turn in row["turns"]]
+
+
+def _turn(tokens: Sequence[int], turn: Mapping[str, Any]) -> Completion:
+    return Completion(
+        np.array(tokens[turn["start"] : turn["start"] + turn["length"]], np.int32),
+        np.array(turn["logprobs"], np.float32),
+        turn["finish_reason"],
+        tuple((run["version"], run["count"]) for run in turn["versions"]),
+        None if turn["routed_experts"] is None else np.load(io.BytesIO(turn["routed_experts"])),
+    )

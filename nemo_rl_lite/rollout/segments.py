@@ -21,7 +21,7 @@ import numpy as np
 
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.tools import Tool
-from nemo_rl_lite.generation.interface import Completion, Conversation
+from nemo_rl_lite.generation.interface import Completion, Conversation, Unfinished
 from nemo_rl_lite.losses.batch import OF_TOKENS
 
 
@@ -38,6 +38,14 @@ class History:
     conversation: Conversation = field(default_factory=Conversation)
     is_busy: bool = False
     """True while a response to the segment is sampled."""
+    begun: Unfinished | None = None
+    """Tokens of the next response that a checkpoint had."""
+
+    @property
+    def so_far(self) -> Unfinished | None:
+        """The known tokens of the next response."""
+        so_far = self.conversation.so_far
+        return self.begun if so_far is None else so_far()
 
 
 class RowCounts(NamedTuple):

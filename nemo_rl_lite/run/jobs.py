@@ -214,7 +214,8 @@ class GRPOJob(_AlgorithmJob):
             source = self._source(self._sampler(started, collector), workers.generation, started)
             speed = decoding_speed(self._config, described_shape(self._model_path), workers.generation.take_decoded)
             own = workers.policy, workers.teacher, source, workers.groups
-            loop = self._loop(metrics, start, *own, callbacks, speed, workers.weights.verify_with_probe)
+            of_engines = speed, workers.weights.verify_with_probe, workers.generation.take_recovered
+            loop = self._loop(metrics, start, *own, callbacks, *of_engines)
             try:
                 loop.run()
             finally:
@@ -267,6 +268,7 @@ class GRPOJob(_AlgorithmJob):
         callbacks: Callbacks,
         decoding_speed: Callable[[], dict[str, float]] = dict,
         check: Callable[[], dict[str, float]] = dict,
+        take_recovered: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> GRPO:
         """Return the loop. `groups`: all workers. For the rest see `GRPO`."""
         config, console = self._config, self._console
@@ -284,6 +286,7 @@ class GRPOJob(_AlgorithmJob):
             rollouts=rollouts,
             scored=_scored(config),
             decoding_speed=decoding_speed,
+            take_recovered=take_recovered,
             check=check,
             log=RolloutLog(files, config.logger.show_samples_period, console, metrics, callbacks),
             held_out=len(self._validation),

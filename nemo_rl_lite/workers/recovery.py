@@ -56,6 +56,8 @@ class RecoveringGeneration:
         self._restart = ""
         # `queue.busy_s` at the last `take_decoded` and at the last `finish_generation`.
         self._taken_s = self._finished_s = 0.0
+        # `queue.taken_over` and `queue.repeated` at the last `take_recovered`.
+        self._recovered_before = 0, 0
 
     def serving(self) -> AbstractAsyncContextManager[Any]:
         """Accept requests or, with rollout workers, groups."""
@@ -73,6 +75,13 @@ class RecoveringGeneration:
         (`finish_generation`) since the last call."""
         seconds, self._taken_s = self._finished_s - self._taken_s, self._finished_s
         return self._generation.take_decoded(), seconds
+
+    def take_recovered(self) -> tuple[int, int]:
+        """Return the tokens of lost engines' responses since the last call: those that other engines continue, and
+        those that they sample again."""
+        now, before = (self.queue.taken_over, self.queue.repeated), self._recovered_before
+        self._recovered_before = now
+        return now[0] - before[0], now[1] - before[1]
 
     def refit(self, version: int) -> dict[str, float]:
         """Restart engines that died in the rollout, and refit all engines."""

@@ -26,7 +26,7 @@ from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.losses.batch import SharedRows, TokenRows
 from nemo_rl_lite.rollout.background import BackgroundLoop
 from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord
-from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup, PlayProgress, PromptTask
+from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup, PlayProgress, PromptTask, begun_episodes
 from nemo_rl_lite.rollout.playing import Playing
 from nemo_rl_lite.rollout.rollout import SampleFile
 from nemo_rl_lite.rollout.saved import save_groups
@@ -67,6 +67,8 @@ class WorkerReport:
     steps: int = 0
     busy_s: float = 0.0
     idle_s: float = 0.0
+    taken_over: int = 0
+    repeated: int = 0
     description: str = ""
 
 
@@ -224,6 +226,21 @@ class RolloutWorker:
             return str(error)
         return ""
 
+    def save_begun(self, file: Path, prompts: Mapping[int, int]) -> str:
+        """Write the episodes of unfinished groups for a checkpoint. `prompts`: the numbers of their prompts by those of
+        the groups. Return the error of the file system, if any."""
+
+        async def copied() -> dict[int, list[Episode]]:
+            return begun_episodes(
+                {prompt: self._groups[number] for number, prompt in prompts.items() if number in self._groups}
+            )
+
+        try:
+            save_groups(file, self._loop.wait(copied(), lambda: None), are_begun=True)
+        except OSError as error:
+            return str(error)
+        return ""
+
     def fetch(self, chosen: Sequence[Kept]) -> list[Episode]:
         """Return episodes."""
         return [self._kept(one) for one in chosen]
@@ -338,5 +355,7 @@ class RolloutWorker:
             queue.steps,
             queue.busy_s,
             queue.idle_s,
+            queue.taken_over,
+            queue.repeated,
             queue.describe(),
         )

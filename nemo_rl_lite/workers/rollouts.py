@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord
 from nemo_rl_lite.rollout.groups import Group, PlayedGroup, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.playing import ENDPOINT_FILE
 from nemo_rl_lite.rollout.rollout import EpisodeStore, SampleFile
+from nemo_rl_lite.rollout.saved import Writing
 from nemo_rl_lite.workers.reserve import load_rollout_workers, start_rollout_workers
 from nemo_rl_lite.workers.rollout_worker import Kept, WorkerReport, kept
 
@@ -51,6 +53,8 @@ class _Member:
     """Busy seconds with earlier processes."""
     idle_before: float = 0.0
     steps_before: int = 0
+    taken_over_before: int = 0
+    repeated_before: int = 0
 
     @property
     def takes(self) -> bool:
@@ -182,6 +186,15 @@ class RolloutWorkers:
                 whole += member.report.progress.get(number, PlayProgress())
         return whole
 
+    def save_begun(self, groups: Mapping[int, Group], file: Path) -> Writing:
+        prompts, saving = {group: number for number, group in groups.items()}, []
+        for member in self._members:
+            own = {number: prompts[group] for number, group in member.playing.items() if group in prompts}
+            if own and member.is_alive:
+                part = file.with_name(f"{file.name}-{member.rank}.parquet")
+                saving.append((part, self._call(member, "save_begun", part, own)))
+        return partial(_saved_parts, saving)
+
     @property
     def are_in_work(self) -> bool:
         return any(member.report.are_in_work for member in self._members)
@@ -209,6 +222,16 @@ class RolloutWorkers:
     def idle_s(self) -> float:
         """Return the mean seconds in which no engine of a worker had a request."""
         return sum(member.idle_before + member.report.idle_s for member in self._members) / len(self._members)
+
+    @property
+    def taken_over(self) -> int:
+        """See `RequestQueue.taken_over`."""
+        return sum(member.taken_over_before + member.report.taken_over for member in self._members)
+
+    @property
+    def repeated(self) -> int:
+        """See `RequestQueue.repeated`."""
+        return sum(member.repeated_before + member.report.repeated for member in self._members)
 
     def describe(self) -> str:
         """See `RequestQueue.describe`."""
@@ -310,7 +333,7 @@ class RolloutWorkers:
             if own:
                 part = file.with_name(f"{file.name}-{member.rank}.parquet")
                 saving.append((part, self._call(member, "save", part, own)))
-        return lambda: [part for part, call in saving if _is_saved(part, call)]
+        return partial(_saved_parts, saving)
 
     def release(self, records: Sequence[EpisodeRecord]) -> None:
         self._forget_groups(records)
@@ -464,6 +487,8 @@ class RolloutWorkers:
         member.busy_before += member.report.busy_s
         member.idle_before += member.report.idle_s
         member.steps_before += member.report.steps
+        member.taken_over_before += member.report.taken_over
+        member.repeated_before += member.report.repeated
         member.report = WorkerReport()
         self._run(self._replace(member, error))
         self._place()
@@ -508,6 +533,11 @@ class RolloutWorkers:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _saved_parts(saving: Sequence[tuple[Path, Call]]) -> list[Path]:
+    """Wait for files; return those whose workers have not died. Raises OSError."""
+    return [part for part, call in saving if _is_saved(part, call)]
 
 
 def _is_saved(part: Path, saving: Call) -> bool:

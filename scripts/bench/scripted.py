@@ -66,8 +66,10 @@ class ScriptedEngine:
     def __init__(self, script: Script):
         self._step, self._decoded = 0, Decoded()
         self.follow(script)
-        # Requests by number, and the numbers that end in a step.
+        # Requests by number, with the length of their responses; steps before each and its reported tokens; and the
+        # numbers that end in a step.
         self._held: dict[int, tuple[Request, int]] = {}
+        self._told: dict[int, tuple[int, int]] = {}
         self._ends: dict[int, list[int]] = defaultdict(list)
 
     def follow(self, script: Script) -> None:
@@ -79,7 +81,7 @@ class ScriptedEngine:
             most, mean = request.sampling.max_new_tokens, self._script.mean
             drawn = math.ceil(random.Random(request.seed).expovariate(1 / mean)) if mean else most
             length = min(drawn, most)
-            self._held[number] = request, length
+            self._held[number], self._told[number] = (request, length), (self._step, 0)
             self._ends[self._step + math.ceil(length / self._script.burst)].append(number)
 
     def step(self) -> dict[int, Completion]:
@@ -87,8 +89,12 @@ class ScriptedEngine:
         share = len(self._held) / IN_FLIGHT
         self._decoded += Decoded(1, cache=CacheUse(share, share))
         self._step += 1
-        numbers = self._ends.pop(self._step, ())
-        return {number: self._completion(*self._held.pop(number)) for number in numbers if number in self._held}
+        numbers = [number for number in self._ends.pop(self._step, ()) if number in self._held]
+        return {number: self._completion(*self._take(number)) for number in numbers}
+
+    def _take(self, number: int) -> tuple[Request, int]:
+        self._told.pop(number)
+        return self._held.pop(number)
 
     def _completion(self, request: Request, length: int) -> Completion:
         longest, experts = self._longest, self._longest.routed_experts
@@ -100,15 +106,22 @@ class ScriptedEngine:
             None if experts is None else experts[: len(request.prompt) + length - 1],
         )
 
-    def so_far(self) -> dict[int, Unfinished]:
-        return {}
+    def new_tokens(self, of_all: bool) -> dict[int, Unfinished]:
+        longest, found = self._longest, {}
+        for number in [number for number, (request, _) in self._held.items() if of_all and request.continues]:
+            began, told = self._told[number]
+            own = slice(told, (self._step - began) * self._script.burst)
+            versions = ((self.version, own.stop - told),)
+            found[number] = Unfinished(longest.tokens[own], longest.logprobs[own], "length", versions)
+            self._told[number] = began, own.stop
+        return found
 
     def load(self) -> EngineLoad:
         return EngineLoad(running=len(self._held))
 
     def abort(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._held.pop(number, None)
+        for number in self._held.keys() & set(numbers):
+            self._take(number)
 
     def take_decoded(self) -> Decoded:
         taken, self._decoded = self._decoded, Decoded()
@@ -305,7 +318,7 @@ class FullQueues:
 
         async def ask_again() -> None:
             while True:
-                await queue.sample(Request(prompt, sampling, draw.getrandbits(32)))
+                await queue.sample(Request(prompt, sampling, draw.getrandbits(32), continues=True))
 
         replicas = [seat.replica() for seat in seats]
         async with RequestQueue(replicas, IN_FLIGHT, raise_loss, raise_loss).serving() as queue:

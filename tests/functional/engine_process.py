@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Request, Sampling, ServedOptions
+from nemo_rl_lite.generation.interface import Completion, Request, Sampling, ServedOptions, Unfinished
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -92,6 +92,21 @@ seen = {
 if ENGINES[backend].takes_options:
     served = [ServedOptions(top_logprobs=3), ServedOptions(presence_penalty=1.0), ServedOptions(top_logprobs=99)]
     seen["options"] = [generate(replace(sampling.greedy(), options=one), samples=1) for one in served]
+
+
+def continued(whole: list[Completion], sampling: Sampling, samples: int = 4) -> list[Completion]:
+    """These responses, each sampled again from its first tokens on."""
+    asked = requests(sampling, samples)
+    for number, one in enumerate(whole):
+        count = min(1 + number, len(one.tokens) - 1)
+        begun = Unfinished(one.tokens[:count], one.logprobs[:count], "length", ((0, count),))
+        asked[number] = replace(asked[number], begun=begun if count else None)
+    return [done for _, done in sorted(finished(asked).items())]
+
+
+seen["continued"] = continued(seen["nothing stops"], replace(sampling, stop_token_ids=(), max_new_tokens=20))
+own = replace(sampling, stop_strings=(":::",)).greedy()
+seen["continued to a stop string"] = continued(seen["stop string, greedy"], own, samples=1)
 
 
 def refit(name: str, version: int) -> list[RefitReport]:

@@ -82,7 +82,7 @@ def test_an_engine_dies_and_the_run_is_stopped_and_every_prompt_is_trained_once(
     ahead = json.loads((saved / "checkpoint.json").read_text())["record"]["rollouts"]["ahead"]
     # One more has begun where the checkpoint is of after the step's refit.
     assert len(ahead) in (MAX_AGE * PROMPTS, (1 + MAX_AGE) * PROMPTS)
-    assert len(ahead) == len(list(saved.glob("rollout-*.parquet"))) * PROMPTS
+    assert len(ahead) == len(list(saved.glob("rollout-????????.parquet"))) * PROMPTS
     assert list(trained(run.folder)) == list(range(1, stopped + 1))
     assert run.survivors() == []
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -245,6 +246,25 @@ def test_a_response_ends_with_its_stop_string_however_many_tokens_a_step_brings(
         assert stopped.tokens.tolist() == (tokens[: three.index(True) + 3] if any(three) else tokens)
         assert len(stopped.logprobs) == sum(count for _, count in stopped.versions) == len(stopped.tokens)
     assert any(len(stopped.tokens) == 3 for stopped in seen["stop string, greedy"])
+
+
+def test_a_response_continues_from_its_tokens_as_if_it_had_not_ended(seen, model_folder):
+    check_logprobs(load(model_folder).eval(), seen["prompts"], seen["continued"], temperature=0.8)
+    pairs = list(zip(seen["continued"], seen["nothing stops"], strict=True))
+    if "drafts" in seen:
+        # The accepted drafts decide how many random numbers a response draws, so only the tokens so far are the same.
+        heads = [
+            (found.tokens[: 1 + number], whole.tokens[: 1 + number]) for number, (found, whole) in enumerate(pairs)
+        ]
+        assert all(np.array_equal(*head) for head in heads)
+    else:
+        assert all(np.array_equal(found.tokens, whole.tokens) for found, whole in pairs)
+    assert all(found.versions == whole.versions and len(found.logprobs) == 20 for found, whole in pairs)
+
+
+def test_a_stop_string_may_begin_in_the_tokens_so_far(seen):
+    for found, whole in zip(seen["continued to a stop string"], seen["stop string, greedy"], strict=True):
+        assert found.tokens.tolist() == whole.tokens.tolist() and found.finish_reason == whole.finish_reason
 
 
 def test_tokens_of_accepted_and_of_rejected_drafts_are_drawn_from_the_models_distribution(seen, model_folder):

@@ -18,6 +18,7 @@ from nemo_rl_lite.compat.vllm import (
     experts_backends,
     forget_packed_experts,
     pack_shared_weights,
+    skip_draws,
     weight_loader,
 )
 from nemo_rl_lite.config.engines import VLLM_LORA_RANKS, VLLM_QUANTIZATIONS
@@ -162,6 +163,10 @@ class RefitExtension:
     model_runner: Any
     device: torch.device
     rank: int
+
+    def skip_draws(self) -> None:
+        """See `compat.vllm.skip_draws`."""
+        skip_draws(self.model_runner)
 
     def refit_join(self, sources: Sequence[Source], scaling: float | None = None) -> None:
         """Join this rank's producer, `sources[rank]`. `scaling`: the adapters' factor, if refits bring only adapters.

@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from nemo_rl_lite.compat.vllm import (
     PARTS,
     SchedulerCache,
+    continued_draws,
     finish_begun_steps,
     lengthen_head,
     on_lost_rank,
@@ -41,6 +43,7 @@ from nemo_rl_lite.generation.interface import (
     RequestError,
     Unfinished,
     Versions,
+    joined_versions,
 )
 from nemo_rl_lite.generation.vllm import extension
 from nemo_rl_lite.generation.vllm.arguments import RANDOM, engine_arguments
@@ -106,6 +109,7 @@ class VLLMEngine:
             on_lost_rank(self._engine, partial(end_process, "a rank of this host has ended"))
         if policy.router_replay.enabled and not on_gpu:
             self._engine.apply_model(record_cpu_experts)
+        self._engine.collective_rpc("skip_draws")
         self.version = 0
         self.max_length: int = self._engine.vllm_config.model_config.max_model_len
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
@@ -130,10 +134,11 @@ class VLLMEngine:
         for number, request in requests.items():
             # The salt separates the prefix caches of different weights. A conversation keeps its own.
             salt = str(self.version if request.cache_version is None else request.cache_version)
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=salt)
+            begun = [] if request.begun is None else request.begun.tokens.tolist()
+            prompt = TokensPrompt(prompt_token_ids=[*request.prompt, *begun], cache_salt=salt)
             try:
                 core_request = engine.input_processor.process_inputs(
-                    str(number), prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
+                    str(number), prompt, _parameters(engine, request), supported_tasks=tasks, lora_request=self._adapter
                 )
             except request_errors() as error:
                 if not request.sampling.options.changed():
@@ -142,7 +147,10 @@ class VLLMEngine:
                 continue
             detokenizer = None
             if request.sampling.stop_strings:
-                detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), core_request)
+                # Otherwise a stop string would be missed that the tokens so far begin.
+                original = msgspec.structs.replace(core_request, prompt_token_ids=list(request.prompt))
+                detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), original)
+                detokenizer.update(begun, False)
             self._unfinished[str(number)] = UnfinishedResponse(request, detokenizer)
             engine.engine_core.add_request(core_request)
 
@@ -152,9 +160,13 @@ class VLLMEngine:
         finished, self._finished = self._finished, {}
         return finished
 
-    def so_far(self) -> dict[int, Unfinished]:
-        begun = ((name, one) for name, one in self._unfinished.items() if one.request.streams and one.tokens)
-        return {int(name): one.so_far(self.version) for name, one in begun}
+    def new_tokens(self, of_all: bool) -> dict[int, Unfinished]:
+        wanted = [
+            (name, one)
+            for name, one in self._unfinished.items()
+            if one.has_new and (one.request.streams or (of_all and one.request.continues))
+        ]
+        return {int(name): one.new_tokens(self.version) for name, one in wanted}
 
     def load(self) -> EngineLoad:
         tokens = sum(len(response.tokens) for response in self._unfinished.values())
@@ -297,6 +309,12 @@ class UnfinishedResponse:
         self.routed_experts: list[np.ndarray] = []
         # vLLM's incremental detokenizer, if the request has stop strings.
         self.detokenizer = detokenizer
+        if (begun := request.begun) is not None:
+            self.tokens.extend(begun.tokens.tolist())
+            self.logprobs.extend(begun.logprobs.tolist())
+            self.versions = begun.versions
+        # Number of tokens that `new_tokens` has returned, or that the request came with.
+        self._told = len(self.tokens)
 
     def add(self, tokens: list[int], logprobs: list[float], ended: bool) -> bool:
         """Add one step's tokens. `ended`: the last one is a stop token. Return whether a stop string ends the response;
@@ -324,8 +342,20 @@ class UnfinishedResponse:
         """Give the tokens without a version this one."""
         self.versions = self._versions(version)
 
-    def so_far(self, version: int) -> Unfinished:
-        return Unfinished(*self._sampled(), "length", self._versions(version), None, self._alternatives())
+    @property
+    def has_new(self) -> bool:
+        return len(self.tokens) > self._told
+
+    def new_tokens(self, version: int) -> Unfinished:
+        """Return the tokens since the last call."""
+        start, self._told = self._told, len(self.tokens)
+        tokens, logprobs = np.array(self.tokens[start:], np.int32), np.array(self.logprobs[start:], np.float32)
+        versions, before = list[tuple[int, int]](), start
+        for own, count in self._versions(version):
+            if count > before:
+                versions.append((own, count - before))
+            before = max(before - count, 0)
+        return Unfinished(tokens, logprobs, "length", tuple(versions), None, self._alternatives()[start:])
 
     def completion(self, finish_reason: str, version: int) -> Completion:
         if len(self.logprobs) != len(self.tokens):
@@ -348,7 +378,7 @@ class UnfinishedResponse:
 
     def _versions(self, version: int) -> Versions:
         new = len(self.tokens) - sum(count for _, count in self.versions)
-        return (*self.versions, (version, new)) if new else self.versions
+        return joined_versions((*self.versions, (version, new))) if new else self.versions
 
     def _alternatives(self) -> tuple[tuple[tuple[int, float], ...], ...]:
         return tuple(self.alternatives[: len(self.tokens)])
@@ -361,18 +391,20 @@ def _logprobs(given: Any) -> list[float]:
     return given.logprobs[:, 0].tolist()
 
 
-def _parameters(request: Request) -> Any:
+def _parameters(engine: Any, request: Request) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     sampling, options = request.sampling, request.sampling.options
-    schema = options.json_schema
+    schema, drawn = options.json_schema, 0 if request.begun is None else len(request.begun.tokens)
+    seed, skipped = continued_draws(engine, request.seed, drawn)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k or 0,
         min_p=sampling.min_p,
-        max_tokens=sampling.max_new_tokens,
-        seed=request.seed,
+        max_tokens=sampling.max_new_tokens - drawn,
+        seed=seed,
+        extra_args=skipped,
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop_strings) or None,
         detokenize=bool(sampling.stop_strings),

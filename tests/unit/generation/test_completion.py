@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Completion, Conversation, Request, Sampling
+from nemo_rl_lite.generation.interface import Completion, Conversation, Request, Sampling, Unfinished
 from nemo_rl_lite.generation.vllm.worker import UnfinishedResponse
 from nemo_rl_lite.workers.generation import _require_finite
 
@@ -52,7 +52,9 @@ def test_a_response_over_a_refit_has_a_run_for_each_version():
     response.note_version(1)
     for version, tokens in ((2, [5, 6]), (3, [7])):
         response.add(tokens, [-0.5] * len(tokens), ended=False)
-        assert response.so_far(version).versions[-1] == (version, len(tokens))
+        assert response.new_tokens(version) == Unfinished(
+            tokens, [-0.5] * len(tokens), "length", [version] * len(tokens)
+        )
         response.note_version(version)
     found = response.completion("stop", 4)
     assert found == Completion((5, 6, 7), (-0.5,) * 3, "stop", (2, 2, 3))

@@ -12,8 +12,8 @@ from nemo_rl_lite.observability.liveness import background_work
 SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
 
 
-def request(length: int, streams: bool = False) -> Request:
-    return Request((0, length), SAMPLING, length, streams=streams)
+def request(length: int, **options: bool) -> Request:
+    return Request((0, length), SAMPLING, length, **options)
 
 
 class Engine:
@@ -30,7 +30,7 @@ class Engine:
         self.threads.add(threading.get_ident())
         if any(one.prompt[1] < 0 for one in requests.values()):
             raise ValueError("a negative length")
-        self.held |= {number: [one, 0] for number, one in requests.items()}
+        self.held |= {number: [one, 0, 0] for number, one in requests.items()}
 
     def abort(self, numbers):
         for number in numbers:
@@ -43,11 +43,16 @@ class Engine:
             raise self.error
         for own in self.held.values():
             own[1] += 1
-        done = [number for number, (one, tokens) in self.held.items() if tokens == one.prompt[1]]
+        done = [number for number, (one, tokens, _) in self.held.items() if tokens == one.prompt[1]]
         return {number: answer(self.held.pop(number)[1]) for number in done}
 
-    def so_far(self):
-        return {number: answer(tokens, Unfinished) for number, (one, tokens) in self.held.items() if one.streams}
+    def new_tokens(self, of_all):
+        found = {}
+        for number, own in self.held.items():
+            one, tokens, told = own
+            if tokens > told and (one.streams or (of_all and one.continues)):
+                found[number], own[2] = answer(tokens - told, Unfinished), tokens
+        return found
 
     def load(self):
         return EngineLoad(running=len(self.held), preempted=1)
@@ -140,14 +145,33 @@ def test_an_engine_without_weights_may_be_cleared():
     assert loop.call("load").running == 0
 
 
-def test_a_stream_tells_its_tokens_so_far():
-    loop, seen = EngineLoop(Engine), [0]
-    loop.send({1: request(200, streams=True), 2: request(100)})
-    while seen[-1] < 200:
+def reported(loop: EngineLoop, *numbers: int) -> dict[int, list[Completion]]:
+    """Collect what reports bring of each request up to its completion."""
+    found = {number: [] for number in numbers}
+    while not all(own and not isinstance(own[-1], Unfinished) for own in found.values()):
         for number, one in loop.report(20).finished.items():
-            assert number == 2 or isinstance(one, Unfinished) == (len(one.tokens) < 200)
-            seen += [len(one.tokens)] * (number == 1)
-    assert len(seen) > 3 and seen == sorted({*seen})
+            found[number].append(one)
+    return found
+
+
+def test_reports_have_the_new_tokens_of_a_stream():
+    loop = EngineLoop(Engine)
+    loop.send({1: request(200, streams=True), 2: request(100)})
+    found = reported(loop, 1, 2)
+    *parts, whole = found[1]
+    assert len(parts) > 2 and 0 < sum(len(one.tokens) for one in parts) < len(whole.tokens) == 200
+    assert len(found[2]) == 1
+
+
+def test_some_reports_have_the_new_tokens_of_requests_that_continue(monkeypatch):
+    monkeypatch.setattr("nemo_rl_lite.generation.loop.TOKENS_S", 0.05)
+    loop = EngineLoop(Engine)
+    loop.send({1: request(300, continues=True), 2: request(300)})
+    found = reported(loop, 1, 2)
+    *parts, whole = found[1]
+    joined = Unfinished.joined(parts)
+    assert len(parts) > 1 and joined.versions == ((0, len(joined.tokens)),)
+    assert len(found[2]) == 1 and whole == answer(300)
 
 
 @pytest.mark.parametrize("fault", ["step", "submit"])

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from nemo_rl_lite.errors import EngineError, WorkerError
-from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Request, Sampling
+from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Request, Sampling, Unfinished
 from nemo_rl_lite.generation.queue import RequestQueue
 from tests.unit.generation.stepped import Stepped
 
@@ -16,9 +16,9 @@ SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
 LOST = WorkerError("generation rank 1", "generate", "the process died", lost=True)
 
 
-def request(length: int, prompt: int = 0, step: int = 0) -> Request:
+def request(length: int, prompt: int = 0, step: int = 0, **options: bool) -> Request:
     """A response of N tokens; an engine samples one in each exchange."""
-    return Request((prompt, length), SAMPLING, length, step)
+    return Request((prompt, length), SAMPLING, length, step, **options)
 
 
 class Engine(Stepped):
@@ -29,10 +29,13 @@ class Engine(Stepped):
         self.capacity, self.fails_at, self.error = capacity, fails_at, error
         self.held: dict[int, list] = {}
         self.sampled, self.exchanges, self.most, self.aborted, self.prompts = 0, 0, 0, [], []
+        # Requests whose new tokens each report has.
+        self.telling: set[int] = set()
+        self.reported = EngineLoad()
 
     @property
     def load(self) -> EngineLoad:
-        return EngineLoad(sum(length - left for left, length in self.held.values()))
+        return self.reported
 
     def work(self, submitted, aborted):
         self.exchanges += 1
@@ -40,7 +43,10 @@ class Engine(Stepped):
             self.held = {}
             raise self.error
         self.prompts += [one.prompt[0] for one in submitted.values()]
-        self.held |= {number: [one.prompt[1], one.prompt[1]] for number, one in submitted.items()}
+        for number, one in submitted.items():
+            begun = 0 if one.begun is None else len(one.begun.tokens)
+            self.held[number] = [one.prompt[1] - begun, one.prompt[1]]
+        self.telling |= {number for number, one in submitted.items() if one.continues}
         self.most = max(self.most, len(self.held))
         self.aborted += [number for number in aborted if self.held.pop(number, None)]
         self.sampled += len(self.held)
@@ -48,7 +54,9 @@ class Engine(Stepped):
             left[0] -= 1
         done = {number: length for number, (left, length) in self.held.items() if not left}
         self.held = {number: own for number, own in self.held.items() if number not in done}
-        return {
+        self.reported = EngineLoad(sum(length - left for left, length in self.held.values()))
+        new = {number: Unfinished((0,), (0.0,), "length", (0,)) for number in self.held if number in self.telling}
+        return new | {
             number: Completion((0,) * length, (0.0,) * length, "stop", (0,) * length) for number, length in done.items()
         }
 
@@ -182,6 +190,23 @@ def test_the_others_finish_what_a_dead_engine_has_not():
     lengths = [2, 2, 9, 9, 9, 9]
     assert run(queue(*engines, on_loss=lambda *loss: told.append(loss)), lengths) == [0, 1, 0, 0, 0, 0]
     assert told == [(1, LOST)] and engines[0].sampled == 2 + 4 * 9
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_another_engine_continues_the_responses_of_a_dead_one(continues):
+    engines = [Engine(8), Engine(8, fails_at=4)]
+
+    async def serve() -> None:
+        async with queue(*engines).serving() as requests:
+            async with paused(requests):
+                near = [Conversation(engine=1) for _ in range(2)]
+                asked = [asyncio.create_task(requests.sample(request(9, continues=continues), one)) for one in near]
+            found = await asyncio.gather(*asked)
+            assert [(len(completion.tokens), engine) for completion, engine in found] == [(9, 0)] * 2
+            assert (requests.taken_over, requests.repeated) == ((6, 0) if continues else (0, 6))
+
+    asyncio.run(serve())
+    assert (engines[0].sampled, engines[1].sampled) == (12 if continues else 18, 6)
 
 
 def test_when_none_is_left_all_come_back_with_their_requests():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.generation.interface import Completion, Sampling, Unfinished
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.rollout.collector import ErrorShares
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
@@ -26,6 +26,7 @@ class Replica(Stepped):
     def __init__(self):
         super().__init__()
         self.weights, self.held, self.is_dead, self.error = -1, {}, False, None
+        self.sampled = 0
 
     def work(self, submitted, aborted):
         if self.is_dead:
@@ -33,18 +34,31 @@ class Replica(Stepped):
         if self.error:
             raise self.error
         assert self.weights >= 0, "the engine has no weights yet"
-        self.held |= {number: (request, []) for number, request in submitted.items()}
+        self.held |= {number: (request, begun(request)) for number, request in submitted.items()}
         for number in aborted:
             self.held.pop(number, None)
         for _, versions in self.held.values():
             versions.append(self.weights)
+        self.sampled += len(self.held)
         done = {n: own for n, own in self.held.items() if len(own[1]) == length(own[0])}
         self.held = {n: own for n, own in self.held.items() if n not in done}
-        return {number: answer(*own) for number, own in done.items()}
+        telling = {number: own for number, own in self.held.items() if own[0].continues}
+        return {n: newest(*own) for n, own in telling.items()} | {n: answer(*own) for n, own in done.items()}
 
 
 def length(request) -> int:
     return 2 + request.seed % (LONGEST - 2)
+
+
+def begun(request) -> list[int]:
+    """The version of each token that a request has."""
+    return [] if request.begun is None else [version for version, count in request.begun.versions for _ in range(count)]
+
+
+def newest(request, versions) -> Unfinished:
+    """The last of these tokens, which are not all."""
+    token = ord("0") + request.seed % 2 if len(versions) == 1 else ord("-")
+    return Unfinished((token,), (-0.25 * (request.seed % 7),), "length", versions[-1:])
 
 
 def answer(request, versions) -> Completion:
@@ -90,11 +104,12 @@ class Repeating:
         return Problem(chat(f"p {position % self._epoch if self._epoch else position}"), "1")
 
 
-def sampler(fleet, state=None, prompts=3, samples=2, epoch=0, **options) -> Sampler:
+def sampler(fleet, state=None, prompts=3, samples=2, epoch=0, play=None, continues=False, **options) -> Sampler:
     """With an `epoch` of some prompts, those that teach nothing rest for up to four epochs."""
     config = compose_config([f"algorithm.num_generations_per_prompt={samples}"]).options(GRPOConfig)
     config = replace(config, num_prompts_per_step=prompts, **options)
-    collector = collected_by(fleet, judged_by(lambda response, _: float(response[0] == "1")), 64, ErrorShares(0.0, 0.0))
+    judge, shares = judged_by(lambda response, _: float(response[0] == "1")), ErrorShares(0.0, 0.0)
+    collector = collected_by(fleet, judge, 64 if play is None else 512, shares, play, continues=continues)
     held_out = [Problem(chat(f"held out {number}"), "1") for number in range(2)]
     state = {"position": 0, **(state or {})}
     resting = PromptCooldown(4, epoch, state.get("resting"), state["position"])

@@ -50,11 +50,17 @@ class Letters:
 
 
 def collected_by(
-    generation, judge: Judge, max_length: int, shares: ErrorShares, play: EpisodeRunner | None = None, tokenizer=None
+    generation,
+    judge: Judge,
+    max_length: int,
+    shares: ErrorShares,
+    play: EpisodeRunner | None = None,
+    tokenizer=None,
+    continues: bool = False,
 ) -> RolloutCollector:
     """A collector whose episodes are played here."""
     runner = play or SingleTurn()
-    player = GroupPlayer(tokenizer or Letters(), judge, runner, max_length)  # pyrefly: ignore
+    player = GroupPlayer(tokenizer or Letters(), judge, runner, max_length, continues)  # pyrefly: ignore
     return RolloutCollector(LocalPlayers(generation, {"": player}), {"": replace(shares, section=runner.section)})
 
 

@@ -333,10 +333,10 @@ def test_a_checkpoint_has_the_episodes_of_living_workers(players, tmp_path, dead
     begin_save(tmp_path, RolloutState(3, [[number] for number in groups]), groups, workers)()
     [saved] = load_rollouts(tmp_path)
     kept = {number: records for number, records in groups.items() if records[0].worker not in dead}
-    assert len(saved.state.draws) == 4 and set(saved.done) == set(kept)
+    assert len(saved.state.draws) == 4 and set(saved.groups) == set(kept)
     for number, records in kept.items():
         worker = group.workers[records[0].worker]
-        assert saved.done[number].read() == [worker.episodes[one.number] for one in records]
+        assert saved.groups[number].read() == [worker.episodes[one.number] for one in records]
     assert len(list(tmp_path.glob("*"))) == 3 - len(dead)
     assert parquet.read_metadata(tmp_path / "rollout-00000003.parquet").num_rows == 0
 

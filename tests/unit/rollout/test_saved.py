@@ -32,15 +32,15 @@ def test_a_saved_rollout_is_the_same_to_the_bit(tmp_path):
     assert load_rollouts(tmp_path) == []
     rollout = make_rollout()
     saved = [
-        (RolloutState(9, [[4], [6, 7]], 2, 1.5, 1), {0: list(rollout.episodes), 1: list(rollout.dropped)}),
+        (RolloutState(9, [[4], [6, 7]], 2, 1.5), {0: list(rollout.episodes), 1: list(rollout.dropped)}),
         # Of this one, the prompt of number 1 is done, and number 0 is not.
-        (RolloutState(10, [[8], [9]], oldest=1), {1: [*rollout.episodes, *rollout.dropped]}),
+        (RolloutState(10, [[8], [9]]), {1: [*rollout.episodes, *rollout.dropped]}),
         (RolloutState(11, []), {}),
     ]
     for state, groups in saved:
         begin_save(tmp_path, state, groups, None)()
     found = load_rollouts(tmp_path)
-    assert [(one.state, {number: own.read() for number, own in one.done.items()}) for one in found] == saved
+    assert [(one.state, {number: own.read() for number, own in one.groups.items()}) for one in found] == saved
 
 
 def test_a_group_of_a_removed_checkpoint_is_not_read(tmp_path):
@@ -58,7 +58,7 @@ def test_of_a_checkpoint_of_an_earlier_version_only_the_prompts_are_read(tmp_pat
         rows = pa.Table.from_pylist([{"prompt": None}], schema)
         parquet.write_table(rows, tmp_path / f"rollout-{step:08d}.parquet")
     found = load_rollouts(tmp_path)
-    assert [(one.state.step, one.state.draws, one.state.noted, one.done) for one in found] == [
+    assert [(one.state.step, one.state.draws, one.state.noted, one.groups) for one in found] == [
         (4, [[1], [2, 3]], 2, {}),
         (5, [[1], [2, 3]], 0, {}),
     ]

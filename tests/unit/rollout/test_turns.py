@@ -193,6 +193,25 @@ def test_a_fault_in_the_code_ends_the_run_whatever_share_may_fail():
     try_environment(InThisProcess(f"{HERE}.Broken", {"answer": KeyError("state")}), "mine", problem)
 
 
+class Unsaved:
+    """Has a state that cannot be saved."""
+
+    def step(self, problem, conversation):
+        return Observation(({"role": "user", "content": "on"},))
+
+    def state(self):
+        return {"self": self}
+
+    def restore(self, state): ...
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_before_the_run():
+    environments = InThisProcess(f"{HERE}.Unsaved", {})
+    assert environments.resumption == "snapshot"
+    with pytest.raises(ConfigError, match=r"state\(\) of the environment returned neither JSON nor bytes"):
+        try_environment(environments, "mine", Problem(chat("?"), "1"))
+
+
 def test_below_that_share_its_episode_alone_is_left_out(caplog):
     broken = (f"{HERE}.Broken", {"answer": "well done"})
     rollout = collect(Script(["1", "43"]), broken, max_failure_fraction=0.5)
