@@ -62,13 +62,10 @@ ON_HOST = {
     "changed from on the host": [[*DATA, *HALF, HOST, *CHANGED], "on the host"],
 }
 
-FOUR = ["cluster.cpu_ranks=4", "policy.train_micro_batch_size=2"]
-SPREAD = [*FOUR, "policy.megatron_cfg.expert_model_parallel_size=2"]
+SPREAD = ["cluster.cpu_ranks=4", "policy.megatron_cfg.expert_model_parallel_size=2", "policy.train_micro_batch_size=2"]
 OF_EXPERTS = {
     "experts": [SPREAD, None],
     "experts again": [SPREAD, "experts"],
-    "data from experts": [FOUR, "experts"],
-    "pipeline from experts": [[*FOUR, *PIPELINE[1:]], "experts"],
 }
 
 
@@ -82,13 +79,10 @@ def of_experts(tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize("case", ["experts again", "data from experts", "pipeline from experts"])
-def test_experts_go_on_from_what_their_ranks_have_written(of_experts, case):
-    exact = case == "experts again"
-    found, expected = (torch.tensor(steps(of_experts, name), dtype=torch.float64) for name in (case, "experts"))
-    assert torch.equal(found, expected) if exact else torch.allclose(found, expected, atol=1e-5)
-    own, other = weights(of_experts, case), weights(of_experts, "experts")
-    assert all(torch.allclose(own[name], other[name], atol=0 if exact else 1e-5) for name in other)
+def test_experts_go_on_from_what_their_ranks_have_written(of_experts):
+    assert steps(of_experts, "experts again") == steps(of_experts, "experts")
+    own, expected = weights(of_experts, "experts again"), weights(of_experts, "experts")
+    assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
 
 
 @pytest.fixture(scope="module")
