@@ -185,7 +185,10 @@ def _compare(run: Path, folder: Path, swept: Sequence[str], steps: range, consol
     if swept:
         several = tuple(f"{one.partition('=')[0]}=" for one in swept if values_of(one) != [one])
         for number, own in enumerate(jobs(swept)):
-            columns[" ".join(one for one in own if one.startswith(several))] = folder / str(number)
+            # The last part of a key keeps the table narrow.
+            changed = [one.rpartition("=")[0].rpartition(".")[2] + "=" + one.rpartition("=")[2] for one in own]
+            shown = [name for name, one in zip(changed, own, strict=True) if one.startswith(several)]
+            columns[" ".join(shown)] = folder / str(number)
     else:
         columns["replay"] = folder
     found = [_metrics(one) for one in columns.values()]
