@@ -1,4 +1,8 @@
-"""`nrl-lite doctor [--json]`: check this machine and its packages for runs."""
+"""`nrl-lite doctor [options] [group=file ...] [key.path=value ...]`: check this machine, or attack a reward.
+
+Without overrides: check this machine and its packages for runs. With overrides, as for train: score responses that
+deserve no reward by the reward of a configuration, and print those that it pays for.
+"""
 
 # An older Python must reach the message about its version.
 from __future__ import annotations
@@ -9,18 +13,34 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-EPILOG = """Each line is ok, warn (runs work, but slower or with a limitation), fail (runs do not work) or skipped
-(does not apply here). It shows the value found, the value needed and the fix. Nothing is changed. Exit status: 0 no
-check fails, 1 a check fails, 2 wrong arguments. docs/troubleshooting.md lists error messages."""
+EPILOG = """Each line about the machine is ok, warn (runs work, but slower or with a limitation), fail (runs do not work)
+or skipped (does not apply here). It shows the value found, the value needed and the fix. Nothing is changed. Exit
+status: 0 nothing found, 1 a check fails or the reward has a fault, 2 wrong arguments, configuration or data.
+docs/troubleshooting.md lists error messages, docs/rewards.md the attacks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="nrl-lite doctor", description=__doc__, epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="write only a JSON list to stdout")
-    given = parser.parse_args(arguments)
+    parser.add_argument("overrides", nargs="*", help="as for train: attack the reward on the problems of the data")
+    parser.add_argument("--json", action="store_true", help="write only JSON to stdout")
+    parser.add_argument(
+        "--problems", type=int, metavar="N", help="attack the reward on the first N problems (default: 4)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="start no call of the reward after S seconds (default: 40)"
+    )
+    parser.add_argument(
+        "--samples", metavar="FILE", help="a run's folder, or a file with prompt, response and answer: score these too"
+    )
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    given = parser.parse_intermixed_args(words)
     if sys.version_info < (3, 12):  # noqa: UP036 - a checkout may run with any Python
         sys.exit(f"Python 3.12 is needed, and this is {sys.version.split()[0]}; fix: bash scripts/install.sh")
-    # An older Python cannot parse these files.
+    # An older Python cannot parse the files below, and the checks of the machine need no packages.
+    if given.overrides or given.samples:
+        from nemo_rl_lite.rehearsal.reward import attack_reward
+
+        sys.exit(attack_reward(given.overrides, given.problems or 4, given.seconds or 40.0, given.samples, given.json))
     from nemo_rl_lite.diagnosis.check import CheckStatus, show
     from nemo_rl_lite.diagnosis.checks import diagnose
 
