@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-EPILOG = """Each line about the machine is ok, warn (runs work, but slower or with a limitation), fail (runs do not work)
-or skipped (does not apply here). It shows the value found, the value needed and the fix. Nothing is changed. Exit
-status: 0 nothing found, 1 a check fails or the reward has a fault, 2 wrong arguments, configuration or data.
+EPILOG = """Each line about the machine is ok, warn (runs work, but slower or with a limitation), fail (runs do not
+work) or skipped (does not apply here). It shows the value found, the value needed and the fix. Nothing is changed.
+Exit status: 0 nothing found, 1 a check fails or the reward has a fault, 2 wrong arguments, configuration or data.
 docs/troubleshooting.md lists error messages, docs/rewards.md the attacks."""
 
 
@@ -24,23 +24,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="as for train: attack the reward on the problems of the data")
     parser.add_argument("--json", action="store_true", help="write only JSON to stdout")
     parser.add_argument(
-        "--problems", type=int, metavar="N", help="attack the reward on the first N problems (default: 4)"
+        "--problems", type=int, default=4, metavar="N", help="attack the reward on the first N problems (default: 4)"
     )
     parser.add_argument(
-        "--seconds", type=float, metavar="S", help="start no call of the reward after S seconds (default: 40)"
+        "--seconds",
+        type=float,
+        default=40.0,
+        metavar="S",
+        help="start no call of the reward after S seconds (default: 40)",
     )
     parser.add_argument(
         "--samples", metavar="FILE", help="a run's folder, or a file with prompt, response and answer: score these too"
     )
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    given = parser.parse_intermixed_args(words)
+    given = parser.parse_intermixed_args(arguments)
     if sys.version_info < (3, 12):  # noqa: UP036 - a checkout may run with any Python
         sys.exit(f"Python 3.12 is needed, and this is {sys.version.split()[0]}; fix: bash scripts/install.sh")
     # An older Python cannot parse the files below, and the checks of the machine need no packages.
     if given.overrides or given.samples:
         from nemo_rl_lite.rehearsal.reward import attack_reward
 
-        sys.exit(attack_reward(given.overrides, given.problems or 4, given.seconds or 40.0, given.samples, given.json))
+        sys.exit(attack_reward(given.overrides, given.problems, given.seconds, given.samples, given.json))
     from nemo_rl_lite.diagnosis.check import CheckStatus, show
     from nemo_rl_lite.diagnosis.checks import diagnose
 

@@ -65,7 +65,7 @@ def _check(config: Config, problems: int, limit_s: float) -> None:
     found = []
     if not isinstance(config.algorithm, GRPOConfig):
         found.append(Violation("algorithm", config.algorithm.name, "uses no reward", "algorithm=grpo"))
-    for name, own in source_configs(config).items():
+    for own in source_configs(config).values():
         if own.agent.name is not None:
             rule = "may score its episodes itself, so the reward says little"
             found.append(Violation("agent.name", own.agent.name, rule, "nrl-lite rehearse, which plays the agent"))

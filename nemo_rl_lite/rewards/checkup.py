@@ -207,7 +207,8 @@ def _unpaid(scores: Sequence[Score], scales: dict[int, _Scale]) -> Iterator[Find
     if 2 * len(unpaid) > len(scales):
         shown = next((one for one in scores if one.problem == unpaid[0] and one.response.attack is None), None)
         if shown is not None:
-            what = f"the right answer gets no more than a wrong one, in any layout, on {len(unpaid)} of {len(scales)} problems"
+            times = f"on {len(unpaid)} of {len(scales)} problems"
+            what = f"the right answer gets no more than a wrong one, in any layout, {times}"
             fix = "compare texts with texts and numbers with numbers, and accept the layout that the prompt asks for"
             yield Finding("the right answer", what, fix, brief(shown.response.text), shown.reward)
 

@@ -16,6 +16,8 @@ from nemo_rl_lite.rewards.judge import Judge, RewardResult
 
 # A correlation with length beyond this, of at least so many samples, deserves a look.
 _STRONG, _ENOUGH = 0.5, 20
+# Share of mixed groups below which most of the rollout is wasted.
+_FEW = 0.1
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class Sample:
 class SampleStatistics:
     """What a reward says of samples.
 
-    `mixed`: share of the groups of several samples whose rewards differ; None without such groups. `length_correlation`:
-    of reward and characters, None if either is constant. `untrained`: share of the characters in groups of equal rewards,
-    which have no advantage. `seconds`: median time of a call.
+    `mixed`: share of the groups of several samples whose rewards differ; None without such groups. `untrained`: share
+    of the characters in groups of equal rewards, which have no advantage. `length_correlation`: of reward and
+    characters, None if either is constant. `seconds`: median time of a call.
     """
 
     samples: int
@@ -50,8 +52,8 @@ class SampleStatistics:
 def read_samples(
     rows: Iterable[tuple[str, Mapping[str, Any]]], training: TrainingSet[Problem], system_prompt: str | None
 ) -> list[Sample]:
-    """Convert rows with `prompt`, `response` and perhaps `answer`, such as a run's rollouts. A prompt of the training set
-    brings the columns of its row.
+    """Convert rows with `prompt`, `response` and perhaps `answer`, such as a run's rollouts. A prompt of the training
+    set brings the columns of its row.
 
     Raises:
         DataError: a row lacks a column, or its prompt is invalid.
@@ -133,7 +135,7 @@ def _findings(found: SampleStatistics, failed: Sequence[tuple[Sample, str]]) -> 
         what = f"all samples have the reward {found.mean:g}, so no step trains"
         yield Finding("the samples", what, "choose problems that the model sometimes solves, or give partial rewards")
     elif found.mixed is not None and found.mixed < 0.1:
-        what = f"only {found.mixed:.0%} of the groups have different rewards: {found.untrained:.0%} of the text trains nothing"
+        what = f"rewards differ in {found.mixed:.0%} of the groups; {found.untrained:.0%} of the text trains nothing"
         fix = "choose easier or harder problems, or more samples of each (algorithm.num_generations_per_prompt)"
         yield Finding("the samples", what, fix, level="note")
     correlation = found.length_correlation
