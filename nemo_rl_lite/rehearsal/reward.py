@@ -28,6 +28,8 @@ from nemo_rl_lite.validation.compose import compose_config
 FOUND = 1
 # A longer call is a fault; a run may allow it more.
 _CALL_S = 10.0
+# Most faults that are printed with their responses.
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -123,12 +125,14 @@ def _show(part: _Part, console: RunConsole) -> None:
     if part.statistics is not None:
         values = [(name.replace("_", " "), _shown(value)) for name, value in asdict(part.statistics).items()]
         console.table("samples", ("statistic", "value"), values)
-    for one in part.findings:
+    faults = [one for one in part.findings if one.level == "fault"]
+    for one in [*faults[:_SHOWN], *(one for one in part.findings if one.level == "note")]:
         _show_finding(one, console)
+    if more := faults[_SHOWN:]:
+        console.say(f"{len(more)} more faults: {', '.join(one.attack for one in more)}; --json has the responses")
     if part.checkup.skipped:
         console.say(f"{part.checkup.skipped} responses were not scored in the time: --seconds")
-    count = sum(one.level == "fault" for one in part.findings)
-    console.say(f"{len(part.checkup.scores)} responses, {count} fault{'' if count == 1 else 's'}")
+    console.say(f"{len(part.checkup.scores)} responses, {len(faults)} fault{'' if len(faults) == 1 else 's'}")
 
 
 def _show_finding(one: Finding, console: RunConsole) -> None:

@@ -49,15 +49,15 @@ _REASONING = (
 _FILLER = "This is a sentence that says nothing about the question. "
 _CHARACTERS_PER_TOKEN = 4
 _REPEATS = 60
-# Cases of long digits and brackets, which slow regular expressions down.
-_SLOW = ("1" * 5000, "a" * 5000 + "!", "(" * 3000, " " * 5000 + "x", "<answer>" * 1000, "9**9**9**9")
+# Texts that slow regular expressions and parsers down.
+_EXTREME = ("1" * 5000, "a" * 5000 + "!", "(" * 3000, " " * 5000 + "x", "<answer>" * 1000, "9**9**9**9")
 
 
 class Attack(Enum):
     """Kinds of responses. The value says what a reward must not pay for, and what to change."""
 
-    WRONG = "a wrong answer", "compare the answer with the reference"
     EMPTY = "an empty response", "return 0 if the response has no answer"
+    WRONG = "a wrong answer", "compare the answer with the reference"
     FORMAT = "the format alone", "require an answer within the format, and compare it"
     PROMPT = "a copy of the prompt", "read only a marked answer, and compare all of it"
     LISTED = "a list of candidates", "accept exactly one answer, and compare all of it"
@@ -68,7 +68,7 @@ class Attack(Enum):
     NUMBER = "a special number", "accept only finite numbers, and write comparisons so that NaN is wrong"
     CODE = "code instead of an answer", "do not evaluate the response in the reward's process; see reward=program"
     WORDS = "phrases of reasoning", "do not pay for words that any response can contain"
-    SLOW = "a text that is slow to read", "bound the response's length before expressions and loops"
+    EXTREME = "an extreme text", "bound the response's length before expressions and loops"
 
     @property
     def what(self) -> str:
@@ -124,7 +124,7 @@ def _texts(problem: Problem, answers: Sequence[str], most_tokens: int) -> Iterat
         Attack.NUMBER: _laid_out(_NUMBERS, few),
         Attack.CODE: _laid_out(_PROGRAMS, few),
         Attack.WORDS: [_REASONING, " ".join([_REASONING] * 8), f"{_REASONING} {wrong}"],
-        Attack.SLOW: _SLOW,
+        Attack.EXTREME: _EXTREME,
     }.items():
         yield from ((attack, text, False) for text in texts)
 

@@ -17,11 +17,17 @@ from nemo_rl_lite.rewards.registry import NONE
 
 # Rewards that read no answer, by their definition.
 _BLIND = {"format", NONE}
-# Seconds of a call that delay a rollout.
+# Median call time, in seconds, that delays a rollout.
 _SLOW_S = 1.0
 # Share of the distance between a wrong and the right answer that an attack must not get, and what it must not add.
 _MOST, _MOST_MORE = 0.5, 0.1
 _SHOWN = 70
+# Kind and fix of an error, by a part of its text.
+_FAILURES = {
+    "no answer within": ("time", "bound the response's length, and simplify expressions and loops"),
+    " returned ": ("an invalid result", "return one finite number for every response"),
+    "": ("an exception", "return 0 for a response that cannot be read: a failed sample is not trained on"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,8 @@ class Checkup:
     skipped: int
 
     def cells(self) -> list[dict[str, str | int | float | None]]:
-        """Return a row per attack: number of responses, highest reward, failures, and seconds of the slowest
-        call."""
+        """Return a row per attack: number of responses, highest reward, failures, and longest call time in
+        seconds."""
         by_attack = defaultdict[str, list[Score]](list)
         for one in self.scores:
             by_attack["the right answer" if one.response.attack is None else one.response.attack.what].append(one)
@@ -127,18 +133,9 @@ def _failures(scores: Sequence[Score]) -> Iterator[Finding]:
             by_kind[re.sub(r"'[^']*'|\"[^\"]*\"|-?\d+(\.\d+)?", "#", one.error)].append(one)
     for own in by_kind.values():
         first = min(own, key=lambda one: len(one.response.text))
-        # RewardErrors name themselves.
-        is_late = "no answer within" in first.error
-        is_value = " returned " in first.error
-        kind = "time" if is_late else "a result that is no reward" if is_value else "an exception"
-        fix = {
-            "time": "bound the response's length, and simplify expressions and loops",
-            "a result that is no reward": "return one finite number for every response",
-        }.get(kind, "return 0 for a response that cannot be read: a failed sample is not trained on")
-        share = f"{len(own)} of {len(scores)} responses"
-        yield Finding(
-            kind, f"the reward fails for {share}: {' '.join(first.error.split())}", fix, brief(first.response.text)
-        )
+        kind, fix = next(said for part, said in _FAILURES.items() if part in first.error)
+        what = f"the reward fails for {len(own)} of {len(scores)} responses: {' '.join(first.error.split())}"
+        yield Finding(kind, what, fix, brief(first.response.text))
 
 
 def _changed(scores: Sequence[Score], again: Sequence[Score]) -> Iterator[Finding]:
@@ -172,7 +169,7 @@ def _paid(scores: Sequence[Score], problems: Sequence[Problem], config: RewardCo
         paid = [one for one in own if scales[one.problem].pays(one)]
         if 2 * len(paid) >= len(own) and len(paid) > len(best.get(attack, ())):
             best[attack] = paid
-    for attack, paid in best.items():
+    for attack, paid in sorted(best.items(), key=lambda one: list(Attack).index(one[0])):
         one = paid[0]
         right, count = scales[one.problem].right, len({score.problem for score in rewarded})
         what = (

@@ -14,7 +14,7 @@ from nemo_rl_lite.data.rows import column
 from nemo_rl_lite.rewards.checkup import Finding, brief
 from nemo_rl_lite.rewards.judge import Judge, RewardResult
 
-# A correlation with length beyond this, of at least so many samples, deserves a look.
+# Correlation with length that is a note, and the number of samples that it needs.
 _STRONG, _ENOUGH = 0.5, 20
 # Share of mixed groups below which most of the rollout is wasted.
 _FEW = 0.1
@@ -31,7 +31,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleStatistics:
-    """What a reward says of samples.
+    """Statistics of the rewards of samples.
 
     `mixed`: share of the groups of several samples whose rewards differ; None without such groups. `untrained`: share
     of the characters in groups of equal rewards, which have no advantage. `length_correlation`: of reward and

@@ -29,7 +29,7 @@ EXPLOITS = {
     "of_exit_status": "code instead of an answer",
     "of_errors": "an empty response",
     "divides_by_length": "an exception",
-    "is_not_finite": "a result that is no reward",
+    "is_not_finite": "an invalid result",
     "is_slow": "time",
     "is_random": "the same response again",
     "remembers": "the same response again",
@@ -59,7 +59,7 @@ def examined(command: str, capsys) -> tuple[int, dict]:
 
 @pytest.mark.parametrize(("name", "attack"), EXPLOITS.items(), ids=EXPLOITS)
 def test_exploits_are_named(capsys, rows, name, attack):
-    limit = 2 if name == "is_slow" else 60
+    limit = 2 if name in ("is_slow", "of_code") else 60
     status, record = examined(
         f"reward.name={REWARDS}.{name} reward.timeout_s={limit} reward.processes=1 --problems 4 {rows}", capsys
     )
