@@ -27,7 +27,7 @@ VERBS = {
     "report": "write an HTML page of runs: curves, times, memory, samples, configuration",
     "compare": "say whether new runs are better than base runs, with an interval: A ... vs B ...",
     "quickstart": "run the embedded example: two minutes on two CPU cores",
-    "doctor": "check this machine and its packages, with a fix for each problem",
+    "doctor": "check this machine, or attack the reward of a configuration; a fix for each problem",
     "constraints": "print the path of the tested package versions, for pip install -c",
 }
 
