@@ -12,7 +12,7 @@ from rich.console import Console
 from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
-from nemo_rl_lite.config.sources import naming_source, source_configs
+from nemo_rl_lite.config.sources import ONLY, naming_source, source_configs
 from nemo_rl_lite.data.formats import PROBLEMS
 from nemo_rl_lite.data.rows import file_rows
 from nemo_rl_lite.data.sources import training_set
@@ -86,9 +86,11 @@ def _examined(name: str, config: Config, problems: int, limit_s: float, rows: Se
     first = [training.problem(number) for number in range(min(problems, len(training.finite()) or problems))]
     try_reward(judge, first[0])
     checkup = check_up(judge, first, reward, config.generation.max_new_tokens, limit_s)
-    if rows is None:
+    # Rows of a mixture name their source.
+    own = [(where, row) for where, row in rows or () if name == ONLY or row.get("source") in (None, name)]
+    if not own:
         return _Part(name, checkup, None, checkup.findings)
-    samples = read_samples(rows, training, config.data.system_prompt)
+    samples = read_samples(own, training, config.data.system_prompt)
     at_once = reward.processes * reward.concurrency * (reward.batch_size or 1)
     statistics, more = score_samples(judge, samples, at_once)
     return _Part(name, checkup, statistics, [*checkup.findings, *more])
@@ -98,7 +100,10 @@ def _sample_rows(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the training samples of a run, or the rows of a file. Raises DataError: there are none."""
     folder = Path(path).expanduser()
     if not (folder / "rollouts").is_dir():
-        yield from file_rows(path)
+        rows = list(file_rows(path))
+        if not rows:
+            raise DataError(f"{path}: no rows")
+        yield from rows
         return
     files = [file for file in rollout_files(folder) if file.stem.endswith("-train")]
     if not files:

@@ -68,8 +68,9 @@ def read_samples(
     found = []
     for problem, response, row in read:
         own = known.get(_key(problem), problem)
-        answer = problem.answer or own.answer
-        found.append(Sample(replace(own, answer=answer), response, (row.get("step"), row.get("problem"), _key(own))))
+        # The prompts of a group may differ: agents change histories.
+        group = (row["step"], row["problem"]) if {"step", "problem"} <= row.keys() else _key(problem)
+        found.append(Sample(replace(own, answer=problem.answer or own.answer), response, group))
     return found
 
 
