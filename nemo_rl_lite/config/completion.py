@@ -8,7 +8,7 @@ from nemo_rl_lite.config.reference import entries
 
 SHELLS = ("bash", "zsh")
 # Commands that take overrides.
-_COMPOSE = ("train", "plan", "slurm", "evaluate", "chat", "serve")
+_COMPOSE = ("train", "plan", "rehearse", "doctor", "slurm", "evaluate", "chat", "serve")
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 _SCRIPT = """_nrl_lite() {{
     local line="${{COMP_LINE:0:$COMP_POINT}}" words=""
