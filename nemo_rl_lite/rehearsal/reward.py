@@ -26,8 +26,6 @@ from nemo_rl_lite.system.pool import ending_pools
 from nemo_rl_lite.validation.compose import compose_config
 
 FOUND = 1
-# A longer call is a fault; a run may allow it more.
-_CALL_S = 10.0
 # Most faults that are printed with their responses.
 _SHOWN = 5
 
@@ -80,7 +78,7 @@ def _check(config: Config, problems: int, limit_s: float) -> None:
 
 def _examined(name: str, config: Config, problems: int, limit_s: float, rows: Sequence | None) -> _Part:
     """Attack the reward of a source."""
-    reward, options = limited(config.reward, _CALL_S), config.options(GRPOConfig)
+    reward, options = limited(config.reward, limit_s), config.options(GRPOConfig)
     judge = make_judge(reward)
     training = training_set(config.data, options.seed, PROBLEMS)
     first = [training.problem(number) for number in range(min(problems, len(training.finite()) or problems))]

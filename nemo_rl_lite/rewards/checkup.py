@@ -22,6 +22,8 @@ _SLOW_S = 1.0
 # Share of the distance between a wrong and the right answer that an attack must not get, and what it must not add.
 _MOST, _MOST_MORE = 0.5, 0.1
 _SHOWN = 70
+# Time limit of a call, in seconds, of a reward without one.
+_CALL_S = 10.0
 # Kind and fix of an error, by a part of its text.
 _FAILURES = {
     "no answer within": ("time", "bound the response's length, and simplify expressions and loops"),
@@ -80,8 +82,8 @@ class Checkup:
 
 
 def limited(config: RewardConfig, limit_s: float) -> RewardConfig:
-    """Return the configuration with a time limit of at most `limit_s` seconds per call, in separate processes."""
-    return replace(config, timeout_s=min(config.timeout_s or limit_s, limit_s))
+    """Return the configuration with its own time limit per call or `_CALL_S`, and at most `limit_s` seconds."""
+    return replace(config, timeout_s=min(config.timeout_s or _CALL_S, limit_s))
 
 
 def check_up(
