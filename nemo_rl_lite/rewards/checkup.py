@@ -22,7 +22,7 @@ _SLOW_S = 1.0
 # Share of the distance between a wrong and the right answer that an attack must not get, and what it must not add.
 _MOST, _MOST_MORE = 0.5, 0.1
 _SHOWN = 70
-# Time limit of a call, in seconds, of a reward without one.
+# Time limit of a call of a reward that computes, in seconds.
 _CALL_S = 10.0
 # Kind and fix of an error, by a part of its text.
 _FAILURES = {
@@ -82,8 +82,10 @@ class Checkup:
 
 
 def limited(config: RewardConfig, limit_s: float) -> RewardConfig:
-    """Return the configuration with its own time limit per call or `_CALL_S`, and at most `limit_s` seconds."""
-    return replace(config, timeout_s=min(config.timeout_s or _CALL_S, limit_s))
+    """Return the configuration with a time limit per call of at most `limit_s` seconds, and at most `_CALL_S` for a
+    reward that waits for no server."""
+    most = limit_s if config.concurrency > 1 else min(limit_s, _CALL_S)
+    return replace(config, timeout_s=min(config.timeout_s or most, most))
 
 
 def check_up(
