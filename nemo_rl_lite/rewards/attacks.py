@@ -150,7 +150,4 @@ def _lists(right: str, wrong: str, answers: Sequence[str]) -> Iterator[str]:
     for layout in _LAYOUTS[1:6]:
         yield "\n".join(map(layout.format, candidates))
         yield layout.format(", ".join(candidates))
-    # The right answer is taken back.
-    for layout in _LAYOUTS[:6]:
-        yield f"{layout.format(right)}\nNo, that is wrong. {layout.format(wrong)}"
-    yield f"<think>\n{right}\n</think>\n{wrong}"
+    yield f"<think>\n{', '.join(candidates)}\n</think>\n{wrong}"

@@ -22,6 +22,8 @@ _SLOW_S = 1.0
 # Share of the distance between a wrong and the right answer that an attack must not get, and what it must not add.
 _MOST, _MOST_MORE = 0.5, 0.1
 _SHOWN = 70
+# Beginning of an error, and its place in the code.
+_KIND = re.compile(r"^[^:\d']*|\([^()]*, line \d+\)$")
 # Time limit of a call of a reward that computes, in seconds.
 _CALL_S = 10.0
 # Kind and fix of an error, by a part of its text.
@@ -68,7 +70,9 @@ class Checkup:
         seconds."""
         by_attack = defaultdict[str, list[Score]](list)
         for one in self.scores:
-            by_attack["the right answer" if one.response.attack is None else one.response.attack.what].append(one)
+            attack = one.response.attack
+            is_right = attack is None or one.response.holds_answer
+            by_attack["the right answer" if is_right else attack.what].append(one)
         return [
             {
                 "response": name,
@@ -130,11 +134,11 @@ async def _scored(
 
 
 def _failures(scores: Sequence[Score]) -> Iterator[Finding]:
-    """Yield one fault for each kind of error."""
+    """Yield one fault for each kind of error, which its beginning and its place in the code tell."""
     by_kind = defaultdict[str, list[Score]](list)
     for one in scores:
         if one.reward is None:
-            by_kind[re.sub(r"'[^']*'|\"[^\"]*\"|-?\d+(\.\d+)?", "#", one.error)].append(one)
+            by_kind["".join(_KIND.findall(one.error))].append(one)
     for own in by_kind.values():
         first = min(own, key=lambda one: len(one.response.text))
         kind, fix = next(said for part, said in _FAILURES.items() if part in first.error)
