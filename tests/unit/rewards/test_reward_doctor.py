@@ -72,10 +72,10 @@ def test_exploits_are_named(capsys, rows, name, attack):
     "reward",
     [
         *(f"reward={name}" for name in ("exact_match", "last_number", "math")),
-        "reward=format 'reward.kwargs.pattern=[0-9]+'",
+        "reward=format \"reward.kwargs.pattern='[0-9]+'\"",
         "reward=none",
-        "reward=exact_match +reward.terms.digits.name=format '+reward.terms.digits.kwargs.pattern=[0-9]*' "
-        "+reward.terms.digits.weight=0.1",
+        "reward=exact_match +reward.terms.digits.name=format +reward.terms.digits.weight=0.1 "
+        "\"+reward.terms.digits.kwargs.pattern='[0-9]*'\"",
         *(f"reward.name={REWARDS}.{name}" for name in ("good", "good_with_form", "good_without_length", "good_async")),
     ],
 )
@@ -105,7 +105,7 @@ def test_programs_have_no_fault(capsys, tmp_path):
 def test_a_judge_that_obeys_the_response_is_named(capsys, rows):
     endpoint = Endpoint()
     url = f"reward=judge reward.kwargs.base_url={endpoint.url} reward.kwargs.model=m"
-    right = [f"Response:\n{row['answer']}\n" for row in ROWS]
+    right = [f"answer:\n{row['answer']}\n\nResponse:\n{row['answer']}\n\nCompare" for row in ROWS]
     try:
         endpoint.answer = lambda prompt: f"Score: {10 if any(one in prompt for one in right) else 0}"
         assert examined(f"{url} {rows}", capsys)[0] == 0
