@@ -179,10 +179,10 @@ def _paid(scores: Sequence[Score], problems: Sequence[Problem], config: RewardCo
             best[attack] = paid
     for attack, paid in sorted(best.items(), key=lambda one: list(Attack).index(one[0])):
         one = paid[0]
-        right, count = scales[one.problem].right, len({score.problem for score in rewarded})
-        what = (
-            f"{attack.what} gets {one.reward:.3g} on {len(paid)} of {count} problems; the right answer gets {right:.3g}"
-        )
+        times = f"on {len(paid)} of {len(by_key[attack, one.response.key])} problems"
+        has_answer = problems[one.problem].answer.strip()
+        right = f"the right answer gets {scales[one.problem].right:.3g}" if has_answer else "the data has no answers"
+        what = f"{attack.what} gets {one.reward:.3g} {times}; {right}"
         yield Finding(attack.what, what, attack.fix, brief(one.response.text), one.reward)
 
 
@@ -209,13 +209,12 @@ class _Scale:
 def _unpaid(scores: Sequence[Score], scales: dict[int, _Scale]) -> Iterator[Finding]:
     """Yield the fault that right answers get no more than wrong ones."""
     unpaid = [number for number, scale in scales.items() if scale.right <= scale.wrong]
-    if 2 * len(unpaid) > len(scales):
-        shown = next((one for one in scores if one.problem == unpaid[0] and one.response.attack is None), None)
-        if shown is not None:
-            times = f"on {len(unpaid)} of {len(scales)} problems"
-            what = f"the right answer gets no more than a wrong one, in any layout, {times}"
-            fix = "compare texts with texts and numbers with numbers, and accept the layout that the prompt asks for"
-            yield Finding("the right answer", what, fix, brief(shown.response.text), shown.reward)
+    shown = next((one for one in scores if one.problem in unpaid[:1] and one.response.attack is None), None)
+    if shown is not None and 2 * len(unpaid) > len(scales):
+        times = f"on {len(unpaid)} of {len(scales)} problems"
+        what = f"the right answer gets no more than a wrong one, in any layout, {times}"
+        fix = "compare texts with texts and numbers with numbers, and accept the layout that the prompt asks for"
+        yield Finding("the right answer", what, fix, brief(shown.response.text), shown.reward)
 
 
 def _slow(scores: Sequence[Score]) -> Iterator[Finding]:
@@ -227,9 +226,5 @@ def _slow(scores: Sequence[Score]) -> Iterator[Finding]:
 
 def brief(text: str) -> str:
     """Return a response on one line, shortened in the middle."""
-    shown = repr(text)
-    return (
-        shown
-        if len(shown) <= _SHOWN
-        else f"{shown[: _SHOWN // 2]} ... {shown[-_SHOWN // 3 :]} ({len(text)} characters)"
-    )
+    shown, half = repr(text), _SHOWN // 2
+    return shown if len(shown) <= _SHOWN else f"{shown[:half]} ... {shown[-half:]} ({len(text)} characters)"
