@@ -86,8 +86,8 @@ class Checkup:
 
 
 def limited(config: RewardConfig, limit_s: float) -> RewardConfig:
-    """Return the configuration with a time limit per call of at most `limit_s` seconds, and at most `_CALL_S` for a
-    reward that waits for no server."""
+    """Return the configuration with a time limit per call of at most `limit_s` seconds. A reward that waits for no
+    server has at most `_CALL_S`."""
     most = limit_s if config.concurrency > 1 else min(limit_s, _CALL_S)
     return replace(config, timeout_s=min(config.timeout_s or most, most))
 

@@ -36,6 +36,7 @@ EXPLOITS = {
     "compares_types": "the right answer",
     "is_constant": "the right answer",
 }
+WITHOUT_VALIDATION = "algorithm.val_period=0 algorithm.val_at_start=false algorithm.val_at_end=false"
 ROWS = [
     {"prompt": f"Add {one} and {one + 8}. Answer with a number.", "answer": str(2 * one + 8)}
     for one in (17, 26, 38, 59)
@@ -46,7 +47,7 @@ ROWS = [
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return f"data=file data.train_path={path} data.validation_fraction=0 algorithm.val_period=0"
+    return f"data=file data.train_path={path} {WITHOUT_VALIDATION}"
 
 
 def examined(command: str, capsys) -> tuple[int, dict]:
@@ -97,7 +98,7 @@ def test_programs_have_no_fault(capsys, tmp_path):
         {"prompt": f"Python: def add(x) that adds {one}", "tests": [f"assert add(3) == {3 + one}"]} for one in (4, 5)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in lines))
-    data = f"data=file data.train_path={path} data.answer_column=null data.validation_fraction=0 algorithm.val_period=0"
+    data = f"data=file data.train_path={path} data.answer_column=null {WITHOUT_VALIDATION}"
     status, record = examined(f"reward=program {data} --problems 1", capsys)
     assert status == 0, record["findings"]
 
