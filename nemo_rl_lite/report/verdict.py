@@ -72,6 +72,9 @@ def difference(base_RP: np.ndarray, new_RP: np.ndarray) -> Difference:
         ValueError: there is one number per group.
     """
     base, new = float(base_RP.mean()), float(new_RP.mean())
+    if math.isclose(base, new, rel_tol=1e-12):
+        # Groups of different size round differently.
+        new = base
     effects_P = new_RP.mean(axis=0) - base_RP.mean(axis=0)
     count = len(effects_P)
     by_problem = float(effects_P.var(ddof=1)) / count if count > 1 else 0.0
