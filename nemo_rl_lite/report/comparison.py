@@ -17,7 +17,8 @@ import pyarrow as pa
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.errors import UsageError
 from nemo_rl_lite.observability.environment import CONFIG_FILE
-from nemo_rl_lite.observability.runs import METRICS_FILE, read_json
+from nemo_rl_lite.observability.runs import METRICS_FILE, is_run, read_json
+from nemo_rl_lite.report.record import read_metrics
 from nemo_rl_lite.report.verdict import Difference, difference
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
 
@@ -29,7 +30,7 @@ _IGNORED = ("algorithm.seed", "run_name", "logger.", "checkpoint.", "cluster.", 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is compared. `better`: 1 if more is better, -1 if less is, 0 if neither."""
+    """Compared result of runs. `better`: 1 if more is better, -1 if less is, 0 if neither."""
 
     name: str
     better: int
@@ -80,15 +81,23 @@ class Comparison:
     """Keys that have one value in each group, and differ between them."""
     mixed: list[str]
     """Keys that differ within a group."""
+    repeated: bool
+    """True if runs of a group have the same seed, so that they are not independent."""
 
 
 def compare(base: Sequence[Path], new: Sequence[Path], step: int | None = None) -> Comparison:
     """Compare runs or evaluations after a validated step; None: the last one that all of them have.
 
     Raises:
-        UsageError: they have no validation in common, or no common problem.
+        UsageError: they have no validation in common, or no common problem; or a folder is in both groups, or only some
+            are evaluations.
     """
     folders = [*base, *new]
+    if both := set(base) & set(new):
+        raise UsageError(f"{min(both)} is in both groups: name it once")
+    if len(set(map(is_run, folders))) > 1:
+        # The samples of an evaluation have the step 0, as those of a run before training.
+        raise UsageError("some are runs and some evaluations: evaluate the models of all runs, with the same command")
     step = _common_step(folders, step)
     samples = [_samples(folder, step) for folder in folders]
     compared, left_out = [], 0
@@ -110,7 +119,8 @@ def compare(base: Sequence[Path], new: Sequence[Path], step: int | None = None) 
                 compared.append(_compared(quantity, np.array(found, float)[:, None], len(base), 0))
     if not compared:
         raise UsageError(f"the runs have no validation samples and no common validation metric of step {step}")
-    return Comparison(step, compared, left_out, *_differing([_config(one) for one in folders], len(base)))
+    between, within = _differing([_config(one) for one in folders], len(base))
+    return Comparison(step, compared, left_out, between, within, _has_equal_seeds(base) or _has_equal_seeds(new))
 
 
 def _compared(quantity: Quantity, values_RP: np.ndarray, of_base: int, problems: int) -> Compared:
@@ -155,7 +165,7 @@ def _samples(folder: Path, step: int) -> dict[Problem, list[dict[str, Any]]]:
                 raise UsageError(f"{file}: cannot be read: {error}") from error
             for row in rows:
                 prompt = json.dumps([(one["role"], one["content"]) for one in row["prompt"]])
-                found.setdefault((row["source"] or "", prompt, row["answer"]), []).append(row)
+                found.setdefault((row.get("source") or "", prompt, row["answer"]), []).append(row)
     return found
 
 
@@ -172,15 +182,18 @@ def _means(
 @cache
 def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the metrics of each step. Raises UsageError: the folder has no run."""
+    if not is_run(folder):
+        raise UsageError(f"{folder}: neither a run nor an evaluation")
     found: dict[int, dict[str, Any]] = {}
-    try:
-        lines = (folder / METRICS_FILE).read_text().splitlines()
-    except OSError as error:
-        raise UsageError(f"{folder}: neither a run nor an evaluation: {error}") from error
-    for line in lines:
-        entry = json.loads(line)
-        found.setdefault(entry["step"], {}).update(entry)
+    # A kill may truncate the last line.
+    for entry in read_metrics(folder / METRICS_FILE, []):
+        found.setdefault(int(entry["step"] or 0), {}).update(entry)
     return found
+
+
+def _has_equal_seeds(folders: Sequence[Path]) -> bool:
+    seeds = [read_json(folder / CONFIG_FILE).get("algorithm", {}).get("seed") for folder in folders]
+    return None not in seeds and len(set(seeds)) < len(seeds)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -223,11 +236,15 @@ def sentences(found: Comparison, runs: Sequence[int]) -> Iterator[str]:
         yield "one run per group: the intervals cover other problems, not other seeds"
     if found.left_out:
         yield f"{found.left_out} problems are left out, because some runs did not answer them"
+    if found.repeated:
+        yield "runs of a group have the same algorithm.seed: they are not independent, so the intervals are too narrow"
     if found.mixed:
         yield f"within a group, runs also differ in: {', '.join(found.mixed)}"
 
 
 def _missing(found: Difference, runs: Sequence[int]) -> str:
+    if not found.value:
+        return "the groups are equal"
     if found.needed is None:
         return "no number of seeds up to 100 would decide a difference of this size"
     if max(runs) == 1:

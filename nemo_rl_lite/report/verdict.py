@@ -23,7 +23,7 @@ class Difference:
     """The new mean minus the base mean, with its interval.
 
     `needed` is the number of seeds per group, or of problems if both groups have one run, for a verdict at this
-    difference with the probability `POWER`. None: no number of seeds up to 100 is enough.
+    difference with the probability `POWER`. None: no number of seeds up to 100 is enough, or the groups are equal.
     """
 
     base: float
@@ -72,6 +72,9 @@ def difference(base_RP: np.ndarray, new_RP: np.ndarray) -> Difference:
         ValueError: there is one number per group.
     """
     base, new = float(base_RP.mean()), float(new_RP.mean())
+    if math.isclose(base, new, rel_tol=1e-12):
+        # Groups of different size round differently.
+        new = base
     effects_P = new_RP.mean(axis=0) - base_RP.mean(axis=0)
     count = len(effects_P)
     by_problem = float(effects_P.var(ddof=1)) / count if count > 1 else 0.0
@@ -118,8 +121,10 @@ def _needed(effect: float, seeds: Sequence[_Part], problems: _Part) -> int | Non
     """See `Difference`."""
     # The t that a fraction POWER of all draws exceeds from below is that within 2 * POWER - 1.
     shares = (SHARE, 2 * POWER - 1)
+    if not effect:
+        return None
     if not seeds:
-        return math.ceil(problems.count * (_margin([problems], *shares) / effect) ** 2) if effect else None
+        return math.ceil(problems.count * (_margin([problems], *shares) / effect) ** 2)
 
     def decides(count: int) -> bool:
         return _margin([*(one.with_count(count) for one in seeds), problems], *shares) <= effect

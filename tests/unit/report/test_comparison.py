@@ -67,6 +67,24 @@ def test_differences_within_a_group_are_told(tmp_path, capsys):
     assert "runs also differ in: policy.lr" in said(capsys, *runs[:2], "vs", runs[2])
 
 
+def test_equal_seeds_within_a_group_are_told(tmp_path, capsys):
+    runs = [run(tmp_path / str(number), 0.5, seed) for number, seed in enumerate((1, 1, 2))]
+    assert "the same algorithm.seed" in said(capsys, *runs[:2], "vs", runs[2])
+    assert "algorithm.seed" not in said(capsys, runs[0], "vs", *runs[1:])
+
+
+def test_equal_groups_need_no_seeds(tmp_path, capsys):
+    runs = [run(tmp_path / str(seed), 1.0, seed) for seed in range(3)]
+    assert "held-out reward: the groups are equal" in said(capsys, *runs[:2], "vs", runs[2])
+
+
+def test_a_killed_run_has_the_metrics_of_its_whole_lines(tmp_path, capsys):
+    runs = [run(tmp_path / str(seed), 0.5, seed, samples=False) for seed in range(3)]
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "validation/acc')
+    assert "after step 4" in said(capsys, *runs[:2], "vs", runs[2])
+
+
 def test_runs_without_samples_have_their_metrics(tmp_path, capsys):
     losses = {"base": (1.0, 1.01, 1.02), "new": (0.5, 0.51, 0.52)}
     for group, own in losses.items():
@@ -95,3 +113,9 @@ def test_runs_without_something_in_common_are_refused(tmp_path):
         compared([base], [other], step=3)
     with pytest.raises(UsageError, match="no validation yet"):
         compared([base], [run(tmp_path / "d", 0.5, steps=())])
+    with pytest.raises(UsageError, match="is in both groups"):
+        compared([base, other], [base])
+    evaluation = run(tmp_path / "e", 0.5, steps=(0,))
+    (evaluation / "metrics.jsonl").unlink()
+    with pytest.raises(UsageError, match="some are runs and some evaluations"):
+        compared([base], [evaluation])
