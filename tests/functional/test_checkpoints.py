@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.functional.conftest import random_experts
 from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.functional
@@ -61,28 +60,6 @@ ON_HOST = {
     "device from on the host": [[*DATA, *HALF], "on the host"],
     "changed from on the host": [[*DATA, *HALF, HOST, *CHANGED], "on the host"],
 }
-
-SPREAD = ["cluster.cpu_ranks=4", "policy.megatron_cfg.expert_model_parallel_size=2", "policy.train_micro_batch_size=2"]
-OF_EXPERTS = {
-    "experts": [SPREAD, None],
-    "experts again": [SPREAD, "experts"],
-}
-
-
-@pytest.fixture(scope="module")
-def of_experts(tmp_path_factory):
-    """As `folder`, of an MoE model with two replicas of each expert."""
-    output = tmp_path_factory.mktemp("experts")
-    own = {"num_hidden_layers": 2, "num_experts": 4, "intermediate_size": 128, "tie_word_embeddings": False}
-    model = random_experts(tmp_path_factory.mktemp("model"), **own)
-    run_ranks(SCRIPT, [str(model), str(output), json.dumps(OF_EXPERTS)], ranks=4)
-    return output
-
-
-def test_experts_go_on_from_what_their_ranks_have_written(of_experts):
-    assert steps(of_experts, "experts again") == steps(of_experts, "experts")
-    own, expected = weights(of_experts, "experts again"), weights(of_experts, "experts")
-    assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
 
 
 @pytest.fixture(scope="module")
