@@ -104,7 +104,7 @@ def responses_to(problem: Problem, answers: Sequence[str], most_tokens: int) -> 
 def _texts(problem: Problem, answers: Sequence[str], most_tokens: int) -> Iterator[tuple[Attack | None, str, bool]]:
     right, wrong = problem.answer.strip(), wrong_answer(problem, answers)
     asked, few = problem.messages[-1]["content"], _FEW_LAYOUTS
-    longest = max(10 * len(right), min(_CHARACTERS_PER_TOKEN * most_tokens, 40_000))
+    longest = max(500, 10 * len(right), min(_CHARACTERS_PER_TOKEN * most_tokens, 40_000))
     filler = _FILLER * (longest // len(_FILLER) + 1)
     if right:
         yield from ((None, text, True) for text in _laid_out([right]))

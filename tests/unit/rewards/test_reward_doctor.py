@@ -74,7 +74,6 @@ def test_exploits_are_named(capsys, rows, name, attack):
     [
         *(f"reward={name}" for name in ("exact_match", "last_number", "math")),
         "reward=format \"reward.kwargs.pattern='[0-9]+'\"",
-        "reward=none",
         "reward=exact_match +reward.terms.digits.name=format +reward.terms.digits.weight=0.1 "
         "\"+reward.terms.digits.kwargs.pattern='[0-9]*'\"",
         *(f"reward.name={REWARDS}.{name}" for name in ("good", "good_with_form", "good_without_length", "good_async")),
