@@ -49,7 +49,8 @@ class PendingRequest:
 
     def requeue(self) -> int:
         """Prepare the request for another engine. Return the number of tokens that this one takes over."""
-        if not self.request.continues:
+        # Schemas, penalties and alternative tokens would begin again.
+        if not self.request.continues or self.request.sampling.options.changed():
             self._parts = []
         self.request = replace(self.request, begun=self.so_far())
         return 0 if self.request.begun is None else len(self.request.begun.tokens)

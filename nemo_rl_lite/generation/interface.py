@@ -308,6 +308,8 @@ class EngineReport:
     """Steps since the engine's start."""
     stuck_s: float
     """Seconds since the step in progress began; 0 between two steps."""
+    longest_s: float = 0.0
+    """Seconds of the longest step since the last report; 0 without one."""
 
 
 class Engine(Protocol):

@@ -59,7 +59,7 @@ class EngineLoop:
         self._finished: dict[int, Completion | RequestError] = {}
         self._new_tokens: dict[int, Unfinished] = {}
         self._told_all = time.monotonic()
-        self._load, self._steps, self._stepping_s = EngineLoad(), 0, 0.0
+        self._load, self._steps, self._stepping_s, self._longest_s = EngineLoad(), 0, 0.0, 0.0
         self._step_began: float | None = None
         self._is_paused, self._reported = False, 0.0
         self._failure: BaseException | None = None
@@ -111,7 +111,8 @@ class EngineLoop:
             self._new_tokens = {}
             stuck_s = 0.0 if self._step_began is None else time.monotonic() - self._step_began
             load, self._load = self._load, replace(self._load, preempted=0)
-            return EngineReport(finished, load, self._steps, stuck_s)
+            longest_s, self._longest_s = self._longest_s, 0.0
+            return EngineReport(finished, load, self._steps, stuck_s, longest_s)
 
     def pause(self) -> int:
         """Stop after the present step, and return the number of steps so far. Requests stay."""
@@ -224,6 +225,7 @@ class EngineLoop:
             self._told_all = ended if of_all else self._told_all
         with self._changed:
             self._steps, self._stepping_s, self._step_began = self._steps + 1, self._stepping_s + ended - began, None
+            self._longest_s = max(self._longest_s, ended - began)
             self._load = replace(load, preempted=self._load.preempted + load.preempted)
             # A request may have been aborted meanwhile.
             for number in self._open & new.keys():

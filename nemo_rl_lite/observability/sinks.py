@@ -28,6 +28,7 @@ WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb-run-id.txt", "mlflow-run-id.txt"
 # Prefixes of metrics; each is a section of the dashboard.
 SECTIONS = (
     "train",
+    "rollout",
     "timing/train",
     "timing/validation",
     "timing/setup",

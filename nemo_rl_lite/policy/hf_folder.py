@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from nemo_rl_lite.compat.megatron import load_weights
@@ -62,7 +61,7 @@ def export_folder(model: MegatronModel, rank: int, source: Path, target: Path, s
                 writer.close()
                 if rank == 0:
                     complete_hf_folder(folder, source, writer.dtype)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # the other ranks would wait for this one
             failure = f"rank {rank} cannot write to {folder}: {error}"
         # Other ranks take part in the gathers.
         for _ in weights:

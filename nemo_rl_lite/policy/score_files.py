@@ -57,7 +57,7 @@ class Update:
     """Scores of some rows of a batch from the training pass of an optimizer step."""
 
     rows: slice
-    micro_batches: np.ndarray
+    micro_batches: Tensor
     """Number of each row's micro-batch, [b]."""
     scores: Mapping[str, Tensor]
     """`logprobs` and, if the loss needs it, `entropy`, [b, T]."""

@@ -403,9 +403,9 @@ def _update(
 ) -> Update:
     """Lay out what the micro-batches' passes computed. `places`: indices of each micro-batch's rows among `rows`."""
     whole = {name: torch.zeros(shape_BT) for name in scores[0]}
-    micro_batches = np.empty(shape_BT[0], np.int32)
+    micro_batches = torch.empty(shape_BT[0], dtype=torch.int32)
     for number, (own, found) in enumerate(zip(places, scores, strict=True)):
-        micro_batches[own.numpy()] = number
+        micro_batches[own] = number
         for name, values_bT in found.items():
             put_rows(whole[name], own, values_bT)
     return Update(rows, micro_batches, whole, is_skipped)

@@ -90,7 +90,7 @@ def _examined(name: str, config: Config, problems: int, limit_s: float, rows: Se
         return _Part(name, checkup, None, checkup.findings)
     samples = read_samples(own, training, config.data.system_prompt)
     at_once = reward.processes * reward.concurrency * (reward.batch_size or 1)
-    statistics, more = score_samples(judge, samples, at_once)
+    statistics, more = score_samples(judge, samples, at_once, limit_s)
     return _Part(name, checkup, statistics, [*checkup.findings, *more])
 
 

@@ -17,8 +17,8 @@ import pyarrow as pa
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.errors import UsageError
 from nemo_rl_lite.observability.environment import CONFIG_FILE
-from nemo_rl_lite.observability.runs import METRICS_FILE, is_run, read_json
-from nemo_rl_lite.report.record import read_metrics
+from nemo_rl_lite.observability.runs import is_run, read_json
+from nemo_rl_lite.report.record import metrics_by_step
 from nemo_rl_lite.report.verdict import Difference, difference
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
 
@@ -125,8 +125,10 @@ def compare(base: Sequence[Path], new: Sequence[Path], step: int | None = None) 
 
 def _compared(quantity: Quantity, values_RP: np.ndarray, of_base: int, problems: int) -> Compared:
     base_RP, new_RP = values_RP[:of_base], values_RP[of_base:]
-    has_interval = values_RP.shape[1] > 1 or len(values_RP) > 2
-    found = difference(base_RP, new_RP) if has_interval else None
+    try:
+        found = difference(base_RP, new_RP)
+    except ValueError:
+        found = None
     return Compared(quantity, problems, found, float(base_RP.mean()), float(new_RP.mean()))
 
 
@@ -184,11 +186,7 @@ def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the metrics of each step. Raises UsageError: the folder has no run."""
     if not is_run(folder):
         raise UsageError(f"{folder}: neither a run nor an evaluation")
-    found: dict[int, dict[str, Any]] = {}
-    # A kill may truncate the last line.
-    for entry in read_metrics(folder / METRICS_FILE, []):
-        found.setdefault(int(entry["step"] or 0), {}).update(entry)
-    return found
+    return metrics_by_step(folder)
 
 
 def _has_equal_seeds(folders: Sequence[Path]) -> bool:

@@ -160,6 +160,14 @@ def read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
     return entries
 
 
+def metrics_by_step(folder: Path) -> dict[int, dict[str, float | None]]:
+    """Return the metrics of each step of a run, also of a running or killed one."""
+    found: dict[int, dict[str, float | None]] = {}
+    for entry in read_metrics(folder / METRICS_FILE, []):
+        found.setdefault(int(entry["step"] or 0), {}).update(entry)
+    return found
+
+
 def _entry(line: str) -> dict[str, float | None] | None:
     try:
         entry = json.loads(line)

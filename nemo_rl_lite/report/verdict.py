@@ -69,7 +69,7 @@ def difference(base_RP: np.ndarray, new_RP: np.ndarray) -> Difference:
     With one run in each group, the interval covers only new problems.
 
     Raises:
-        ValueError: there is one number per group.
+        ValueError: there is one number per group, or one that is equal in all runs of each group.
     """
     base, new = float(base_RP.mean()), float(new_RP.mean())
     if math.isclose(base, new, rel_tol=1e-12):
@@ -92,6 +92,8 @@ def difference(base_RP: np.ndarray, new_RP: np.ndarray) -> Difference:
         seeds = [_Part(max(one) * scale, runs) for one, scale, runs in zip(known, scales, several, strict=True)]
         noise = sum(single * scale for (_, single), scale in zip(known, scales, strict=True))
         problems = _Part(max(by_problem - noise, 0.0), count)
+    if count == 1 and not any(one.variance for one in seeds):
+        raise ValueError("equal numbers in each group have no interval")
     margin = _margin([*seeds, problems], SHARE)
     value = new - base
     return Difference(base, new, value - margin, value + margin, _needed(abs(value), seeds, problems))

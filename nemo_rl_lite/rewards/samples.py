@@ -78,9 +78,13 @@ def _key(problem: Problem) -> tuple[tuple[str, str], ...]:
     return tuple((one["role"], one["content"]) for one in problem.messages)
 
 
-def score_samples(judge: Judge, samples: Sequence[Sample], at_once: int) -> tuple[SampleStatistics, list[Finding]]:
-    """Score the samples, and tell what would hurt training."""
-    scored = asyncio.run(_scores(judge, samples, at_once))
+def score_samples(
+    judge: Judge, samples: Sequence[Sample], at_once: int, limit_s: float
+) -> tuple[SampleStatistics, list[Finding]]:
+    """Score the samples, and tell what would hurt training. No sample is begun after `limit_s` seconds."""
+    tried = asyncio.run(_scores(judge, samples, at_once, limit_s))
+    samples = [sample for sample, one in zip(samples, tried, strict=True) if one is not None]
+    scored = [one for one in tried if one is not None]
     valid = [(sample, reward) for sample, (reward, _, _) in zip(samples, scored, strict=True) if reward is not None]
     rewards = [reward for _, reward in valid]
     groups = defaultdict[tuple[object, ...], list[tuple[Sample, float]]](list)
@@ -105,13 +109,17 @@ def score_samples(judge: Judge, samples: Sequence[Sample], at_once: int) -> tupl
     return found, list(_findings(found, failed))
 
 
-async def _scores(judge: Judge, samples: Sequence[Sample], at_once: int) -> list[tuple[float | None, float, str]]:
-    """Return reward, seconds and error of each sample."""
-    slots = asyncio.Semaphore(at_once)
+async def _scores(
+    judge: Judge, samples: Sequence[Sample], at_once: int, limit_s: float
+) -> list[tuple[float | None, float, str] | None]:
+    """Return reward, seconds and error of each sample; None of one that was not begun."""
+    slots, deadline = asyncio.Semaphore(at_once), time.monotonic() + limit_s
 
-    async def score(sample: Sample) -> tuple[float | None, float, str]:
+    async def score(sample: Sample) -> tuple[float | None, float, str] | None:
         async with slots:
             begun = time.monotonic()
+            if begun > deadline:
+                return None
             outcome = await judge(sample.response, sample.problem)
             seconds = time.monotonic() - begun
         return (outcome.reward, seconds, "") if isinstance(outcome, RewardResult) else (None, seconds, str(outcome))
@@ -135,7 +143,7 @@ def _findings(found: SampleStatistics, failed: Sequence[tuple[Sample, str]]) -> 
     if found.deviation == 0 and found.samples > 1:
         what = f"all samples have the reward {found.mean:g}, so no step trains"
         yield Finding("the samples", what, "choose problems that the model sometimes solves, or give partial rewards")
-    elif found.mixed is not None and found.mixed < 0.1:
+    elif found.mixed is not None and found.mixed < _FEW:
         what = f"rewards differ in {found.mixed:.0%} of the groups; {found.untrained:.0%} of the text trains nothing"
         fix = "choose easier or harder problems, or more samples of each (algorithm.num_generations_per_prompt)"
         yield Finding("the samples", what, fix, level="note")

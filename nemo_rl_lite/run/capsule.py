@@ -25,6 +25,7 @@ from nemo_rl_lite.observability.environment import (
 )
 from nemo_rl_lite.observability.runs import read_json
 from nemo_rl_lite.observability.trackers import METRICS_FILE
+from nemo_rl_lite.report.record import metrics_by_step
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
 
 CAPSULE_FILE = "capsule.json"
@@ -81,7 +82,7 @@ def make(folder: Path, steps: int, samples: int) -> dict[str, Any]:
     Raises:
         CapsuleError: the folder has no configuration or no complete step.
     """
-    config, metrics = read_json(folder / CONFIG_FILE), _metrics_by_step(folder)
+    config, metrics = read_json(folder / CONFIG_FILE), metrics_by_step(folder)
     if not config:
         raise CapsuleError(f"{folder} has no readable {CONFIG_FILE}: name the folder of a run")
     trained = [step for step, values in metrics.items() if "train/loss" in values]
@@ -139,10 +140,13 @@ def surroundings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return what differs between two capsules in the steps that both have, in the order of computation."""
-    found = list[Difference]()
-    for one, other in zip(then["steps"], now["steps"], strict=False):
+    """Return what differs between two capsules in the steps of the first one, in the order of computation."""
+    found, repeated = list[Difference](), {one["step"]: one for one in now["steps"]}
+    for one in then["steps"]:
         step = one["step"]
+        if (other := repeated.get(step)) is None:
+            found.append(Difference(step, "the step", " was not repeated"))
+            continue
         found += _compare_samples(step, "train", one, other)
         found += _compare_metrics(step, one["metrics"], other["metrics"], _METRICS)
         found += _compare_samples(step, "validation", one, other)
@@ -193,7 +197,7 @@ def _compare_metrics(
             yield Difference(step, what, f": {now.get(name)}, was {then[name]}")
 
 
-def _fingerprint(folder: Path, step: int, metrics: Mapping[str, float], samples: int) -> dict[str, Any]:
+def _fingerprint(folder: Path, step: int, metrics: Mapping[str, float | None], samples: int) -> dict[str, Any]:
     """Return the compared metrics of a step, and its samples by split."""
     kept = {name: value for name, value in metrics.items() if name in _METRICS or name.startswith(_VALIDATION)}
     found: dict[str, Any] = {"step": step, "metrics": kept}
@@ -223,20 +227,6 @@ def _sample(row: dict[str, Any], whole: bool) -> dict[str, Any]:
 
 def _digest(values: np.ndarray) -> str:
     return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
-
-
-def _metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of each step, also of a running or killed run."""
-    found: dict[int, dict[str, float]] = {}
-    file = folder / METRICS_FILE
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            # A kill may truncate the last line.
-            continue
-        found.setdefault(entry["step"], {}).update(entry)
-    return found
 
 
 def _tensor_digests(folder: Path) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Replay: steps of a run again, from its saved rollouts and a checkpoint, with other settings and without engines."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -22,7 +21,8 @@ from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.environment import CONFIG_FILE
 from nemo_rl_lite.observability.runs import read_json
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.observability.trackers import METRICS_FILE, MetricsLog
+from nemo_rl_lite.observability.trackers import MetricsLog
+from nemo_rl_lite.report.record import metrics_by_step
 from nemo_rl_lite.rollout.replayed import SavedRollouts
 from nemo_rl_lite.rollout.store import rollout_files, step_of
 from nemo_rl_lite.run.command import jobs, launch, values_of
@@ -172,6 +172,7 @@ def _arguments(
         "algorithm.val_period": 0,
         "checkpoint.resume_from": None if saved is None else str(saved),
         "checkpoint.export_hf_at_end": False,
+        "checkpoint.save_period": 0,
         "checkpoint.push_to_hub": None,
         **own,
     }
@@ -191,7 +192,7 @@ def _compare(run: Path, folder: Path, swept: Sequence[str], steps: range, consol
             columns[" ".join(shown)] = folder / str(number)
     else:
         columns["replay"] = folder
-    found = [_metrics(one) for one in columns.values()]
+    found = [metrics_by_step(one) for one in columns.values()]
     rows = [
         [str(step), name, _shown(values[0]), *(_shown(one) + " =" * (one == values[0]) for one in values[1:])]
         for step in steps
@@ -200,15 +201,6 @@ def _compare(run: Path, folder: Path, swept: Sequence[str], steps: range, consol
         if any(one is not None for one in values)
     ]
     console.table("replay (=: identical to the run)", ["step", "metric", *columns], rows)
-
-
-def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the metrics of a run by step."""
-    found: dict[int, dict[str, Any]] = {}
-    for line in (folder / METRICS_FILE).read_text().splitlines():
-        entry = json.loads(line)
-        found.setdefault(int(entry["step"]), {}).update(entry)
-    return found
 
 
 def _shown(value: float | None) -> str:

@@ -17,6 +17,7 @@ from nemo_rl_lite.config.sizes import (
     leaving_for_generation,
     mb_tokens,
     micro_batch_sizes,
+    model_chunks,
     on_gpus,
     parallel_dims,
     records_training,
@@ -238,6 +239,10 @@ def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:
     if parallel.moe_router_bias_update_rate and model.expert_biases and parallel.peft.enabled:
         rate = f"{MEGATRON}.moe_router_bias_update_rate"
         rule_text = "changes the base model, which LoRA does not save and uses as reference"
+        yield Violation(rate, parallel.moe_router_bias_update_rate, rule_text, f"{rate}=0.0")
+    if parallel.moe_router_bias_update_rate and model.expert_biases and model_chunks(parallel) > 1:
+        rate = f"{MEGATRON}.moe_router_bias_update_rate"
+        rule_text = "would count tokens of the micro-batches that fill up interleaved stages"
         yield Violation(rate, parallel.moe_router_bias_update_rate, rule_text, f"{rate}=0.0")
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         rule_text = "MoE models with tensor parallelism need sequence parallelism"

@@ -28,8 +28,6 @@ class RemoteReplica:
     """Rank of the engine among all."""
     load: EngineLoad = field(default_factory=EngineLoad)
     steps: int = 0
-    _step_s: float = 0.0
-    """Time of the step that was in progress at the last report."""
 
     async def send(self, requests: Mapping[int, Request], aborted: Sequence[int]) -> None:
         """See `EngineLoop.send`. Raises WorkerError: the engine failed, died or hangs."""
@@ -49,8 +47,8 @@ class RemoteReplica:
         if limit_s is not None and report.stuck_s > limit_s:
             raise hang(call.workers, call.phase, f"its step is not done within {limit_s:g} s")
         if report.steps > self.steps:
-            limits.note(_STEP, self._step_s)
-        self.load, self.steps, self._step_s = report.load, report.steps, report.stuck_s
+            limits.note(_STEP, report.longest_s)
+        self.load, self.steps = report.load, report.steps
         for completion in report.finished.values():
             if isinstance(completion, Completion):
                 _require_finite(self.rank, completion)

@@ -106,7 +106,9 @@ def begin_again(begun: StartingWorkers, resumes: bool) -> StartingWorkers:
     config, policy, teacher, rollouts = begun.config, begun.policy_group, begun.teacher_group, begun.rollouts
     if begun.generation is None:
         raise ValueError("there are no engines")
-    wait(begun.generation.call("clear"), begun.generation.call("resume"), timeout_s=ENGINE_ANSWER_S)
+    # The work of the failed attempt is not counted.
+    calls = [begun.generation.call(method) for method in ("clear", "resume", "take_decoded")]
+    wait(*calls, timeout_s=ENGINE_ANSWER_S)
     for group in (policy, teacher, rollouts):
         if group is not None:
             group.replace(range(len(group)))

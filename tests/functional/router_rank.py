@@ -28,9 +28,9 @@ from tests.functional.rank import leave
 build_model = worker_module.build_model
 
 
-def with_biases(*arguments: Any) -> MegatronModel:
+def with_biases(*arguments: Any, **options: Any) -> MegatronModel:
     """The model, whose routers get what those of a model with biases have: no such model is small."""
-    model = build_model(*arguments)
+    model = build_model(*arguments, **options)
     for router in moe._routers(model.chunks):
         router.enable_expert_bias, router.score_function = True, "sigmoid"
         router.config.moe_router_enable_expert_bias = True

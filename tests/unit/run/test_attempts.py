@@ -32,12 +32,12 @@ def attempts(monkeypatch):
 
     monkeypatch.setattr(whole, "_run", run)
     monkeypatch.setattr(run_module, "latest_progress", lambda: {"step": here.step})
-    monkeypatch.setattr(run_module, "begin_again", lambda begun: here.again(begun) and begun)
-    monkeypatch.setattr(run_module, "_find_start", lambda *_: "the checkpoint")
+    monkeypatch.setattr(run_module, "begin_again", lambda begun, _: here.again(begun) and begun)
+    monkeypatch.setattr(run_module, "_find_start", lambda *_: SimpleNamespace(policy="the checkpoint"))
     monkeypatch.setattr(run_module, "nodes_of", lambda workers: [f"node of {one}" for one in workers])
     monkeypatch.setattr(run_module, "lost_process", str)
     monkeypatch.setattr(run_module, "was_asked_to_end", lambda: False)
-    here.until_done = lambda: whole.until_done("the start")  # pyrefly: ignore
+    here.until_done = lambda: whole.until_done(SimpleNamespace(policy=None))  # pyrefly: ignore
     return here
 
 

@@ -44,7 +44,8 @@ class Streaming(Stepped):
         self.streams[number][1] = spoken
         if spoken == len(whole.tokens):
             return number, self.streams.pop(number)[0]
-        return number, Unfinished(whole.tokens[:spoken], whole.logprobs[:spoken], "length", (0,) * spoken)
+        new = slice(spoken - 1, spoken)
+        return number, Unfinished(whole.tokens[new], whole.logprobs[new], "length", (0,))
 
 
 class Echo(Streaming):
