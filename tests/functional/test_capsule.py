@@ -42,6 +42,11 @@ def test_an_unchanged_rerun_is_equal(run, tmp_path):
     assert again(run / "capsule.json", tmp_path / "again") == (0, ["equal    all compared values up to step 2"])
 
 
+def test_a_step_that_is_not_repeated_is_a_difference(run, tmp_path):
+    status, found = again(run / "capsule.json", tmp_path / "again", "algorithm.max_num_steps=1")
+    assert status == 1 and "first difference  step 2: the step was not repeated" in found
+
+
 @pytest.mark.parametrize(
     ("change", "changed", "first"),
     [

@@ -54,6 +54,7 @@ def test_t(df, t):
     assert t_within(0.95, df) == pytest.approx(t, abs=2e-3)
 
 
-def test_one_number_per_group_has_no_interval():
+@pytest.mark.parametrize("runs", [1, 2])
+def test_one_number_per_group_or_equal_numbers_have_no_interval(runs):
     with pytest.raises(ValueError, match="no interval"):
-        difference(np.array([[0.5]]), np.array([[0.6]]))
+        difference(np.full((runs, 1), 0.5), np.full((runs, 1), 0.6))
