@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=8,
         help="whole samples per rollout; others as digests (default: %(default)s)",
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     with shown_as_message("nrl-lite capsule"):
         from nemo_rl_lite.observability.runs import find_run
         from nemo_rl_lite.run.capsule import CAPSULE_FILE, make
@@ -38,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def positive_number(text: str) -> int:
-    """Parse a positive number. Raises ValueError."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    """Parse a positive number. Raises argparse.ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--push-to-hub", metavar="NAME", help="also upload to this Hub repository (organisation/name)")
     parser.add_argument("--public", action="store_true", help="create the repository as public, not private")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     with shown_as_message("nrl-lite export"):
         name = given.push_to_hub
         if name and (violations := [Violation("--push-to-hub", name, *problem) for problem in push_problems(name)]):

@@ -309,7 +309,7 @@ class EngineReport:
     stuck_s: float
     """Seconds since the step in progress began; 0 between two steps."""
     longest_s: float = 0.0
-    """Seconds of the longest step since the last report; 0 without one."""
+    """Longest step time since the last report, in seconds; 0 without a step."""
 
 
 class Engine(Protocol):

@@ -81,7 +81,7 @@ def _key(problem: Problem) -> tuple[tuple[str, str], ...]:
 def score_samples(
     judge: Judge, samples: Sequence[Sample], at_once: int, limit_s: float
 ) -> tuple[SampleStatistics, list[Finding]]:
-    """Score the samples, and tell what would hurt training. No sample is begun after `limit_s` seconds."""
+    """Score the samples, and tell what would hurt training. No call starts after `limit_s` seconds."""
     tried = asyncio.run(_scores(judge, samples, at_once, limit_s))
     samples = [sample for sample, one in zip(samples, tried, strict=True) if one is not None]
     scored = [one for one in tried if one is not None]
@@ -112,7 +112,7 @@ def score_samples(
 async def _scores(
     judge: Judge, samples: Sequence[Sample], at_once: int, limit_s: float
 ) -> list[tuple[float | None, float, str] | None]:
-    """Return reward, seconds and error of each sample; None of one that was not begun."""
+    """Return reward, seconds and error of each sample; None without a call."""
     slots, deadline = asyncio.Semaphore(at_once), time.monotonic() + limit_s
 
     async def score(sample: Sample) -> tuple[float | None, float, str] | None:

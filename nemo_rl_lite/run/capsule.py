@@ -109,6 +109,8 @@ def make(folder: Path, steps: int, samples: int) -> dict[str, Any]:
 
 def read(file: Path) -> dict[str, Any]:
     """Return the capsule in a file. Raises CapsuleError."""
+    if not file.is_file():
+        raise CapsuleError(f"{file} does not exist, or is a folder; nrl-lite capsule RUN writes RUN/{CAPSULE_FILE}")
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:

@@ -147,16 +147,22 @@ def _check(run: Path, config: Mapping[str, Any], overrides: Sequence[str], steps
     there = [step_of(file) for file in rollout_files(run) if file.stem.endswith("train")]
     if missing := [step for step in steps if step not in there]:
         rule = f"{run} has no rollout of step {missing[0]}"
-        fix = f"a step from {min(there)} to {max(there)}" if there else "a run with logger.log_samples=null"
-        raise ConfigError([Violation("--step", first, rule, fix)])
+        fix = f"steps from {min(there)} to {max(there)}" if there else "a run with logger.log_samples=null"
+        asked = ("--step", first) if missing[0] <= first else ("--steps", steps[-1] - first + 1)
+        raise ConfigError([Violation(*asked, rule, fix)])
     wrong = [
-        Violation(key, one.partition("=")[2], f"a replay has the rollouts of {run}", f"train --like {run} {one}")
+        Violation(key, one.partition("=")[2], f"a replay has the rollouts of {run}", _instead(run, key, one))
         for one in overrides
         for key in given_keys([one])
         if is_of(key, _FIXED)
     ]
     if wrong:
         raise ConfigError(wrong)
+
+
+def _instead(run: Path, key: str, override: str) -> str:
+    """Return the fix for an override that a replay cannot honour."""
+    return "--steps N" if key.startswith("algorithm.max_num_") else f"train --like {run} {override}"
 
 
 def _arguments(
