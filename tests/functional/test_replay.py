@@ -75,4 +75,4 @@ def test_samples_that_are_missing_are_told(run, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         replay.main([str(tmp_path / "short"), "--step", "3"])
     error = capsys.readouterr().err
-    assert ended.value.code == 2 and "has no rollout of step 3" in error and "a step from 1 to 4" in error
+    assert ended.value.code == 2 and "has no rollout of step 3" in error and "steps from 1 to 4" in error
