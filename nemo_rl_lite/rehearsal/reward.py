@@ -89,8 +89,7 @@ def _examined(name: str, config: Config, problems: int, limit_s: float, rows: Se
     if not own:
         return _Part(name, checkup, None, checkup.findings)
     samples = read_samples(own, training, config.data.system_prompt)
-    at_once = reward.processes * reward.concurrency * (reward.batch_size or 1)
-    statistics, more = score_samples(judge, samples, at_once, limit_s)
+    statistics, more = score_samples(judge, samples, reward, limit_s)
     return _Part(name, checkup, statistics, [*checkup.findings, *more])
 
 
@@ -124,7 +123,8 @@ def _record(part: _Part) -> dict[str, Any]:
 def _show(part: _Part, console: RunConsole) -> None:
     cells = part.checkup.cells()
     title = f"reward of {part.source}" if part.source else "reward"
-    console.table(title, list(cells[0]), [[_shown(value) for value in one.values()] for one in cells])
+    if cells:
+        console.table(title, list(cells[0]), [[_shown(value) for value in one.values()] for one in cells])
     if part.statistics is not None:
         values = [(name.replace("_", " "), _shown(value)) for name, value in asdict(part.statistics).items()]
         console.table("samples", ("statistic", "value"), values)

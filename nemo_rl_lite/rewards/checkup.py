@@ -104,8 +104,11 @@ def check_up(
     calls = [(number, one) for number, own in enumerate(each) for one in own]
     # Equal responses, before and after the others.
     again = [(0, one) for one in each[0] if one.attack in (None, Attack.WRONG)]
-    at_once = config.processes * config.concurrency * (config.batch_size or 1)
-    scores = asyncio.run(_scored(judge, problems, [*calls, *again], at_once, limit_s))
+    calls_again = [*calls, *again]
+    outcomes = asyncio.run(
+        judged(judge, [(one.text, problems[number]) for number, one in calls_again], config, limit_s)
+    )
+    scores = [None if one is None else Score(*call, *one) for call, one in zip(calls_again, outcomes, strict=True)]
     found = [one for one in scores[: len(calls)] if one is not None]
     changed = list(_changed(found, [one for one in scores[len(calls) :] if one is not None]))
     # Random rewards make any other comparison meaningless.
@@ -114,21 +117,22 @@ def check_up(
     return Checkup(found, findings, scores.count(None))
 
 
-async def _scored(
-    judge: Judge, problems: Sequence[Problem], calls: Sequence[tuple[int, Response]], at_once: int, limit_s: float
-) -> list[Score | None]:
-    slots, deadline = asyncio.Semaphore(at_once), time.monotonic() + limit_s
+async def judged(
+    judge: Judge, calls: Sequence[tuple[str, Problem]], config: RewardConfig, limit_s: float
+) -> list[tuple[float | None, float, str] | None]:
+    """Score responses, as many at once as the run does. Return reward, seconds and error of each; None of a call that
+    did not start within `limit_s` seconds."""
+    slots = asyncio.Semaphore(config.processes * config.concurrency * (config.batch_size or 1))
+    deadline = time.monotonic() + limit_s
 
-    async def score(problem: int, response: Response) -> Score | None:
+    async def score(response: str, problem: Problem) -> tuple[float | None, float, str] | None:
         async with slots:
             begun = time.monotonic()
             if begun > deadline:
                 return None
-            outcome = await judge(response.text, problems[problem])
+            outcome = await judge(response, problem)
             seconds = time.monotonic() - begun
-        if isinstance(outcome, RewardResult):
-            return Score(problem, response, outcome.reward, seconds)
-        return Score(problem, response, None, seconds, str(outcome))
+        return (outcome.reward, seconds, "") if isinstance(outcome, RewardResult) else (None, seconds, str(outcome))
 
     return await asyncio.gather(*(score(*one) for one in calls))
 

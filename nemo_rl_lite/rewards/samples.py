@@ -3,16 +3,16 @@
 import asyncio
 import math
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet, chat
 from nemo_rl_lite.data.rows import column
-from nemo_rl_lite.rewards.checkup import Finding, brief
-from nemo_rl_lite.rewards.judge import Judge, RewardResult
+from nemo_rl_lite.rewards.checkup import Finding, brief, judged
+from nemo_rl_lite.rewards.judge import Judge
 
 # Correlation with length that is a note, and the number of samples that it needs.
 _STRONG, _ENOUGH = 0.5, 20
@@ -46,7 +46,7 @@ class SampleStatistics:
     mixed: float | None
     untrained: float | None
     length_correlation: float | None
-    seconds: float
+    seconds: float | None
 
 
 def read_samples(
@@ -79,10 +79,11 @@ def _key(problem: Problem) -> tuple[tuple[str, str], ...]:
 
 
 def score_samples(
-    judge: Judge, samples: Sequence[Sample], at_once: int, limit_s: float
+    judge: Judge, samples: Sequence[Sample], config: RewardConfig, limit_s: float
 ) -> tuple[SampleStatistics, list[Finding]]:
     """Score the samples, and tell what would hurt training. No call starts after `limit_s` seconds."""
-    tried = asyncio.run(_scores(judge, samples, at_once, limit_s))
+    tried = asyncio.run(judged(judge, [(one.response, one.problem) for one in samples], config, limit_s))
+    skipped = tried.count(None)
     samples = [sample for sample, one in zip(samples, tried, strict=True) if one is not None]
     scored = [one for one in tried if one is not None]
     valid = [(sample, reward) for sample, (reward, _, _) in zip(samples, scored, strict=True) if reward is not None]
@@ -103,28 +104,10 @@ def score_samples(
         mixed=1 - len(equal) / len(several) if several else None,
         untrained=wasted / characters if characters else None,
         length_correlation=_correlation([len(sample.response) for sample, _ in valid], rewards),
-        seconds=statistics.median(seconds for _, seconds, _ in scored),
+        seconds=statistics.median(seconds for _, seconds, _ in scored) if scored else None,
     )
     failed = [(sample, error) for sample, (_, _, error) in zip(samples, scored, strict=True) if error]
-    return found, list(_findings(found, failed))
-
-
-async def _scores(
-    judge: Judge, samples: Sequence[Sample], at_once: int, limit_s: float
-) -> list[tuple[float | None, float, str] | None]:
-    """Return reward, seconds and error of each sample; None without a call."""
-    slots, deadline = asyncio.Semaphore(at_once), time.monotonic() + limit_s
-
-    async def score(sample: Sample) -> tuple[float | None, float, str] | None:
-        async with slots:
-            begun = time.monotonic()
-            if begun > deadline:
-                return None
-            outcome = await judge(sample.response, sample.problem)
-            seconds = time.monotonic() - begun
-        return (outcome.reward, seconds, "") if isinstance(outcome, RewardResult) else (None, seconds, str(outcome))
-
-    return await asyncio.gather(*map(score, samples))
+    return found, list(_findings(found, failed, skipped))
 
 
 def _correlation(lengths: Sequence[int], rewards: Sequence[float]) -> float | None:
@@ -134,7 +117,11 @@ def _correlation(lengths: Sequence[int], rewards: Sequence[float]) -> float | No
     return value if math.isfinite(value) else None
 
 
-def _findings(found: SampleStatistics, failed: Sequence[tuple[Sample, str]]) -> Iterator[Finding]:
+def _findings(found: SampleStatistics, failed: Sequence[tuple[Sample, str]], skipped: int) -> Iterator[Finding]:
+    if skipped:
+        yield Finding(
+            "the samples", f"{skipped} samples were not scored in the time", "a larger --seconds", level="note"
+        )
     if failed:
         sample, error = failed[0]
         what = f"the reward fails for {len(failed)} of {found.samples} samples: {' '.join(error.split())}"

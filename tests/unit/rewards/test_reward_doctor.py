@@ -135,6 +135,15 @@ def test_samples_are_scored(capsys, rows, tmp_path):
     assert [one["what"] for one in record["findings"] if "correlation with length" in one["what"]]
 
 
+def test_a_time_limit_leaves_responses_and_samples_out(tmp_path, rows, capsys):
+    path = tmp_path / "samples.jsonl"
+    path.write_text(json.dumps({"prompt": ROWS[0]["prompt"], "response": "x"}) + "\n")
+    command = f"reward.name={REWARDS}.good {rows} --samples {path} --seconds 1e-9"
+    status, record = examined(command, capsys)
+    assert (status, record["samples"]["samples"], record["attacks"]) == (0, 0, []) and record["skipped"] > 100
+    assert [one["what"] for one in record["findings"]] == ["1 samples were not scored in the time"]
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
