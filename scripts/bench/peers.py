@@ -1,12 +1,13 @@
 """Compare the GRPO step of this project with its peers' at their fastest settings, in alternating runs on one GPU.
 
-peers.py MODEL --times FOLDER [--rounds 2] [--steps 3] [--lora] [--packages PACKAGE=PATH:... ...]
+peers.py MODEL --times FOLDER [--rounds 2] [--steps 3] [--lora] [--searched NAME ...] [--packages PACKAGE=PATH:... ...]
 
 The task is 64 x 8 responses of 512 tokens. There is no KL penalty and one optimizer step per rollout. The engine is on
 the same GPU. All weights are trained, or adapters of rank 16. FOLDER has trl.times and verl.times, the searches of
 `trl_step.py grpo` and `verl_step.py`. Each peer runs with its fastest setting; one without a file is left out. A round
 runs this project and each peer once, and the record is written after each run. Warm-up steps do not count: the first of
-a peer, the first two of this project. `--packages` gives the first folders of the import path for `trl` and `verl`.
+a peer, the first two of this project. A peer of `--searched` does not run again: the steps of its search count, which
+must be of the same machine. `--packages` gives the first folders of the import path for `trl` and `verl`.
 verl 0.9.1 does not start next to TRL 1.
 """
 
@@ -43,13 +44,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="that count, of each run")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--searched", nargs="+", default=[], choices=PEERS, metavar="NAME")
     parser.add_argument("--packages", nargs="+", default=[], metavar="PACKAGE=PATH:...")
     given = parser.parse_args(arguments)
     searched = {name: json.loads(path.read_text()) for name in PEERS if (path := _file(given, name)).exists()}
     best = {name: fastest(one) for name, one in searched.items() if one["steps"]}
     runs: dict[str, Callable[[], dict[str, list[float]]]] = {OURS: lambda: _ours(given)}
-    runs |= {name: lambda name=name: _peer(given, name, best[name]) for name in best}
-    reps: Reps = {}
+    runs |= {name: lambda name=name: _peer(given, name, best[name]) for name in best if name not in given.searched}
+    reps: Reps = {
+        (quantity, name): found
+        for name in given.searched
+        if name in best
+        for quantity, found in searched[name]["steps"][label(best[name])].items()
+    }
     failures: list[str] = []
     for _ in range(given.rounds):
         for name, run in runs.items():
@@ -77,7 +84,8 @@ def _file(given: argparse.Namespace, name: str) -> Path:
 def _ours(given: argparse.Namespace) -> dict[str, list[float]]:
     comparison, way = COMPARISONS["lora" if given.lora else "speed"], RANK if given.lora else "fast scheduler"
     warm = 2
-    keys = [*comparison.task, *STEPS_ALONE, *comparison.ways[way], model_key(given.model)]
+    share = "generation.vllm_cfg.gpu_memory_utilization=auto"
+    keys = [*comparison.task, *STEPS_ALONE, *comparison.ways[way], share, model_key(given.model)]
     steps, _ = one_run([*keys, f"algorithm.max_num_steps={warm + given.steps}"], warm)
     return {name: [step[metric] / by for step in steps] for name, _, metric, by in PHASES if metric in steps[0]}
 
@@ -117,6 +125,7 @@ def _write(
         "settings": best,
         "search": {name: one["steps"] for name, one in searched.items()},
         "skipped": {name: one["skipped"] for name, one in searched.items()},
+        "steps of the search count": given.searched,
         "failures": failures,
     }
     bench = "peers-lora-1.7b" if given.lora else "peers-1.7b"

@@ -106,7 +106,7 @@ def _overrides(given: argparse.Namespace, setting: dict[str, Any], steps: int, r
         *(f"{actor}.ppo_mini_batch_size={PROMPTS}", f"{actor}.optim.lr={RATE}", f"{actor}.use_dynamic_bsz=true"),
         *(f"{actor}.ppo_max_token_len_per_gpu={setting['tokens']}", f"{actor}.use_kl_loss=false"),
         *(f"{rollout}.name=vllm", f"{rollout}.n={RESPONSES}", f"{rollout}.tensor_model_parallel_size=1"),
-        *(f"{rollout}.gpu_memory_utilization=0.5", f"{rollout}.max_num_seqs={PROMPTS * RESPONSES}"),
+        *(f"{rollout}.gpu_memory_utilization=0.4", f"{rollout}.max_num_seqs={PROMPTS * RESPONSES}"),
         *(f"{rollout}.max_model_len=1024", f"{rollout}.ignore_eos=true"),
         *(f"reward.custom_reward_function.path={Path(__file__).with_name('sum_task.py')}", "reward.num_workers=2"),
         *("ray_kwargs.ray_init.num_cpus=64", "transfer_queue.backend.SimpleStorage.num_data_storage_units=2"),
