@@ -43,14 +43,11 @@ def rerun(capsule: Mapping[str, Any], arguments: Sequence[str], target: Path | N
         ConfigError: invalid overrides, or the capsule is of a later version.
         LauncherError: the new run failed.
     """
-    from omegaconf import OmegaConf
-
-    from nemo_rl_lite.config.composition import lay_over
+    from nemo_rl_lite.config.composition import overlaid
     from nemo_rl_lite.observability.callbacks import Callbacks
     from nemo_rl_lite.run.capsule import compare, make, surroundings, to_repeat
     from nemo_rl_lite.run.command import logged_to, run_in
     from nemo_rl_lite.run.folder import check_place
-    from nemo_rl_lite.run.model import as_composed
     from nemo_rl_lite.validation.compose import resolve, restore
 
     overrides, violations = check_overrides(arguments)
@@ -58,7 +55,7 @@ def rerun(capsule: Mapping[str, Any], arguments: Sequence[str], target: Path | N
         raise ConfigError(violations)
     config = restore(json.dumps(capsule["config"]))
     if overrides:
-        config = resolve(lay_over(OmegaConf.create(as_composed(config)), overrides))
+        config = resolve(overlaid(config, overrides))
     folder = target or Path("outputs") / config.run_name / f"rerun-{datetime.now():%Y-%m-%d_%H-%M-%S}"
     check_place(folder, "--folder")
     check_single_launcher()

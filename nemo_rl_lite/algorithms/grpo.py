@@ -5,7 +5,7 @@ On-policy distillation uses the same loop: a teacher computes logprobs in the lo
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -98,6 +98,8 @@ class GRPO:
     steps: Steps
     report: Report
     signals: WeakSignals
+    advise: Callable[[Sequence[Mapping[str, float]]], Iterable[str]]
+    """Yields advice at a checkpoint, from the metrics of the steps so far."""
     mismatch_warning: float
     reward_weights: Mapping[str, float]
     """Weights of reward terms, by name."""
@@ -137,7 +139,7 @@ class GRPO:
             with timer("generation"), self.report.console.busy(f"step {step + 1}: generating", announced=False) as show:
                 self.rollouts.wait_until_idle(show)
             with timer("checkpointing"):
-                self.steps.checkpoints.save_if_due(step, step == self.total)
+                saves = self.steps.checkpoints.save_if_due(step, step == self.total)
             with timer("prepare_for_generation/transfer_and_update_weights"):
                 refitted = self.rollouts.publish(step)
         seconds, sampled, ages = timer.take(), rollout.metrics(), rollout.ages(step - 1)
@@ -181,7 +183,8 @@ class GRPO:
             | under("rollout", recovered),
             memory,
         )
-        for sentence in self.signals.news(sampled):
+        news = [*self.signals.news(sampled), *(self.advise(self.report.metrics.history) if saves else ())]
+        for sentence in news:
             self.report.console.say(f"step {step}: {sentence}")
         self.log.end(step, "train", rollout, timer.phases)
 

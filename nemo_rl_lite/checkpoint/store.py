@@ -401,10 +401,12 @@ class Checkpoints:
     def enabled(self) -> bool:
         return self._period > 0
 
-    def save_if_due(self, step: int, last: bool) -> None:
-        """Save after every `period`-th step and after the last one."""
-        if self._period and (last or step % self._period == 0):
+    def save_if_due(self, step: int, last: bool) -> bool:
+        """Save after every `period`-th step and after the last one. Return whether this is such a step."""
+        due = self.enabled and (last or step % self._period == 0)
+        if due:
             self.save(step)
+        return due
 
     def save(self, step: int) -> None:
         """Save the state after `step`, once, in the policy's training phase. Training may overlap with the writing. A

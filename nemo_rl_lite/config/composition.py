@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from nemo_rl_lite.config.keys import (
     parse_override,
 )
 from nemo_rl_lite.config.names import SAME, in_our_names, meaning, with_our_references
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 
 CONFIG_NAME = "train"
@@ -78,6 +80,16 @@ def lay_over(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
     _set_values(composed, overrides)
     _complete_sources(composed)
     return composed
+
+
+def overlaid(config: Config, overrides: Sequence[str]) -> DictConfig:
+    """Return a configuration with valid overrides, as `lay_over` does."""
+    return lay_over(OmegaConf.create(as_composed(config)), overrides)
+
+
+def as_composed(config: Config) -> dict[str, Any]:
+    """Return a configuration as mappings, for overrides. `${` is escaped, so that nothing is interpolated."""
+    return json.loads(json.dumps(asdict(config)).replace("${", "\\\\${"))
 
 
 def notes_on_names(arguments: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_rl_lite.config.composition import compose_files, lay_over
+from nemo_rl_lite.config.composition import as_composed, compose_files, lay_over
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
@@ -24,7 +24,7 @@ from nemo_rl_lite.errors import HIDDEN, ConfigError, Violation
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.rewards.judge import terms_of
-from nemo_rl_lite.run.model import CHAT_KEYS, as_composed, with_effect
+from nemo_rl_lite.run.model import CHAT_KEYS, with_effect
 from nemo_rl_lite.run.serving import Served, alone
 from nemo_rl_lite.system.machine import gpu_count
 from nemo_rl_lite.validation.compose import is_of, resolve

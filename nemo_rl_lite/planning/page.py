@@ -28,7 +28,7 @@ from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.planning import time
+from nemo_rl_lite.planning import splits, time
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import Budget, budget, headers, last_that, refit_bytes, render, size, speed_of, title
 from nemo_rl_lite.planning.disk import DiskUse
@@ -43,8 +43,10 @@ Row = tuple[str, str]
 @dataclass(frozen=True)
 class Plan:
     config: Config
+    """Without `auto`."""
+    given: Config
     overrides: Sequence[str]
-    """The overrides of `config`."""
+    """The overrides of `given`."""
     shape: ModelShape
     gpu: str
     """Name of the planned device."""
@@ -69,9 +71,9 @@ def make_plan(
     """Plan `config`, composed from `overrides`. `gpu`: name and bytes, ignored on CPUs."""
     name, nbytes = gpu if on_gpus(config) else ("CPUs", None)
     found = resolve_auto(config, shape, nbytes)
-    config = found.config
+    given, config = config, found.config
     limit = largest_micro_batch(config, shape, nbytes)
-    return Plan(config, overrides, shape, name, host_bytes, budget(config, shape, nbytes), limit, found.reasons)
+    return Plan(config, given, overrides, shape, name, host_bytes, budget(config, shape, nbytes), limit, found.reasons)
 
 
 def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None) -> None:
@@ -115,10 +117,8 @@ def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None)
 
 def _show_time(plan: Plan, gpu_bytes: int, mean_length: float | None, console: RunConsole) -> None:
     config, lengths = plan.config, time.assumed_lengths(plan.config, mean_length)
-    splits = time.GpuSplits(config, plan.overrides, plan.shape, gpu_bytes, lengths)
-    present = splits.present()
-    others = list(splits.others(present))
-    console.table("step time in seconds", time.HEADERS, time.rows(present, others))
+    found = splits.GpuSplits(plan.given, plan.shape, gpu_bytes, lengths, plan.overrides)
+    console.table("step time in seconds", splits.HEADERS, splits.rows(found))
     said = "assumed; set --mean-length N" if mean_length is None else "from --mean-length"
     console.say(
         f"predicted at the rates of {speed_of(gpu_bytes)[0]} GPUs, for prompts of {lengths.prompt:.0f} tokens and "
@@ -126,7 +126,7 @@ def _show_time(plan: Plan, gpu_bytes: int, mean_length: float | None, console: R
     )
     if has_agent(config) or any(one.environment.name is not None for one in source_configs(config).values()):
         console.say("time of the environment or the agent is not predicted")
-    for line in time.lines(present, others):
+    for line in splits.lines(found):
         console.say(line)
 
 

@@ -1,4 +1,4 @@
-"""Predicts the step time of GRPO on GPUs, for each split of the GPUs between engines and policy.
+"""Predicts the phases of a GRPO step on GPUs, in seconds.
 
 The policy takes the FLOPs of `planning/memory.py` at `MFU` of the peak. Recomputing activations adds a forward pass of
 the layers. A layer takes at least `LAUNCH_S` per pass over a micro-batch, to launch its kernels. Engines read weights
@@ -13,29 +13,21 @@ communication between ranks, environments, rewards, agents and resampled prompts
 """
 
 import math
-import shlex
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.algorithms import compares
 from nemo_rl_lite.config.engines import engine_of, engines_sleep
-from nemo_rl_lite.config.keys import flatten, parse_override
-from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.schema_algorithm import GRPOConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
-    all_gpus,
     as_teacher,
     batch_mode,
     engine_ranks,
     engines,
-    generates_ahead,
-    generation_gpus,
-    leaving_for_generation,
     on_gpus,
     optimizer_steps,
     parallel_dims,
-    policy_ranks,
     previous_passes,
     samples_per_step,
     sequences_per_optimizer_step,
@@ -43,10 +35,8 @@ from nemo_rl_lite.config.sizes import (
     with_overlap,
 )
 from nemo_rl_lite.config.sources import teacher_configs
-from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape
-from nemo_rl_lite.planning.automatic import resolve_auto
-from nemo_rl_lite.planning.budget import Gpu, budget, refit_bytes, speed_of
+from nemo_rl_lite.planning.budget import Gpu, refit_bytes, speed_of
 from nemo_rl_lite.planning.memory import (
     SequenceFlops,
     forward_flops,
@@ -61,8 +51,6 @@ from nemo_rl_lite.planning.memory import (
     token_cache_bytes,
     trained_parameters,
 )
-from nemo_rl_lite.validation.algorithm import corrects_staleness
-from nemo_rl_lite.validation.compose import compose_config
 
 # Achieved shares of peak FLOP/s and memory bandwidth.
 MFU, READS = 0.5, 0.78
@@ -77,12 +65,6 @@ CPU_OPTIMIZER_S = 8e-10
 REFIT_APART_S, REFIT_WAKING_S, REFIT_AWAKE_S = 0.2, 0.35, 0.1
 # Bytes/s of a refit: on one machine, and over a link of 400 Gb/s between machines.
 RATE_INSIDE, RATE_BETWEEN = 1e11, 5e10
-# Predictions that differ by less than this share count as equal.
-CLOSE = 0.1
-HEADERS = ["engine GPUs", "policy GPUs", "generation", "logprob", "train", "refit", "sync", "one step off"]
-_COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
-_RESOURCES = [f"{_COLOCATED}.resources.{name}" for name in ("num_nodes", "gpus_per_node")]
-_CORRECTED = [f"{_LOSS}.use_importance_sampling_correction=true", f"{_LOSS}.truncated_importance_sampling_ratio=2"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +84,8 @@ class StepTime:
     logprob: float
     train: float
     refit: float
+    scheduling: float = 0.0
+    """Part of `generation` in which the engines' GPUs are free."""
 
     @property
     def policy(self) -> float:
@@ -115,8 +99,14 @@ class StepTime:
 
     @property
     def overlapped(self) -> float:
-        """Time of a step that trains while the engines generate the next rollout."""
+        """Time of a step that trains while engines on other GPUs generate the next rollout."""
         return max(self.generation, self.policy) + self.refit
+
+    @property
+    def contended(self) -> float:
+        """Time of a step that trains while engines on the same GPUs generate the next rollout. A GPU works for one
+        process at a time, so only the engines' scheduling overlaps with the policy."""
+        return self.synchronous - min(self.scheduling, self.policy)
 
 
 def assumed_lengths(config: Config, mean: float | None = None) -> Lengths:
@@ -141,6 +131,7 @@ def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Len
         (previous_passes(config) + compares(config)) * logprob_seconds(config, shape, gpu, lengths) + of_teacher,
         optimizer_steps(config) * optimizer_step_seconds(config, shape, gpu, lengths),
         (REFIT_APART_S if apart else shared_s) + refit_bytes(config, shape) / rate,
+        scheduling_seconds(config, shape, gpu_bytes, lengths),
     )
 
 
@@ -172,14 +163,8 @@ def exchange_seconds(config: Config, shape: ModelShape) -> float:
 
 def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:
     """Return the time to sample the responses of a step. A prompt is prefilled once for all its samples."""
-    item, wide = item_bytes(config), engine_ranks(config)
-    weights, token_bytes = parameter_count(shape) * item // wide, token_cache_bytes(config, shape)
-    cache = engine_of(config).kv_bytes(config, token_bytes, weights, gpu_bytes)
-    room = min(config.generation.vllm_cfg.max_num_seqs, int(cache / (token_bytes * (lengths.prompt + lengths.mean))))
-    requests = -(-samples_per_step(config) // engines(config))
-    # Requests without room in the cache wait.
-    waves = max(1, requests / max(1, room))
-    steps = waves * lengths.mean + max(0, lengths.longest - lengths.mean)
+    item, wide, token_bytes = item_bytes(config), engine_ranks(config), token_cache_bytes(config, shape)
+    steps, requests = _decoding(config, shape, gpu_bytes, lengths)
     caches = requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
     read = steps * matrix_weights(shape, shape.experts) * item / wide + caches
     rate = MFU * gpu.flops * wide
@@ -187,8 +172,25 @@ def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: i
     whole = lengths.prompt + lengths.mean
     prompts = requests / samples * forward_flops(shape, lengths.prompt)
     tokens = requests * lengths.mean / whole * forward_flops(shape, whole)
-    own = steps * ENGINE_STEP_S + requests * (lengths.mean * TOKEN_S + REQUEST_S)
-    return prompts / rate + max(read / (READS * gpu.bandwidth), tokens / rate) + own
+    work = prompts / rate + max(read / (READS * gpu.bandwidth), tokens / rate)
+    return work + scheduling_seconds(config, shape, gpu_bytes, lengths)
+
+
+def scheduling_seconds(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> float:
+    """Return the part of generation in which an engine schedules and its GPUs wait."""
+    steps, requests = _decoding(config, shape, gpu_bytes, lengths)
+    return steps * ENGINE_STEP_S + requests * (lengths.mean * TOKEN_S + REQUEST_S)
+
+
+def _decoding(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> tuple[float, int]:
+    """Return the decoding steps of an engine and its requests. Requests without room in the cache wait."""
+    weights = parameter_count(shape) * item_bytes(config) // engine_ranks(config)
+    token_bytes = token_cache_bytes(config, shape)
+    cache = engine_of(config).kv_bytes(config, token_bytes, weights, gpu_bytes)
+    room = min(config.generation.vllm_cfg.max_num_seqs, int(cache / (token_bytes * (lengths.prompt + lengths.mean))))
+    requests = -(-samples_per_step(config) // engines(config))
+    waves = max(1, requests / max(1, room))
+    return waves * lengths.mean + max(0, lengths.longest - lengths.mean), requests
 
 
 def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, sequences: int, training: bool) -> float:
@@ -221,140 +223,3 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
         count = -(-count // dims.pp) * dims.pp
     # Filling the pipeline takes a pass per further stage, of one model chunk.
     return (count + (dims.pp - 1) / dims.chunks) * each
-
-
-@dataclass(frozen=True)
-class GpuSplit:
-    """A split of a run's GPUs. Colocated GPUs count for both sides."""
-
-    engine_gpus: int
-    policy_gpus: int
-    colocated: bool
-    overlaps: bool = False
-    """True: engines generate while the policy trains."""
-    time: StepTime | None = None
-    """None if the split is invalid or does not fit."""
-    refusal: str = ""
-    overrides: Sequence[str] = ()
-    """Overrides to add to the command."""
-    instead_of: Sequence[str] = ()
-    """Overrides to remove from the command."""
-
-    @property
-    def seconds(self) -> float:
-        """Step time; infinite if refused. For colocated engines that overlap, an upper limit."""
-        if self.time is None:
-            return math.inf
-        return self.time.overlapped if self.overlaps and not self.colocated else self.time.synchronous
-
-
-@dataclass(frozen=True)
-class GpuSplits:
-    """Splits of the GPUs of `config`, composed from `overrides`. Non-colocated engines generate one step ahead."""
-
-    config: Config
-    overrides: Sequence[str]
-    shape: ModelShape
-    gpu_bytes: int
-    lengths: Lengths
-
-    def present(self) -> GpuSplit:
-        """Return the configured split."""
-        return self._predicted(self.config)
-
-    def others(self, present: GpuSplit) -> Iterator[GpuSplit]:
-        """Yield the colocated split, and each number of engine GPUs, or engine machines if there are several."""
-        nodes, total = self.config.cluster.num_nodes, all_gpus(self.config)
-        if not present.colocated:
-            wanted = [f"{_COLOCATED}.enabled=true", f"{_SOURCE}=on_policy"]
-            yield self._first([wanted, [*wanted, "offload=pinned"]], GpuSplit(total, total, colocated=True))
-        by_node, by_gpu = _RESOURCES
-        key, other, count = (by_node, by_gpu, nodes) if nodes > 1 else (by_gpu, by_node, total)
-        options, ahead = self.config.options(GRPOConfig), []
-        if not generates_ahead(self.config):
-            corrects = options.loss is not None or corrects_staleness(options.loss_fn)
-            ahead = [f"{_SOURCE}=one_step_off", *([] if corrects else _CORRECTED)]
-        # A non-colocated policy makes no room for engines.
-        makes_room = leaving_for_generation(self.config.policy)
-        for number in range(1, count):
-            wanted = [f"{_COLOCATED}.enabled=false", f"{key}={number}", f"{other}=null", *ahead]
-            ways = [[*wanted, "offload=none"], [*wanted, "policy.offload_for_generation=[]"]]
-            split = GpuSplit(number * total // count, total - number * total // count, colocated=False)
-            yield self._first(ways if makes_room else [wanted], split)
-
-    def _first(self, ways: Sequence[Sequence[str]], split: GpuSplit) -> GpuSplit:
-        """Return the split with the first valid overrides that fit."""
-        reasons, values = [], dict(flatten(asdict(self.config)))
-        for wanted in ways:
-            parsed = zip(wanted, map(parse_override, wanted), strict=True)
-            # Omit keys that already have the value.
-            changes = [text for text, one in parsed if one and values.get(one.key_or_group, text) != one.value()]
-            # Colocated engines have no separate GPUs.
-            replaced = {*given_keys(changes), *(_RESOURCES if split.colocated else [])}
-            gone = [one for one in self.overrides if replaced & {*given_keys([one])}]
-            try:
-                config = compose_config([*(one for one in self.overrides if one not in gone), *changes])
-            except ConfigError as error:
-                reasons.append(f"{error.violations[0].key} {error.violations[0].rule}")
-                continue
-            if budget(resolve_auto(config, self.shape, self.gpu_bytes).config, self.shape, self.gpu_bytes).fits_device:
-                return replace(self._predicted(config), overrides=changes, instead_of=gone)
-            reasons.append("the GPUs' memory is too small")
-        return replace(split, refusal=reasons[0])
-
-    def _predicted(self, config: Config) -> GpuSplit:
-        chosen = resolve_auto(config, self.shape, self.gpu_bytes).config
-        time = predict_step(chosen, self.shape, self.gpu_bytes, self.lengths)
-        colocated = config.generation.colocated.enabled
-        return GpuSplit(generation_gpus(config), policy_ranks(config), colocated, generates_ahead(config), time)
-
-
-def rows(present: GpuSplit, others: Sequence[GpuSplit]) -> list[list[str]]:
-    """Return a row of times for each split; `now` marks the configured one."""
-    table = []
-    others = [one for one in others if one.engine_gpus != present.engine_gpus]
-    for one in sorted([present, *others], key=lambda one: (not one.colocated, one.engine_gpus)):
-        gpus = [f"{'all ' if one.colocated else ''}{one.engine_gpus}{' (now)' if one is present else ''}"]
-        gpus.append("the same" if one.colocated else str(one.policy_gpus))
-        if one.time is None:
-            table.append([*gpus, *["-"] * 5, "refused, see below"])
-        else:
-            overlapped = "-" if one.colocated else _seconds(one.time.overlapped)
-            table.append([*gpus, *map(_seconds, [*astuple(one.time), one.time.synchronous]), overlapped])
-    return table
-
-
-def lines(present: GpuSplit, others: Sequence[GpuSplit]) -> Iterator[str]:
-    """Yield sentences about idle time, refused splits, and the overrides of the shortest step."""
-    if present.time is not None:
-        time, now = present.time, f"now: a step takes {_seconds(present.seconds)} s"
-        if present.colocated:
-            how = "concurrently" if present.overlaps else "alternately"
-            yield f"{now}{' at most' * present.overlaps}; engines and policy work {how} on the same GPUs"
-        else:
-            late = time.generation - time.policy
-            waits = (max(late, 0), max(-late, 0)) if present.overlaps else (time.generation, time.policy)
-            own, theirs = map(_seconds, waits)
-            yield f"{now}; the policy waits {own} s for the engines, and the engines wait {theirs} s for the policy"
-    for key in dict.fromkeys(one.refusal.split()[0] for one in others if one.refusal):
-        alike = [one for one in others if one.refusal.startswith(f"{key} ")]
-        numbers = ", ".join(str(one.engine_gpus) for one in alike)
-        first = f"; with {alike[0].engine_gpus}" if len(alike) > 1 else ""
-        yield f"refused with {numbers} of the GPUs for engines{first}: {alike[0].refusal}"
-    shortest = min([present, *others], key=lambda one: one.seconds)
-    if not others:
-        yield "one GPU cannot be split"
-    elif shortest.seconds >= (1 - CLOSE) * present.seconds:
-        yield f"no other split shortens the step by {CLOSE:.0%} or more"
-    else:
-        apart = f"{shortest.engine_gpus} GPUs for engines, which generate while the policy trains"
-        how = "colocated engines" if shortest.colocated else apart
-        yield f"shortest step: {_seconds(shortest.seconds)} s with {how}; overrides:"
-        yield shlex.join(shortest.overrides)
-        if shortest.instead_of:
-            yield f"instead of: {shlex.join(shortest.instead_of)}"
-
-
-def _seconds(seconds: float) -> str:
-    """Return `0.43`, `4.3` or `43`."""
-    return f"{seconds:.2f}" if seconds < 1 else f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"

@@ -30,6 +30,7 @@ from nemo_rl_lite.observability.runs import is_run, runs_below
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.sinks import spread, text_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
+from nemo_rl_lite.planning.splits import SplitAdvice
 from nemo_rl_lite.rollout.store import Times, read_rollout, read_spans, read_times, rollout_files, step_of
 from nemo_rl_lite.validation.compose import default_values
 
@@ -63,7 +64,8 @@ class ReportError(LauncherError):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of a run's folder. `notes` list missing and damaged files, and weak learning signals."""
+    """The content of a run's folder. `notes` list missing and damaged files, weak learning signals, and a faster split
+    of the GPUs."""
 
     folder: Path
     config: dict[str, Any]
@@ -103,6 +105,8 @@ def read_run(folder: Path) -> RunRecord:
     trained = [file for file in rollout_files(folder) if file.stem.endswith("train")]
     config = dict(flatten(redact(read_json(folder / CONFIG_FILE, notes))))
     notes += WeakSignals(config).at_end(metrics)
+    if advice := SplitAdvice.of(folder):
+        notes += advice.news(metrics)
     return RunRecord(
         folder=folder,
         config=config,

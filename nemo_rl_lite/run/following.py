@@ -24,6 +24,7 @@ from nemo_rl_lite.observability.console import PHASES, duration
 from nemo_rl_lite.observability.environment import CONFIG_FILE, ERROR_FILE
 from nemo_rl_lite.observability.runs import RunState, read_state, silent_s
 from nemo_rl_lite.planning.budget import size
+from nemo_rl_lite.planning.splits import SplitAdvice
 from nemo_rl_lite.run.folder import how_to_resume
 from nemo_rl_lite.system.stopping import request_end
 
@@ -103,6 +104,8 @@ def status_rows(state: RunState) -> Iterator[tuple[str, str]]:
             yield label, f"{value:.4g} after step {step}"
     if memory := _memory(state):
         yield "memory", memory
+    if advice := SplitAdvice.of(state.folder):
+        yield from (("faster", sentence) for sentence in advice.news(state.metrics))
     yield "checkpoint", _checkpoint(state)
     for problem in _problems(state):
         yield "ended" if state.state in ("stopped", "interrupted") else "problem", problem

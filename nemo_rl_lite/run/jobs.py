@@ -1,7 +1,7 @@
 """The jobs of all algorithms: data, workers and loop of GRPO and distillation, and of SFT, DPO, ORPO and KTO."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -40,6 +40,7 @@ from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
+from nemo_rl_lite.planning.splits import SplitAdvice
 from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rollout.collector import RolloutCollector
@@ -212,10 +213,12 @@ class GRPOJob(_AlgorithmJob):
             collector = RolloutCollector(playground, error_shares(self._config))
             started = self._with_order(start)
             source = self._source(self._sampler(started, collector), workers.generation, started)
-            speed = decoding_speed(self._config, described_shape(self._model_path), workers.generation.take_decoded)
+            shape = described_shape(self._model_path)
+            speed = decoding_speed(self._config, shape, workers.generation.take_decoded)
             own = workers.policy, workers.teacher, source, workers.groups
             of_engines = speed, workers.weights.verify_with_probe, workers.generation.take_recovered
-            loop = self._loop(metrics, start, *own, callbacks, *of_engines)
+            advice = SplitAdvice.of(self._folder, shape)
+            loop = self._loop(metrics, start, *own, callbacks, *of_engines, *([advice.news] if advice else ()))
             try:
                 loop.run()
             finally:
@@ -269,6 +272,7 @@ class GRPOJob(_AlgorithmJob):
         decoding_speed: Callable[[], dict[str, float]] = dict,
         check: Callable[[], dict[str, float]] = dict,
         take_recovered: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        advise: Callable[[Sequence[Mapping[str, float]]], Iterable[str]] = lambda history: (),
     ) -> GRPO:
         """Return the loop. `groups`: all workers. For the rest see `GRPO`."""
         config, console = self._config, self._console
@@ -294,6 +298,7 @@ class GRPOJob(_AlgorithmJob):
             steps=steps,
             report=Report(metrics, console, policy, devices, policy_speed(config), system.take),
             signals=WeakSignals(values),
+            advise=advise,
             mismatch_warning=config.logger.mismatch_warning,
             reward_weights={
                 term.label: term.weight for one in source_configs(config).values() for term in terms_of(one.reward)

@@ -1,16 +1,13 @@
 """The models of a run: starting model, teachers, chat template, predicted memory and speed."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from omegaconf import OmegaConf
+from typing import TYPE_CHECKING
 
 from nemo_rl_lite.config.algorithms import has_teacher
-from nemo_rl_lite.config.composition import lay_over
+from nemo_rl_lite.config.composition import overlaid
 from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
@@ -157,8 +154,7 @@ def with_chat_keys(config: Config, arguments: Sequence[str]) -> Config:
     if not overrides:
         return config
     given = given_keys(overrides)
-    composed = lay_over(OmegaConf.create(as_composed(config)), overrides)
-    return resolve(composed, matters=lambda broken: broken.key in given)
+    return resolve(overlaid(config, overrides), matters=lambda broken: broken.key in given)
 
 
 def with_effect(overrides: Sequence[str], read: Sequence[str]) -> list[str]:
@@ -167,11 +163,6 @@ def with_effect(overrides: Sequence[str], read: Sequence[str]) -> list[str]:
     if unread := given_keys([one for one in overrides if one not in kept]):
         show_notes([f"without effect here: {', '.join(unread)} (this command reads {', '.join(read)})"])
     return kept
-
-
-def as_composed(config: Config) -> dict[str, Any]:
-    """Return a configuration as mappings, for overrides. `${` is escaped, so that nothing is interpolated."""
-    return json.loads(json.dumps(asdict(config)).replace("${", "\\\\${"))
 
 
 def settled(config: Config, model_path: Path, console: RunConsole) -> Config:

@@ -33,8 +33,9 @@ from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, c
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.memory import SequenceFlops, forward_flops
+from nemo_rl_lite.policy.balance import even_shares
 from nemo_rl_lite.policy.interface import BatchRef, Scored, Work, with_scores
-from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares, even_shares
+from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares
 from nemo_rl_lite.policy.model import ParallelPlace
 from nemo_rl_lite.policy.score_files import ScoreFile
 from nemo_rl_lite.refit.interface import WeightSource

@@ -213,7 +213,8 @@ def of_run(run: dict[str, Any]) -> Iterator[Compared]:
     shape = shape_of(config.policy.model_name)
     if generates(config):
         time = predict_step(config, shape, nbytes, lengths_of(run))
-        predicted = dataclasses.asdict(time) | {"step time": time.synchronous}
+        predicted = {phase: getattr(time, phase) for phase in PHASES if phase != "step time"}
+        predicted["step time"] = time.synchronous
     else:
         chat = median(run, "train/total_num_tokens") / sequences_per_optimizer_step(config)
         lengths = Lengths(0, chat, config.policy.max_total_sequence_length)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cache
 from math import exp
 from pathlib import Path
@@ -142,8 +142,8 @@ def predicted_rows(gpu: str, gpus: int, batch: int, apart: bool) -> Iterator[dic
     name = f"{gpus} x {gpu}{', one step off' if apart else ''}, batches of {batch * gpus // GPUS}"
     name += f", {layers} layers" if layers < 32 else ""
     step = time.overlapped if apart else time.synchronous
-    for phase, seconds in zip(PHASES, astuple(time), strict=True):
-        yield record.result(phase, name, "s", [seconds])
+    for phase in PHASES:
+        yield record.result(phase, name, "s", [getattr(time, phase)])
     yield record.result("step time", name, "s", [step])
     rate = samples_per_step(config) * (PROMPT + MEAN) / step / gpus
     yield record.result("throughput per GPU", name, "tokens/s", [rate])
@@ -213,8 +213,8 @@ def beside(overrides: list[str], shape: ModelShape, apart: bool) -> Iterator[dic
     """What the plan says of this machine."""
     _, memory, time = planned(overrides, shape, size_of(None)[1])
     yield record.result("step time", "planned", "s", [time.overlapped if apart else time.synchronous])
-    for phase, seconds in zip(PHASES, astuple(time), strict=True):
-        yield record.result(phase, "planned", "s", [seconds])
+    for phase in PHASES:
+        yield record.result(phase, "planned", "s", [getattr(time, phase)])
     nbytes = [memory.policy[Phase.TRAIN], memory.policy[Phase.LOGPROB]]
     nbytes += [memory.device[Phase.GENERATE], memory.device[Phase.TRAIN]]
     for what, most in zip(MEMORY, nbytes, strict=True):

@@ -5,7 +5,8 @@ from itertools import batched
 
 import pytest
 
-from nemo_rl_lite.policy.micro_batches import Layout, balanced_shares, even_shares, swapped, work
+from nemo_rl_lite.policy.balance import even_shares, swapped
+from nemo_rl_lite.policy.micro_batches import Layout, balanced_shares, work
 
 
 def test_every_item_has_one_replica_and_every_replica_as_many_items():

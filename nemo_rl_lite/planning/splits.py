@@ -1,0 +1,347 @@
+"""Compares splits of a run's GPUs between engines and policy by step time, and finds the fastest.
+
+A split is one of three kinds:
+
+    colocated               engines and policy share all GPUs and take turns
+    colocated, async        they share all GPUs, and engines generate while the policy trains
+    k + n                   engines have k GPUs and the policy has n; engines generate one step ahead
+
+Phases of a step are predicted (`planning/time.py`). For a run that has measured them, the prediction of each phase is
+scaled by measured over predicted time of the present split. So only ratios between splits are predicted.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+from nemo_rl_lite.config.algorithms import generates
+from nemo_rl_lite.config.composition import overlaid
+from nemo_rl_lite.config.keys import flatten, parse_override
+from nemo_rl_lite.config.overrides import given_keys
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
+from nemo_rl_lite.config.sizes import all_gpus, generates_ahead, generation_gpus, on_gpus, policy_ranks
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.models.shape import KNOWN_MODELS, ModelShape, model_shape
+from nemo_rl_lite.observability.console import ENGINES_IDLE
+from nemo_rl_lite.observability.environment import CONFIG_FILE, ENVIRONMENT_FILE
+from nemo_rl_lite.observability.runs import read_json
+from nemo_rl_lite.planning.automatic import USED, resolve_auto
+from nemo_rl_lite.planning.budget import budget, parse_size
+from nemo_rl_lite.planning.time import Lengths, StepTime, predict_step
+from nemo_rl_lite.validation.algorithm import corrects_staleness
+from nemo_rl_lite.validation.compose import resolve, restore
+from nemo_rl_lite.validation.layout import known_shape
+
+# Share of the step time that a change must save, and that stale rollouts must save in addition.
+CLOSE, STALE = 0.05, 0.1
+# Numbers of measured steps that a comparison needs, after the first, and of newest ones that it uses.
+FEWEST_STEPS, MOST_STEPS = 3, 20
+HEADERS = ["GPUs", "rollouts", "generation", "logprob", "train", "refit", "step", "idle"]
+_COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
+_RESOURCES = [f"{_COLOCATED}.resources.{name}" for name in ("num_nodes", "gpus_per_node")]
+_AWAY, _SHARE = "policy.offload_for_generation", "generation.vllm_cfg.gpu_memory_utilization"
+_CORRECTED = [f"{_LOSS}.use_importance_sampling_correction=true", f"{_LOSS}.truncated_importance_sampling_ratio=2"]
+History = Sequence[Mapping[str, float | None]]
+"""Metrics by full name, in order of steps."""
+_TOO_SMALL = f"it needs more than {USED:.0%} of a GPU's memory"
+_LENGTHS = [
+    f"train/{name}" for name in ("mean_prompt_length", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample")
+]
+_TIMERS = [
+    f"timing/train/{name}"
+    for name in ("total_step_time", "generation", "policy_and_reference_logprobs", "policy_training")
+]
+
+
+@dataclass(frozen=True)
+class GpuSplit:
+    """A split of a run's GPUs. Colocated GPUs count for both sides."""
+
+    engine_gpus: int
+    policy_gpus: int
+    colocated: bool
+    source: str = "one_step_off"
+    """Value of `algorithm.rollouts.source`."""
+    time: StepTime | None = None
+    """None if the split is invalid or does not fit."""
+    refusal: str = ""
+    overrides: Sequence[str] = ()
+    """Overrides to add to the command."""
+    instead_of: Sequence[str] = ()
+    """Overrides to remove from the command."""
+
+    @property
+    def is_async(self) -> bool:
+        """True if engines generate while the policy trains."""
+        return self.source != "on_policy"
+
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        """Splits of equal kind have equal times."""
+        return self.engine_gpus, self.colocated, self.is_async
+
+    @property
+    def name(self) -> str:
+        """Return `8 shared` or `2 + 6`: engines, then policy."""
+        return f"{self.policy_gpus} shared" if self.colocated else f"{self.engine_gpus} + {self.policy_gpus}"
+
+    @property
+    def seconds(self) -> float:
+        """Step time in seconds; infinite if refused."""
+        if self.time is None:
+            return float("inf")
+        if not self.is_async:
+            return self.time.synchronous
+        return self.time.contended if self.colocated else self.time.overlapped
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Share of the step in which the GPUs of a side wait for the other side, by side; empty for shared GPUs."""
+        if self.time is None or self.colocated:
+            return {}
+        engines, policy = self.time.policy, self.time.generation
+        if self.is_async:
+            engines, policy = max(0.0, engines - policy), max(0.0, policy - engines)
+        return {side: waits / self.seconds for side, waits in (("engines", engines), ("policy", policy)) if waits}
+
+
+@dataclass(frozen=True)
+class GpuSplits:
+    """Splits of the GPUs of `config`, whose `auto` is unresolved."""
+
+    config: Config
+    shape: ModelShape
+    gpu_bytes: int
+    lengths: Lengths
+    overrides: Sequence[str] = ()
+    """The command's overrides, some of which a split may replace."""
+    measured: StepTime | None = None
+    """Measured time of the phases of the present split."""
+
+    @cached_property
+    def present(self) -> GpuSplit:
+        """The configured split."""
+        return self._with_time(self.config, self.measured or self.predicted(self.config))
+
+    @cached_property
+    def others(self) -> Sequence[GpuSplit]:
+        """The other splits: colocated, colocated and async, and each number of engine GPUs, or engine machines if
+        there are several."""
+        total, nodes = all_gpus(self.config), self.config.cluster.num_nodes
+        by_node, by_gpu = _RESOURCES
+        key, other, count = (by_node, by_gpu, nodes) if nodes > 1 else (by_gpu, by_node, total)
+        wanted = [(GpuSplit(total, total, True, source), list[str]()) for source in ("on_policy", "one_step_off")]
+        wanted += [
+            (
+                GpuSplit(number * total // count, total - number * total // count, colocated=False),
+                [f"{key}={number}", f"{other}=null"],
+            )
+            for number in range(1, count)
+        ]
+        return [self._tried(split, own) for split, own in wanted if split.kind != self.present.kind]
+
+    @property
+    def best(self) -> GpuSplit:
+        """The fastest split. Another one than the present must be faster by `CLOSE`, and by `STALE` more if it makes
+        rollouts stale."""
+
+        def handicapped(one: GpuSplit) -> float:
+            if one is self.present:
+                return one.seconds
+            return one.seconds * (1 + CLOSE + STALE * (one.is_async and not self.present.is_async))
+
+        return min([self.present, *self.others], key=handicapped)
+
+    def predicted(self, config: Config) -> StepTime:
+        """Predict the phases of a split."""
+        chosen = resolve_auto(config, self.shape, self.gpu_bytes).config
+        return predict_step(chosen, self.shape, self.gpu_bytes, self.lengths)
+
+    def _tried(self, split: GpuSplit, own: Sequence[str]) -> GpuSplit:
+        """Return a split with its time and overrides, or with the reason why it is refused. `own`: overrides of its
+        GPUs."""
+        wanted = [f"{_COLOCATED}.enabled={str(split.colocated).lower()}", *own, *self._rollouts(split.is_async)]
+        # Only engines that sleep make room for the policy, and only a policy that shares their GPUs for engines.
+        wanted += [f"{_COLOCATED}.sleep=auto", f"{_AWAY}={'[]' if split.is_async else 'auto'}"]
+        if split.colocated != self.present.colocated:
+            wanted.append(f"{_SHARE}=auto")
+        changes, values = [], dict(flatten(asdict(self.config)))
+        for text, one in zip(wanted, map(parse_override, wanted), strict=True):
+            if one is not None and values.get(one.key_or_group, text) != one.value():
+                changes.append(text)
+        # Colocated engines have no separate GPUs.
+        replaced = {*given_keys(changes), *(_RESOURCES if split.colocated else [])}
+        gone = [one for one in self.overrides if replaced & {*given_keys([one])}]
+        try:
+            config = resolve(overlaid(self.config, changes))
+        except ConfigError as error:
+            return replace(split, refusal=f"{error.violations[0].key} {error.violations[0].rule}")
+        chosen = resolve_auto(config, self.shape, self.gpu_bytes).config
+        planned = budget(chosen, self.shape, self.gpu_bytes)
+        if planned.engine_room < 0 or planned.device[planned.peak_phase] > USED * self.gpu_bytes:
+            return replace(split, refusal=_TOO_SMALL)
+        found = self._with_time(config, self._scaled(self.predicted(config)))
+        return replace(found, overrides=changes, instead_of=gone)
+
+    def _rollouts(self, is_async: bool) -> list[str]:
+        """Return the overrides for synchronous or asynchronous rollouts."""
+        options = self.config.options(GRPOConfig)
+        if not is_async:
+            return [f"{_SOURCE}=on_policy"]
+        if generates_ahead(self.config):
+            return []
+        corrects = options.loss is not None or corrects_staleness(options.loss_fn)
+        return [f"{_SOURCE}=one_step_off", *([] if corrects else _CORRECTED)]
+
+    def _scaled(self, time: StepTime) -> StepTime:
+        """Scale predicted phases by what the present split measured. Work between the phases does not scale, so the
+        refit only changes by the predicted difference."""
+        own = self.measured
+        if own is None:
+            return time
+        now = self.predicted(self.config)
+        phases = zip(astuple(time), astuple(own), astuple(now), strict=True)
+        scaled = StepTime(*(there * seconds / before if before else seconds for there, seconds, before in phases))
+        return replace(scaled, refit=max(0.0, own.refit + time.refit - now.refit))
+
+    @staticmethod
+    def _with_time(config: Config, time: StepTime) -> GpuSplit:
+        source = config.options(GRPOConfig).rollouts.source
+        return GpuSplit(
+            generation_gpus(config), policy_ranks(config), config.generation.colocated.enabled, source, time
+        )
+
+
+def rows(splits: GpuSplits) -> list[list[str]]:
+    """Return a row of times for each split that is not refused. Marks the present one and a better one."""
+    table = []
+    for one in sorted([splits.present, *splits.others], key=lambda one: (not one.colocated, one.engine_gpus)):
+        if one.time is not None:
+            mark = " (now)" if one is splits.present else " (best)" if one is splits.best else ""
+            idle = "\n".join(f"{side} {share:.0%}" for side, share in one.idle.items())
+            phases = (one.time.generation, one.time.logprob, one.time.train, one.time.refit)
+            times = map(shown_seconds, (*phases, one.seconds))
+            table.append([f"{one.name}{mark}", one.source.replace("_", " "), *times, idle or "-"])
+    return table
+
+
+def lines(splits: GpuSplits) -> Iterator[str]:
+    """Yield sentences about refused splits, and the overrides of the best one."""
+    refused = [one for one in splits.others if one.time is None]
+    for key in dict.fromkeys(one.refusal.split()[0] for one in refused):
+        alike = [one for one in refused if one.refusal.startswith(f"{key} ")]
+        names = ", ".join(f"{one.name}{', async' * (one.colocated and one.is_async)}" for one in alike)
+        yield f"refused: {names}: {alike[0].refusal}"
+    best = splits.best
+    if best is splits.present:
+        stale = "" if best.is_async else f", or by {CLOSE + STALE:.0%} with stale rollouts"
+        yield f"no other split shortens the step by {CLOSE:.0%}{stale}"
+    else:
+        yield f"shortest step: {shown_seconds(best.seconds)} s with {described(best)}; overrides:"
+        yield shlex.join(best.overrides)
+        if best.instead_of:
+            yield f"instead of: {shlex.join(best.instead_of)}"
+
+
+def described(split: GpuSplit) -> str:
+    """Name the GPUs, and say whether engines generate while the policy trains."""
+    gpus = f"{split.name} GPU{'s' * (split.policy_gpus > 1)}"
+    gpus += "" if split.colocated else " for engines and policy"
+    return f"{gpus}, where engines generate while the policy trains" if split.is_async else gpus
+
+
+def shown_seconds(seconds: float) -> str:
+    """Return `0.43`, `4.3` or `43`."""
+    return f"{seconds:.2f}" if seconds < 1 else f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+# --- Measured runs
+
+
+def faster_split(config: Config, shape: ModelShape, gpu_bytes: int, steps: History) -> str | None:
+    """Return a sentence on the split that would be fastest by the phases that a run on GPUs has measured; None if it is
+    the present one. `steps`: see `measured_steps`."""
+    lengths = Lengths(*(_median(steps, name) for name in _LENGTHS))
+    splits = GpuSplits(config, shape, gpu_bytes, lengths)
+    seconds = [_median(steps, name) for name in (*_TIMERS, ENGINES_IDLE)]
+    splits = replace(splits, measured=measured_phases(splits.present, *seconds))
+    best, now = splits.best, splits.present
+    if best is now:
+        return None
+    return (
+        f"a step takes {shown_seconds(now.seconds)} s (median of {len(steps)} steps); with {described(best)} it would "
+        f"take {shown_seconds(best.seconds)} s, by the measured phases: {shlex.join(best.overrides)}"
+    )
+
+
+def measured_steps(history: History) -> History:
+    """Return the newest steps with all phases and lengths; none if there are fewer than `FEWEST_STEPS`."""
+    # The first step compiles kernels and captures graphs.
+    steps = [one for one in history if all(one.get(name) is not None for name in (*_LENGTHS, *_TIMERS))][1:]
+    return steps[-MOST_STEPS:] if len(steps) >= FEWEST_STEPS else []
+
+
+def measured_phases(
+    present: GpuSplit, whole: float, waits: float, logprob: float, train: float, idle: float
+) -> StepTime:
+    """Return the time of each phase from what a run measured: seconds per step, in which the policy `waits` for engines
+    and asynchronous engines are `idle`. `refit` also has all work between the phases.
+
+    Where engines generate during training on the policy's GPUs, both slow each other down. The predicted phases of
+    `present` are scaled to the measured step then.
+    """
+    predicted, rest = present.time or StepTime(0, 0, 0, 0), whole - waits - logprob - train
+    if not present.is_async:
+        generation = waits
+    elif present.colocated:
+        scale = (whole - rest) / (present.seconds - predicted.refit)
+        generation, logprob, train = (scale * one for one in (predicted.generation, predicted.logprob, predicted.train))
+    else:
+        generation = max(0.0, whole - idle - rest)
+    return StepTime(generation, logprob, train, rest, generation * predicted.scheduling / predicted.generation)
+
+
+@dataclass
+class SplitAdvice:
+    """Tells a run once which split would be faster. `config` has `auto` unresolved."""
+
+    config: Config
+    shape: ModelShape
+    gpu_bytes: int
+    _told: bool = False
+
+    @classmethod
+    def of(cls, folder: Path, shape: ModelShape | None = None) -> "SplitAdvice | None":
+        """Read a run's folder. Return None for a run without rollouts or on CPUs, and if files are incomplete.
+
+        `shape`: the model's architecture, if its name does not tell.
+        """
+        gpus = read_json(folder / ENVIRONMENT_FILE).get("hardware", {}).get("gpus")
+        if not gpus:
+            return None
+        try:
+            config = restore((folder / CONFIG_FILE).read_text())
+        except (ConfigError, OSError):
+            return None
+        name = config.policy.model_name
+        shape = shape or (model_shape(KNOWN_MODELS[name]) if name in KNOWN_MODELS else known_shape(name))
+        if shape is None or not generates(config) or not on_gpus(config):
+            return None
+        # Lines of nvidia-smi: name, memory, driver.
+        return cls(config, shape, min(parse_size(line.split(",")[1]) for line in gpus))
+
+    def news(self, history: History) -> Iterator[str]:
+        """Yield the sentence of `faster_split` as soon as enough steps are measured."""
+        steps = [] if self._told else measured_steps(history)
+        if steps:
+            self._told = True
+            sentence = faster_split(self.config, self.shape, self.gpu_bytes, steps)
+            yield from filter(None, [sentence])
+
+
+def _median(steps: History, name: str) -> float:
+    return median(step.get(name) or 0.0 for step in steps)

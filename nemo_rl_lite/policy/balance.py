@@ -1,0 +1,68 @@
+"""Distribute items over replicas: equally many, with similar sums of costs."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+# Swaps end when the largest share is this close to the mean, or after this number.
+NEAR, MOST_SWAPS = 0.01, 64
+# Candidates for each swap, and the largest difference of rank by size between its two items.
+TRIED, APART = 128, 4
+
+
+def even_shares(costs: Sequence[float], replicas: int) -> list[list[int]]:
+    """Return the indices of each replica's items, in ascending order: equally many, with similar sums of `costs`.
+
+    Takes items in blocks of `replicas`, most expensive first. In each block, a more expensive item goes to a replica
+    with a smaller sum. Raises ValueError: the number of items is not a multiple of `replicas`.
+    """
+    if len(costs) % replicas:
+        raise ValueError(f"{len(costs)} items cannot be shared evenly by {replicas} replicas")
+    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    sums = [0.0] * replicas
+    for start in range(0, len(order), replicas):
+        emptiest_first = sorted(range(replicas), key=lambda replica: (sums[replica], replica))
+        for replica, index in zip(emptiest_first, order[start : start + replicas], strict=True):
+            shares[replica].append(index)
+            sums[replica] += costs[index]
+    return [sorted(share) for share in shares]
+
+
+def swapped(
+    shares: Sequence[Sequence[int]], sizes: Sequence[float], work: Callable[[Sequence[int]], float]
+) -> list[list[int]]:
+    """Balance the `work` of shares by swapping items of similar `sizes`.
+
+    The share with the most work swaps with one of the two with the least. Work may depend on the combination of items,
+    as padding does.
+    """
+    current = [sorted(share) for share in shares]
+    works = [work(share) for share in current]
+    for _ in range(MOST_SWAPS):
+        by_work = sorted(range(len(works)), key=works.__getitem__)
+        most, least = by_work[-1], by_work[:-1][:2]
+        if works[most] <= (1 + NEAR) * sum(works) / len(works):
+            break
+        for other in least:
+            tried = [[sorted(share) for share in pair] for pair in _swaps(current[most], current[other], sizes)]
+            after = [[work(share) for share in pair] for pair in tried]
+            best = min(range(len(tried)), key=lambda index: max(after[index]), default=None)
+            if best is not None and max(after[best]) < works[most]:
+                current[most], current[other] = tried[best]
+                works[most], works[other] = after[best]
+                break
+        else:
+            break
+    return current
+
+
+def _swaps(one: Sequence[int], other: Sequence[int], sizes: Sequence[float]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield both shares after each of up to `TRIED` swaps of two items of similar but unequal size."""
+    mine, theirs = (sorted(share, key=lambda index: (-sizes[index], index)) for share in (one, other))
+    pairs = [
+        (a, b)
+        for place, a in enumerate(mine)
+        for b in theirs[max(0, place - APART) : place + APART + 1]
+        if sizes[a] != sizes[b]
+    ]
+    for a, b in pairs[:: max(1, -(-len(pairs) // TRIED))]:
+        yield [b if index == a else index for index in one], [a if index == b else index for index in other]
