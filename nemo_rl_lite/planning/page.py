@@ -28,10 +28,11 @@ from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.planning import splits, time
+from nemo_rl_lite.planning import splits
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import Budget, budget, headers, last_that, refit_bytes, render, size, speed_of, title
 from nemo_rl_lite.planning.disk import DiskUse
+from nemo_rl_lite.planning.lengths import assumed_lengths
 from nemo_rl_lite.planning.memory import micro_batch, token_cache_bytes
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -116,7 +117,7 @@ def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None)
 
 
 def _show_time(plan: Plan, gpu_bytes: int, mean_length: float | None, console: RunConsole) -> None:
-    config, lengths = plan.config, time.assumed_lengths(plan.config, mean_length)
+    config, lengths = plan.config, assumed_lengths(plan.config, mean_length)
     found = splits.GpuSplits(plan.given, plan.shape, gpu_bytes, lengths, plan.overrides)
     console.table("step time in seconds", splits.HEADERS, splits.rows(found))
     said = "assumed; set --mean-length N" if mean_length is None else "from --mean-length"

@@ -1,10 +1,10 @@
 """Compares splits of a run's GPUs between engines and policy by step time, and finds the fastest.
 
-A split is one of three kinds:
+There are three kinds of splits:
 
-    colocated               engines and policy share all GPUs and take turns
-    colocated, async        they share all GPUs, and engines generate while the policy trains
-    k + n                   engines have k GPUs and the policy has n; engines generate one step ahead
+- Engines and policy share all GPUs and take turns.
+- They share all GPUs, and engines generate while the policy trains.
+- Engines have k GPUs and the policy has n (`k + n`). Engines generate one step ahead.
 
 Phases of a step are predicted (`planning/time.py`). For a run that has measured them, the prediction of each phase is
 scaled by measured over predicted time of the present split. So only ratios between splits are predicted.
@@ -23,7 +23,15 @@ from nemo_rl_lite.config.keys import flatten, parse_override
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
-from nemo_rl_lite.config.sizes import all_gpus, generates_ahead, generation_gpus, on_gpus, policy_ranks
+from nemo_rl_lite.config.sizes import (
+    all_gpus,
+    generates_ahead,
+    generation_gpus,
+    on_gpus,
+    parallel_dims,
+    policy_ranks,
+    sequences_per_optimizer_step,
+)
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import KNOWN_MODELS, ModelShape, model_shape
 from nemo_rl_lite.observability.console import ENGINES_IDLE
@@ -31,7 +39,8 @@ from nemo_rl_lite.observability.environment import CONFIG_FILE, ENVIRONMENT_FILE
 from nemo_rl_lite.observability.runs import read_json
 from nemo_rl_lite.planning.automatic import USED, resolve_auto
 from nemo_rl_lite.planning.budget import budget, parse_size
-from nemo_rl_lite.planning.time import Lengths, StepTime, predict_step
+from nemo_rl_lite.planning.lengths import Lengths, slowest_replica
+from nemo_rl_lite.planning.time import StepTime, predict_step
 from nemo_rl_lite.validation.algorithm import corrects_staleness
 from nemo_rl_lite.validation.compose import resolve, restore
 from nemo_rl_lite.validation.layout import known_shape
@@ -40,6 +49,8 @@ from nemo_rl_lite.validation.layout import known_shape
 CLOSE, STALE = 0.05, 0.1
 # Numbers of measured steps that a comparison needs, after the first, and of newest ones that it uses.
 FEWEST_STEPS, MOST_STEPS = 3, 20
+# Share of the step that an idle time needs to be shown, and share of training that replicas need for a sentence.
+FEWEST_IDLE, MUCH_IDLE = 0.01, 0.1
 HEADERS = ["GPUs", "rollouts", "generation", "logprob", "train", "refit", "step", "idle"]
 _COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
 _RESOURCES = [f"{_COLOCATED}.resources.{name}" for name in ("num_nodes", "gpus_per_node")]
@@ -68,6 +79,8 @@ class GpuSplit:
     """Value of `algorithm.rollouts.source`."""
     time: StepTime | None = None
     """None if the split is invalid or does not fit."""
+    slowest: float = 1.0
+    """Training time of the slowest data-parallel replica, as a multiple of the mean."""
     refusal: str = ""
     overrides: Sequence[str] = ()
     """Overrides to add to the command."""
@@ -100,13 +113,16 @@ class GpuSplit:
 
     @property
     def idle(self) -> dict[str, float]:
-        """Share of the step in which the GPUs of a side wait for the other side, by side; empty for shared GPUs."""
-        if self.time is None or self.colocated:
+        """Share of the step in which the GPUs of a side wait for the other side, by side. `replicas`: share in which
+        the mean replica waits for the slowest one."""
+        if self.time is None:
             return {}
-        engines, policy = self.time.policy, self.time.generation
-        if self.is_async:
-            engines, policy = max(0.0, engines - policy), max(0.0, policy - engines)
-        return {side: waits / self.seconds for side, waits in (("engines", engines), ("policy", policy)) if waits}
+        waits = {"replicas": self.time.policy * (1 - 1 / self.slowest)}
+        if not self.colocated:
+            late = self.time.policy - self.time.generation
+            waits["engines"] = max(0.0, late) if self.is_async else self.time.policy
+            waits["policy"] = max(0.0, -late) if self.is_async else self.time.generation
+        return {who: seconds / self.seconds for who, seconds in waits.items() if seconds >= FEWEST_IDLE * self.seconds}
 
 
 @dataclass(frozen=True)
@@ -146,8 +162,7 @@ class GpuSplits:
 
     @property
     def best(self) -> GpuSplit:
-        """The fastest split. Another one than the present must be faster by `CLOSE`, and by `STALE` more if it makes
-        rollouts stale."""
+        """The fastest split. Any change must save `CLOSE` of the step, and `STALE` more if it makes rollouts stale."""
 
         def handicapped(one: GpuSplit) -> float:
             if one is self.present:
@@ -208,12 +223,13 @@ class GpuSplits:
         scaled = StepTime(*(there * seconds / before if before else seconds for there, seconds, before in phases))
         return replace(scaled, refit=max(0.0, own.refit + time.refit - now.refit))
 
-    @staticmethod
-    def _with_time(config: Config, time: StepTime) -> GpuSplit:
+    def _with_time(self, config: Config, time: StepTime) -> GpuSplit:
+        gpus, colocated = generation_gpus(config), config.generation.colocated.enabled
         source = config.options(GRPOConfig).rollouts.source
-        return GpuSplit(
-            generation_gpus(config), policy_ranks(config), config.generation.colocated.enabled, source, time
+        slowest = slowest_replica(
+            self.shape, self.lengths, sequences_per_optimizer_step(config), parallel_dims(config).dp
         )
+        return GpuSplit(gpus, policy_ranks(config), colocated, source, time, slowest)
 
 
 def rows(splits: GpuSplits) -> list[list[str]]:
@@ -230,7 +246,15 @@ def rows(splits: GpuSplits) -> list[list[str]]:
 
 
 def lines(splits: GpuSplits) -> Iterator[str]:
-    """Yield sentences about refused splits, and the overrides of the best one."""
+    """Yield sentences about idle replicas and refused splits, and the overrides of the best one."""
+    idle = 1 - 1 / splits.present.slowest
+    if idle >= MUCH_IDLE:
+        sequences, replicas = sequences_per_optimizer_step(splits.config), parallel_dims(splits.config).dp
+        yield (
+            f"replicas wait for {idle:.0%} of training for the longest sequence: each of {replicas} has "
+            f"{sequences // replicas} of {sequences}; "
+            "try a larger policy.train_global_batch_size or larger parallel sizes"
+        )
     refused = [one for one in splits.others if one.time is None]
     for key in dict.fromkeys(one.refusal.split()[0] for one in refused):
         alike = [one for one in refused if one.refusal.startswith(f"{key} ")]
@@ -263,8 +287,10 @@ def shown_seconds(seconds: float) -> str:
 
 
 def faster_split(config: Config, shape: ModelShape, gpu_bytes: int, steps: History) -> str | None:
-    """Return a sentence on the split that would be fastest by the phases that a run on GPUs has measured; None if it is
-    the present one. `steps`: see `measured_steps`."""
+    """Return a sentence on the fastest split, by the measured phases of a run on GPUs; None if it is the present one.
+
+    `steps`: see `measured_steps`.
+    """
     lengths = Lengths(*(_median(steps, name) for name in _LENGTHS))
     splits = GpuSplits(config, shape, gpu_bytes, lengths)
     seconds = [_median(steps, name) for name in (*_TIMERS, ENGINES_IDLE)]
@@ -288,8 +314,9 @@ def measured_steps(history: History) -> History:
 def measured_phases(
     present: GpuSplit, whole: float, waits: float, logprob: float, train: float, idle: float
 ) -> StepTime:
-    """Return the time of each phase from what a run measured: seconds per step, in which the policy `waits` for engines
-    and asynchronous engines are `idle`. `refit` also has all work between the phases.
+    """Return the time of each phase of a run. `refit` also has all work between the phases.
+
+    All arguments are measured seconds per step. The policy `waits` for engines, and asynchronous engines are `idle`.
 
     Where engines generate during training on the policy's GPUs, both slow each other down. The predicted phases of
     `present` are scaled to the measured step then.

@@ -37,6 +37,7 @@ from nemo_rl_lite.config.sizes import (
 from nemo_rl_lite.config.sources import teacher_configs
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.budget import Gpu, refit_bytes, speed_of
+from nemo_rl_lite.planning.lengths import Lengths, slowest_replica
 from nemo_rl_lite.planning.memory import (
     SequenceFlops,
     forward_flops,
@@ -65,15 +66,6 @@ CPU_OPTIMIZER_S = 8e-10
 REFIT_APART_S, REFIT_WAKING_S, REFIT_AWAKE_S = 0.2, 0.35, 0.1
 # Bytes/s of a refit: on one machine, and over a link of 400 Gb/s between machines.
 RATE_INSIDE, RATE_BETWEEN = 1e11, 5e10
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of a step's sequences. `prompt`: mean, with an environment's turns; `mean`, `longest`: responses."""
-
-    prompt: float
-    mean: float
-    longest: float
 
 
 @dataclass(frozen=True)
@@ -107,14 +99,6 @@ class StepTime:
         """Time of a step that trains while engines on the same GPUs generate the next rollout. A GPU works for one
         process at a time, so only the engines' scheduling overlaps with the policy."""
         return self.synchronous - min(self.scheduling, self.policy)
-
-
-def assumed_lengths(config: Config, mean: float | None = None) -> Lengths:
-    """Assume lengths before a run. Responses have half of `max_new_tokens` without `mean`, the longest has all, and
-    prompts have half of the remaining length."""
-    longest = config.generation.max_new_tokens
-    room = max(2, config.policy.max_total_sequence_length - longest)
-    return Lengths(room / 2, longest / 2 if mean is None else mean, longest)
 
 
 def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> StepTime:
@@ -199,6 +183,8 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     padded = batch_mode(config.policy, on_gpus(config)) == "fixed"
     length = lengths.prompt + (lengths.longest if padded else lengths.mean)
     batch, share = micro_batch(config, training), sequences / dims.dp
+    # The slowest replica counts.
+    share *= 1 if padded else slowest_replica(shape, lengths, sequences, dims.dp)
     # A packed micro-batch has as many sequences as fit, a padded one has its rows.
     skipped = 1 - 1 / siblings_per_pack(config, lengths.prompt, lengths.mean, training)
     tokens = length - skipped * lengths.prompt

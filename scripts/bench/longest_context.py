@@ -26,7 +26,8 @@ from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import Budget, budget, size_of, speed_of
-from nemo_rl_lite.planning.time import Lengths, optimizer_step_seconds
+from nemo_rl_lite.planning.lengths import Lengths
+from nemo_rl_lite.planning.time import optimizer_step_seconds
 from nemo_rl_lite.system.machine import free_port, gpu_bytes, gpu_count
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.workers.reserve import policy_arguments, policy_environment

@@ -31,8 +31,9 @@ from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning import memory
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import budget, speed_of
+from nemo_rl_lite.planning.lengths import Lengths
 from nemo_rl_lite.planning.memory import micro_batch
-from nemo_rl_lite.planning.time import Lengths, optimizer_step_seconds, predict_step
+from nemo_rl_lite.planning.time import optimizer_step_seconds, predict_step
 from nemo_rl_lite.validation.compose import compose_config, restore
 
 RUNS = record.FOLDER / "runs"

@@ -27,9 +27,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from math import exp
 from pathlib import Path
-from statistics import NormalDist, fmean
 from typing import Any
 from unittest.mock import patch
 
@@ -44,14 +42,15 @@ from nemo_rl_lite.models.shape import ModelShape, find_shape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import Budget, budget, size_of
-from nemo_rl_lite.planning.time import Lengths, StepTime, predict_step
+from nemo_rl_lite.planning.lengths import SIGMA, Lengths, quantiles
+from nemo_rl_lite.planning.time import StepTime, predict_step
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.play import Assistant, SingleTurn
 from nemo_rl_lite.run.command import split_arguments
 from nemo_rl_lite.validation.compose import compose_config
 
 RECIPE, PUBLISHED = "grpo-llama3.1-8b-1n8g-pp2", "meta-llama/Llama-3.1-8B-Instruct"
-PROMPT, MEAN, SIGMA, GPUS = 130, 795, 1.0, 8
+PROMPT, MEAN, GPUS = 130, 795, 8
 LAYERS = {1: 8, 2: 16}
 """By the policy's GPUs; else all."""
 PHASES = {
@@ -221,27 +220,10 @@ def beside(overrides: list[str], shape: ModelShape, apart: bool) -> Iterator[dic
         yield record.result(what, "planned", "GiB", [most / 2**30])
 
 
-def quantiles(count: int, mean: float, sigma: float, most: int) -> list[int]:
-    """Return the lengths of `count` responses, in ascending order. Raises ValueError: none have this mean."""
-    if not 1 <= mean < most:
-        raise ValueError(f"a mean of {mean:g} tokens is not possible with 1 to {most} tokens")
-    spread = [NormalDist(0, sigma).inv_cdf((place + 0.5) / count) for place in range(count)]
-    shortest, longest = 0.0, float(most)
-
-    def lengths(median: float) -> list[int]:
-        return [max(1, min(most, round(median * exp(one)))) for one in spread]
-
-    # The mean rises with the median, which is found by halving.
-    for _ in range(60):
-        median = (shortest + longest) / 2
-        shortest, longest = (median, longest) if fmean(lengths(median)) < mean else (shortest, median)
-    return lengths(longest)
-
-
 @cache
 def dealt(seed: int, count: int, mean: float, sigma: float, most: int) -> list[int]:
     """Return the lengths of a step's responses, by their numbers. The seed is the step's."""
-    lengths = quantiles(count, mean, sigma, most)
+    lengths = [*quantiles(count, mean, sigma, most)]
     random.Random(seed).shuffle(lengths)
     return lengths
 

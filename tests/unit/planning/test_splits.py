@@ -9,6 +9,7 @@ from nemo_rl_lite.models.shape import KNOWN_MODELS, find_shape, model_shape
 from nemo_rl_lite.observability.console import ENGINES_IDLE
 from nemo_rl_lite.observability.runs import read_state
 from nemo_rl_lite.observability.trackers import METRICS_FILE
+from nemo_rl_lite.planning.lengths import Lengths, assumed_lengths
 from nemo_rl_lite.planning.splits import (
     FEWEST_STEPS,
     GpuSplits,
@@ -19,7 +20,7 @@ from nemo_rl_lite.planning.splits import (
     measured_steps,
     rows,
 )
-from nemo_rl_lite.planning.time import Lengths, StepTime, assumed_lengths
+from nemo_rl_lite.planning.time import StepTime
 from nemo_rl_lite.report.record import read_run
 from nemo_rl_lite.run.following import status_rows
 from nemo_rl_lite.validation.compose import compose_config
@@ -118,6 +119,17 @@ def test_one_step_off_one_side_waits():
     assert found.present.idle == {"engines": (time.policy - time.generation) / time.overlapped}
     sync = splits_of(*APART, f"{TENSOR}=4").present
     assert set(sync.idle) == {"engines", "policy"} and sum(sync.idle.values()) == pytest.approx(1, abs=0.05)
+
+
+def test_replicas_with_few_sequences_wait():
+    few = splits_of(
+        "algorithm.num_prompts_per_step=1", "policy.train_global_batch_size=8", "generation.max_new_tokens=900"
+    )
+    idle = 1 - 1 / few.present.slowest
+    assert few.present.idle == {"replicas": pytest.approx(idle * few.present.time.policy / few.present.seconds)}
+    assert f"replicas wait for {idle:.0%} of training" in said_of(few) and "each of 8 has 1 of 8" in said_of(few)
+    many = splits_of("algorithm.num_prompts_per_step=64", "generation.max_new_tokens=900")
+    assert not many.present.idle and "replicas wait" not in said_of(many)
 
 
 def test_shared_gpus_overlap_only_scheduling():

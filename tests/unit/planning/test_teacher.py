@@ -8,8 +8,9 @@ from nemo_rl_lite.config.sizes import as_teacher
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.budget import OVERHEAD_SHARED, OVERHEAD_TEACHER, budget, speed_of
+from nemo_rl_lite.planning.lengths import assumed_lengths
 from nemo_rl_lite.planning.memory import Bytes, teacher_activation_bytes, teacher_shape
-from nemo_rl_lite.planning.time import assumed_lengths, logprob_seconds, predict_step
+from nemo_rl_lite.planning.time import logprob_seconds, predict_step
 from nemo_rl_lite.validation.compose import compose_config
 
 GPU = int(79.2 * 2**30)

@@ -8,6 +8,7 @@ import pytest
 
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.planning.budget import Gpu
+from nemo_rl_lite.planning.lengths import Lengths
 from nemo_rl_lite.planning.memory import parameter_count
 from nemo_rl_lite.planning.time import (
     ENGINE_STEP_S,
@@ -17,7 +18,6 @@ from nemo_rl_lite.planning.time import (
     READS,
     REQUEST_S,
     TOKEN_S,
-    Lengths,
     exchange_seconds,
     generation_seconds,
     logprob_seconds,

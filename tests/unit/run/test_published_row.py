@@ -4,7 +4,6 @@ import asyncio
 import importlib
 from collections import Counter
 from pathlib import Path
-from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -24,15 +23,6 @@ def scripts(monkeypatch):
     """Import modules of scripts/bench by name."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
     return importlib.import_module
-
-
-def test_forced_lengths_have_their_mean_and_their_tail(scripts):
-    lengths = scripts("published_row").quantiles(2048, 795, 1.0, 3840)
-    assert fmean(lengths) == pytest.approx(795, abs=0.5)
-    assert lengths[1024] < 600
-    assert lengths[-1] == lengths[-20] == 3840
-    with pytest.raises(ValueError, match="is not possible"):
-        scripts("published_row").quantiles(8, 200, 1.0, 100)
 
 
 def test_each_step_deals_the_same_lengths_to_other_responses(scripts, monkeypatch):
