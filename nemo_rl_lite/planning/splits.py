@@ -329,7 +329,7 @@ def measured_phases(
         generation, logprob, train = (scale * one for one in (predicted.generation, predicted.logprob, predicted.train))
     else:
         generation = max(0.0, whole - idle - rest)
-    return StepTime(generation, logprob, train, rest, generation * predicted.scheduling / predicted.generation)
+    return StepTime(generation, logprob, train, rest, generation * predicted.free / predicted.generation)
 
 
 @dataclass

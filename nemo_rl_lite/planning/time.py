@@ -1,15 +1,17 @@
 """Predicts the phases of a GRPO step on GPUs, in seconds.
 
 The policy takes the FLOPs of `planning/memory.py` at `MFU` of the peak. Recomputing activations adds a forward pass of
-the layers. A layer takes at least `LAUNCH_S` per pass over a micro-batch, to launch its kernels. Engines read weights
-once per decoding step and each request's KV cache once per token, at `READS` of the memory bandwidth. If the tokens'
-FLOPs take longer, they count instead. The engines' overhead is added.
+the layers. Each micro-batch also reads the weights and adds to the gradients, and tensor, expert and pipeline parallel
+ranks exchange hidden states. A layer takes at least `LAUNCH_S` per pass over a micro-batch, to launch its kernels, and
+a layer with experts `LAUNCH_EXPERTS_S`. A pipeline is as fast as its busiest stage, and fills once per optimizer step.
+Replicas reduce gradients and gather weights once per optimizer step; overlapped, only what exceeds the passes counts.
 
-Replicas on several hosts reduce gradients and gather weights once per optimizer step; overlapped, only what exceeds the
-passes counts.
+Engines read weights once per decoding step and each request's KV cache once per token, at `READS` of the memory
+bandwidth, and experts at `READS_EXPERTS`. If the tokens' FLOPs take longer, they count instead. The engines' overhead
+is added.
 
-The constants fit the records of docs/benchmarks/plan-time-against-measured. Not predicted: offload moves, FP8, other
-communication between ranks, environments, rewards, agents and resampled prompts.
+The constants fit records of docs/benchmarks that `scripts/bench/plan_check.py` names; other records are held out. Not
+predicted: offload moves, FP8, context parallel communication, environments, rewards, agents and resampled prompts.
 """
 
 import math
@@ -31,7 +33,6 @@ from nemo_rl_lite.config.sizes import (
     previous_passes,
     samples_per_step,
     sequences_per_optimizer_step,
-    spans_hosts,
     with_overlap,
 )
 from nemo_rl_lite.config.sources import teacher_configs
@@ -46,6 +47,7 @@ from nemo_rl_lite.planning.memory import (
     matrix_weights,
     micro_batch,
     parameter_count,
+    rank_parameters,
     recomputed_share,
     siblings_per_pack,
     teacher_shape,
@@ -53,19 +55,19 @@ from nemo_rl_lite.planning.memory import (
     trained_parameters,
 )
 
-# Achieved shares of peak FLOP/s and memory bandwidth.
-MFU, READS = 0.5, 0.78
-# Minimum time of a layer's forward or backward pass over a micro-batch.
-LAUNCH_S = 4.5e-3
+# Achieved shares of peak FLOP/s and memory bandwidth; the latter also for experts of engines.
+MFU, READS, READS_EXPERTS = 0.56, 0.56, 0.15
+# Minimum time of a layer's forward or backward pass over a micro-batch, without and with experts.
+LAUNCH_S, LAUNCH_EXPERTS_S = 4.5e-3, 3.5e-2
 # Overhead of an engine per decoding step, token and request.
-ENGINE_STEP_S, TOKEN_S, REQUEST_S = 1e-3, 1.5e-5, 5e-4
+ENGINE_STEP_S, TOKEN_S, REQUEST_S = 1.2e-3, 1.8e-5, 6e-4
 # Time of a CPU optimizer step per parameter of a rank.
 CPU_OPTIMIZER_S = 8e-10
 # Fixed time of a refit and its check: non-colocated engines, colocated engines that wake up, and colocated engines that
 # stay awake.
 REFIT_APART_S, REFIT_WAKING_S, REFIT_AWAKE_S = 0.2, 0.35, 0.1
-# Bytes/s of a refit: on one machine, and over a link of 400 Gb/s between machines.
-RATE_INSIDE, RATE_BETWEEN = 1e11, 5e10
+# Bytes/s of a refit on one machine; of a collective on one machine; of both over 400 Gb/s between machines (assumed).
+RATE_INSIDE, RATE_LINK, RATE_BETWEEN = 1e11, 3.1e11, 5e10
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class StepTime:
     logprob: float
     train: float
     refit: float
-    scheduling: float = 0.0
+    free: float = 0.0
     """Part of `generation` in which the engines' GPUs are free."""
 
     @property
@@ -97,8 +99,8 @@ class StepTime:
     @property
     def contended(self) -> float:
         """Time of a step that trains while engines on the same GPUs generate the next rollout. A GPU works for one
-        process at a time, so only the engines' scheduling overlaps with the policy."""
-        return self.synchronous - min(self.scheduling, self.policy)
+        process at a time, so the policy overlaps with the engines only where they leave it free."""
+        return self.synchronous - min(self.free, self.policy)
 
 
 def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> StepTime:
@@ -115,7 +117,7 @@ def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Len
         (previous_passes(config) + compares(config)) * logprob_seconds(config, shape, gpu, lengths) + of_teacher,
         optimizer_steps(config) * optimizer_step_seconds(config, shape, gpu, lengths),
         (REFIT_APART_S if apart else shared_s) + refit_bytes(config, shape) / rate,
-        scheduling_seconds(config, shape, gpu_bytes, lengths),
+        free_seconds(config, shape, gpu, gpu_bytes, lengths),
     )
 
 
@@ -127,10 +129,9 @@ def logprob_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Length
 def optimizer_step_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths) -> float:
     seconds = _passes(config, shape, gpu, lengths, sequences_per_optimizer_step(config), training=True)
     parallel, dims = config.policy.megatron_cfg, parallel_dims(config)
-    if spans_hosts(config):
-        exchanged = exchange_seconds(config, shape)
-        overlap = with_overlap(config).policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce
-        seconds += max(0.0, exchanged - seconds) if overlap else exchanged
+    exchanged = exchange_seconds(config, shape)
+    overlap = with_overlap(config).policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce
+    seconds += max(0.0, exchanged - seconds) if overlap else exchanged
     if parallel.optimizer.optimizer_cpu_offload:
         trained = trained_parameters(shape, dims, parallel.peft, 0, on_gpus(config)).total
         seconds += parallel.optimizer.optimizer_offload_fraction * trained / dims.dense_dp * CPU_OPTIMIZER_S
@@ -138,30 +139,47 @@ def optimizer_step_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths:
 
 
 def exchange_seconds(config: Config, shape: ModelShape) -> float:
-    """Return the time in which replicas on several hosts reduce gradients and gather weights, per optimizer step."""
+    """Return the time in which replicas reduce gradients and gather weights, per optimizer step."""
     dims, peft = parallel_dims(config), config.policy.megatron_cfg.peft
-    stages = range(dims.pp)
-    trained = max(trained_parameters(shape, dims, peft, stage, on_gpus(config)).total for stage in stages)
-    return trained * (gradient_bytes(config) + item_bytes(config)) / RATE_BETWEEN
+    stages = [trained_parameters(shape, dims, peft, stage, on_gpus(config)) for stage in range(dims.pp)]
+    sent = max(one.dense * (1 - 1 / dims.dense_dp) + one.experts * (1 - 1 / dims.expert_dp) for one in stages)
+    return sent * (gradient_bytes(config) + item_bytes(config)) / _link(config, dims.stage)
+
+
+def _link(config: Config, ranks: int) -> float:
+    """Return the bytes/s between `ranks` consecutive ranks."""
+    return RATE_LINK if ranks <= config.cluster.gpus_per_node else RATE_BETWEEN
 
 
 def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:
-    """Return the time to sample the responses of a step. A prompt is prefilled once for all its samples."""
+    """Return the time to sample the responses of a step. An engine schedules the next step while its GPUs decode."""
+    work = _decoding_seconds(config, shape, gpu, gpu_bytes, lengths)
+    return max(work, _scheduling_seconds(config, shape, gpu_bytes, lengths))
+
+
+def free_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:
+    """Return the part of generation in which the engines' GPUs wait for the scheduler."""
+    work = _decoding_seconds(config, shape, gpu, gpu_bytes, lengths)
+    return max(0.0, _scheduling_seconds(config, shape, gpu_bytes, lengths) - work)
+
+
+def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:
+    """Return the time of an engine's GPUs. A prompt is prefilled once for all its samples."""
     item, wide, token_bytes = item_bytes(config), engine_ranks(config), token_cache_bytes(config, shape)
     steps, requests = _decoding(config, shape, gpu_bytes, lengths)
     caches = requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
-    read = steps * matrix_weights(shape, shape.experts) * item / wide + caches
+    experts = matrix_weights(shape, shape.experts) - matrix_weights(shape, 0)
+    dense = matrix_weights(shape, 0) + experts * READS / READS_EXPERTS
+    read = steps * dense * item / wide + caches
     rate = MFU * gpu.flops * wide
     samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
     whole = lengths.prompt + lengths.mean
     prompts = requests / samples * forward_flops(shape, lengths.prompt)
     tokens = requests * lengths.mean / whole * forward_flops(shape, whole)
-    work = prompts / rate + max(read / (READS * gpu.bandwidth), tokens / rate)
-    return work + scheduling_seconds(config, shape, gpu_bytes, lengths)
+    return prompts / rate + max(read / (READS * gpu.bandwidth), tokens / rate)
 
 
-def scheduling_seconds(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> float:
-    """Return the part of generation in which an engine schedules and its GPUs wait."""
+def _scheduling_seconds(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> float:
     steps, requests = _decoding(config, shape, gpu_bytes, lengths)
     return steps * ENGINE_STEP_S + requests * (lengths.mean * TOKEN_S + REQUEST_S)
 
@@ -202,10 +220,42 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     layers = dims.stage_layers(shape.layers)
     stages = [of_layers * own / shape.layers for own in layers]
     stages[-1] += last
-    launches = 1 + again + (1 if training else 0)
+    passes = 1 + again + (1 if training else 0)
     flops = max(stages) * share / count / (dims.tp * dims.cp)
-    each = max(flops / (MFU * gpu.flops), launches * max(layers) * LAUNCH_S)
+    moved = _moved_seconds(config, shape, share * tokens / count / dims.cp, passes)
+    read = _weights_read(config, shape, training) / (READS * gpu.bandwidth)
+    sparse = 1 - shape.dense_layers / shape.layers
+    launch = (1 - sparse) * LAUNCH_S + sparse * LAUNCH_EXPERTS_S
+    each = max(flops / (MFU * gpu.flops) + read + moved, passes * max(layers) * launch)
     if dims.chunks > 1:
         count = -(-count // dims.pp) * dims.pp
     # Filling the pipeline takes a pass per further stage, of one model chunk.
     return (count + (dims.pp - 1) / dims.chunks) * each
+
+
+def _weights_read(config: Config, shape: ModelShape, training: bool) -> int:
+    """Return the bytes of weights and gradients that a rank reads and writes per micro-batch."""
+    dims, item = parallel_dims(config), item_bytes(config)
+    held = max(rank_parameters(shape, dims, stage).total for stage in range(dims.pp))
+    if not training:
+        return held * item
+    peft = config.policy.megatron_cfg.peft
+    trained = max(trained_parameters(shape, dims, peft, stage, on_gpus(config)).total for stage in range(dims.pp))
+    # Both passes read weights. The gradient of a micro-batch is written, read, and added to the sum.
+    return 2 * held * item + 2 * trained * (item + gradient_bytes(config))
+
+
+def _moved_seconds(config: Config, shape: ModelShape, tokens: float, passes: float) -> float:
+    """Return the time in which ranks exchange the hidden states of a micro-batch of `tokens`.
+
+    Tensor-parallel ranks sum each layer's attention and MLP. Expert-parallel ranks send tokens to their experts and
+    back. A pipeline stage sends its output.
+    """
+    dims, hidden = parallel_dims(config), tokens * shape.hidden * item_bytes(config)
+    layers, sparse = max(dims.stage_layers(shape.layers)), 1 - shape.dense_layers / shape.layers
+    spread = dims.ep * dims.etp
+    tensor = layers * 2 * 2 * (1 - 1 / dims.tp) * hidden / _link(config, dims.tp)
+    # Sequence parallelism gives each tensor-parallel rank its own tokens.
+    dispatched = sparse * layers * 2 * shape.experts_per_token * (1 - 1 / spread) * hidden / dims.tp
+    stages = dims.chunks * hidden / _link(config, dims.world) if dims.pp > 1 else 0.0
+    return passes * (tensor + dispatched / _link(config, spread) + stages)

@@ -104,12 +104,13 @@ def test_a_policy_that_takes_the_step_shares_all_gpus():
 
 def test_stale_rollouts_must_save_more():
     """A few seconds less with stale rollouts are no reason to give up synchronous ones, but they are one to stay."""
-    batch = ["algorithm.num_prompts_per_step=512", "policy.train_global_batch_size=4096", f"{TENSOR}=4"]
-    sync = splits_of(*batch, "generation.max_new_tokens=400")
+    small = model_shape(KNOWN_MODELS["Qwen/Qwen3-0.6B"])
+    batch = ["algorithm.num_prompts_per_step=128", "policy.train_global_batch_size=1024"]
+    sync = replace(splits_of(*batch, "generation.max_new_tokens=400"), shape=small)
     faster = next(one for one in sync.others if one.colocated)
     assert 0.85 * sync.present.seconds < faster.seconds < 0.95 * sync.present.seconds
     assert sync.best is sync.present and "or by 15% with stale rollouts" in said_of(sync)
-    stale = splits_of(*batch, *OFF, "generation.max_new_tokens=400")
+    stale = replace(splits_of(*batch, *OFF, "generation.max_new_tokens=400"), shape=small)
     assert stale.best is stale.present and said_of(stale).endswith("no other split shortens the step by 5%")
 
 
@@ -132,10 +133,10 @@ def test_replicas_with_few_sequences_wait():
     assert not many.present.idle and "replicas wait" not in said_of(many)
 
 
-def test_shared_gpus_overlap_only_scheduling():
-    time = StepTime(generation=10, logprob=1, train=3, refit=1, scheduling=2)
+def test_shared_gpus_overlap_only_in_free_time():
+    time = StepTime(generation=10, logprob=1, train=3, refit=1, free=2)
     assert time.synchronous == 15 and time.contended == 13
-    assert replace(time, scheduling=9).contended == 11
+    assert replace(time, free=9).contended == 11
 
 
 def test_one_gpu_can_only_be_shared():

@@ -15,10 +15,12 @@ from nemo_rl_lite.planning.time import (
     LAUNCH_S,
     MFU,
     RATE_BETWEEN,
+    RATE_LINK,
     READS,
     REQUEST_S,
     TOKEN_S,
     exchange_seconds,
+    free_seconds,
     generation_seconds,
     logprob_seconds,
     optimizer_step_seconds,
@@ -51,7 +53,8 @@ def test_the_policys_phases_take_their_flops():
     config = compose_config(GPUS)
     forward = TOKENS / 8 * (2 * MATRICES + 2 * LAYERS * QUERIES * 400) / (MFU * 1e13)
     assert logprob_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(forward, rel=1e-3)
-    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(3 * forward, rel=1e-3)
+    training = 3 * forward + exchange_seconds(config, SHAPE)
+    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(training, rel=1e-3)
 
 
 BLOCK = ["recompute_method=block", f"recompute_num_layers={LAYERS // 2}"]
@@ -72,7 +75,8 @@ def test_what_training_computes_again_or_not_at_all(keys, again):
     config = compose_config([*GPUS, *(f"policy.megatron_cfg.{key}" for key in keys)])
     layers = 2 * (MATRICES - VOCABULARY) + 2 * LAYERS * QUERIES * 400
     expected = TOKENS / 8 * ((3 + again) * layers + 3 * 2 * VOCABULARY) / (MFU * 1e13)
-    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(expected, rel=1e-3)
+    expected += exchange_seconds(config, SHAPE)
+    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(expected, rel=2e-3)
 
 
 def test_a_shared_prompt_takes_its_flops_once():
@@ -81,7 +85,8 @@ def test_a_shared_prompt_takes_its_flops_once():
     attention = 2 * LAYERS * QUERIES * (8 * 400 * 400 - 7 * 100 * 100)
     forward = 4 * (2500 * 2 * MATRICES + attention) / (MFU * 1e13)
     assert logprob_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(forward, rel=1e-3)
-    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(3 * forward, rel=1e-3)
+    training = 3 * forward + exchange_seconds(config, SHAPE)
+    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(training, rel=1e-3)
     short = Lengths(prompt=10, mean=300, longest=500)
     plain = compose_config(GPUS)
     assert logprob_seconds(config, SHAPE, SLOW_TO_COMPUTE, short) == logprob_seconds(
@@ -90,16 +95,19 @@ def test_a_shared_prompt_takes_its_flops_once():
 
 
 def test_replicas_on_several_hosts_exchange_gradients_and_weights():
-    """6 bytes per parameter over each GPU's link; overlapped, they take longer than fast passes."""
+    """A ring sends 6 bytes per parameter, without a GPU's own share. Overlapped, it takes longer than fast passes."""
     one = compose_config([*GPUS, "cluster.gpus_per_node=4"])
     key = "policy.megatron_cfg.distributed_data_parallel_config"
     apart, overlapped = (
         compose_config([*GPUS, "cluster.num_nodes=2", "cluster.gpus_per_node=4", *own])
         for own in ([f"{key}.overlap_grad_reduce=false"], [])
     )
-    exchanged = 6 * parameter_count(SHAPE) / RATE_BETWEEN
+    exchanged = 7 / 8 * 6 * parameter_count(SHAPE) / RATE_BETWEEN
     assert exchange_seconds(apart, SHAPE) == pytest.approx(exchanged)
+    inside = exchange_seconds(one, SHAPE)
+    assert inside == pytest.approx(3 / 4 * 6 * parameter_count(SHAPE) / RATE_LINK)
     passes = [optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) for config in (one, apart, overlapped)]
+    passes[0] -= inside
     assert passes[1] == pytest.approx(passes[0] / 2 + exchanged, rel=1e-3)
     assert passes[2] == pytest.approx(max(passes[0] / 2, exchanged), rel=1e-3)
 
@@ -112,17 +120,53 @@ def test_interleaved_stages_wait_less():
     plain, interleaved = (
         logprob_seconds(compose_config(overrides), SHAPE, SLOW_TO_COMPUTE, LENGTHS) for overrides in (stages, chunks)
     )
-    assert plain / interleaved == pytest.approx((7 + 3) / (8 + 1))
+    assert plain / interleaved == pytest.approx((7 + 3) / (8 + 1), rel=1e-3)
 
 
 def test_small_micro_batches_take_their_launches():
     """A rank has 12,800 tokens, which are two packs; padded, its 32 sequences are 16 pairs."""
     packed = compose_config(GPUS)
     assert logprob_seconds(packed, SHAPE, SLOW_TO_READ, LENGTHS) == pytest.approx(2 * LAYERS * LAUNCH_S)
-    assert optimizer_step_seconds(packed, SHAPE, SLOW_TO_READ, LENGTHS) == pytest.approx(2 * 2 * LAYERS * LAUNCH_S)
+    training = 2 * 2 * LAYERS * LAUNCH_S + exchange_seconds(packed, SHAPE)
+    assert optimizer_step_seconds(packed, SHAPE, SLOW_TO_READ, LENGTHS) == pytest.approx(training)
     sizes = ["policy.train_micro_batch_size=2", "policy.logprob_batch_size=2"]
     padded = compose_config([*GPUS, "policy.sequence_packing.enabled=false", *sizes])
     assert logprob_seconds(padded, SHAPE, SLOW_TO_READ, LENGTHS) == pytest.approx(16 * LAYERS * LAUNCH_S)
+
+
+def test_each_micro_batch_reads_weights_and_adds_to_gradients():
+    """Two packs per rank. A forward pass reads 2 bytes per parameter, training reads and writes 16."""
+    config, gpu = compose_config(GPUS), Gpu("", 0, 1e30, 1e10)
+    read = 2 * 2 * parameter_count(SHAPE) / (READS * 1e10)
+    assert logprob_seconds(config, SHAPE, gpu, LENGTHS) == pytest.approx(read, rel=1e-3)
+    training = 8 * read + exchange_seconds(config, SHAPE)
+    assert optimizer_step_seconds(config, SHAPE, gpu, LENGTHS) == pytest.approx(training, rel=1e-3)
+
+
+@pytest.mark.parametrize(("nodes", "rate"), [(1, RATE_LINK), (4, RATE_BETWEEN)])
+def test_tensor_parallel_ranks_exchange_hidden_states(nodes, rate):
+    """A ring of 4 sums 2 outputs per layer, each of 1.5 times the hidden states of a replica's tokens."""
+    plain = [*GPUS, f"cluster.num_nodes={nodes}", f"cluster.gpus_per_node={8 // nodes}"]
+    config = compose_config([*plain, "policy.megatron_cfg.tensor_model_parallel_size=4"])
+    slow = Gpu("", 0, 1e14, 1e30)
+    moved = LAYERS * 2 * 1.5 * TOKENS / 2 * 4096 * 2 / rate
+    alone = logprob_seconds(compose_config(plain), SHAPE, slow, LENGTHS)
+    assert logprob_seconds(config, SHAPE, slow, LENGTHS) - alone == pytest.approx(moved, rel=0.05)
+
+
+def test_expert_parallel_ranks_send_tokens_to_experts_and_back():
+    moe = model_shape(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"])
+    few, many = (
+        logprob_seconds(
+            compose_config([*GPUS, f"policy.megatron_cfg.expert_model_parallel_size={size}"]),
+            moe,
+            Gpu("", 0, 1e11, 1e30),
+            LENGTHS,
+        )
+        for size in (1, 8)
+    )
+    sent = moe.layers * 2 * moe.experts_per_token * 7 / 8 * TOKENS / 8 * moe.hidden * 2
+    assert many - few == pytest.approx(sent / RATE_LINK, rel=1e-3)
 
 
 def test_a_pipeline_is_as_fast_as_its_busiest_stage():
@@ -143,7 +187,9 @@ def test_engines_read_weights_and_caches():
     config = compose_config(GPUS)
     read = 500 * 2 * MATRICES + 32 * 300 * (100 + 150) * CACHE
     seconds = generation_seconds(config, SHAPE, SLOW_TO_READ, MEMORY, LENGTHS)
-    assert seconds == pytest.approx(read / (READS * 1e12) + OWN_S, rel=1e-3)
+    assert seconds == pytest.approx(read / (READS * 1e12), rel=1e-3)
+    free = free_seconds(config, SHAPE, SLOW_TO_READ, MEMORY, LENGTHS)
+    assert free == 0 and seconds > OWN_S
 
 
 def test_engines_compute_where_that_takes_longer():
@@ -151,7 +197,13 @@ def test_engines_compute_where_that_takes_longer():
     config = compose_config(GPUS)
     flops = 400 * (2 * MATRICES + 2 * LAYERS * QUERIES * 100) + 9600 * (2 * MATRICES + 2 * LAYERS * QUERIES * 400)
     seconds = generation_seconds(config, SHAPE, SLOW_TO_COMPUTE, MEMORY, LENGTHS)
-    assert seconds == pytest.approx(flops / (MFU * 1e13) + OWN_S, rel=1e-3)
+    assert seconds == pytest.approx(flops / (MFU * 1e13), rel=1e-3)
+
+
+def test_fast_gpus_wait_for_the_scheduler():
+    config, gpu = compose_config(GPUS), Gpu("", 0, 1e30, 1e30)
+    assert generation_seconds(config, SHAPE, gpu, MEMORY, LENGTHS) == pytest.approx(OWN_S)
+    assert free_seconds(config, SHAPE, gpu, MEMORY, LENGTHS) == pytest.approx(OWN_S)
 
 
 @pytest.mark.parametrize("limit", ["requests", "memory"])
