@@ -55,8 +55,8 @@ from nemo_rl_lite.planning.memory import (
     trained_parameters,
 )
 
-# Achieved shares of peak FLOP/s and memory bandwidth; the latter also for experts of engines.
-MFU, READS, READS_EXPERTS = 0.56, 0.56, 0.15
+# Achieved shares of peak FLOP/s, and of memory bandwidth: the policy's, an engine's, and that of an engine's experts.
+MFU, POLICY_READS, READS, READS_EXPERTS = 0.56, 0.78, 0.56, 0.15
 # Minimum time of a layer's forward or backward pass over a micro-batch, without and with experts.
 LAUNCH_S, LAUNCH_EXPERTS_S = 4.5e-3, 3.5e-2
 # Overhead of an engine per decoding step, token and request.
@@ -223,7 +223,7 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     passes = 1 + again + (1 if training else 0)
     flops = max(stages) * share / count / (dims.tp * dims.cp)
     moved = _moved_seconds(config, shape, share * tokens / count / dims.cp, passes)
-    read = _weights_read(config, shape, training) / (READS * gpu.bandwidth)
+    read = _weights_read(config, shape, training) / (POLICY_READS * gpu.bandwidth)
     sparse = 1 - shape.dense_layers / shape.layers
     launch = (1 - sparse) * LAUNCH_S + sparse * LAUNCH_EXPERTS_S
     each = max(flops / (MFU * gpu.flops) + read + moved, passes * max(layers) * launch)

@@ -7,7 +7,8 @@ of a step, and the plan is made for that. The script compares the allocator's pe
 the use of a policy rank's whole GPU in the fullest phase.
 
 Time: each run is predicted from its configuration and from the lengths that its sequences had, and compared with the
-medians of its steps after the first.
+medians of its steps after the first. `RECORDS` are compared in the same way. The constants of planning/time.py fit some
+of them, and the others are held out. `GRID` has splits of the same GPUs, of which the plan should choose the fastest.
 """
 
 import dataclasses
@@ -15,13 +16,16 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import published_row
 import random_model
 import record
+import ways
 
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
@@ -33,6 +37,7 @@ from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import budget, speed_of
 from nemo_rl_lite.planning.lengths import Lengths
 from nemo_rl_lite.planning.memory import micro_batch
+from nemo_rl_lite.planning.splits import GpuSplit, GpuSplits
 from nemo_rl_lite.planning.time import optimizer_step_seconds, predict_step
 from nemo_rl_lite.validation.compose import compose_config, restore
 
@@ -74,6 +79,76 @@ PHASES = {
     "refit": ("prepare_for_generation/transfer_and_update_weights", "refit_check"),
     "step time": ("total_step_time",),
 }
+HELD_OUT_ERROR, CHOICE_ERROR = 0.15, 0.05
+# Shortest phase that is compared.
+MUCH_S = 0.1
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A setting of a record in docs/benchmarks."""
+
+    record: str
+    setting: str
+    overrides: Sequence[str]
+    model: str
+    """Name in random_model.py."""
+    lengths: Lengths
+    fitted: bool
+    """Constants of planning/time.py fit it."""
+
+    def measured(self, quantity: str) -> float | None:
+        results = json.loads((record.FOLDER / f"{self.record}.json").read_text())["results"]
+        found = (one["median"] for one in results if (one["name"], one["config"]) == (quantity, self.setting))
+        return next(found, None)
+
+    def split(self) -> GpuSplit:
+        """Return the setting with its predicted time."""
+        shape = model_shape(random_model.model_config(self.model).to_dict())
+        known = "Qwen/Qwen3-30B-A3B" if shape.experts else published_row.PUBLISHED
+        config = compose_config([*self.overrides, f"policy.model_name={known}"])
+        nbytes = GPU_MIB[self.record.rpartition("-")[2]] * 2**20
+        return GpuSplits(config, shape, nbytes, self.lengths).present
+
+
+def _published(gpus: int, layers: int, hardware: str, fitted: bool, apart: bool = False) -> Recorded:
+    name = f"published-row-{gpus}{'-one-step-off' if apart else ''}-512-{gpus}x-{hardware}"
+    overrides, lengths = published_row.settings(gpus, 512, apart), Lengths(126, 795, 3840)
+    return Recorded(name, "measured", overrides, f"llama3.1-8b:{layers}", lengths, fitted)
+
+
+def _way(
+    name: str, comparison: str, way: str, model: str, lengths: Lengths, fitted: bool, setting: str = ""
+) -> Recorded:
+    compared = ways.COMPARISONS[comparison]
+    return Recorded(name, setting or way, [*compared.task, *compared.ways[way]], model, lengths, fitted)
+
+
+# Random models answer the default task, whose prompts have about 10 tokens.
+LONG, MIDDLE, SHORT = Lengths(10, 512, 512), Lengths(10, 256, 256), Lengths(10, 190, 512)
+RECORDS = [
+    _published(1, 8, "h100", fitted=True),
+    _published(2, 16, "h100", fitted=True),
+    _published(2, 8, "h100", fitted=False, apart=True),
+    _published(4, 32, "h200", fitted=False),
+    _way("plane-step-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, fitted=True, setting="now"),
+    _way("rollout-workers-large-1x-h200", "rollout_workers", "0 rollout workers", "qwen3-1.7b", LONG, fitted=False),
+    _way("experts-rate-2x-h100", "experts", "the launcher's", "qwen3-30b-a3b:4", LONG, True, "default"),
+    _way("experts-rate-2x-h100", "experts", "EP 1 (data parallel)", "qwen3-30b-a3b:4", LONG, fitted=True),
+    _way(
+        "experts-router-replay-qwen3-moe-1.5b-1x-h100",
+        "router_replay",
+        "without replay",
+        "qwen3-moe-1.5b",
+        MIDDLE,
+        False,
+    ),
+]
+GRID = [
+    _way("async-rate-2x-h200", "async_2", "sync, 1 + 1 GPUs", "qwen3-1.7b", SHORT, fitted=False),
+    _way("async-rate-2x-h200", "async_2", "one step off, 1 + 1 GPUs", "qwen3-1.7b", SHORT, fitted=False),
+    _way("async-rate-colocated-2x-h200", "async_2", "sync, colocated", "qwen3-1.7b", SHORT, fitted=False),
+]
 Compared = tuple[str, str, float, float]
 """Phase, run, predicted and measured seconds."""
 
@@ -131,8 +206,39 @@ def check_time(found: Sequence[dict[str, Any]]) -> None:
         within = statistics.mean(1 / FACTOR <= ratio <= FACTOR for ratio in ratios)
         bars.append(record.bar(f"{phase}: share of runs within a factor of {FACTOR:g}", within, WANTED, at_least=True))
         print(f"{phase:12s} median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+    more, more_bars = records_and_choice()
+    results, bars = results + more, bars + more_bars
     note = "The moves of offload presets are in measured refits and whole steps, and in no prediction."
     record.write("plan-time-against-measured", results, bars, note)
+
+
+def records_and_choice() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Compare `RECORDS`, and the plan's choice of `GRID` with the fastest of it. Return results and bars."""
+    results, bars, errors = [], [], dict[tuple[str, str], list[float]]()
+    for one in RECORDS:
+        split = one.split()
+        use, name = "fitted" if one.fitted else "held out", f"{one.record}, {one.setting}"
+        predicted = {phase: getattr(split.time, phase) for phase in ("generation", "logprob", "train")}
+        for phase, seconds in (predicted | {"step time": split.seconds}).items():
+            # In an asynchronous run the policy hardly waits, and some records have no separate logprob pass.
+            if (measured := one.measured(phase)) and seconds > MUCH_S and measured > MUCH_S:
+                results.append(record.result(f"{phase}: predicted", f"{name} ({use})", "s", [seconds]))
+                results.append(record.result(f"{phase}: measured", f"{name} ({use})", "s", [measured]))
+                group = f"{'experts' if 'experts' in one.record else 'dense'}, {use}"
+                errors.setdefault((phase, group), []).append(seconds / measured)
+                print(f"{name:70s} {use:9s} {phase:10s} {seconds:6.2f} {measured:6.2f} {seconds / measured:5.2f}")
+    for (phase, group), ratios in errors.items():
+        results.append(record.result(f"{phase}: predicted over measured", group, "", ratios))
+        if group.endswith("held out"):
+            error = max(abs(ratio - 1) for ratio in ratios)
+            bars.append(record.bar(f"{phase}, {group}: largest error", error, HELD_OUT_ERROR, at_least=False))
+    seconds = {one.setting: one.measured("step time") or 0.0 for one in GRID}
+    chosen = min(GRID, key=lambda one: one.split().seconds)
+    ratio = seconds[chosen.setting] / min(seconds.values())
+    results.append(record.result("step time of the chosen split over the fastest", chosen.setting, "", [ratio]))
+    bars.append(record.bar("chosen split over the fastest, 2x-h200", ratio, 1 + CHOICE_ERROR, at_least=False))
+    print("chosen:", chosen.setting, f"{ratio:.3f}", {one.setting: round(one.split().seconds, 2) for one in GRID})
+    return results, bars
 
 
 def fullest_pack(run: dict[str, Any], config: Config) -> int:

@@ -14,6 +14,7 @@ from nemo_rl_lite.planning.time import (
     ENGINE_STEP_S,
     LAUNCH_S,
     MFU,
+    POLICY_READS,
     RATE_BETWEEN,
     RATE_LINK,
     READS,
@@ -137,7 +138,7 @@ def test_small_micro_batches_take_their_launches():
 def test_each_micro_batch_reads_weights_and_adds_to_gradients():
     """Two packs per rank. A forward pass reads 2 bytes per parameter, training reads and writes 16."""
     config, gpu = compose_config(GPUS), Gpu("", 0, 1e30, 1e10)
-    read = 2 * 2 * parameter_count(SHAPE) / (READS * 1e10)
+    read = 2 * 2 * parameter_count(SHAPE) / (POLICY_READS * 1e10)
     assert logprob_seconds(config, SHAPE, gpu, LENGTHS) == pytest.approx(read, rel=1e-3)
     training = 8 * read + exchange_seconds(config, SHAPE)
     assert optimizer_step_seconds(config, SHAPE, gpu, LENGTHS) == pytest.approx(training, rel=1e-3)
