@@ -132,7 +132,7 @@ RECORDS = [
     _published(2, 8, "h100", fitted=False, apart=True),
     _published(4, 32, "h200", fitted=False),
     _way("plane-step-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, fitted=True, setting="now"),
-    _way("rollout-workers-large-1x-h200", "rollout_workers", "0 rollout workers", "qwen3-1.7b", LONG, fitted=False),
+    _way("rollout-workers-large-1x-h200", "rollout_workers", "0 rollout workers", "qwen3-1.7b", LONG, fitted=True),
     _way("experts-rate-2x-h100", "experts", "the launcher's", "qwen3-30b-a3b:4", LONG, True, "default"),
     _way("experts-rate-2x-h100", "experts", "EP 1 (data parallel)", "qwen3-30b-a3b:4", LONG, fitted=True),
     _way(

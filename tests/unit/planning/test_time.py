@@ -232,13 +232,34 @@ def test_more_engines_never_take_longer_and_never_does_a_policy_of_more_gpus():
 
 
 @pytest.fixture(scope="module")
-def compared():
-    """Run -> phase -> predicted and measured seconds, of the recorded runs."""
+def plan_check():
+    """scripts/bench/plan_check.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, str(ROOT / "scripts" / "bench")])
         import plan_check
 
-        return {run["name"]: {row[0]: row[2:] for row in plan_check.of_run(run)} for run in plan_check.runs()}
+        yield plan_check
+
+
+@pytest.fixture(scope="module")
+def compared(plan_check):
+    """Run -> phase -> predicted and measured seconds, of the recorded runs."""
+    return {run["name"]: {row[0]: row[2:] for row in plan_check.of_run(run)} for run in plan_check.runs()}
+
+
+def test_held_out_records_of_dense_models_are_within_15_percent(plan_check):
+    held_out = [one for one in plan_check.RECORDS if not one.fitted and "experts" not in one.record]
+    assert len(held_out) >= 2
+    for one in held_out:
+        split = one.split()
+        phases = {phase: getattr(split.time, phase) for phase in ("logprob", "train")} | {"step time": split.seconds}
+        assert phases == pytest.approx({phase: one.measured(phase) for phase in phases}, rel=0.15)
+
+
+def test_the_chosen_split_of_a_measured_grid_is_within_5_percent_of_the_fastest(plan_check):
+    measured = {one.setting: one.measured("step time") for one in plan_check.GRID}
+    chosen = min(plan_check.GRID, key=lambda one: one.split().seconds)
+    assert measured[chosen.setting] <= 1.05 * min(measured.values()) < 0.7 * max(measured.values())
 
 
 @pytest.mark.parametrize(("phase", "most"), [("generation", 1.5), ("logprob", 1.9), ("train", 1.5)])
