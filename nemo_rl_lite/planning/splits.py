@@ -51,6 +51,8 @@ CLOSE, STALE = 0.05, 0.1
 FEWEST_STEPS, MOST_STEPS = 3, 20
 # Share of the step that an idle time needs to be shown, and share of training that replicas need for a sentence.
 FEWEST_IDLE, MUCH_IDLE = 0.01, 0.1
+# Number of refused splits that a sentence names.
+MOST_NAMES = 8
 HEADERS = ["GPUs", "rollouts", "generation", "logprob", "train", "refit", "step", "idle"]
 _COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
 _RESOURCES = [f"{_COLOCATED}.resources.{name}" for name in ("num_nodes", "gpus_per_node")]
@@ -258,8 +260,9 @@ def lines(splits: GpuSplits) -> Iterator[str]:
     refused = [one for one in splits.others if one.time is None]
     for key in dict.fromkeys(one.refusal.split()[0] for one in refused):
         alike = [one for one in refused if one.refusal.startswith(f"{key} ")]
-        names = ", ".join(f"{one.name}{', async' * (one.colocated and one.is_async)}" for one in alike)
-        yield f"refused: {names}: {alike[0].refusal}"
+        names = [f"{one.name}{', async' * (one.colocated and one.is_async)}" for one in alike]
+        more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+        yield f"refused: {', '.join([*names[:MOST_NAMES], *more])}: {alike[0].refusal}"
     best = splits.best
     if best is splits.present:
         stale = "" if best.is_async else f", or by {CLOSE + STALE:.0%} with stale rollouts"

@@ -1,4 +1,4 @@
-"""Seconds of the phases, against figures computed by hand."""
+"""Phase times, against figures computed by hand."""
 
 import sys
 from pathlib import Path
