@@ -4,7 +4,7 @@ The runs are those of runs.py in docs/benchmarks/runs/ that trained for three st
 
 Memory: a plan assumes full micro-batches. Packs have nearly equal length, so the fullest pack follows from the tokens
 of a step, and the plan is made for that. The script compares the allocator's peak in the policy's training phase, and
-the use of a policy rank's whole GPU in the fullest phase.
+the use of a policy rank's whole GPU in the phase with the highest peak.
 
 Time: each run is predicted from its configuration and from the lengths that its sequences had, and compared with the
 medians of its steps after the first. `RECORDS` are compared in the same way. The constants of planning/time.py fit some
@@ -302,7 +302,7 @@ def _laid_over(defaults: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]
 
 
 def shape_of(model_name: str) -> ModelShape:
-    """Return the shape of a run's model, by the name of its folder."""
+    """Return the architecture of a run's model, by the name of its folder."""
     folder = Path(model_name)
     if "smollm2" in folder.name or folder.name == "hf":
         return model_shape(SMOLLM2)
