@@ -26,8 +26,8 @@ def _tile(rows, tiles, out, WORD: tl.constexpr, ALIGNED: tl.constexpr, COMPARE: 
     """Copy or compare one tile: BLOCK words of a row of the table."""
     tile = tl.program_id(0)
     row = rows + tl.load(tiles + tile).to(tl.int64) * 11
-    source = tl.load(row).to(tl.pointer_type(WORD))
-    target = tl.load(row + 1).to(tl.pointer_type(WORD))
+    source = tl.load(row).to(tl.pointer_type(WORD))  # pyrefly: ignore[bad-argument-type]
+    target = tl.load(row + 1).to(tl.pointer_type(WORD))  # pyrefly: ignore[bad-argument-type]
     total, run, count = tl.load(row + 2), tl.load(row + 4), tl.load(row + 5)
     outer_from, outer_to = tl.load(row + 6), tl.load(row + 7)
     row_from, row_to = tl.load(row + 8), tl.load(row + 9)

@@ -308,12 +308,12 @@ class _Copies:
     """Verified copies from parameters, whose addresses may change between refits."""
 
     def __init__(self, copies: Sequence[Copy], verify: Verify):
-        self.keys = list(dict.fromkeys((segment.rank, segment.parameter) for _, segment, _ in copies))
-        """Parameters that the copies read."""
-        numbers = {key: number for number, key in enumerate(self.keys)}
+        found = dict.fromkeys((segment.rank, segment.parameter) for _, segment, _ in copies)
+        self.keys = {key: number for number, key in enumerate(found)}
+        """Numbers of the parameters that the copies read."""
 
         def table(some: Sequence[Copy]) -> CopyTable:
-            return CopyTable([(numbers[one.rank, one.parameter], one.source, target) for _, one, target in some])
+            return CopyTable([(self.keys[one.rank, one.parameter], one.source, target) for _, one, target in some])
 
         verified = sampled(verify, copies)
         self._names = [name for name, _, _ in verified]
