@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-"""Words per tile."""
+BLOCK = 1024
+"""Words per tile. Larger tiles need more registers per thread, so fewer of them load at the same time."""
 
 
 @triton.jit
