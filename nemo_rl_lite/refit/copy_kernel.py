@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Words per tile. Larger tiles need more registers per thread, so fewer of them load at the same time."""
+"""Words per tile. Larger tiles need more registers, so the GPU runs fewer tiles at once."""
 
 
 @triton.jit
