@@ -25,11 +25,11 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_byte * _HANDLE_BYTES)]
 
 
-def allocation(tensor: Tensor) -> int:
-    """Return the address of a CUDA tensor's allocation. Raises RefitError: CUDA did not allocate it."""
+def allocation(address: int) -> tuple[int, int]:
+    """Return the address and bytes of the allocation around `address`. Raises RefitError: CUDA did not allocate it."""
     begin, size = ctypes.c_uint64(), ctypes.c_size_t()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(tensor.data_ptr()))
-    return begin.value
+    _call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(address))
+    return begin.value, size.value
 
 
 def handle(address: int) -> bytes:

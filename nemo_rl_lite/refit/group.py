@@ -70,7 +70,7 @@ class RefitGroup:
         self.broadcast(length, "the length of a message")
         message = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
         self.broadcast(message, "a message")
-        return bytes(message.tolist())
+        return message.cpu().numpy().tobytes()
 
     def start_barrier(self, what: str) -> "PendingTransfer":
         """Start an operation that completes when all ranks have started it."""

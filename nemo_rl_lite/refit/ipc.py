@@ -23,15 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.errors import LostTouchError, RefitError
 from nemo_rl_lite.refit import device_memory
+from nemo_rl_lite.refit.copy_table import CopyTable
 from nemo_rl_lite.refit.group import RefitGroup, all_gather, group_by_need
 from nemo_rl_lite.refit.interface import Checksums, Loader, RefitReport, Verify, sampled, synchronize
-from nemo_rl_lite.refit.layout import CopyList, ReceivedBucket, RefitPlan, dtype_name, new_buffers, same_bytes, view
+from nemo_rl_lite.refit.layout import ReceivedBucket, RefitPlan, dtype_name, new_buffers, same_bytes, view
 from nemo_rl_lite.refit.trace import Recipe, Segment, segments_of_window, source_ranks
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,9 @@ Key = tuple[int, int]
 
 Parameters = Mapping[Key, Tensor]
 """Contiguous tensors; uint8 [bytes] for another process's."""
+
+Places = Mapping[Key, tuple[int, int]]
+"""Addresses of parameters in this process, and their bytes."""
 
 # Elements per comparison.
 _COMPARED = 1 << 24
@@ -51,7 +56,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Memory(Protocol):
     """Shares device memory between processes; on GPUs, the module `device_memory`."""
 
-    def allocation(self, tensor: Tensor) -> int: ...
+    def allocation(self, address: int) -> tuple[int, int]: ...
 
     def handle(self, address: int) -> bytes: ...
 
@@ -130,11 +135,12 @@ class IpcExport:
         return {key for key, _ in _entries(addresses) if key[0] != self._rank}
 
     def _describe(self) -> dict[str, Any]:
-        begins, places = dict[int, int](), dict[int, tuple[int, int, int]]()
+        begins, places, begin, size = dict[int, int](), dict[int, tuple[int, int, int]](), 0, 0
         for number, parameter in self._parameters.items():
-            begin = self._memory.allocation(parameter)
-            index = begins.setdefault(begin, len(begins))
-            places[number] = index, parameter.data_ptr() - begin, parameter.numel() * parameter.element_size()
+            address = parameter.data_ptr()
+            if not begin <= address < begin + size:
+                begin, size = self._memory.allocation(address)
+            places[number] = begins.setdefault(begin, len(begins)), address - begin, parameter.nbytes
         return {"handles": [self._memory.handle(begin).hex() for begin in begins], "parameters": places}
 
     def _all_gather(self, own: Any) -> list[Any]:
@@ -162,9 +168,16 @@ def probe_sharing(
 def opened(addresses: bytes, memory: Memory, wanted: Collection[Key] | None = None) -> Iterator[Parameters]:
     """Open the parameters at `IpcExport.addresses` (`wanted`: a subset) within the block. Raises RefitError: their
     memory cannot be opened from here."""
+    with _places(addresses, memory, wanted) as places:
+        yield {key: memory.tensor_at(*place) for key, place in places.items()}
+
+
+@contextmanager
+def _places(addresses: bytes, memory: Memory, wanted: Collection[Key] | None) -> Iterator[Places]:
+    """Open parameters as `opened`; yield their addresses in this process and their bytes."""
     entries = [(key, place) for key, place in _entries(addresses) if wanted is None or key in wanted]
     with memory.opened(dict.fromkeys(handle for _, (handle, _, _) in entries)) as begins:
-        yield {key: memory.tensor_at(begins[handle] + offset, size) for key, (handle, offset, size) in entries}
+        yield {key: (begins[handle] + offset, size) for key, (handle, offset, size) in entries}
 
 
 def _entries(addresses: bytes) -> Iterator[tuple[Key, tuple[bytes, int, int]]]:
@@ -230,35 +243,32 @@ class DirectReceiver:
     ):
         self._plan, self._group, self._recipe, self._device = plan, group, recipe, device
         self._verify, self._memory = verify, memory
-        # None for refits through buckets, which need all parameters.
-        self._copies: list[Copy] | None = None
-        self._needed: set[Key] | None = None
+        # None for refits through buckets.
+        self._direct: _Copies | None = None
         self._is_first = True
-        # Parameter addresses, and the copies for them.
-        self._ready: tuple[list[int], CopyList] | None = None
 
     def receive(self, loader: Loader) -> RefitReport:
         """See `Receiver.receive`. Also raises RefitError: memory cannot be opened, or a copied weight differs."""
         report, clock = RefitReport(), time.perf_counter()
-        through_buckets = self._copies is None
+        direct = self._direct
         self._group.expect(self._plan.digest)
         addresses = self._group.receive_message()
         report.add("transfer", clock)
-        with opened(addresses, self._memory, self._needed) as parameters:
+        with _places(addresses, self._memory, None if direct is None else direct.keys) as places:
             try:
-                if self._copies is None:
-                    self._load(loader, parameters)
+                if direct is None:
+                    self._load(loader, places)
                 else:
-                    self._copy(self._copies, parameters)
+                    direct.run(places)
             finally:
                 synchronize(torch.empty(0, device=self._device))
         self._group.barrier("the end of the refit")
-        if through_buckets and self._device.type == "cuda":
-            # Free the memory of buckets and comparisons for the policy and the KV cache.
+        if direct is None and self._device.type == "cuda":
+            # Free the memory of buckets for the policy and the KV cache.
             torch.cuda.empty_cache()
         return report
 
-    def _load(self, loader: Loader, parameters: Parameters) -> None:
+    def _load(self, loader: Loader, places: Places) -> None:
         """Load through buckets; the first time, decide whether later refits can copy directly."""
         buffer = new_buffers(self._plan, 1, self._device)[0]
         for index, bucket in enumerate(self._plan.buckets):
@@ -267,16 +277,14 @@ class DirectReceiver:
                 for slot in bucket.slots
                 for segment in self._recipe[slot.name]
             ]
-            self._run(_copy_list(copies, parameters), copies, parameters)
+            _Copies(copies, self._verify).run(places)
             loader.fill(ReceivedBucket(index, bucket, buffer[: bucket.nbytes]))
         loader.forget_buffers()
         if self._is_first:
             self._is_first = False
-            self._copies = self._find_copies(loader, parameters)
-            if self._copies is not None:
-                self._needed = {_key(segment) for _, segment, _ in self._copies}
+            self._direct = self._find_copies(loader, places)
 
-    def _find_copies(self, loader: Loader, parameters: Parameters) -> list[Copy] | None:
+    def _find_copies(self, loader: Loader, places: Places) -> "_Copies | None":
         """Return a copy for each window of a parameter; None if copies do not reproduce the loader's result."""
         windows, copies, reason = loader.windows(), list[Copy](), None
         if windows is None:
@@ -287,51 +295,45 @@ class DirectReceiver:
                 reason = f"the engine's part of {name} is too irregular"
                 break
             copies += [(name, segment, segment.target.of(target)) for segment in segments]
-        if reason is None and (differing := _differing(copies, parameters)) is not None:
+        if reason is None and (differing := _Copies(copies, "full").first_differing(places)) is not None:
             reason = f"the engine changed {differing} when it was loaded"
         if reason is not None:
             log.info("every refit goes through buckets: %s", reason)
             return None
         log.info("later refits: %d copies out of the policy's parameters", len(copies))
-        return copies
+        return _Copies(copies, self._verify)
 
-    def _copy(self, copies: Sequence[Copy], parameters: Parameters) -> None:
-        addresses = [parameter.data_ptr() for parameter in parameters.values()]
-        if self._ready is None or self._ready[0] != addresses:
-            self._ready = addresses, _copy_list(copies, parameters)
-        self._run(self._ready[1], copies, parameters)
 
-    def _run(self, copy_list: CopyList, copies: Sequence[Copy], parameters: Parameters) -> None:
-        copy_list.run()
-        differing = _differing(sampled(self._verify, copies), parameters)
+class _Copies:
+    """Verified copies from parameters, whose addresses may change between refits."""
+
+    def __init__(self, copies: Sequence[Copy], verify: Verify):
+        found = dict.fromkeys((segment.rank, segment.parameter) for _, segment, _ in copies)
+        self.keys = {key: number for number, key in enumerate(found)}
+        """Numbers of the parameters that the copies read."""
+
+        def table(some: Sequence[Copy]) -> CopyTable:
+            return CopyTable([(self.keys[one.rank, one.parameter], one.source, target) for _, one, target in some])
+
+        verified = sampled(verify, copies)
+        self._names = [name for name, _, _ in verified]
+        self._copied = table(copies)
+        self._verified = self._copied if len(verified) == len(copies) else table(verified)
+
+    def run(self, places: Places) -> None:
+        """Copy. Raises RefitError: a weight differs afterwards."""
+        self._copied.run(self._bases(places))
+        differing = self.first_differing(places)
         if differing is not None:
             raise RefitError(f"the engine's {differing} differs from the policy's after the copy")
 
+    def first_differing(self, places: Places) -> str | None:
+        """Return the first verified tensor with a window that is not bitwise identical to the parameter's."""
+        differing = self._verified.first_differing(self._bases(places))
+        return None if differing is None else self._names[differing]
 
-def _copy_list(copies: Sequence[Copy], parameters: Parameters) -> CopyList:
-    sources = [_source(segment, parameters, target.dtype) for _, segment, target in copies]
-    return CopyList([target for _, _, target in copies], sources)
-
-
-def _key(segment: Segment) -> Key:
-    return segment.rank, segment.parameter
-
-
-def _source(segment: Segment, parameters: Parameters, dtype: torch.dtype) -> Tensor:
-    return segment.source.of(parameters[_key(segment)].view(dtype))
-
-
-def _differing(copies: Iterable[Copy], parameters: Parameters) -> str | None:
-    """Return the first tensor with a copied window that is not bitwise identical to the parameter's."""
-    names, equal = list[str](), list[Tensor]()
-    for name, segment, target in copies:
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
-        source = _source(segment, parameters, target.dtype)
-        for ours, theirs in zip(_slabs(target.view(bits)), _slabs(source.view(bits)), strict=True):
-            names.append(name)
-            equal.append((ours == theirs).all())
-    # Synchronize once for all results.
-    return names[torch.stack(equal).tolist().index(False)] if equal and not torch.stack(equal).all() else None
+    def _bases(self, places: Places) -> np.ndarray:
+        return np.array([places[key][0] for key in self.keys], dtype=np.int64)
 
 
 def _slabs(tensor: Tensor) -> Sequence[Tensor]:

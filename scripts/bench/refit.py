@@ -386,6 +386,7 @@ def bars(medians: dict[tuple[str, str], float], gigabytes: float, peer: str | No
     if peer is None:
         return [
             record.bar("whole refit, s", best, 0.15, at_least=False),
+            record.bar("refit rate, GB/s", gigabytes / best, 400, at_least=True),
             record.bar("times faster than export and loader", loader / best, 3, at_least=True),
         ]
     serial = whole["tensor by tensor, sequential"]

@@ -1,9 +1,13 @@
 """Pieces of a refit that are other code on a GPU."""
 
+import numpy as np
 import pytest
 import torch
 
+from nemo_rl_lite.refit.copy_table import CopyTable
 from nemo_rl_lite.refit.interface import Checksums
+from nemo_rl_lite.refit.layout import same_bytes
+from nemo_rl_lite.refit.trace import StridedView
 
 pytestmark = pytest.mark.gpu
 
@@ -39,3 +43,46 @@ def test_complemented_words_change_the_sum():
         sums.add(changed.view(torch.uint8))
     first, *others = sums.values()
     assert first not in others
+
+
+def test_one_table_copies_and_compares_windows_of_all_kinds():
+    torch.manual_seed(0)
+    source = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device="cuda")
+    copies, expected = [], []
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+        words = source.view(dtype)
+        for begin in (0, 1, 5, 8):
+            for sizes, strides in (
+                ((1_234_567,), (1,)),
+                ((333, 2048), (2056, 1)),
+                ((1000, 7), (11, 1)),
+                ((128, 96, 100), (40_000, 128, 1)),
+                ((300, 400), (1, 300)),
+            ):
+                window = StridedView(begin, sizes, strides)
+                copies.append((0, window, torch.zeros(sizes, dtype=dtype, device="cuda")))
+                expected.append(window.of(words))
+    table, bases = CopyTable(copies), np.array([source.data_ptr()])
+    assert table.first_differing(bases) == 0
+    table.run(bases)
+    targets = [target for _, _, target in copies]
+    assert all(same_bytes(target, one) for target, one in zip(targets, expected, strict=True))
+    assert table.first_differing(bases) is None
+    for number in range(len(targets) - 1, -1, -7):
+        targets[number].view(-1).view(torch.uint8)[-1] ^= 1
+        assert table.first_differing(bases) == number
+
+
+def test_a_hundred_thousand_copies_from_moved_memory():
+    count, size = 100_000, 130
+    sources = torch.randint(-100, 100, (2, count * size), dtype=torch.int16, device="cuda")
+    target = torch.zeros(count, size, dtype=torch.int16, device="cuda")
+    windows = [StridedView(row * size, (size,), (1,)) for row in range(count)]
+    # In reverse order, so that no copies are neighbours on both sides.
+    table = CopyTable([(0, window, row) for window, row in zip(reversed(windows), target, strict=True)])
+    for source in sources:
+        bases = np.array([source.data_ptr()])
+        table.run(bases)
+        assert torch.equal(target, source.view(count, size).flip(0)) and table.first_differing(bases) is None
+    target[77_777, 3] += 1
+    assert table.first_differing(np.array([sources[1].data_ptr()])) == 77_777

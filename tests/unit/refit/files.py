@@ -21,11 +21,10 @@ class Files:
         self._made.append((memory, str(path).encode()))
         return memory[offset:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    def allocation(self, tensor):
-        begins = (
-            memory.data_ptr() for memory, _ in self._made if 0 <= tensor.data_ptr() - memory.data_ptr() < len(memory)
-        )
-        return next(begins)
+    def allocation(self, address):
+        memories = (memory for memory, _ in self._made if 0 <= address - memory.data_ptr() < len(memory))
+        memory = next(memories)
+        return memory.data_ptr(), len(memory)
 
     def handle(self, address):
         return next(handle for memory, handle in self._made if memory.data_ptr() == address)

@@ -208,7 +208,7 @@ def test_a_weight_that_was_not_copied_is_named(tmp_path, verify):
         receiver = DirectReceiver(plan(), group, RECIPE, CPU, verify, files)
         receiver.receive(destinations)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ipc.CopyList, "run", lambda self: None)
+            patch.setattr(ipc.CopyTable, "run", lambda self, bases: None)
             try:
                 receiver.receive(destinations)
             finally:
