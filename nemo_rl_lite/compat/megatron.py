@@ -56,7 +56,7 @@ written_for(__name__, "megatron-core", "0.19")
 
 
 # The format that stores the optimizer's states by parameter, and its methods of a distributed optimizer.
-STATES_BY_PARAMETER = {"distrib_optim_sharding_type": "fully_reshardable"}
+STATES_BY_PARAMETER = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _DESCRIBES, _LOADS = "sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable"
 
 
@@ -74,13 +74,19 @@ def forget_groups() -> None:
             setattr(parallel_state, name, None)
 
 
+def has_states_by_parameter(part: Any) -> bool:
+    """Return whether an optimizer is a distributed one, whose states `state_format` describes."""
+    return hasattr(part, _DESCRIBES)
+
+
 @contextmanager
 def state_format(
     optimizer: Any, functions: Callable[[Any], tuple[Callable[[Any], Any], Callable[[Any], None]]]
 ) -> Iterator[None]:
     """Let distributed optimizers describe their states for checkpoints, and load them, with other functions within the
     block. `functions` returns both for an optimizer: the first takes the model's sharded state."""
-    sharded = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(part, _DESCRIBES)]
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    sharded = [part for part in parts if has_states_by_parameter(part)]
     for part in sharded:
         describe, load = functions(part)
         setattr(part, _DESCRIBES, lambda weights, *_, describe=describe, **__: describe(weights))
@@ -116,31 +122,17 @@ def put_states(part: Any, states: Iterable[tuple[Tensor, dict[str, Tensor]]]) ->
 def async_request(state: dict[str, Any], folder: Path) -> Any:
     """Return megatron-core's AsyncRequest to write a state, for a thread of this process. Data-parallel ranks divide
     what they have in common."""
-    from megatron.core import dist_checkpointing
+    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     # Otherwise megatron-core starts a process to pass on results.
     filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
     divided: Any = FullyParallelSaveStrategyWrapper(
-        dist_checkpointing.serialization.get_default_save_sharded_strategy(), _replicas()
+        dist_checkpointing.serialization.get_default_save_sharded_strategy(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     return dist_checkpointing.save(state, str(folder), divided, async_sharded_save=True, async_strategy="mcore")
-
-
-def parallel_loading(strategy: Any) -> Any:
-    """Return a strategy of megatron-core that lets data-parallel ranks divide what they have in common, and exchange
-    it."""
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-
-    return FullyParallelLoadStrategyWrapper(strategy, _replicas())
-
-
-def _replicas() -> Any:
-    """Return the group of ranks that have the same weights."""
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def staged_writing(request: Any, stage: Callable[[Any], Any]) -> Callable[[], dict[str, list[int]]] | None:
@@ -178,25 +170,31 @@ class PartReader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Any:
         return self._index
 
+    def part(self, file: str, begin: int, length: int) -> bytes:
+        """Return a verified part of a file."""
+        with (Path(self.path) / file).open("rb") as opened:
+            opened.seek(begin)
+            content = opened.read(length)
+        self._verify(file, begin, content)
+        return content
+
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """Successive tensors may be in the same part."""
         place = (sinfo.relative_path, sinfo.offset)
         if self._last[0] != place:
-            file.seek(sinfo.offset)
-            self._last = place, file.read(sinfo.length)
-            self._verify(*self._last[0], self._last[1])
+            self._last = place, self.part(*place, sinfo.length)
         return io.BytesIO(self._last[1])
 
 
 @contextmanager
-def files_read_by_part(index: Any, verify: Callable[[str, int, bytes], None]) -> Iterator[None]:
-    """Let megatron-core read a checkpoint with a known index by part within the block. `verify`: see `PartReader`."""
+def files_read_by(reader: PartReader) -> Iterator[None]:
+    """Let megatron-core read the reader's checkpoint with it within the block."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
     before = strategies._get_filesystem_reader
     for module in (serialization, strategies):
-        module._get_filesystem_reader = lambda folder, *_, **__: PartReader(folder, index, verify)  # pyrefly: ignore
+        module._get_filesystem_reader = lambda *_, **__: reader  # pyrefly: ignore
     try:
         yield
     finally:

@@ -27,6 +27,8 @@ class PendingRequest:
     answer: asyncio.Future[tuple[Completion, int]]
     conversation: Conversation
     progress: Progress | None = None
+    recovered: int = field(default=0, init=False)
+    """Tokens of a lost engine that the next one takes over."""
     _parts: list[Unfinished] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -47,13 +49,13 @@ class PendingRequest:
         self._parts = [Unfinished.joined(self._parts)]
         return self._parts[0]
 
-    def requeue(self) -> int:
-        """Prepare the request for another engine. Return the number of tokens that this one takes over."""
+    def requeue(self) -> None:
+        """Prepare the request for another engine."""
         # Schemas, penalties and alternative tokens would begin again.
         if not self.request.continues or self.request.sampling.options.changed():
             self._parts = []
         self.request = replace(self.request, begun=self.so_far())
-        return 0 if self.request.begun is None else len(self.request.begun.tokens)
+        self.recovered = 0 if self.request.begun is None else len(self.request.begun.tokens)
 
 
 @dataclass
@@ -178,7 +180,7 @@ class Assignment:
         self.idle = Stopwatch()
         """Runs while no replica has a request."""
         self.taken_over = 0
-        """Tokens of lost replicas' responses that other replicas continue."""
+        """Tokens of lost replicas' responses that other replicas have begun to continue."""
 
     def time(self, is_paused: bool) -> None:
         """Update the stopwatches."""
@@ -260,6 +262,7 @@ class Assignment:
         if asked.conversation.engine is not None:
             self.held[asked.conversation.engine].between_turns.discard(asked.conversation)
         self.held[chosen].give(asked)
+        self.taken_over, asked.recovered = self.taken_over + asked.recovered, 0
         return True
 
     def finish(self, replica: int, number: int, completion: Completion) -> PendingRequest | None:
@@ -285,6 +288,11 @@ class Assignment:
         held.admission.end(conversation.tokens)
         self._lengths.note(conversation.prompt, conversation.tokens - conversation.prompt_tokens)
 
+    @property
+    def waiting(self) -> int:
+        """Tokens of lost replicas' responses that wait for another replica."""
+        return sum(asked.recovered for asked in self._waiting)
+
     def lose(self, replica: int) -> None:
         """Requeue the requests of a dead replica."""
         self.alive.discard(replica)
@@ -297,7 +305,7 @@ class Assignment:
 
     def _requeue(self, replica: int) -> None:
         for asked in self.held[replica].requests:
-            self.taken_over += asked.requeue()
+            asked.requeue()
             self._wait(asked)
         self.held[replica].clear()
 

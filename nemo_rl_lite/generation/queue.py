@@ -193,6 +193,11 @@ class RequestQueue:
         """Return the total tokens of lost replicas' responses that other replicas continue."""
         return self._assignment.taken_over
 
+    @property
+    def waiting(self) -> int:
+        """Return the tokens of lost replicas' responses that wait for another replica."""
+        return self._assignment.waiting
+
     def describe(self) -> str:
         """Describe the requests of each engine, for an error about a stalled run."""
         return self._assignment.describe() + ("; the engines are paused" if self._paused else "")
@@ -276,11 +281,12 @@ class RequestQueue:
                 asked.answer.set_exception(error)
 
     def _lose(self, replica: int, error: WorkerError) -> None:
-        self._on_loss(replica, error)
-        before = self.taken_over
+        before = self.waiting
         self._assignment.lose(replica)
         sampled = self._replicas[replica].load.unfinished_tokens
-        self.repeated += max(sampled - (self.taken_over - before), 0)
+        self.repeated += max(sampled - (self.waiting - before), 0)
+        # A report of the loss has the tokens that wait.
+        self._on_loss(replica, error)
         for task in [task for task, (of, _) in self._running.items() if of == replica]:
             del self._running[task]
             task.cancel()

@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_lite.checkpoint.store import Part, parts_of
-from nemo_rl_lite.compat.megatron import STATES_BY_PARAMETER, async_request, collect_states, staged_writing
+from nemo_rl_lite.compat.megatron import (
+    STATES_BY_PARAMETER,
+    async_request,
+    collect_states,
+    has_states_by_parameter,
+    staged_writing,
+)
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.policy import optimizer as cpu_optimizer
 from nemo_rl_lite.policy.checkpoint_reading import first_line, read_common, read_state
@@ -92,6 +98,7 @@ class PolicyState:
         with states_by_parameter(self._optimizer):
             state = read_state(self._sharded(with_reference, is_loading=True), folder)
             self._put_weights(state)
+            state["optimizer"] = chained_alike(self._optimizer, state["optimizer"])
             # In float32 the main parameters are the model's, which require a gradient.
             with own_settings(self._optimizer, state["optimizer"]), torch.no_grad():
                 self._optimizer.load_state_dict(state["optimizer"])
@@ -207,6 +214,35 @@ def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
     moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
     # Other optimizers count steps in the group.
     return {"step": torch.zeros(()), **moments} if isinstance(optimizer, _ADAM) else moments
+
+
+def chained_alike(optimizer: Any, saved: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a state that was read for this optimizer in its form. With expert parallelism, megatron-core chains two
+    optimizers, the second one for the experts. The states of parameters do not depend on it, but the settings do.
+
+    Raises CheckpointError: the optimizer cannot read the other form.
+    """
+    # megatron-core numbers the states of a chain, and merges what it has read into the form of this optimizer.
+    if len({type(name) for name in saved}) == 1:
+        return saved
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    was_one = len(parts) > 1
+    if not all(has_states_by_parameter(part) for part in parts):
+        raise CheckpointError(
+            "without a distributed optimizer, expert parallelism cannot be switched on or off: resume with the "
+            "checkpoint's policy.megatron_cfg.expert_model_parallel_size and expert_tensor_parallel_size"
+        )
+    shared = {name: value for name, value in saved.items() if isinstance(name, str)}
+    if not was_one:
+        shared = saved[0] | shared
+    step = next((group["step"] for group in shared["optimizer"]["param_groups"] if "step" in group), None)
+    states = []
+    for number, part in enumerate(parts):
+        own = part.state_dict()["optimizer"]
+        groups = [group if step is None else group | {"step": step} for group in own["param_groups"]]
+        read = saved[number] if was_one else {}
+        states.append(shared | read | {"optimizer": own | {"param_groups": groups}})
+    return states[0] if len(parts) == 1 else dict(enumerate(states))
 
 
 @contextmanager

@@ -1,24 +1,30 @@
-"""Read a distributed checkpoint: each part once in a data-parallel group, verified, and without running code from it.
+"""Read a distributed checkpoint: each part once, verified, and without running code from it.
 
-Ranks of a data-parallel group divide the parts that several of them need. One of these ranks reads a part, compares its
-digest, and broadcasts it. torch reads whole parts, so ranks in a different layout from the saved one may read more than
-they need.
+One of the ranks that need a part owns it. The owner reads the part, compares its digest, and sends the others the
+pieces that they need. So ranks of any layout together read each part once.
 """
 
+import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from nemo_rl_lite.checkpoint.store import Part, digest_of, has_changed, load
-from nemo_rl_lite.compat.megatron import PartReader, files_read_by_part, parallel_loading
+from nemo_rl_lite.compat.megatron import PartReader, files_read_by
 from nemo_rl_lite.errors import CheckpointError
 
 # torch.distributed.checkpoint's index.
@@ -41,6 +47,8 @@ _NAMES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
     *(("torch.distributed.checkpoint.planner", name) for name in _PLAN),
 }
+# Bytes that a rank reads before it sends their pieces.
+_ROUND = 2**26
 # Errors from reading a damaged file.
 _OF_DAMAGED_FILES = (
     OSError,
@@ -57,11 +65,17 @@ _OF_DAMAGED_FILES = (
 )
 
 
+Place = tuple[str, int]
+"""Name of a file, and the first byte of a part."""
+Piece = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Offset and size of a piece in the tensor of its part; None for a part that is no tensor."""
+
+
 def read_common(folder: Path) -> dict[str, Any]:
     """Return the values in a checkpoint that are equal on all ranks. Raises CheckpointError."""
     from megatron.core import dist_checkpointing
 
-    with _errors_named(folder), _verified(folder):
+    with reading(folder) as reader, files_read_by(reader):
         return dist_checkpointing.load_common_state_dict(str(folder))
 
 
@@ -69,30 +83,200 @@ def read_state(sharded: dict[str, Any], folder: Path) -> Any:
     """Read this rank's part of a state, described by `sharded`. Collective. Raises CheckpointError on all ranks."""
     from megatron.core import dist_checkpointing
 
-    with _errors_named(folder), _verified(folder):
-        return dist_checkpointing.load(sharded, str(folder), sharded_strategy=parallel_loading(_Together(folder)))
+    with reading(folder) as reader, files_read_by(reader):
+        strategy = _Together(folder, _SharedReader(str(folder), reader.read_metadata(), _verifier(folder)))
+        return dist_checkpointing.load(sharded, str(folder), sharded_strategy=strategy)
 
 
 class _Together:
-    """Strategy of megatron-core for loading that fails on all ranks if it fails on one, before they exchange."""
+    """Strategy of megatron-core for loading that fails on all ranks if it fails on one."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, reader: "_SharedReader"):
         from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-        self._own, self._folder = TorchDistLoadShardedStrategy(), folder
+        self._own, self._folder, self._reader = TorchDistLoadShardedStrategy(), folder, reader
 
     def load(self, *arguments: Any) -> Any:
-        found, failures = None, [""] * dist.get_world_size()
+        found, failure = None, ""
         try:
-            with _errors_named(self._folder):
+            with _errors_named(self._folder), files_read_by(self._reader):
                 found = self._own.load(*arguments)
-            failure = ""
         except CheckpointError as error:
             failure = str(error)
-        dist.all_gather_object(failures, failure)
-        if any(failures):
-            raise CheckpointError(next(filter(None, failures)))
+        if not self._reader.has_asked:
+            self._reader.ask({}, failure)
+        if failures := [one for one in _gathered(failure) if one]:
+            raise CheckpointError(failures[0])
         return found
+
+
+class _SharedReader(PartReader):
+    """Reads a checkpoint with all ranks."""
+
+    has_asked = False
+
+    def ask(self, pieces: Mapping[Place, Sequence[Piece]], failure: str = "") -> list[Mapping[Place, Sequence[Piece]]]:
+        """Return the pieces that each rank needs, by part. Collective, and the first step of all ranks. `failure`: why
+        this rank cannot read. Raises CheckpointError: another rank cannot."""
+        self.has_asked = True
+        everyone = _gathered((pieces, failure))
+        if failures := [one for _, one in everyone if one and not failure]:
+            raise CheckpointError(failures[0])
+        return [own for own, _ in everyone]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """See torch's StorageReader. Collective."""
+        own = defaultdict[Place, list[ReadItem]](list)
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            own[info.relative_path, info.offset].append(item)
+        everyone = self.ask({place: [_piece(item) for item in items] for place, items in own.items()})
+        needs = defaultdict[Place, dict[int, Sequence[Piece]]](dict)
+        for rank, asked in enumerate(everyone):
+            for place, pieces in asked.items():
+                needs[place][rank] = pieces
+        parts = {
+            (info.relative_path, info.offset): (info.length, _dtype(self.read_metadata(), stored.fqn))
+            for stored, info in self.storage_data.items()
+        }
+        lengths = {place: parts[place][0] for place in needs}
+        owners = _owners(needs, lengths, len(everyone))
+        failure: Exception | None = None
+        for places in _rounds(owners, lengths):
+            try:
+                mine = {place: self._read(place, *parts[place]) for place in places if owners[place] == dist.get_rank()}
+            except (CheckpointError, *_OF_DAMAGED_FILES) as error:
+                # The others wait for this rank's pieces.
+                failure, mine = failure or error, {}
+            for place, pieces in self._exchanged(places, mine, needs, owners, parts):
+                if pieces:
+                    _put(own[place], pieces, planner)
+                else:
+                    # The part's owner names the cause.
+                    failure = failure or CheckpointError("")
+        if failure is not None:
+            raise failure
+        done = Future[None]()
+        done.set_result(None)
+        return done
+
+    def _read(self, place: Place, length: int, dtype: torch.dtype | None) -> Tensor:
+        content = self.part(*place, length)
+        if dtype is None:
+            return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+    @staticmethod
+    def _exchanged(
+        places: Sequence[Place],
+        mine: Mapping[Place, Tensor],
+        needs: Mapping[Place, Mapping[int, Sequence[Piece]]],
+        owners: Mapping[Place, int],
+        parts: Mapping[Place, tuple[int, torch.dtype | None]],
+    ) -> Iterator[tuple[Place, list[Tensor]]]:
+        """Send pieces of this rank's parts, and yield the pieces that it needs of all parts; none of a part that its
+        owner could not read."""
+        rank, device = dist.get_rank(), _device()
+        messages, received = list[dist.P2POp](), dict[Place, Tensor]()
+        for number, place in enumerate(places):
+            length, dtype = parts[place]
+            sizes = {other: _nbytes(pieces, dtype, length) for other, pieces in needs[place].items()}
+            if owners[place] == rank:
+                # Replicas need the same pieces.
+                sent = dict[Any, Tensor]()
+                for other, pieces in needs[place].items():
+                    if other == rank:
+                        continue
+                    if (key := tuple(pieces)) not in sent:
+                        sent[key] = _message(mine.get(place), pieces, sizes[other]).to(device)
+                    messages.append(dist.P2POp(dist.isend, sent[key], other, tag=number))
+            elif rank in sizes:
+                received[place] = torch.empty(1 + sizes[rank], dtype=torch.uint8, device=device)
+                messages.append(dist.P2POp(dist.irecv, received[place], owners[place], tag=number))
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+        for place, whole in mine.items():
+            if rank in needs[place]:
+                yield place, [_taken(whole, piece) for piece in needs[place][rank]]
+        for place, message in received.items():
+            yield place, list(_pieces(message[1:], needs[place][rank], *parts[place])) if message[0] else []
+
+
+def _gathered(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _device() -> torch.device:
+    """Return the device whose tensors ranks exchange."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _dtype(index: Any, name: str) -> torch.dtype | None:
+    """Return the dtype of a saved tensor; None for another object."""
+    stored = index.state_dict_metadata[name]
+    return stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
+
+
+def _owners(needs: Mapping[Place, Mapping[int, Any]], lengths: Mapping[Place, int], ranks: int) -> dict[Place, int]:
+    """Return who reads each part: of the ranks that need it, the one with the fewest bytes so far."""
+    read, owners = [0] * ranks, dict[Place, int]()
+    for place in sorted(needs, key=lambda one: (len(needs[one]), -lengths[one], one)):
+        owner = owners[place] = min(needs[place], key=lambda rank: (read[rank], rank))
+        read[owner] += lengths[place]
+    return owners
+
+
+def _rounds(owners: Mapping[Place, int], lengths: Mapping[Place, int]) -> list[list[Place]]:
+    """Divide the parts into rounds, in which each rank reads about `_ROUND` bytes, in the order of its files."""
+    rounds, read = defaultdict[int, list[Place]](list), Counter[int]()
+    for place in sorted(owners):
+        rounds[read[owners[place]] // _ROUND].append(place)
+        read[owners[place]] += lengths[place]
+    return [rounds[number] for number in sorted(rounds)]
+
+
+def _piece(item: ReadItem) -> Piece:
+    return None if item.type == LoadItemType.BYTE_IO else (tuple(item.storage_offsets), tuple(item.lengths))
+
+
+def _nbytes(pieces: Sequence[Piece], dtype: torch.dtype | None, length: int) -> int:
+    """Return the bytes of pieces of a part that has `length` bytes."""
+    return sum(length if piece is None or dtype is None else prod(piece[1]) * dtype.itemsize for piece in pieces)
+
+
+def _taken(whole: Tensor, piece: Piece) -> Tensor:
+    for axis, (offset, size) in enumerate(zip(*piece, strict=True)) if piece is not None else ():
+        whole = whole.narrow(axis, offset, size)
+    return whole
+
+
+def _message(whole: Tensor | None, pieces: Sequence[Piece], nbytes: int) -> Tensor:
+    """Return a mark and the joined pieces of a part, uint8 [1 + bytes]. The mark is 0 if the part could not be read."""
+    if whole is None:
+        return torch.zeros(1 + nbytes, dtype=torch.uint8)
+    joined = [_taken(whole, piece).reshape(-1).view(torch.uint8) for piece in pieces]
+    return torch.cat([torch.ones(1, dtype=torch.uint8), *joined])
+
+
+def _pieces(message: Tensor, pieces: Sequence[Piece], length: int, dtype: torch.dtype | None) -> Iterator[Tensor]:
+    """Divide a message again."""
+    sizes = [_nbytes([piece], dtype, length) for piece in pieces]
+    for own, piece in zip(message.split(sizes), pieces, strict=True):
+        # A copy is aligned.
+        yield own if piece is None or dtype is None else own.clone().view(dtype).view(piece[1])
+
+
+def _put(items: Sequence[ReadItem], pieces: Sequence[Tensor], planner: LoadPlanner) -> None:
+    """Put pieces of a part where the plan wants them."""
+    for item, piece in zip(items, pieces, strict=True):
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(bytes(piece.cpu().numpy())))
+        else:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(piece)
+            planner.commit_tensor(item, target)
 
 
 @contextmanager
@@ -113,14 +297,6 @@ def _errors_named(folder: Path) -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error, or its type."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-@contextmanager
-def _verified(folder: Path) -> Iterator[None]:
-    """Let megatron-core compare the parts of the files in `folder` with their digests as it reads them, and read no
-    other objects, within the block."""
-    with reading_only(folder) as index, files_read_by_part(index, _verifier(folder)):
-        yield
 
 
 @contextmanager

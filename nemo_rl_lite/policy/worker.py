@@ -241,15 +241,21 @@ class MegatronWorker:
             self._phases.recount()
         if not self._model.place.reports:
             return None
-        scores = [{name: one.to("cpu", non_blocking=True) for name, one in part.scores.items()} for part in parts]
+        # Scores of samples are written to files, or are the previous logprobs of later steps.
+        is_kept = batch.generation_logprobs is not None or mismatch_counts is not None
+        scores = [
+            {name: one.to("cpu", non_blocking=True) for name, one in part.scores.items()} if is_kept else {}
+            for part in parts
+        ]
         measured = [{"grad_norm": torch.as_tensor(grad_norm)}, *(part.metrics for part in parts)]
         norm, *each = floats([*measured, *(part.mismatch for part in parts)])
-        # `floats` has waited for the copies.
-        update = _update(rows, batch.tokens.shape, [part.rows for part in parts], scores, is_skipped=not finite)
-        if batch.generation_logprobs is not None:
-            self._updates[name].append(update)
-        if mismatch_counts is not None:
-            self._keep_previous(name, update)
+        if is_kept:
+            # `floats` has waited for the copies.
+            update = _update(rows, batch.tokens.shape, [part.rows for part in parts], scores, is_skipped=not finite)
+            if batch.generation_logprobs is not None:
+                self._updates[name].append(update)
+            if mismatch_counts is not None:
+                self._keep_previous(name, update)
         shares, mismatch = combine_metrics(each[: len(parts)]), combine_metrics(each[len(parts) :])
         own = {"lr": learning_rate, "wd": self._weight_decay, "skipped_steps": float(not finite)}
         return shares | norm | own, mismatch

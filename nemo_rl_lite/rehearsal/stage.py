@@ -18,8 +18,8 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rehearsal.script import OTHERS, PLAIN, SLOW, TWICE, Script, ScriptedGeneration, ScriptedRequests
-from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.groups import Failure, LocalPlayers, PromptTask
+from nemo_rl_lite.rollout.episode import Episode, Failure
+from nemo_rl_lite.rollout.groups import LocalPlayers, PromptTask
 from nemo_rl_lite.rollout.segments import Segment
 from nemo_rl_lite.run.jobs import GRPOJob
 
@@ -151,8 +151,7 @@ class _Stage:
             await group.played
         except DataError as error:
             raise DataError(f"{error} (script: {script.name})") from error
-        failure = next(iter(group.failures), None)
-        return Played(script, episode, time.perf_counter() - begun, requests.texts, failure)
+        return Played(script, episode, time.perf_counter() - begun, requests.texts, episode.failure)
 
 
 def _left_processes() -> list[str]:

@@ -14,8 +14,8 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.observability.liveness import note_state, progressed
-from nemo_rl_lite.rollout.episode import EpisodeRecord, Sampled
-from nemo_rl_lite.rollout.groups import Failure, Group, Players, Playground, PlayProgress, PromptTask
+from nemo_rl_lite.rollout.episode import EpisodeRecord, Failure, Sampled
+from nemo_rl_lite.rollout.groups import Group, Players, Playground, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.play import Section
 from nemo_rl_lite.rollout.rollout import EpisodeStore, Rollout
 from nemo_rl_lite.rollout.saved import SavedGroup
@@ -83,9 +83,8 @@ class _SourceFailures:
         episodes = [episode for group in groups for episode in group.episodes]
         played = [episode for episode in episodes if episode.ending != "error"]
         self.plays.failed, self.plays.samples = len(episodes) - len(played), len(episodes)
-        # Timeouts with reward 0 count as failures.
-        late = sum(_is_late(one, group) for group in groups for one in group.failures)
-        self.rewards.failed, self.rewards.samples = sum(one.reward is None for one in played) + late, len(played)
+        self.rewards.failed = sum(one.reward is None or one.is_late for one in played)
+        self.rewards.samples = len(played)
 
 
 def _check(failures: Sequence[_Failures]) -> None:
@@ -181,7 +180,6 @@ class RolloutTask:
             took_s=self.took_s,
             store=None if self.players is None else self.players.store,
             turn_discount=self.turn_discount,
-            resumed_tokens=sum(one.generated for one in self.saved.values() if one.is_begun),
         )
 
     def forget(self, begun: int) -> None:
@@ -346,8 +344,3 @@ def _is_lost(group: Group, store: EpisodeStore | None) -> bool:
     """Return whether a finished group's episodes have died with their worker."""
     records = [one for one in group.episodes if isinstance(one, EpisodeRecord)] if group.is_done else []
     return store is not None and not all(map(store.has, records))
-
-
-def _is_late(failure: Failure, group: Group) -> bool:
-    """Return whether a reward has failed and is 0."""
-    return failure.kind == "reward" and group.episodes[failure.sample].reward is not None

@@ -36,6 +36,17 @@ Advantage = float | np.ndarray
 """Advantage of an episode, or of each of its turns."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Failure of an episode's reward, or of its environment or agent."""
+
+    kind: Literal["reward", "play"]
+    text: str
+    details: str
+    shown: str
+    """The end of the response, and the problem's answer."""
+
+
 @dataclass
 class Span:
     """A wait of an episode: for a response of the engine `place`, for its environment or agent, or for its reward.
@@ -57,6 +68,12 @@ class _Judged:
     reward: float | None
     length_penalty: float
     is_left_out: bool
+    failure: Failure | None
+
+    @property
+    def is_late(self) -> bool:
+        """True if the reward has failed and is 0, because of a timeout."""
+        return self.failure is not None and self.failure.kind == "reward" and self.reward is not None
 
     @property
     def shaped_reward(self) -> float | None:
@@ -96,6 +113,9 @@ class EpisodeRecord(_Judged):
     length_penalty: float = 0.0
     source: str = ""
     """Name of the problem's source in a mixture."""
+    failure: Failure | None = None
+    resumed: int = 0
+    """See `Episode.resumed`."""
 
     @classmethod
     def of(cls, episode: "Episode", worker: int, number: int) -> "EpisodeRecord":
@@ -118,6 +138,8 @@ class EpisodeRecord(_Judged):
             is_left_out=episode.is_left_out,
             length_penalty=episode.length_penalty,
             source=episode.source,
+            failure=episode.failure,
+            resumed=episode.resumed,
         )
 
     @property
@@ -169,6 +191,9 @@ class Episode(_Judged, Segment):
     """Errors of the agent's requests that were refused, in order."""
     history: History = field(default_factory=History, compare=False, repr=False)
     stage: Stage = "play"
+    failure: Failure | None = None
+    resumed: int = field(default=0, compare=False)
+    """Sampled tokens that this run took from the unfinished prompts of a checkpoint."""
     state: str | bytes | None = None
     """Snapshot of its environment after the last answered turn, if that offers one: JSON text or bytes."""
 
@@ -264,6 +289,12 @@ class Episode(_Judged, Segment):
     def generated(self) -> int:
         """Number of sampled tokens."""
         return self.sampled_count + sum(one.sampled_count for one in self.branches)
+
+    @property
+    def known_tokens(self) -> int:
+        """Number of sampled tokens, with those of the next turn that a checkpoint had."""
+        begun = self.history.begun
+        return self.generated + (0 if begun is None else len(begun.tokens))
 
     @property
     def turn_count(self) -> int:

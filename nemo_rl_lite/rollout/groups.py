@@ -16,7 +16,7 @@ from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
 from nemo_rl_lite.losses.advantages import differ
 from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
-from nemo_rl_lite.rollout.episode import Activity, Episode, EpisodeRecord, Sampled, returns_of
+from nemo_rl_lite.rollout.episode import Activity, Episode, EpisodeRecord, Failure, Sampled, returns_of
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner
 from nemo_rl_lite.rollout.rollout import EpisodeStore
 from nemo_rl_lite.rollout.saved import SavedGroup, Writing, save_groups
@@ -42,31 +42,6 @@ class PromptTask:
     """Episodes that an earlier run has scored or begun."""
     turn_discount: float | None = None
     """See `Rollout`."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Failure of an episode's reward, or of its environment or agent."""
-
-    kind: Literal["reward", "play"]
-    sample: int
-    text: str
-    details: str
-    shown: str
-    """The end of the response, and the problem's answer."""
-
-    @classmethod
-    def of(cls, kind: Literal["reward", "play"], sample: int, error: Exception, episode: Episode) -> "Failure":
-        details = error.details if isinstance(error, CallError | RewardError) else ""
-        return cls(kind, sample, printable(error), details, shown(episode))
-
-
-@dataclass(frozen=True)
-class PlayedGroup:
-    """The scored episodes of one prompt, with their failures."""
-
-    episodes: Sequence[Sampled]
-    failures: Sequence[Failure] = ()
 
 
 @dataclass(frozen=True)
@@ -111,7 +86,6 @@ class Group:
     played: asyncio.Future[Any]
     """Ends when all episodes are scored, or with the error of one."""
     episodes: Sequence[Sampled] = ()
-    failures: Sequence[Failure] = ()
     on_end: Callable[["Group"], None] | None = None
     """Called at the end of `played`."""
     resumes: bool = False
@@ -127,8 +101,8 @@ class Group:
         return copies if any(one.turns or one.history.begun for one in copies) else []
 
     @property
-    def result(self) -> PlayedGroup:
-        return PlayedGroup(self.episodes, self.failures)
+    def failures(self) -> list[Failure]:
+        return [one.failure for one in self.episodes if one.failure is not None]
 
     @property
     def is_done(self) -> bool:
@@ -142,15 +116,15 @@ class Group:
             self._useful = differ(returns_of(self.episodes, self.task.turn_discount, shaped=False))
         return bool(self._useful)
 
-    def end(self, result: PlayedGroup) -> None:
+    def end(self, episodes: Sequence[Sampled]) -> None:
         """End a group that was played elsewhere."""
-        self.episodes, self.failures = result.episodes, result.failures
+        self.episodes = episodes
         if not self.played.done():
             self.played.set_result(None)
 
     def restart(self) -> None:
         """Wait for the group again, because it was stopped or its episodes are lost."""
-        self.episodes, self.failures, self._useful = (), (), None
+        self.episodes, self._useful = (), None
         self.played = asyncio.get_running_loop().create_future()
         self.played.add_done_callback(self._ended)
 
@@ -241,14 +215,11 @@ class GroupPlayer:
         episodes = [Episode(problem, list(prompt), len(prompt)) for _ in range(task.samples)]
         for sample, one in enumerate(saved):
             if one.stage != "play" or (self.runner.resumes and one.tokens[: one.prompt_length] == list(prompt)):
-                episodes[sample] = replace(one, problem=problem)
-        failures: list[Failure] = []
-        each = (self._run(task, sample, one, requests, failures) for sample, one in enumerate(episodes))
-        return Group(task, asyncio.gather(*each), episodes, failures, resumes=self.runner.resumes)
+                episodes[sample] = replace(one, problem=problem, resumed=one.known_tokens)
+        each = (self._run(task, sample, one, requests) for sample, one in enumerate(episodes))
+        return Group(task, asyncio.gather(*each), episodes, resumes=self.runner.resumes)
 
-    async def _run(
-        self, task: PromptTask, sample: int, episode: Episode, requests: Requests, failures: list[Failure]
-    ) -> None:
+    async def _run(self, task: PromptTask, sample: int, episode: Episode, requests: Requests) -> None:
         seeds = (task.seed, task.number, sample)
         options = requests, self.tokenizer, task.sampling, seeds, self.max_length, task.step, self.continues
         try:
@@ -260,23 +231,23 @@ class GroupPlayer:
                 key = in_source(episode.problem.source, f"{self.runner.section}.name")
                 raise DataError(f"{key}: {error}{error.place}; {rule}") from error
             episode.ending, episode.reward = "error", None
-            failures.append(Failure.of("play", sample, error, episode))
+            episode.failure = _failure("play", error, episode)
         finally:
             episode.end()
         if episode.stage != "done":
             episode.stage, episode.state = "score", None
             if episode.reward is None and episode.ending != "error":
-                await self._score(sample, episode, failures)
+                await self._score(episode)
             episode.stage = "done"
 
-    async def _score(self, sample: int, episode: Episode, failures: list[Failure]) -> None:
+    async def _score(self, episode: Episode) -> None:
         with episode.waiting("reward"):
             verdict = await self.judge(episode.response, episode.problem)
         if isinstance(verdict, WrongReward):
             key = in_source(episode.problem.source, f"{verdict.section}.name")
             raise DataError(f"{key}: {verdict}; the response was {shown(episode)}")
         if error := verdict if isinstance(verdict, RewardError) else verdict.late:
-            failures.append(Failure.of("reward", sample, error, episode))
+            episode.failure = _failure("reward", error, episode)
         if isinstance(verdict, RewardResult):
             episode.reward, episode.reward_parts = verdict.reward, verdict.parts
 
@@ -332,7 +303,7 @@ class LocalPlayers:
         begun, part = begun_episodes(groups), file.with_name(f"{file.name}.parquet")
 
         def write() -> list[Path]:
-            save_groups(part, begun, are_begun=True)
+            save_groups(part, begun)
             return [part]
 
         return write if begun else list
@@ -341,6 +312,11 @@ class LocalPlayers:
 def begun_episodes(groups: Mapping[int, Group]) -> dict[int, list[Episode]]:
     """Return copies of the episodes of unfinished groups that a resumed run continues."""
     return {number: begun for number, group in groups.items() if (begun := group.begun())}
+
+
+def _failure(kind: Literal["reward", "play"], error: Exception, episode: Episode) -> Failure:
+    details = error.details if isinstance(error, CallError | RewardError) else ""
+    return Failure(kind, printable(error), details, shown(episode))
 
 
 def shown(episode: Episode) -> str:

@@ -166,8 +166,8 @@ class _RolloutPrefetcher:
             done = {number: group.episodes for number, group in groups.items() if group.is_done}
             ends.append(begin_save(folder, own, done, store, partial(self._save_begun, groups)))
         for saved in self._saved.values():
-            read = {number: group.read() for number, group in saved.groups.items() if not group.is_begun}
-            ends.append(begin_save(folder, saved.state, {number: own for number, own in read.items() if own}, None))
+            read = {number: own for number, group in saved.groups.items() if (own := group.read())}
+            ends.append(begin_save(folder, saved.state, read, None))
         return state, ends
 
     def _save_begun(self, groups: Mapping[int, Group], file: Path) -> Writing:

@@ -103,8 +103,6 @@ class Rollout:
     """Discount of later turns' rewards if each turn has its own advantage; None if the episode has one."""
     advantages: Sequence[Advantage] | None = None
     """Advantage of each episode; None before training and outside it."""
-    resumed_tokens: int = 0
-    """Number of tokens that unfinished episodes had when the run resumed."""
     progress: Mapping[str, float] = field(default_factory=dict)
     """Weights and epochs of the sources of a mixture, as metrics."""
 
@@ -160,6 +158,11 @@ class Rollout:
     def generated(self) -> int:
         """Number of sampled tokens."""
         return sum(episode.generated for episode in self.episodes)
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Number of sampled tokens from the unfinished prompts of a checkpoint."""
+        return sum(episode.resumed for episode in self.episodes)
 
     @property
     def records(self) -> list[EpisodeRecord]:

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion, Unfinished
-from nemo_rl_lite.rollout.episode import Episode, Sampled
+from nemo_rl_lite.rollout.episode import Episode, Failure, Sampled
 from nemo_rl_lite.rollout.mixture import Place
 from nemo_rl_lite.rollout.rollout import EpisodeStore
 from nemo_rl_lite.rollout.segments import Branch, History, Segment
@@ -42,6 +42,7 @@ _BRANCH = pa.struct(
         ("turns", pa.list_(_TURN)),
     ]
 )
+_FAILURE = pa.struct([(name, pa.string()) for name in ("kind", "text", "details", "shown")])
 _SAVED_SCHEMA = pa.schema(
     [
         # The number of the prompt in the rollout.
@@ -63,6 +64,7 @@ _SAVED_SCHEMA = pa.schema(
         # True in a prompt whose episodes are not all done. The columns below tell how to continue each.
         ("is_begun", pa.bool_()),
         ("stage", pa.string()),
+        ("failure", _FAILURE),
         # The known tokens of the next turn, which follow `tokens`, and the environment's snapshot.
         ("next", pa.list_(pa.int32())),
         ("next_turn", _TURN),
@@ -158,14 +160,14 @@ def save_groups(
     file: Path,
     groups: Mapping[int, Sequence[Episode]],
     state: Mapping[str, Any] | None = None,
-    are_begun: bool = False,
 ) -> None:
-    """Write the episodes of prompts, by number. `are_begun`: not all episodes are done. Raises OSError."""
+    """Write the episodes of prompts, by number. Raises OSError."""
     schema = _SAVED_SCHEMA.with_metadata({_STATE: json.dumps(state)})
     with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for number, episodes in groups.items():
+            is_begun = any(episode.stage != "done" for episode in episodes)
             try:
-                rows = [_saved_row(number, episode) | {"is_begun": are_begun} for episode in episodes]
+                rows = [_saved_row(number, episode) | {"is_begun": is_begun} for episode in episodes]
             except (TypeError, ValueError) as error:
                 cause = f"its messages or rows cannot be written as JSON: {error}"
                 raise OSError(f"{file.name} cannot be saved: {cause}") from error
@@ -240,11 +242,12 @@ def _saved_row(prompt: int, episode: Episode) -> dict[str, Any]:
         "order": episode.order,
         "turn_rewards": episode.turn_rewards,
         "stage": episode.stage,
+        "failure": None if episode.failure is None else vars(episode.failure),
         "next": None if begun is None else begun.tokens,
         "next_turn": None if begun is None else _saved_turn(0, begun),
         "state": state if isinstance(state, str) else None,
         "state_bytes": state if isinstance(state, bytes) else None,
-        "generated": episode.generated + (0 if begun is None else len(begun.tokens)),
+        "generated": episode.known_tokens,
         "oldest": min(versions, default=None),
     }
 
@@ -292,6 +295,7 @@ def _episode(row: dict[str, Any]) -> Episode:
         turn_rewards=row["turn_rewards"],
         history=History(begun=begun),
         stage=row.get("stage", "done"),
+        failure=None if row.get("failure") is None else Failure(**row["failure"]),
         state=row.get("state_bytes") if text is None else text,
     )
 

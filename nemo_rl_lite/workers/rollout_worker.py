@@ -26,7 +26,7 @@ from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.losses.batch import SharedRows, TokenRows
 from nemo_rl_lite.rollout.background import BackgroundLoop
 from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord
-from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup, PlayProgress, PromptTask, begun_episodes
+from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayProgress, PromptTask, begun_episodes
 from nemo_rl_lite.rollout.playing import Playing
 from nemo_rl_lite.rollout.rollout import SampleFile
 from nemo_rl_lite.rollout.saved import save_groups
@@ -54,8 +54,8 @@ def kept(record: EpisodeRecord, advantage: Advantage | None = None, row: int = 0
 class WorkerReport:
     """News of a rollout worker."""
 
-    finished: Mapping[int, PlayedGroup] = field(default_factory=dict)
-    """Groups that have ended since the last report, by the launcher's number."""
+    finished: Mapping[int, Sequence[EpisodeRecord]] = field(default_factory=dict)
+    """Episodes of groups that have ended since the last report, by the launcher's number."""
     lost: Mapping[int, WorkerError] = field(default_factory=dict)
     """Engines that have died since the last report, by rank."""
     error: LauncherError | None = None
@@ -69,6 +69,8 @@ class WorkerReport:
     idle_s: float = 0.0
     taken_over: int = 0
     repeated: int = 0
+    waiting: int = 0
+    """See `RequestQueue.waiting`."""
     description: str = ""
 
 
@@ -92,7 +94,9 @@ class RolloutWorker:
         self._groups: dict[int, Group] = {}
         self._episodes: dict[int, Episode] = {}
         self._changed = threading.Condition()
-        self._finished: dict[int, PlayedGroup] = {}
+        self._finished: dict[int, list[EpisodeRecord]] = {}
+        # Numbers of the episodes of ended groups that are kept.
+        self._ended: dict[int, list[int]] = {}
         self._lost: dict[int, WorkerError] = {}
         self._error: LauncherError | None = None
         self._progress: dict[int, PlayProgress] = {}
@@ -153,7 +157,7 @@ class RolloutWorker:
         """Start groups by the launcher's numbers."""
         self._loop.post(self._begin(tasks))
 
-    def stop(self, numbers: Sequence[int]) -> dict[int, PlayedGroup]:
+    def stop(self, numbers: Sequence[int]) -> dict[int, list[EpisodeRecord]]:
         """Abort groups; return their episodes so far."""
         return self._loop.wait(self._stop(numbers), lambda: None)
 
@@ -227,16 +231,21 @@ class RolloutWorker:
         return ""
 
     def save_begun(self, file: Path, prompts: Mapping[int, int]) -> str:
-        """Write the episodes of unfinished groups for a checkpoint. `prompts`: the numbers of their prompts by those of
-        the groups. Return the error of the file system, if any."""
+        """Write the episodes of groups whose end the launcher has not read, for a checkpoint. `prompts`: the numbers of
+        their prompts by those of the groups. Return the error of the file system, if any."""
 
         async def copied() -> dict[int, list[Episode]]:
-            return begun_episodes(
+            ended = {
+                prompt: [self._episodes[one] for one in self._ended[number]]
+                for number, prompt in prompts.items()
+                if number in self._ended
+            }
+            return ended | begun_episodes(
                 {prompt: self._groups[number] for number, prompt in prompts.items() if number in self._groups}
             )
 
         try:
-            save_groups(file, self._loop.wait(copied(), lambda: None), are_begun=True)
+            save_groups(file, self._loop.wait(copied(), lambda: None))
         except OSError as error:
             return str(error)
         return ""
@@ -249,6 +258,10 @@ class RolloutWorker:
         """Forget episodes."""
         for number in numbers:
             self._episodes.pop(number, None)
+        # The thread of the groups may add others meanwhile.
+        for group, own in list(self._ended.items()):
+            if own[0] not in self._episodes:
+                self._ended.pop(group, None)
 
     def _kept(self, one: Kept) -> Episode:
         number, _, is_left_out, length_penalty, _ = one
@@ -279,7 +292,7 @@ class RolloutWorker:
         except Exception as error:  # raised in the launcher
             self._fail(error)
 
-    async def _stop(self, numbers: Sequence[int]) -> dict[int, PlayedGroup]:
+    async def _stop(self, numbers: Sequence[int]) -> dict[int, list[EpisodeRecord]]:
         groups = {number: self._groups.pop(number) for number in numbers if number in self._groups}
         for group in groups.values():
             group.on_end = None
@@ -300,20 +313,21 @@ class RolloutWorker:
         del self._groups[number]
         if group.is_done:
             played = self._played(group)
+            self._ended[number] = [one.number for one in played]
             with self._changed:
                 self._finished[number] = played
                 self._changed.notify_all()
         elif not group.played.cancelled() and (error := group.played.exception()) is not None:
             self._fail(error)
 
-    def _played(self, group: Group) -> PlayedGroup:
+    def _played(self, group: Group) -> list[EpisodeRecord]:
         records = []
         for episode in group.episodes:
             if isinstance(episode, Episode):
                 number = next(self._numbers)
                 self._episodes[number] = episode
                 records.append(EpisodeRecord.of(episode, self._rank, number))
-        return PlayedGroup(records, list(group.failures))
+        return records
 
     def _fail(self, error: BaseException) -> None:
         """Report an error, which ends the run's rollouts."""
@@ -357,5 +371,6 @@ class RolloutWorker:
             queue.idle_s,
             queue.taken_over,
             queue.repeated,
+            queue.waiting,
             queue.describe(),
         )

@@ -20,10 +20,10 @@ from nemo_rl_lite.config.sizes import has_endpoint
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.losses.batch import CountedRows, Share, SharedRows, TokenRows, episode_numbers
 from nemo_rl_lite.rollout.episode import Advantage, Episode, EpisodeRecord
-from nemo_rl_lite.rollout.groups import Group, PlayedGroup, PlayProgress, PromptTask
+from nemo_rl_lite.rollout.groups import Group, PlayProgress, PromptTask
 from nemo_rl_lite.rollout.playing import ENDPOINT_FILE
 from nemo_rl_lite.rollout.rollout import EpisodeStore, SampleFile
-from nemo_rl_lite.rollout.saved import Writing
+from nemo_rl_lite.rollout.saved import Writing, save_groups
 from nemo_rl_lite.workers.reserve import load_rollout_workers, start_rollout_workers
 from nemo_rl_lite.workers.rollout_worker import Kept, WorkerReport, kept
 
@@ -171,7 +171,7 @@ class RolloutWorkers:
                 with suppress(WorkerError):
                     [stopped] = await result(self._call(member, "stop", list(own)))
                     for number, played in stopped.items():
-                        own[number].episodes = played.episodes
+                        own[number].episodes = played
         for group in unfinished:
             group.played.cancel()
 
@@ -193,7 +193,17 @@ class RolloutWorkers:
             if own and member.is_alive:
                 part = file.with_name(f"{file.name}-{member.rank}.parquet")
                 saving.append((part, self._call(member, "save_begun", part, own)))
-        return partial(_saved_parts, saving)
+        # What an earlier run has played of prompts that wait for a worker.
+        saved = {prompts[one]: one.task.saved for one in self._unplaced.values() if one in prompts}
+        kept = {number: own for number, one in saved.items() if one is not None and (own := one.read())}
+        here = file.with_name(f"{file.name}.parquet")
+
+        def write() -> list[Path]:
+            if kept:
+                save_groups(here, kept)
+            return [*([here] if kept else []), *_saved_parts(saving)]
+
+        return write
 
     @property
     def are_in_work(self) -> bool:
@@ -448,10 +458,10 @@ class RolloutWorkers:
         if report.lost and not member.alive:
             self._give_up_groups(member)
 
-    def _finish(self, member: _Member, number: int, played: PlayedGroup) -> None:
+    def _finish(self, member: _Member, number: int, played: Sequence[EpisodeRecord]) -> None:
         group = member.playing.pop(number, None)
         if group is None:
-            self._watch(member, self._call(member, "release", [one.number for one in played.episodes]))  # pyrefly: ignore
+            self._watch(member, self._call(member, "release", [one.number for one in played]))
             return
         member.done[number] = group
         group.end(played)
@@ -461,6 +471,8 @@ class RolloutWorkers:
         if not self.has_engines:
             self._restore()
             return
+        # The others sample these responses again.
+        member.repeated_before += member.report.waiting
         self._run(self._stop_and_forget(member, list(member.playing)))
         self._unplaced, member.playing = {**member.playing, **self._unplaced}, {}
         self._place()
@@ -468,7 +480,7 @@ class RolloutWorkers:
     async def _stop_and_forget(self, member: _Member, numbers: Sequence[int]) -> None:
         with self._handling(member):
             [stopped] = await result(self._call(member, "stop", numbers))
-            records = [one for played in stopped.values() for one in played.episodes]
+            records = [one for played in stopped.values() for one in played]
             await result(self._call(member, "release", [one.number for one in records]))
 
     def _lose(self, member: _Member, error: WorkerError) -> None:

@@ -28,7 +28,7 @@ from nemo_rl_lite.workers.reserve import policy_arguments, policy_environment
 
 RANKS, MOST_READ = 4, 1.05
 TENSOR = "policy.megatron_cfg.tensor_model_parallel_size=2"
-SECONDS, BYTES = ("save, training waits", "save, whole", "load"), ("written", "read")
+SECONDS, BYTES = ("save, training waits", "save, whole", "load"), ("read", "written")
 MEMORY, OF_SIZE = "host memory of a save", "x checkpoint"
 LAYOUTS = {"data 4": [], "data 2 x tensor 2": [TENSOR]}
 
@@ -56,7 +56,7 @@ def measure(model: Path, repetitions: int, folder: Path) -> None:
         for one in results:
             if one["config"] == case:
                 print(case, one["name"], round(one["median"], 3), one["unit"], flush=True)
-        for name in ("read", "written") if layout == source else ():
+        for name in BYTES if layout == source else ("read",):
             most = max(one[name, OF_SIZE] for one in found)
             bars.append(record.bar(f"{name}, {case}, over the checkpoint's bytes", most, MOST_READ, False))
     record.write("checkpoint-io", results, bars)

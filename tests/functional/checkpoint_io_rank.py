@@ -62,23 +62,33 @@ def run(worker: MegatronWorker, store: CheckpointStore) -> list[dict[str, object
     before = count("rchar")
     worker.load(str(saved))
     own["read"] = count("rchar") - before
+    for other in sorted(store.folder.parent.glob("*/step-00000001")):
+        before = count("rchar")
+        worker.load(str(other / POLICY))
+        own[f"read from {other.parent.name}"] = count("rchar") - before
     own["said"] = load_a_damaged_one(worker, saved)
     return gathered(own)
 
 
 def load_a_damaged_one(worker: MegatronWorker, saved: Path) -> str:
     """What the error says where a bit of one rank's file has changed."""
+    file = saved / "__1_0.distcp"
+    whole = file.read_bytes()
+    damaged = bytearray(whole)
+    damaged[len(damaged) // 2] ^= 1
     dist.barrier()
     if is_first():
-        file = saved / "__1_0.distcp"
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        file.write_bytes(damaged)
     dist.barrier()
     try:
         worker.load(str(saved))
     except CheckpointError as error:
         return str(error)
+    finally:
+        dist.barrier()
+        if is_first():
+            file.write_bytes(whole)
+        dist.barrier()
     return "nothing was raised"
 
 

@@ -43,6 +43,12 @@ def test_each_byte_is_written_and_read_once(folder, case):
     assert max(own["written"] for own in counts) < 0.3 * size
 
 
+def test_another_layout_reads_each_byte_once(folder):
+    counts = json.loads((folder / "data-2-tensor-2.json").read_text())
+    size = sum(file.stat().st_size for file in (folder / "data-4").rglob("*") if file.is_file())
+    assert 1 <= sum(own["read from data-4"] for own in counts) / size <= 1.05
+
+
 @pytest.mark.parametrize(("case", "readers"), [("data-4", 1), ("data-2-tensor-2", 2)])
 def test_a_replica_reads_the_weights_of_the_start(folder, case, readers):
     """megatron-bridge reads a weight on each tensor-parallel rank of it."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.functional.conftest import random_experts
 from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.functional
@@ -61,15 +62,42 @@ ON_HOST = {
     "changed from on the host": [[*DATA, *HALF, HOST, *CHANGED], "on the host"],
 }
 
+EXPERTS = [*DATA, "policy.megatron_cfg.expert_model_parallel_size=2"]
+WITH_EXPERTS = {
+    "replicas": [DATA, None],
+    "experts": [EXPERTS, None],
+    "experts from replicas": [EXPERTS, "replicas"],
+    "replicas from experts": [DATA, "experts"],
+    "halves from replicas": [[*DATA, "policy.megatron_cfg.expert_tensor_parallel_size=2"], "replicas"],
+}
+EXPERTS_ON_HOST = {
+    "experts on the host": [[*EXPERTS, *HALF, HOST], None],
+    "replicas from experts on the host": [[*DATA, *HALF, HOST], "experts on the host"],
+}
+UNDIVIDED = [f"{OPTIMIZER}.use_distributed_optimizer=false"]
+REFUSED = {
+    "undivided": [[*DATA, *UNDIVIDED], None],
+    "experts from undivided": [[*EXPERTS, *UNDIVIDED], "undivided"],
+}
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, model_folder):
+def experts(tmp_path_factory):
+    """A small model with experts."""
+    own = {"num_hidden_layers": 2, "num_experts": 4, "intermediate_size": 128, "tie_word_embeddings": False}
+    return random_experts(tmp_path_factory.mktemp("experts"), **own)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model_folder, experts):
     """What each case measured, in <case>.json, and its weights after the last step, in <case>.hf/."""
     output = tmp_path_factory.mktemp("checkpoints")
     run_ranks(SCRIPT, [str(model_folder), str(output), json.dumps(ON_TWO)], ranks=2)
     run_ranks(SCRIPT, [str(model_folder), str(output), json.dumps(ON_ONE)], ranks=1)
     on_host = SCRIPT.with_name("cpu_optimizer_rank.py")
     run_ranks(on_host, [str(model_folder), str(output), json.dumps(ON_HOST)], ranks=2)
+    run_ranks(SCRIPT, [str(experts), str(output), json.dumps(WITH_EXPERTS)], ranks=2)
+    run_ranks(on_host, [str(experts), str(output), json.dumps(EXPERTS_ON_HOST)], ranks=2)
     return output
 
 
@@ -96,6 +124,7 @@ def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
         *("pipeline from tensor", "data from tensor", "one from tensor"),
         *("tensor from chunks", "chunks from tensor"),
         *("one from data", "tensor from data", "device from on the host"),
+        *("experts from replicas", "replicas from experts", "halves from replicas"),
     ],
 )
 def test_another_layout_goes_on_from_it(folder, case):
@@ -116,12 +145,17 @@ def test_it_goes_on_with_the_settings_that_it_is_given(folder, saved_by):
     assert loss == pytest.approx(expected, rel=1e-4) and abs(later - other) > 1e-3
 
 
-@pytest.mark.parametrize("case", ["half from tensor", "one from half"])
+@pytest.mark.parametrize("case", ["half from tensor", "one from half", "replicas from experts on the host"])
 def test_another_precision_goes_on_from_it_as_far_as_it_rounds_alike(folder, case):
     saved_by = case.split(" from ")[1]
     assert torch.allclose(torch.tensor(steps(folder, case)), torch.tensor(steps(folder, saved_by)), rtol=5e-3)
     own, expected = weights(folder, case), weights(folder, saved_by)
     assert all(torch.allclose(own[name].float(), expected[name].float(), atol=1e-3) for name in expected)
+
+
+def test_expert_parallelism_without_a_distributed_optimizer_is_kept(tmp_path, experts):
+    with pytest.raises(AssertionError, match=r"checkpoint.s policy\.megatron_cfg\.expert_model_parallel"):
+        run_ranks(SCRIPT, [str(experts), str(tmp_path), json.dumps(REFUSED)], ranks=2)
 
 
 @pytest.mark.parametrize("case", ["tensor", "lora", "sgd", "half"])

@@ -209,6 +209,22 @@ def test_another_engine_continues_the_responses_of_a_dead_one(continues):
     assert (engines[0].sampled, engines[1].sampled) == (12 if continues else 18, 6)
 
 
+def test_tokens_that_wait_for_an_engine_are_not_taken_over_yet():
+    engine, told = Engine(8, fails_at=4), []
+
+    async def serve() -> None:
+        own = queue(engine, on_loss=lambda *_: told.append((own.waiting, own.taken_over)))
+        async with own.serving() as requests:
+            asked = asyncio.create_task(requests.sample(request(9, continues=True)))
+            await until(lambda: told)
+            assert told == [(3, 0)]
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            assert (requests.waiting, requests.taken_over) == (0, 0)
+
+    asyncio.run(serve())
+
+
 def test_when_none_is_left_all_come_back_with_their_requests():
     engines, restored = [Engine(8, fails_at=3), Engine(8, fails_at=3)], []
 

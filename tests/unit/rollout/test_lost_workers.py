@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -13,14 +14,15 @@ from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Episode, EpisodeRecord
-from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PlayedGroup
+from nemo_rl_lite.rollout.groups import Group, LocalPlayers, PromptTask
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
-from nemo_rl_lite.rollout.saved import RolloutState, begin_save, load_rollouts, save_groups
+from nemo_rl_lite.rollout.saved import RolloutState, begin_save, load_groups, load_rollouts, save_groups
 from nemo_rl_lite.rollout.source import OnPolicy
 from nemo_rl_lite.validation.compose import compose_config
-from nemo_rl_lite.workers import rollouts
-from nemo_rl_lite.workers.rollout_worker import WorkerReport
-from tests.unit.rollout.fleet import Fleet, sampler
+from nemo_rl_lite.workers import rollout_worker, rollouts
+from nemo_rl_lite.workers.rollout_worker import WorkerReport, kept
+from tests.unit.rollout.fleet import LONGEST, Fleet, sampler
+from tests.unit.rollout.script import collected_by, judged_by
 
 SAMPLES = 2
 NO_ERRORS = {"": ErrorShares(0.0, 0.0)}
@@ -67,14 +69,14 @@ class Worker:
     def leave(self):
         return WorkerReport()
 
-    def _played(self, task) -> PlayedGroup:
+    def _played(self, task) -> list[EpisodeRecord]:
         self.played.append(task.problem.messages[0]["content"])
         rewards = (0.0, 1.0) if task.problem.answer == "mixed" else (1.0, 1.0)
         records = []
         for number, reward in zip(self.numbers, rewards, strict=False):
             self.episodes[number] = Episode(task.problem, [1, 2], 2, reward=reward)
             records.append(EpisodeRecord.of(self.episodes[number], self.rank, number))
-        return PlayedGroup(records)
+        return records
 
 
 def dead(rank: int) -> WorkerError:
@@ -251,9 +253,9 @@ def test_a_group_may_be_lost_just_after_its_end():
             loop = asyncio.get_running_loop()
             group = Group(task, loop.create_future())
             episodes = [Episode(task.problem, [1, 2], 2, reward=reward) for reward in (0.0, 1.0)]
-            group.end(PlayedGroup(episodes))
+            group.end(episodes)
             group.restart()
-            loop.call_later(0.01, group.end, PlayedGroup(episodes))
+            loop.call_later(0.01, group.end, episodes)
             loop.call_soon(lambda: group.on_end and group.on_end(group))
             return group
 
@@ -339,6 +341,58 @@ def test_a_checkpoint_has_the_episodes_of_living_workers(players, tmp_path, dead
         assert saved.groups[number].read() == [worker.episodes[one.number] for one in records]
     assert len(list(tmp_path.glob("*"))) == 3 - len(dead)
     assert parquet.read_metadata(tmp_path / "rollout-00000003.parquet").num_rows == 0
+
+
+def test_a_checkpoint_has_what_an_earlier_run_has_played_of_prompts_that_wait_for_a_worker(players, tmp_path):
+    workers, problem = players(Workers(float("inf")), []), Problem(chat("p"), "1")
+    begun = [Episode(problem, [1, 2], 2), Episode(problem, [1, 2], 2, reward=1.0, stage="done")]
+    save_groups(tmp_path / "earlier.parquet", {7: begun})
+    saved = load_groups(tmp_path / "earlier.parquet")[7]
+    sampling = Sampling(1.0, 1.0, None, 8, (0,), ())
+
+    async def run() -> list:
+        async with workers.serving():
+            workers._members[0].alive.clear()
+            waits = workers.play(PromptTask(0, 0, problem, 2, sampling, 0, 1, saved))
+            return workers.save_begun({7: waits}, tmp_path / "begun")()
+
+    [file] = asyncio.run(run())
+    found = load_groups(file)[7]
+    assert found.is_begun and found.read() == begun
+
+
+def test_a_worker_saves_groups_whose_end_the_launcher_has_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_worker, "ChatTokenizer", lambda *_: None)
+    worker, fleet = rollout_worker.RolloutWorker(compose_config(), "", str(tmp_path), 0, "rollouts", "."), Fleet()
+    judge, fleet.replicas[0].weights = judged_by(lambda *_: 1.0), 0
+    worker._players = collected_by(fleet, judge, 64, NO_ERRORS[""]).playground  # pyrefly: ignore
+    worker._numbers, worker._queue, worker._replaced = count(), fleet.queue, []
+    problem, sampling = Problem(chat("p"), "1"), Sampling(1.0, 1.0, None, LONGEST, (0,), ())
+    file, finished = tmp_path / "begun.parquet", {}
+    worker.enter(1)
+    worker.play({5: PromptTask(0, 0, problem, SAMPLES, sampling, 0, 1)})
+    while not finished:
+        finished = worker.report(1).finished
+    assert worker.save_begun(file, {5: 2}) == ""
+    saved, played = load_groups(file)[2], worker.fetch([kept(one) for one in finished[5]])
+    assert not saved.is_begun and saved.read() == [replace(one, spans=[]) for one in played]
+    worker.release([one.number for one in finished[5]])
+    assert worker.save_begun(file, {5: 2}) == "" and load_groups(file) == {}
+    worker.leave()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_only_tokens_that_an_engine_continues_are_taken_over(players, others):
+    """Without engines, a worker gives its prompts to the others, or waits for new engines."""
+    group = Workers(*[float("inf")] * (1 + others))
+    workers = players(group, [])
+
+    async def run() -> None:
+        async with workers.serving():
+            workers._read(workers._members[0], WorkerReport(lost={0: dead(0)}, waiting=6))
+            assert (workers.taken_over, workers.repeated) == (0, 6 * others)
+
+    asyncio.run(run())
 
 
 def test_a_file_that_a_worker_cannot_write_fails_the_checkpoint(players, tmp_path):
