@@ -186,7 +186,7 @@ class Producer:
         return refit_group.host_store(host, self.timeout_s), offer
 
     def join(self, store: dist.TCPStore, offer: WeightSource | None, consumers: int) -> Sender:
-        """Wait until so many consumers have joined what `open` returned. Returns the sender."""
+        """Wait until `consumers` engine ranks have joined what `open` returned. Returns the sender."""
         if self.transport is None or offer is None:
             return NoConsumers(self.export)
         device = offer.group_device(self.device)

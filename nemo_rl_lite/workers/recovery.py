@@ -32,7 +32,7 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class EngineRules:
-    """Which engines a run needs, and when they start."""
+    """Rules about the engines that a run needs."""
 
     least: int
     """Number of engines without which no refit begins."""
@@ -271,7 +271,7 @@ class RecoveringGeneration:
             self._generation.group.end(ended)
             for rank in begun:
                 self._begin([rank])
-        self._say(f"{wanted} engines are requested: {len(ended)} end and {len(begun)} start")
+        self._say(f"requested number of engines: {wanted} ({len(ended)} end, {len(begun)} start)")
 
 
 class _Start:
@@ -297,7 +297,7 @@ class _Start:
 
     @property
     def error(self) -> WorkerError | None:
-        """Return the error of a start that is done. Raises other errors than WorkerError."""
+        """Return the error of a start that is done. Raises an error that is not a WorkerError."""
         error = self.future.exception()
         if error is not None and not isinstance(error, WorkerError):
             raise error

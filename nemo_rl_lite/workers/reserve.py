@@ -56,9 +56,9 @@ class AllocatedWorkers:
     rollouts: WorkerGroup | None
     """Rollout workers, if any."""
     imports: tuple[Call, ...]
-    """Of all workers except engines."""
+    """Imports of all workers except engines."""
     engine_imports: Mapping[int, Call]
-    """Of engines by rank."""
+    """Imports of engines by rank."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Process(Replica):
 
 
 class Seat:
-    """The place of an engine, as the queue knows it: messages reach the process that it was told of."""
+    """The place of an engine, as the queue knows it. Messages reach the process that `renew` has set."""
 
     def __init__(self, process: Process):
         self.process = process
@@ -198,7 +198,8 @@ def test_responses_are_the_same_whichever_engines_are_lost_ended_and_started(und
     if kind == "on policy":
         assert [versions(rollout) for rollout in found] == [{step} for step in range(STEPS)]
     said = " ".join(fleet.said)
-    assert "2 engines are requested: 2 end and 0 start" in said and "4 engines are requested: 0 end and 2 start" in said
+    assert "requested number of engines: 2 (2 end, 0 start)" in said
+    assert "requested number of engines: 4 (0 end, 2 start)" in said
 
 
 def test_a_run_starts_with_the_least_number_of_engines_and_the_others_join_the_rollout(undisturbed):
