@@ -121,6 +121,10 @@ class WorkerGroup:
         pairs = zip(self._started(), arguments, strict=True)
         return self._start_call([process.start.remote(own) for (_, _, process), own in pairs])
 
+    def close(self) -> Call:
+        """Close the workers, so that their processes can build others."""
+        return self._as_call("close", [host.close.remote() for host in self.hosts])
+
     def gpus(self, timeout_s: float) -> list[list[str]]:
         """Return the GPUs of each worker and follower, reserved ones included, as in CUDA_VISIBLE_DEVICES."""
         processes = [process for place in self.places for process in place]

@@ -43,6 +43,8 @@ ROLLOUT_CLASS = "nemo_rl_lite.workers.rollout_worker.RolloutWorker"
 ENGINE_LOOP = "nemo_rl_lite.generation.loop.EngineLoop"
 # Seconds in which an engine ends its step and answers.
 ENGINE_ANSWER_S = 60.0
+# Seconds in which a policy rank notices that another is lost, and closes its worker.
+CLOSE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,9 @@ def _begin_engines(reserved: AllocatedWorkers, model_path: Path) -> dict[int, tu
 
 
 def begin_again(begun: StartingWorkers, resumes: bool) -> StartingWorkers:
-    """Start policy, teacher and rollout workers in new processes, and keep the engines, whose requests are aborted.
-    Engines that do not answer start again too.
+    """Start policy, teacher and rollout workers again, and keep the engines, whose requests are aborted.
+
+    Engines that do not answer start again too. Policy ranks keep their processes if possible (`_closed`).
 
     Raises:
         WorkerError: fewer than `least_engines` answer, or a process does not start.
@@ -121,7 +124,9 @@ def begin_again(begun: StartingWorkers, resumes: bool) -> StartingWorkers:
     if begun.generation is None:
         raise ValueError("there are no engines")
     lost = _not_answering(config, begun.generation)
-    for group in (policy, teacher, rollouts):
+    closed = _closed(config, policy)
+    policy.replace([rank for rank in policy.ranks if rank not in closed])
+    for group in (teacher, rollouts):
         if group is not None:
             group.replace(range(len(group)))
     imports = _load_others(config, policy, teacher, rollouts)
@@ -134,16 +139,34 @@ def begin_again(begun: StartingWorkers, resumes: bool) -> StartingWorkers:
 def _not_answering(config: Config, generation: WorkerGroup) -> list[int]:
     """Abort the requests of all engines; return those that do not answer. Raises WorkerError if too few do."""
     # The work of the failed attempt is not counted.
-    calls = [generation.call(method).by_rank(generation.ranks) for method in ("clear", "resume", "take_decoded")]
-    deadline, lost = time.monotonic() + ENGINE_ANSWER_S, list[int]()
-    for rank in generation.ranks:
+    calls = [generation.call(method) for method in ("clear", "resume", "take_decoded")]
+    errors = _errors(generation, calls, ENGINE_ANSWER_S)
+    if len(generation) - len(errors) < least_engines(config):
+        raise next(iter(errors.values()))
+    return list(errors)
+
+
+def _closed(config: Config, policy: WorkerGroup) -> list[int]:
+    """Close the workers of the policy; return the ranks whose processes can build another one.
+
+    On GPUs there are none. A rank may wait in an NCCL kernel for the lost one, and its CUDA context may be broken.
+    """
+    if on_gpus(config):
+        return []
+    errors = _errors(policy, [policy.close()], CLOSE_S)
+    return [rank for rank in policy.ranks if rank not in errors]
+
+
+def _errors(group: WorkerGroup, calls: Sequence[Call], limit_s: float) -> dict[int, WorkerError]:
+    """Wait for calls of all workers, each with the same limit; return the errors by rank."""
+    by_rank, deadline = [call.by_rank(group.ranks) for call in calls], time.monotonic() + limit_s
+    errors = dict[int, WorkerError]()
+    for rank in group.ranks:
         try:
-            wait(*(call[rank] for call in calls), timeout_s=max(deadline - time.monotonic(), 0.0))
-        except WorkerError:
-            lost.append(rank)
-            if len(generation) - len(lost) < least_engines(config):
-                raise
-    return lost
+            wait(*(own[rank] for own in by_rank), timeout_s=max(deadline - time.monotonic(), 0.0))
+        except WorkerError as error:
+            errors[rank] = error
+    return errors
 
 
 def _load_others(

@@ -140,7 +140,7 @@ def test_engines_outlive_a_policy_rank_and_the_run_is_the_same(tmp_path, model_f
     assert "policy rank 1 failed" in output and "the engines keep running" in output
     for rank in range(2):
         assert len(processes(folder, f"generation-{rank}")) == 1
-        assert len(processes(folder, f"policy-{rank}")) == 2
+    assert [len(processes(folder, f"policy-{rank}")) for rank in range(2)] == [1, 2]
     assert metrics_of(folder) == metrics_of(alone)
     assert rollouts_of(folder) == rollouts_of(alone)
     assert_same_weights(folder / "hf", alone / "hf")
