@@ -1,8 +1,8 @@
 """Measure how a run recovers from a lost policy rank: restart.py [REPETITIONS]
 
 SIGKILL hits one of four policy ranks on CPUs after a checkpoint. Seconds are from the kill to the end of the next step.
-The parts of the restart are those of the run's metrics, in the slowest rank. The weights at the end must be those of an
-undisturbed run, bit for bit, and all other processes must be the same.
+The parts of the restart are those of the run's metrics, in the slowest rank. The weights at the end must be bitwise
+identical to those of an undisturbed run, and all other processes must be the same.
 """
 
 import json
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
 
 
 def run(folder: Path, victim: int | None) -> dict[str, float]:
-    """Train in a folder, kill a policy rank, and return the seconds of its recovery."""
+    """Train in a folder and kill a policy rank. Return the recovery times in seconds, by name."""
     command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", *SETTINGS]
     process = subprocess.Popen(command, cwd=record.ROOT, stdout=subprocess.PIPE, text=True)
     killed_at, found = None, dict[str, float]()
@@ -73,7 +73,7 @@ def run(folder: Path, victim: int | None) -> dict[str, float]:
 
 
 def parts(folder: Path) -> dict[str, float]:
-    """Return the seconds of the parts of the last start."""
+    """Return the times of the last start in seconds, by part."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     last = [line for line in lines if "timing/setup/policy/import" in line][-1]
     return {part: last[f"timing/setup/{name}"] for part, name in PARTS.items()}
