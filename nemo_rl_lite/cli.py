@@ -20,6 +20,7 @@ VERBS = {
     "status": "show a run: current phase, progress, memory, checkpoint, problems",
     "tail": "follow the console output of a run until it ends",
     "stop": "stop a run after its current step, with a checkpoint, from any machine that sees its folder",
+    "engines": "end or start engines of a run: RUN N",
     "export": "write a checkpoint as a Hugging Face folder, and verify it",
     "evaluate": "measure avg@k and pass@k of a model on held-out problems",
     "chat": "chat with a model in the terminal",

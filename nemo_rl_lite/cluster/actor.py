@@ -91,6 +91,12 @@ class WorkerProcess:
         with self._heartbeat.during(phase, limit_s), profiling.span(phase), errors_that_travel():
             return getattr(self._worker, method)(*arguments)
 
+    def close(self) -> None:
+        """Close the worker, so that this process can build another one."""
+        with self._heartbeat.during("close", None), errors_that_travel():
+            worker, self._worker = self._worker, None
+            worker.close()
+
     def is_there(self) -> bool:
         return True
 

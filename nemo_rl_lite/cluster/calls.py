@@ -5,7 +5,8 @@ import logging
 import math
 import re
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -50,6 +51,15 @@ class Call:
     def is_start(self) -> bool:
         """Return whether the call is part of a start, which a restart would repeat."""
         return self.phase == START
+
+    def by_rank(self, ranks: Sequence[int]) -> dict[int, "Call"]:
+        """Return the call of each rank. A rank with several processes has several references."""
+        size = len(self.references) // len(ranks)
+        parts = {rank: slice(place * size, (place + 1) * size) for place, rank in enumerate(ranks)}
+        return {
+            rank: replace(self, workers=self.workers[part], references=self.references[part])
+            for rank, part in parts.items()
+        }
 
     @property
     def slow_at(self) -> float:

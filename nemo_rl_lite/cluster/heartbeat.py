@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -128,8 +128,9 @@ def nodes_of(workers: Sequence[str]) -> list[str]:
 class SystemUsage:
     """Load of the workers' machines and GPUs, from heartbeats. Machine 0 is the first worker's."""
 
-    def __init__(self, workers: Sequence[str]):
-        self._workers = list(workers)
+    def __init__(self, workers: Callable[[], Sequence[str]]):
+        """`workers`: returns the names of the workers that live."""
+        self._workers = workers
         self._seen: dict[str, Usage] = {}
         self._means: dict[str, dict[str, float]] = {}
         self._nodes: list[str] = []
@@ -138,7 +139,7 @@ class SystemUsage:
         """Return means since the last call, such as `node.0.cpu_util` or `node.0.gpu.3.mem_gb` (see
         `observability/system.py`); the previous means without a new sample."""
         values: dict[str, list[float]] = {}
-        for one in last_heartbeats(self._workers):
+        for one in last_heartbeats(self._workers()):
             if one.node not in self._nodes:
                 self._nodes.append(one.node)
             means = one.usage.means_since(self._seen.get(one.worker, Usage()))

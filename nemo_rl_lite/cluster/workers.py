@@ -1,7 +1,7 @@
 """Groups of workers in Ray actors, and traces of their steps."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -42,7 +42,7 @@ class WorkerGroup:
         self.name, self._log_folder, self._environment = name, log_folder, environment
         self.limits, self._slots_per_host = PhaseLimits(limit_s), slots_each // hosts_each
         self._slots = [list(slots[start : start + slots_each]) for start in range(0, len(slots), slots_each)]
-        self._ranks = list(range(len(self._slots)))
+        self.ranks = list(range(len(self._slots)))
         self.places = [self._new_place(place) for place in range(len(self._slots))]
 
     @property
@@ -54,7 +54,7 @@ class WorkerGroup:
         """Return the names of all processes in heartbeats."""
         return [
             _name(self.name, rank, index)
-            for rank, place in zip(self._ranks, self.places, strict=True)
+            for rank, place in zip(self.ranks, self.places, strict=True)
             for index in range(len(place))
         ]
 
@@ -63,7 +63,8 @@ class WorkerGroup:
 
     def lost(self) -> list[int]:
         """Return the ranks whose processes have died. Waits for the current calls of the others."""
-        asked = {process.is_there.remote(): rank for rank, place in enumerate(self.places) for process in place}
+        placed = zip(self.ranks, self.places, strict=True)
+        asked = {process.is_there.remote(): rank for rank, place in placed for process in place}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self.limits.most_s)
         dead = set()
         for answer in answered:
@@ -77,19 +78,21 @@ class WorkerGroup:
         """Start new processes for these ranks in the same slots; return a group of these ranks."""
         # New processes compile again.
         self.limits = PhaseLimits(self.limits.most_s)
+        self.end(ranks)
+        for rank in ranks:
+            self.places[rank] = self._new_place(rank)
+        return self.part(ranks)
+
+    def end(self, ranks: Sequence[int]) -> None:
+        """Kill the processes of these ranks."""
         for rank in ranks:
             for process in self.places[rank]:
                 ray.kill(process)
-            self.places[rank] = self._new_place(rank)
-        part = copy.copy(self)
-        part._ranks = list(ranks)
-        part.places = [self.places[rank] for rank in ranks]
-        return part
 
-    def one(self, place: int) -> "WorkerGroup":
-        """Return a group of this worker alone, which can be sent to other workers."""
+    def part(self, places: Sequence[int]) -> "WorkerGroup":
+        """Return a group of these workers alone, which can be sent to other workers."""
         part = copy.copy(self)
-        part._ranks, part.places = [self._ranks[place]], [self.places[place]]
+        part.ranks, part.places = [self.ranks[place] for place in places], [self.places[place] for place in places]
         part._actor, part._slots = None, []
         return part
 
@@ -118,11 +121,15 @@ class WorkerGroup:
         pairs = zip(self._started(), arguments, strict=True)
         return self._start_call([process.start.remote(own) for (_, _, process), own in pairs])
 
+    def close(self) -> Call:
+        """Close the workers, so that their processes can build others."""
+        return self._as_call("close", [host.close.remote() for host in self.hosts])
+
     def gpus(self, timeout_s: float) -> list[list[str]]:
         """Return the GPUs of each worker and follower, reserved ones included, as in CUDA_VISIBLE_DEVICES."""
         processes = [process for place in self.places for process in place]
         each = len(self.places[0])
-        names = tuple(f"{self.name} rank {self._ranks[index // each]}" for index in range(len(processes)))
+        names = tuple(f"{self.name} rank {self.ranks[index // each]}" for index in range(len(processes)))
         asked = Call(names, START, tuple(process.gpus.remote() for process in processes))
         gpus, size = wait(asked, timeout_s=timeout_s), self._slots_per_host
         return [list(chain(*gpus[start : start + size])) for start in range(0, len(gpus), size)]
@@ -145,14 +152,14 @@ class WorkerGroup:
 
     def call_one(self, place: int, methods: Sequence[tuple[str, tuple[Any, ...]]], phase: str) -> Call:
         """Call methods of one worker sequentially, each with its arguments."""
-        worker, host, limit_s = f"{self.name} rank {self._ranks[place]}", self.hosts[place], self.limits.hang_s(phase)
+        worker, host, limit_s = f"{self.name} rank {self.ranks[place]}", self.hosts[place], self.limits.hang_s(phase)
         references = [host.call.remote(method, phase, limit_s, *own) for method, own in methods]
         return Call((worker,) * len(references), phase, tuple(references), limit_s)
 
     def call_beside(self, place: int, method: str, *arguments: Any, phase: str) -> Call:
         """Call a method of one worker concurrently with its other calls."""
         reference = self.hosts[place].call_beside.remote(method, *arguments)
-        return Call((f"{self.name} rank {self._ranks[place]}",), phase, (reference,), self.limits.hang_s(phase))
+        return Call((f"{self.name} rank {self.ranks[place]}",), phase, (reference,), self.limits.hang_s(phase))
 
     def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
         """Return the IP address and a free port of each worker and follower."""
@@ -168,7 +175,7 @@ class WorkerGroup:
 
     def end_profile(self, folder: Path, suffix: str) -> Call:
         """Write the traces to `<folder>/<name>-<rank><suffix>`."""
-        files = [str(folder / f"{self.name}-{rank}{suffix}") for rank in self._ranks]
+        files = [str(folder / f"{self.name}-{rank}{suffix}") for rank in self.ranks]
         ended = [host.end_profile.remote(file) for host, file in zip(self.hosts, files, strict=True)]
         return self._as_call("profile", ended, self.limits.most_s)
 
@@ -177,7 +184,7 @@ class WorkerGroup:
         size = self._slots_per_host
         return [
             (rank, index, process)
-            for rank, place in zip(self._ranks, self.places, strict=True)
+            for rank, place in zip(self.ranks, self.places, strict=True)
             for index, process in enumerate(place)
             if index % size == 0
         ]
@@ -189,7 +196,7 @@ class WorkerGroup:
     def _as_call(
         self, phase: str, references: list[Any], limit_s: float | None = None, limits: PhaseLimits | None = None
     ) -> Call:
-        workers = tuple(f"{self.name} rank {rank}" for rank in self._ranks)
+        workers = tuple(f"{self.name} rank {rank}" for rank in self.ranks)
         return Call(workers, phase, tuple(references), limit_s, limits)
 
 
@@ -200,7 +207,8 @@ def _name(group: str, rank: int, slot: int) -> str:
 class StepProfiler:
     """Traces the steps in `profile.steps`, in the launcher and every worker: `profile/step-<step>/<worker>.json.gz`."""
 
-    def __init__(self, config: ProfileConfig, run_folder: Path, groups: Sequence[WorkerGroup]):
+    def __init__(self, config: ProfileConfig, run_folder: Path, groups: Callable[[], Sequence[WorkerGroup]]):
+        """`groups`: returns the workers that live."""
         self._config, self._folder, self._groups = config, run_folder / profiling.FOLDER, groups
 
     @contextmanager
@@ -209,8 +217,8 @@ class StepProfiler:
         if step not in self._config.steps:
             yield
             return
-        folder, done = self._folder / f"step-{step:08d}", False
-        wait(*(group.begin_profile(self._config.tool) for group in self._groups))
+        folder, done, groups = self._folder / f"step-{step:08d}", False, self._groups()
+        wait(*(group.begin_profile(self._config.tool) for group in groups))
         profiling.begin(self._config.tool, on_device=False)
         try:
             yield
@@ -218,4 +226,4 @@ class StepProfiler:
         finally:
             profiling.end(folder / f"{profiling.DRIVER}{profiling.SUFFIX}" if done else None)
             if done:
-                wait(*(group.end_profile(folder, profiling.SUFFIX) for group in self._groups))
+                wait(*(group.end_profile(folder, profiling.SUFFIX) for group in groups))

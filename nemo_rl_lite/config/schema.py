@@ -82,6 +82,7 @@ class GenerationConfig:
     backend: Literal["vllm", "transformers"]
     colocated: ColocationConfig
     data_parallel_size: Annotated[PositiveInt | None, ActiveIf("CPUs")]
+    min_engines: Annotated[PositiveInt | None, ActiveIf("generation.colocated.enabled", False)]
     max_new_tokens: PositiveInt
     temperature: PositiveFloat
     top_p: Fraction

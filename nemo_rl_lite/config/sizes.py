@@ -330,6 +330,12 @@ def engines(config: Config) -> int:
     return generation_gpus(config) // engine_ranks(config)
 
 
+def least_engines(config: Config) -> int:
+    """Return the number of engines with which a run starts and continues. Engines on the policy's devices all must."""
+    least, whole = config.generation.min_engines, engines(config)
+    return whole if least is None or config.generation.colocated.enabled else least
+
+
 def rollout_workers(config: Config) -> int:
     """Return the number of rollout workers, at most one for each engine; 0 if the launcher plays the episodes."""
     if not isinstance(config.algorithm, GRPOConfig):

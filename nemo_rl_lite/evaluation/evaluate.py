@@ -96,9 +96,9 @@ class EngineActors:
         config = served.config
         self._group = generation_group(config, place(config, engines(config)), folder)
         self._start(self._group)
-        replicas = RemoteGeneration(self._group, shares_device=False).replicas
+        self._engines = RemoteGeneration(self._group, shares_device=False)
         capacity = config.generation.vllm_cfg.max_num_seqs
-        self.queue = RequestQueue(replicas, capacity, self._note_loss, self._restore)
+        self.queue = RequestQueue(self._engines.replicas, capacity, self._note_loss, self._restore)
 
     def _start(self, group: WorkerGroup) -> None:
         config, limit = self._served.config, self._served.config.cluster.start_timeout_s
@@ -121,6 +121,7 @@ class EngineActors:
         except WorkerError as failure:
             self._say(f"the restart failed: {failure}")
             raise error from failure
+        self._engines.renew(ranks)
         self.queue.replaced(ranks)
         self._lost.clear()
 

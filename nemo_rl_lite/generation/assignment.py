@@ -5,6 +5,7 @@ import time
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 
 from nemo_rl_lite.generation.admission import Admission, ResponseLengths
 from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Progress, Request, Unfinished
@@ -299,9 +300,17 @@ class Assignment:
         self._requeue(replica)
 
     def replace(self, replica: int) -> None:
-        """Requeue the requests of a replica that a new engine has replaced."""
+        """Requeue the requests of a replica that a new engine has replaced, and give it its share of the others'."""
         self._requeue(replica)
         self.alive.add(replica)
+        share = -(-sum(self.held[one].load for one in self.alive) // len(self.alive))
+        for one in self.alive - {replica}:
+            # The newest have the fewest tokens. Later turns stay with the engine that has their prefix.
+            movable = [asked for asked in self.held[one].requests if asked.conversation.engine is None]
+            for asked in nlargest(self.held[one].load - share, movable, key=lambda asked: asked.number):
+                self.held[one].drop(asked)
+                self.taken_over += asked.requeue()
+                self.held[replica].give(asked)
 
     def _requeue(self, replica: int) -> None:
         for asked in self.held[replica].requests:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.observability.liveness import latest_progress
+from nemo_rl_lite.system.engine_count import forget_engines
 from nemo_rl_lite.system.stopping import forget_request, obey_request
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def shown_to_others(folder: Path) -> Iterator[None]:
     """Keep live.json up to date during the block, and obey requests to end the run."""
     over = threading.Event()
     forget_request(folder)
+    forget_engines(folder)
     thread = threading.Thread(target=_show, args=(folder, over), name="live", daemon=True)
     thread.start()
     try:

@@ -177,7 +177,6 @@ class Producer:
     consumers copy parameters, or if no rank needs this one."""
     transport: Transport | None
     """None without consumers."""
-    consumers: int
     device: torch.device
     timeout_s: float
 
@@ -186,12 +185,12 @@ class Producer:
         offer = None if self.transport is None else self.transport.offer()
         return refit_group.host_store(host, self.timeout_s), offer
 
-    def join(self, store: dist.TCPStore, offer: WeightSource | None) -> Sender:
-        """Wait until all consumers have joined what `open` returned. Returns the sender."""
+    def join(self, store: dist.TCPStore, offer: WeightSource | None, consumers: int) -> Sender:
+        """Wait until `consumers` engine ranks have joined what `open` returned. Returns the sender."""
         if self.transport is None or offer is None:
             return NoConsumers(self.export)
         device = offer.group_device(self.device)
-        return self.transport.sender(refit_group.join(store, 0, 1 + self.consumers, device, self.timeout_s))
+        return self.transport.sender(refit_group.join(store, 0, 1 + consumers, device, self.timeout_s))
 
 
 def plan_refit(
@@ -200,7 +199,8 @@ def plan_refit(
     """Plan buckets, the same on all ranks, and choose a transport. A traced export must be bitwise identical to
     megatron-bridge's.
 
-    `shared_device`: each engine rank is on its policy rank's device. `consumers`: number of this rank's engine ranks.
+    `shared_device`: each engine rank is on its policy rank's device. `consumers`: number of this rank's
+    engine ranks if all live.
     `adapters_alone`: export LoRA adapters instead of the full model.
     """
     planning, device = _Planning(model, config, adapters_alone), model.device
@@ -220,7 +220,7 @@ def plan_refit(
     if device.type == "cuda":
         # Free the memory of tracing for engines.
         torch.cuda.empty_cache()
-    return Producer(planning.plan, export, transport, consumers, device, config.timeout_s)
+    return Producer(planning.plan, export, transport, device, config.timeout_s)
 
 
 class _Planning:

@@ -306,8 +306,8 @@ class MegatronWorker:
         self._store, self._offer = self._producer.open(host)
         return self._store.port, self._offer
 
-    def join_refit(self) -> None:
-        self._sender = self._producer.join(self._store, self._offer)
+    def join_refit(self, consumers: int) -> None:
+        self._sender = self._producer.join(self._store, self._offer, consumers)
 
     def send_weights(self) -> RefitReport | None:
         with self._memory.phase("refit"):

@@ -281,8 +281,10 @@ class RolloutCollector:
                     found.append(rollout)
                 finally:
                     alive.cancel()
-                    await asyncio.gather(alive, return_exceptions=True)
+                    await asyncio.wait([alive])
                     note_state("")
+                if not alive.cancelled():
+                    alive.result()
 
         asyncio.run(run())
         return found[0]

@@ -317,14 +317,16 @@ class AsyncRolloutSource:
         return self._thread_loop.wait(coroutine, lambda: None)
 
     def _wait[Result](self, coroutine: Coroutine[Any, Any, Result], show: Show, restores: bool = True) -> Result:
-        """Wait for the thread as long as engines, environments or rewards make progress. Restart the engines if none is
-        left."""
+        """Wait for the thread as long as engines, environments or rewards make progress. Let engines join; if none is
+        left, wait for them."""
         queue, seen, since = self._engines.queue, (-1, -1), time.monotonic()
 
         def look() -> None:
             nonlocal seen, since
             if restores and not queue.has_engines:
                 self.publish(self._prefetcher.version)
+            elif restores:
+                self._engines.admit()
             sampled = self._prefetcher.tasks()
             sampled = [self._validation, *sampled] if self._validation is not None else sampled
             now = (queue.steps, sum(one.answers for one in sampled))

@@ -51,7 +51,11 @@ class Engines(Protocol):
     """Engines as a source controls them."""
 
     def refit(self, version: int) -> dict[str, float]:
-        """Restart dead engines, and refit all with a step's weights; return metrics."""
+        """Wait until enough engines live, and refit all with a step's weights; return metrics."""
+        ...
+
+    def admit(self) -> None:
+        """Add engines that have started, with the weights of the last refit. The policy must be idle and have these."""
         ...
 
     def finish_generation(self) -> dict[str, float]:
@@ -66,12 +70,12 @@ class OnPolicy:
         self._sampler, self._engines = sampler, engines
 
     def take(self, step: int, show: Show) -> Rollout:
-        return self._sampler.rollout(step, show)
+        return self._sampler.rollout(step, self._admitting(show))
 
     def take_again(self, step: int, show: Show) -> Rollout:
         # The engines may have released their weights.
         self._engines.refit(step - 1)
-        return self._sampler.again(step, show)
+        return self._sampler.again(step, self._admitting(show))
 
     def finish_generation(self) -> dict[str, float]:
         return self._engines.finish_generation()
@@ -82,9 +86,18 @@ class OnPolicy:
         return self._engines.refit(step)
 
     def held_out(self, step: int, show: Show) -> Rollout:
-        return self._sampler.held_out(step, show)
+        return self._sampler.held_out(step, self._admitting(show))
 
     def save(self, folder: Path) -> Mapping[str, Any]:
         return self._sampler.state()
 
     def close(self) -> None: ...
+
+    def _admitting(self, show: Show) -> Show:
+        """Let engines join the rollout whose progress `show` gets."""
+
+        def look(progress: str) -> None:
+            self._engines.admit()
+            show(progress)
+
+        return look

@@ -105,12 +105,12 @@ class _AlgorithmJob:
         metrics: MetricsLog,
         start: Start,
         policy: Policy,
-        groups: Sequence[WorkerGroup],
+        groups: Callable[[], Sequence[WorkerGroup]],
         callbacks: Callbacks,
         rollouts: SaveRollouts = lambda folder: {},
     ) -> Steps:
-        """Run the steps after `start`. `groups`: all workers, for the profiler; `rollouts` saves the state of the
-        rollout source in checkpoints."""
+        """Run the steps after `start`. `groups`: the workers that live, for the profiler; `rollouts` saves the state of
+        the rollout source in checkpoints."""
         config, options = self._config, self._config.checkpoint
         write_data_identity(self._folder, self._data)
         checkpoints = Checkpoints(
@@ -215,7 +215,7 @@ class GRPOJob(_AlgorithmJob):
             source = self._source(self._sampler(started, collector), workers.generation, started)
             shape = described_shape(self._model_path)
             speed = decoding_speed(self._config, shape, workers.generation.take_decoded)
-            own = workers.policy, workers.teacher, source, workers.groups
+            own = workers.policy, workers.teacher, source, lambda: workers.groups
             of_engines = speed, workers.weights.verify_with_probe, workers.generation.take_recovered
             advice = SplitAdvice.of(self._folder, shape)
             loop = self._loop(metrics, start, *own, callbacks, *of_engines, *([advice.news] if advice else ()))
@@ -267,20 +267,20 @@ class GRPOJob(_AlgorithmJob):
         policy: RemotePolicy,
         teacher: Teacher | None,
         rollouts: RolloutSource,
-        groups: Sequence[WorkerGroup],
+        groups: Callable[[], Sequence[WorkerGroup]],
         callbacks: Callbacks,
         decoding_speed: Callable[[], dict[str, float]] = dict,
         check: Callable[[], dict[str, float]] = dict,
         take_recovered: Callable[[], tuple[int, int]] = lambda: (0, 0),
         advise: Callable[[Sequence[Mapping[str, float]]], Iterable[str]] = lambda history: (),
     ) -> GRPO:
-        """Return the loop. `groups`: all workers. For the rest see `GRPO`."""
+        """Return the loop. `groups`: the workers that live. For the rest see `GRPO`."""
         config, console = self._config, self._console
         options, values = config.options(GRPOConfig), dict(flatten(described(config)))
         steps = self._steps(metrics, start, policy, groups, callbacks, rollouts.save)
         files = RolloutFiles(self._folder, config.logger.log_samples, start.steps)
         devices = all_gpus(config) or policy_ranks(config)
-        system = SystemUsage([process for group in groups for process in group.processes])
+        system = SystemUsage(lambda: [process for group in groups() for process in group.processes])
         return GRPO(
             config=options,
             total=self._total,
@@ -383,8 +383,8 @@ class SupervisedJob(_AlgorithmJob):
         config, console = self._config, self._console
         report_start(setup, start.steps, metrics, console, predicted)
         options = config.options(SupervisedConfig)
-        steps = self._steps(metrics, start, policy, [policy.group], callbacks)
-        system = SystemUsage(policy.group.processes)
+        steps = self._steps(metrics, start, policy, lambda: [policy.group], callbacks)
+        system = SystemUsage(lambda: policy.group.processes)
         Supervised(
             config=options,
             loss=make_loss(options),

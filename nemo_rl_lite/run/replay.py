@@ -96,7 +96,7 @@ class ReplayJob(GRPOJob):
             Path(str(replayed_run(config))), config.options(GRPOConfig), config.generation.max_new_tokens, limits
         )
         groups = [policy.group, *([] if teacher is None else [teacher.group])]
-        loop = self._loop(metrics, start, policy, teacher, source, groups, callbacks)
+        loop = self._loop(metrics, start, policy, teacher, source, lambda: groups, callbacks)
         loop.run()
         return self._finish(policy, loop.steps, groups)
 

@@ -215,7 +215,7 @@ class _Attempts:
         except WorkerError as error:
             self._console.say(f"the engines restart too: {error}")
             return None
-        self._console.say("the engines keep running; all other workers restart")
+        self._console.say("the engines keep running; policy, teacher and rollout workers restart")
         return begun
 
     def _start_workers(self, setup: Timer, start: Start) -> StartingWorkers:

@@ -13,7 +13,7 @@ from nemo_rl_lite.config.engines import (
 )
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
-from nemo_rl_lite.config.sizes import engine_ranks, generation_gpus, has_agent, has_endpoint, on_gpus
+from nemo_rl_lite.config.sizes import engine_ranks, engines, generation_gpus, has_agent, has_endpoint, on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.draft import draft_troubles, own_draft_layers
 from nemo_rl_lite.validation.compose import rule
@@ -75,6 +75,14 @@ def check_engine_gpus(config: Config) -> Iterator[Violation]:
             rule_text += f", or fill some of the {nodes} nodes"
         fix = f"tensor_parallel_size x pipeline_parallel_size = one of {sizes}"
         yield Violation(_TENSOR, settings.tensor_parallel_size, rule_text, fix)
+
+
+@rule("generation", "cluster", options=RolloutAlgorithmConfig)
+def check_least_engines(config: Config) -> Iterator[Violation]:
+    key, least, most = "generation.min_engines", config.generation.min_engines, engines(config)
+    if least is not None and least > most and not config.generation.colocated.enabled:
+        of_cpus = "" if on_gpus(config) else f", or generation.data_parallel_size={least}"
+        yield Violation(key, least, f"must be at most {most}, the number of engines", f"{key}={most}{of_cpus}")
 
 
 @rule("generation", "cluster", "agent", "policy.router_replay", options=RolloutAlgorithmConfig)

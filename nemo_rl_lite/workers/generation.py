@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,10 @@ _STEP = "engine step"
 
 @dataclass
 class RemoteReplica:
-    """A `generation.queue.Replica` over one worker of a group."""
+    """A `generation.queue.Replica` over one engine."""
 
     group: WorkerGroup
-    place: int
+    """The engine's processes alone. New ones get no requests until they are set here."""
     rank: int
     """Rank of the engine among all."""
     load: EngineLoad = field(default_factory=EngineLoad)
@@ -40,7 +41,7 @@ class RemoteReplica:
             EngineError: a sampled token's logprob is not finite.
             WorkerError: the engine failed or died, or a step does not end.
         """
-        call = self.group.call_beside(self.place, "report", phase="generate")
+        call = self.group.call_beside(0, "report", phase="generate")
         [report] = await result(call)
         limits = self.group.limits
         limit_s = limits.hang_s(_STEP)
@@ -65,31 +66,42 @@ class RemoteReplica:
         await self._call("clear")
 
     async def _call(self, method: str, *arguments: Any) -> None:
-        await result(self.group.call_one(self.place, [(method, arguments)], "generate"))
+        await result(self.group.call_one(0, [(method, arguments)], "generate"))
 
 
 class RemoteGeneration:
-    """Client of all engines of a started group."""
+    """Client of the engines of a group. Calls reach those of `live`, in this order."""
 
-    def __init__(self, group: WorkerGroup, shares_device: bool):
+    def __init__(self, group: WorkerGroup, shares_device: bool, live: Sequence[int] | None = None):
+        """`live`: ranks of the engines that have started; None: all."""
         self.group, self._shares_device = group, shares_device
+        self.live = list(range(len(group)) if live is None else live)
         self._decoded = Decoded()
 
     @property
     def engines(self) -> int:
+        """Return the number of engines, whether they live or not."""
         return len(self.group)
 
-    @property
+    @cached_property
     def replicas(self) -> list[RemoteReplica]:
-        return [RemoteReplica(self.group, rank, rank) for rank in range(self.engines)]
+        return [RemoteReplica(self.group.part([rank]), rank) for rank in range(self.engines)]
 
-    def start_probe(self, request: Request) -> list[Call]:
+    def renew(self, ranks: Sequence[int]) -> None:
+        """Send requests to the new processes of these engines."""
+        for rank in ranks:
+            self.replicas[rank].group = self.group.part([rank])
+
+    def only(self, ranks: Sequence[int]) -> "RemoteGeneration":
+        """Return a client of these engines."""
+        return RemoteGeneration(self.group, self._shares_device, ranks)
+
+    def start_probe(self, request: Request) -> dict[int, Call]:
         """Make every engine sample the request, each with its own seed, before later requests."""
-        seeds = range(request.seed, request.seed + self.engines)
-        asked = [[("call", ("sample_now", replace(request, seed=seed)))] for seed in seeds]
-        return [self.group.call_one(rank, own, "generate") for rank, own in enumerate(asked)]
+        asked = {rank: ("sample_now", replace(request, seed=request.seed + rank)) for rank in self.live}
+        return {rank: self.group.call_one(rank, [("call", own)], "generate") for rank, own in asked.items()}
 
-    def collect_probe(self, begun: Sequence[Call]) -> dict[int, Completion]:
+    def collect_probe(self, begun: Mapping[int, Call]) -> dict[int, Completion]:
         """Return the responses of `start_probe` by engine. Engines that have died are left out, because other calls
         report them.
 
@@ -98,7 +110,7 @@ class RemoteGeneration:
             WorkerError: an engine failed or hangs.
         """
         found: dict[int, Completion] = {}
-        for rank, call in enumerate(begun):
+        for rank, call in begun.items():
             try:
                 [found[rank]] = wait(call)
             except WorkerError as error:
@@ -110,9 +122,9 @@ class RemoteGeneration:
 
     def finish_generation(self) -> dict[str, float]:
         """Put engines that share a GPU with the policy to sleep; return memory metrics from before."""
-        answers = wait(self._call("memory"), self.group.call("take_decoded"))
-        held = max(answers[: self.engines], key=lambda own: own.get("device", 0))
-        self._decoded = sum(answers[self.engines :], self._decoded)
+        answers = wait(self._call("memory"), self.group.part(self.live).call("take_decoded"))
+        held = max(answers[: len(self.live)], key=lambda own: own.get("device", 0))
+        self._decoded = sum(answers[len(self.live) :], self._decoded)
         wait(self._call("sleep"))
         return engine_memory(held, self._shares_device) if held else {}
 
@@ -137,7 +149,8 @@ class RemoteGeneration:
 
     def join_refit(self, sources: Sequence[Sequence[Source]]) -> Call:
         """Connect each engine's ranks to their producers; ends after the producers' `join_refit`."""
-        return self.group.call_each("call", [("join_refit", own) for own in sources], phase="join_refit")
+        arguments = [("join_refit", own) for own in sources]
+        return self.group.part(self.live).call_each("call", arguments, phase="join_refit")
 
     def receive_weights(self, version: int) -> Call:
         """Receive new weights; ends after the producers' `send_weights`."""
@@ -145,7 +158,7 @@ class RemoteGeneration:
 
     def _call(self, method: str, *arguments: Any, phase: str = "") -> Call:
         """Call a method of every engine between two of its steps."""
-        return self.group.call("call", method, *arguments, phase=phase or method)
+        return self.group.part(self.live).call("call", method, *arguments, phase=phase or method)
 
 
 def _require_finite(rank: int, completion: Completion) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from nemo_rl_lite.checkpoint.store import explained
@@ -10,6 +11,7 @@ from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.sizes import (
     generates_ahead,
     iterations,
+    least_engines,
     on_gpus,
     prompt_siblings,
     sequences_per_optimizer_step,
@@ -21,10 +23,11 @@ from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.planning.memory import SequenceFlops
 from nemo_rl_lite.policy.micro_batches import Layout
+from nemo_rl_lite.system.engine_count import requested_engines
 from nemo_rl_lite.workers.budget import RestartBudget
 from nemo_rl_lite.workers.generation import RemoteGeneration
 from nemo_rl_lite.workers.policy import RemotePolicy, RemoteTeacher
-from nemo_rl_lite.workers.recovery import RecoveringGeneration
+from nemo_rl_lite.workers.recovery import EngineRules, RecoveringGeneration
 from nemo_rl_lite.workers.reserve import StartingWorkers, load_generation, start_engines, start_policy, start_teacher
 from nemo_rl_lite.workers.rollouts import RolloutWorkers
 from nemo_rl_lite.workers.weight_sync import ProbeSettings, WeightSync
@@ -37,15 +40,15 @@ class Workers:
     policy: RemotePolicy
     teacher: RemoteTeacher | None
     generation: RecoveringGeneration
-    engines: WorkerGroup
     weights: WeightSync
     rollouts: RolloutWorkers | None
     """Rollout workers, if any."""
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """Return all workers."""
-        return [self.policy.group, *([self.teacher.group] if self.teacher else []), self.engines, *self._rollouts]
+        """Return all workers that live."""
+        teacher = [self.teacher.group] if self.teacher else []
+        return [self.policy.group, *teacher, self.generation.live, *self._rollouts]
 
     @property
     def _rollouts(self) -> list[WorkerGroup]:
@@ -73,15 +76,23 @@ def launch(
         WorkerError: a worker did not start within `cluster.start_timeout_s`.
     """
     config, generation = begun.config, begun.generation
-    if generation is None or begun.engines is None:
+    if generation is None:
         raise ValueError("no processes were reserved for generation")
-    limit = config.cluster.start_timeout_s
+    limit, shares_device = config.cluster.start_timeout_s, config.generation.colocated.enabled
+    starting, imports, engines = dict[int, Callable[[], object]](), [*begun.imports], list[Call]()
+    if (least := least_engines(config)) < len(generation):
+        # The first refit waits for them.
+        starting = {rank: partial(wait, *calls, timeout_s=limit) for rank, calls in begun.engines.items()}
+    else:
+        imports += [imported for imported, _ in begun.engines.values()]
+        engines += [built for _, built in begun.engines.values()]
     with setup("import"):
-        wait(*begun.imports, timeout_s=limit)
-    remote_generation = RemoteGeneration(generation, config.generation.colocated.enabled)
+        wait(*imports, timeout_s=limit)
+    started = [rank for rank in range(len(generation)) if rank not in starting]
+    remote_generation = RemoteGeneration(generation, shares_device, started)
     if begun.policy is None:
         with setup("generation_init"):
-            _built(setup, limit, begun.engines, *_if_any(begun.rollout_workers))
+            _built(setup, limit, *engines, *_if_any(begun.rollout_workers))
             remote_generation.finish_generation()
         with setup("policy_init"):
             teachers = [start_teacher(config, begun.teacher_group)] if begun.teacher_group else []
@@ -90,7 +101,7 @@ def launch(
             )
     else:
         with setup("policy_and_generation_init"):
-            _built(setup, limit, begun.policy, begun.engines, *_if_any(begun.teacher), *_if_any(begun.rollout_workers))
+            _built(setup, limit, begun.policy, *engines, *_if_any(begun.teacher), *_if_any(begun.rollout_workers))
     remote_policy = _ready_policy(begun, saved, setup)
     with setup("connect"):
         teacher = None if begun.teacher_group is None else RemoteTeacher.of(config, begun.teacher_group)
@@ -112,15 +123,18 @@ def launch(
     ) -> RequestQueue | RolloutWorkers:
         if begun.rollouts is None:
             capacity = config.generation.vllm_cfg.max_num_seqs
-            return RequestQueue(remote_generation.replicas, capacity, on_loss, restore)
+            return RequestQueue(remote_generation.replicas, capacity, on_loss, restore, list(starting))
         groups, folders = (begun.rollouts, generation), (begun.model_path, begun.folder)
-        rollouts.append(RolloutWorkers(*groups, config, *folders, on_loss, restore, on_worker_loss, say))
+        own = on_loss, restore, on_worker_loss, say, starting
+        rollouts.append(RolloutWorkers(*groups, config, *folders, *own))
         return rollouts[0]
 
+    requested = partial(requested_engines, begun.folder) if starting else lambda: None
+    rules = EngineRules(least, not shares_device, requested)
     recovering = RecoveringGeneration(
-        remote_generation, weights, restart_engines, budget, make_queue, policy_waits, say
+        remote_generation, weights, restart_engines, budget, make_queue, policy_waits, say, rules, starting
     )
-    return Workers(remote_policy, teacher, recovering, generation, weights, next(iter(rollouts), None))
+    return Workers(remote_policy, teacher, recovering, weights, next(iter(rollouts), None))
 
 
 def _if_any(call: Call | None) -> list[Call]:
@@ -174,4 +188,8 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
 
 def peak_memory(groups: Sequence[WorkerGroup]) -> dict[str, int]:
     """Return each worker's peak resident memory in bytes, by name."""
-    return {f"{group.name}-{rank}": size for group in groups for rank, size in enumerate(group.peak_memory())}
+    return {
+        f"{group.name}-{rank}": size
+        for group in groups
+        for rank, size in zip(group.ranks, group.peak_memory(), strict=True)
+    }

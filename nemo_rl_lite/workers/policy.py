@@ -245,9 +245,9 @@ class RemotePolicy:
         opened = wait(self.group.call_each("open_refit", [(host,) for host in hosts]), timeout_s=timeout_s)
         return [(host, *own) for host, own in zip(hosts, opened, strict=True)]
 
-    def join_refit(self) -> Call:
-        """Join the engines; ends after the consumers' `join_refit`."""
-        return self.group.call("join_refit")
+    def join_refit(self, consumers: Sequence[int]) -> Call:
+        """Join the engines, whose number of ranks `consumers` has for each rank; ends after their `join_refit`."""
+        return self.group.call_each("join_refit", [(count,) for count in consumers])
 
     def send_weights(self) -> Call:
         """Send new weights; ends after the consumers' `receive_weights`."""

@@ -4,12 +4,13 @@ This module does not import torch, so that workers start before the launcher's i
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.cluster.calls import START, Call, wait
+from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.runtime import Placement, Slot, available_cores, place
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
@@ -21,6 +22,7 @@ from nemo_rl_lite.config.sizes import (
     engine_hosts,
     engine_ranks,
     engines,
+    least_engines,
     micro_batch_sizes,
     on_gpus,
     parallel_dims,
@@ -30,6 +32,7 @@ from nemo_rl_lite.config.sizes import (
     teacher_topk,
 )
 from nemo_rl_lite.config.sources import teacher_configs
+from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.offload.residency import Residency
 from nemo_rl_lite.system.machine import ON_CPUS
 
@@ -40,6 +43,8 @@ ROLLOUT_CLASS = "nemo_rl_lite.workers.rollout_worker.RolloutWorker"
 ENGINE_LOOP = "nemo_rl_lite.generation.loop.EngineLoop"
 # Seconds in which an engine ends its step and answers.
 ENGINE_ANSWER_S = 60.0
+# Seconds in which a policy rank notices that another is lost, and closes its worker.
+CLOSE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ class AllocatedWorkers:
     rollouts: WorkerGroup | None
     """Rollout workers, if any."""
     imports: tuple[Call, ...]
+    """Imports of all workers except engines."""
+    engine_imports: Mapping[int, Call]
+    """Imports of engines by rank."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,8 @@ class StartingWorkers(AllocatedWorkers):
 
     model_path: Path
     folder: Path
-    engines: Call | None
+    engines: Mapping[int, tuple[Call, Call]]
+    """Import and start by rank. An engine that was built before has none."""
     rollout_workers: Call | None
     policy: Call | None
     teacher: Call | None
@@ -84,53 +93,100 @@ def reserve(config: Config, run_folder: Path, avoided: Sequence[str] = ()) -> Al
     generation = generation_group(config, placement, run_folder) if generates(config) else None
     rollouts = None if generation is None else _rollout_group(config, placement, run_folder)
     imports = _load_others(config, policy, teacher, rollouts)
-    if generation is not None:
-        imports.append(load_generation(config, generation))
-    return AllocatedWorkers(config, policy, teacher, generation, rollouts, tuple(imports))
+    engine_imports = {} if generation is None else load_generation(config, generation).by_rank(generation.ranks)
+    return AllocatedWorkers(config, policy, teacher, generation, rollouts, imports, engine_imports)
 
 
 def begin(reserved: AllocatedWorkers, model_path: Path, run_folder: Path, resumes: bool = False) -> StartingWorkers:
     """Build the workers once they have imported, except a policy that waits for colocated engines. `resumes`: the
     policy will load a checkpoint."""
-    generation = reserved.generation
-    engines_built = None if generation is None else start_engines(reserved.config, generation, model_path)
-    return _begin_others(engines_built, reserved, model_path, run_folder, resumes)
+    return _begin_others(_begin_engines(reserved, model_path), reserved, model_path, run_folder, resumes)
+
+
+def _begin_engines(reserved: AllocatedWorkers, model_path: Path) -> dict[int, tuple[Call, Call]]:
+    """Build the engines that are importing."""
+    imports = reserved.engine_imports
+    if reserved.generation is None or not imports:
+        return {}
+    built = start_engines(reserved.config, reserved.generation.part([*imports]), model_path)
+    return {rank: (imports[rank], call) for rank, call in built.by_rank([*imports]).items()}
 
 
 def begin_again(begun: StartingWorkers, resumes: bool) -> StartingWorkers:
-    """Start policy, teacher and rollout workers in new processes, and keep the engines, whose requests are aborted.
+    """Start policy, teacher and rollout workers again, and keep the engines, whose requests are aborted.
+
+    Engines that do not answer start again too. Policy ranks keep their processes if possible (`_closed`).
 
     Raises:
-        WorkerError: an engine is lost or does not answer, or a process does not start.
+        WorkerError: fewer than `least_engines` answer, or a process does not start.
     """
     config, policy, teacher, rollouts = begun.config, begun.policy_group, begun.teacher_group, begun.rollouts
     if begun.generation is None:
         raise ValueError("there are no engines")
-    # The work of the failed attempt is not counted.
-    calls = [begun.generation.call(method) for method in ("clear", "resume", "take_decoded")]
-    wait(*calls, timeout_s=ENGINE_ANSWER_S)
-    for group in (policy, teacher, rollouts):
+    lost = _not_answering(config, begun.generation)
+    closed = _closed(config, policy)
+    policy.replace([rank for rank in policy.ranks if rank not in closed])
+    for group in (teacher, rollouts):
         if group is not None:
             group.replace(range(len(group)))
     imports = _load_others(config, policy, teacher, rollouts)
-    reserved = AllocatedWorkers(config, policy, teacher, begun.generation, rollouts, tuple(imports))
-    return _begin_others(Call((), START, ()), reserved, begun.model_path, begun.folder, resumes)
+    engine_imports = load_generation(config, begun.generation.replace(lost)).by_rank(lost) if lost else {}
+    reserved = AllocatedWorkers(config, policy, teacher, begun.generation, rollouts, imports, engine_imports)
+    engines_begun = _begin_engines(reserved, begun.model_path)
+    return _begin_others(engines_begun, reserved, begun.model_path, begun.folder, resumes)
+
+
+def _not_answering(config: Config, generation: WorkerGroup) -> list[int]:
+    """Abort the requests of all engines; return those that do not answer. Raises WorkerError if too few do."""
+    # The work of the failed attempt is not counted.
+    calls = [generation.call(method) for method in ("clear", "resume", "take_decoded")]
+    errors = _errors(generation, calls, ENGINE_ANSWER_S)
+    if len(generation) - len(errors) < least_engines(config):
+        raise next(iter(errors.values()))
+    return list(errors)
+
+
+def _closed(config: Config, policy: WorkerGroup) -> list[int]:
+    """Close the workers of the policy; return the ranks whose processes can build another one.
+
+    On GPUs there are none. A rank may wait in an NCCL kernel for the lost one, and its CUDA context may be broken.
+    """
+    if on_gpus(config):
+        return []
+    errors = _errors(policy, [policy.close()], CLOSE_S)
+    return [rank for rank in policy.ranks if rank not in errors]
+
+
+def _errors(group: WorkerGroup, calls: Sequence[Call], limit_s: float) -> dict[int, WorkerError]:
+    """Wait for calls of all workers, each with the same limit; return the errors by rank."""
+    by_rank, deadline = [call.by_rank(group.ranks) for call in calls], time.monotonic() + limit_s
+    errors = dict[int, WorkerError]()
+    for rank in group.ranks:
+        try:
+            wait(*(own[rank] for own in by_rank), timeout_s=max(deadline - time.monotonic(), 0.0))
+        except WorkerError as error:
+            errors[rank] = error
+    return errors
 
 
 def _load_others(
     config: Config, policy: WorkerGroup, teacher: WorkerGroup | None, rollouts: WorkerGroup | None
-) -> list[Call]:
+) -> tuple[Call, ...]:
     """Import the classes of all workers except engines."""
     imports = [_load_policy(config, policy, POLICY_CLASS)]
     if teacher is not None:
         imports.append(_load_policy(config, teacher, TEACHER_CLASS))
     if rollouts is not None:
         imports.append(load_rollout_workers(rollouts))
-    return imports
+    return tuple(imports)
 
 
 def _begin_others(
-    engines_built: Call | None, reserved: AllocatedWorkers, model_path: Path, run_folder: Path, resumes: bool
+    engines_begun: Mapping[int, tuple[Call, Call]],
+    reserved: AllocatedWorkers,
+    model_path: Path,
+    run_folder: Path,
+    resumes: bool,
 ) -> StartingWorkers:
     config, generation = reserved.config, reserved.generation
     # An engine measures free GPU memory at start, so a colocated policy starts when the engine sleeps.
@@ -142,8 +198,8 @@ def _begin_others(
         playing = start_rollout_workers(config, rollouts, model_path, run_folder, range(len(rollouts)))
     teacher_built = None if teacher is None or waits else start_teacher(config, teacher)
     groups, folders = (reserved.policy_group, teacher, generation, rollouts), (model_path, run_folder)
-    built = engines_built, playing, policy_built, teacher_built
-    return StartingWorkers(config, *groups, reserved.imports, *folders, *built)
+    built = engines_begun, playing, policy_built, teacher_built
+    return StartingWorkers(config, *groups, reserved.imports, reserved.engine_imports, *folders, *built)
 
 
 def start_policy(config: Config, policy: WorkerGroup, model_path: Path, resumes: bool) -> Call:

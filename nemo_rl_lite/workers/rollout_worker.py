@@ -109,7 +109,7 @@ class RolloutWorker:
         """Take over engines by rank, whose earlier requests are aborted. `dead`: ranks that have no engine. `first`:
         number of the first episode and request; those of an earlier process are smaller."""
         self._numbers, self._ranks = itertools.count(first), list(engines)
-        self._replicas = [RemoteReplica(group, 0, rank) for rank, group in engines.items()]
+        self._replicas = [RemoteReplica(group, rank) for rank, group in engines.items()]
         gone = [self._ranks.index(rank) for rank in dead]
         gone += asyncio.run(self._clear(gone))
         capacity = self._config.generation.vllm_cfg.max_num_seqs

@@ -83,9 +83,10 @@ class RolloutWorkers:
         restore: Callable[[], None],
         on_worker_loss: Callable[[WorkerError], None],
         say: Callable[[str], None],
+        dead: Collection[int] = (),
     ):
-        """Connect started workers to engines. `on_loss` and `restore`: see `RequestQueue`. `on_worker_loss` is called
-        when a rollout worker dies, and may raise."""
+        """Connect started workers to engines. `on_loss`, `restore` and `dead`: see `RequestQueue`. `on_worker_loss` is
+        called when a rollout worker dies, and may raise."""
         self.group, self._engines, self._config, self._model_path = group, engines, config, model_path
         self._folder, self._on_loss, self._restore = folder, on_loss, restore
         self._on_worker_loss, self._say = on_worker_loss, say
@@ -96,7 +97,7 @@ class RolloutWorkers:
             _Member(rank, [engine for engine in range(count) if owner[engine] == rank]) for rank in range(len(group))
         ]
         for member in self._members:
-            member.alive = set(member.engines)
+            member.alive = {rank for rank in member.engines if rank not in dead}
             self._connect(member)
         if config.generation.serve.enabled:
             say(f"the first rollout worker serves during rollouts; address and token are in {folder / ENDPOINT_FILE}")
@@ -271,7 +272,7 @@ class RolloutWorkers:
             member = next(one for one in self._members if rank in one.engines)
             member.alive.add(rank)
             with suppress(WorkerError):
-                wait(self._call(member, "replaced", rank, self._engines.one(rank)))
+                wait(self._call(member, "replaced", rank, self._engines.part([rank])))
         if self._loop is not None and not self._is_paused:
             self._loop.call_soon_threadsafe(self.resume)
 
@@ -378,7 +379,7 @@ class RolloutWorkers:
 
     def _connect(self, member: _Member) -> None:
         member.first = time.time_ns()
-        engines = {rank: self._engines.one(rank) for rank in member.engines}
+        engines = {rank: self._engines.part([rank]) for rank in member.engines}
         dead = [rank for rank in member.engines if rank not in member.alive]
         wait(self._call(member, "connect", engines, dead, member.first))
 

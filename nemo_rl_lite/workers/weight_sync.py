@@ -49,43 +49,57 @@ class WeightSync:
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
         self._policy, self._generation, self._probe = policy, generation, probe
         self._config = config.refit
-        self._probing: list[Call] = []
+        self._probing: dict[int, Call] = {}
         self.version = 0
         self._limit_s = config.cluster.start_timeout_s
         self._ranks_per_engine = engine_ranks(config)
         self._shared_device = config.generation.colocated.enabled
         self._producers = producers(policy.ranks, generation.engines * self._ranks_per_engine, self._shared_device)
-        self._consumers = [self._producers.count(rank) for rank in range(policy.ranks)]
+        consumers = [self._producers.count(rank) for rank in range(policy.ranks)]
         adapters_alone = engines_serve_adapters(config.generation, config.policy)
-        self._plan = policy.plan_refit(
-            config.refit, self._shared_device, adapters_alone, self._consumers, self._limit_s
-        )
+        self._plan = policy.plan_refit(config.refit, self._shared_device, adapters_alone, consumers, self._limit_s)
         # Bytes that an engine takes when its weights wake up.
         self._engine_bytes = 0
         if self._shared_device:
             own = self._plan.nbytes // self._ranks_per_engine
             self._engine_bytes = generation.weight_bytes() if adapters_alone else own
-        self.connect()
+        self._connected: list[int] = []
+        self._connect(generation)
         self.shares_weights = engines_share_weights(config)
         """True if policy ranks use weights in the engines' memory."""
         if self.shares_weights:
             engine_of = dict(zip(self._producers, generation.share_weights(), strict=True))
             policy.use_shared_weights([engine_of.get(rank) for rank in range(policy.ranks)])
 
-    def connect(self) -> None:
-        """Connect every engine rank to its producer, at first and after an engine was replaced."""
+    def disconnect(self) -> None:
+        """Connect again at the next refit, because engines are new."""
+        self._connected = []
+
+    def _connect(self, engines: RemoteGeneration) -> None:
+        """Connect each rank of these engines, and no other, to its producer."""
+        if self._connected == engines.live:
+            return
+        self._connected = []
         opened, joined, sources = self._policy.open_refit(self._limit_s), [0] * self._policy.ranks, []
-        for producer in self._producers:
+        producers = self._producers_of(engines)
+        consumers = [producers.count(rank) for rank in range(self._policy.ranks)]
+        for producer in producers:
             joined[producer] += 1
             host, port, offer = opened[producer]
-            rendezvous = Rendezvous(host, port, rank=joined[producer], world_size=1 + self._consumers[producer])
+            rendezvous = Rendezvous(host, port, rank=joined[producer], world_size=1 + consumers[producer])
             sources.append(Source(self._plan, self._config, rendezvous, _present(offer)))
         size = self._ranks_per_engine
         of_engines = [sources[start : start + size] for start in range(0, len(sources), size)]
-        wait(self._policy.join_refit(), self._generation.join_refit(of_engines), timeout_s=self._limit_s)
+        wait(self._policy.join_refit(consumers), engines.join_refit(of_engines), timeout_s=self._limit_s)
+        self._connected = list(engines.live)
 
-    def refit(self, version: int) -> dict[str, float]:
-        """Send the weights of step `version` to every engine, and compare checksums; return metrics.
+    def _producers_of(self, engines: RemoteGeneration) -> list[int]:
+        size = self._ranks_per_engine
+        return [rank for engine in engines.live for rank in self._producers[engine * size : (engine + 1) * size]]
+
+    def refit(self, version: int, engines: RemoteGeneration | None = None) -> dict[str, float]:
+        """Send the weights of step `version` to these engines (None: all that live), and compare checksums; return
+        metrics. The engines must be idle or paused.
 
         Sleeping engines allocate weights before the transfer. They allocate the KV cache after it, when the policy has
         entered its generation phase.
@@ -94,21 +108,24 @@ class WeightSync:
             RefitError: the checksums of sent and received bytes differ.
             WorkerError: the transfer failed.
         """
+        engines = engines or self._generation
+        self._connect(engines)
         started, self.version = time.perf_counter(), version
         self._policy.prepare_for_refit(self._engine_bytes)
-        self._generation.wake_weights()
+        engines.wake_weights()
         transfer_started = time.perf_counter()
-        results = wait(self._policy.send_weights(), self._generation.receive_weights(version))
+        results = wait(self._policy.send_weights(), engines.receive_weights(version))
         seconds = time.perf_counter() - transfer_started
         self._policy.prepare_for_generation()
-        self._generation.wake_cache()
+        engines.wake_cache()
         woken = time.perf_counter() - started - seconds
 
         sent: list[RefitReport | None] = results[: self._policy.ranks]
         received = [report for engine in results[self._policy.ranks :] for report in engine]
-        for consumer, (producer, report) in enumerate(zip(self._producers, received, strict=True)):
+        for consumer, (producer, report) in enumerate(zip(self._producers_of(engines), received, strict=True)):
             engine, rank = divmod(consumer, self._ranks_per_engine)
-            compare_checksums(self._plan, _present(sent[producer]), report, f"rank {rank} of generation rank {engine}")
+            name = f"rank {rank} of generation rank {engines.live[engine]}"
+            compare_checksums(self._plan, _present(sent[producer]), report, name)
         metrics = {
             f"{stage}_s": max(report.seconds.get(stage, 0.0) for report in reports if report is not None)
             for stage, reports in (("iterate", sent), ("pack", sent), ("transfer", sent), ("load", received))
@@ -124,7 +141,7 @@ class WeightSync:
             # Floats represent integers below 2^53 exactly.
             metrics["weights_checksum"] = float(sum(checksums) % 2**53)
         if self._config.verify != "off":
-            self._start_probe()
+            self._start_probe(engines)
         return metrics
 
     def verify_with_probe(self) -> dict[str, float]:
@@ -136,7 +153,7 @@ class WeightSync:
             RefitError: logprobs differ; the message names the engine and the difference.
         """
         started = time.perf_counter()
-        begun, self._probing = self._probing, []
+        begun, self._probing = self._probing, {}
         prompt, probed = self._probe.prompt, self._generation.collect_probe(begun)
         if not probed:
             return {}
@@ -155,12 +172,12 @@ class WeightSync:
                 )
         return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
 
-    def _start_probe(self) -> None:
-        """Make every engine sample a short sequence with its new weights, before other requests. `verify_with_probe`
+    def _start_probe(self, engines: RemoteGeneration) -> None:
+        """Make these engines sample a short sequence with its new weights, before other requests. `verify_with_probe`
         compares it later, as the policy's weights may be on the host now."""
         probe = self._probe
         sampling = Sampling(probe.temperature, 1.0, None, probe.tokens, stop_token_ids=(), stop_strings=())
-        self._probing = self._generation.start_probe(Request(tuple(probe.prompt), sampling, seed=1))
+        self._probing |= engines.start_probe(Request(tuple(probe.prompt), sampling, seed=1))
 
 
 def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:

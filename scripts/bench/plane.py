@@ -103,8 +103,9 @@ class Engines:
     def __len__(self) -> int:
         return len(self.seats)
 
-    def one(self, rank: int) -> Seat:
-        """Return one engine, as `WorkerGroup.one` does."""
+    def part(self, ranks: Sequence[int]) -> Seat:
+        """Return one engine, as `WorkerGroup.part` does."""
+        [rank] = ranks
         return self.seats[rank]
 
     def work(self) -> list[Work]:

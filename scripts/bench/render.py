@@ -151,6 +151,7 @@ TABLES = {
         "admission-cpu",
         columns=("throughput", "rollout", "preemptions", "tokens computed again, per sampled token"),
     ),
+    "restart table": Table("analysis/faults", "restart-cpu-2cores"),
     "month table": Table("analysis/faults", "month-cpu", columns=("goodput", "mean ends per run")),
     "full cache table": Table(
         "analysis/full_caches", "full-cache-1x-h100", columns=("throughput", "rollout", "preemptions")

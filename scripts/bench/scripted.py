@@ -286,7 +286,7 @@ class Seat:
         return self.group.call_beside(self.place, method, self.engine, *arguments, phase=phase)
 
     def replica(self) -> RemoteReplica:
-        return RemoteReplica(self, 0, self.place * BANK + self.engine)  # pyrefly: ignore
+        return RemoteReplica(self, self.place * BANK + self.engine)  # pyrefly: ignore
 
 
 class FullQueues:

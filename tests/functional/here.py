@@ -3,6 +3,7 @@
 A worker is a plain class, so a thread can call its methods as an actor does.
 """
 
+import copy
 import gc
 import importlib
 import io
@@ -198,6 +199,16 @@ class GroupHere:
 
     def __len__(self) -> int:
         return len(self.workers)
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(len(self)))
+
+    def part(self, places: Sequence[int]) -> "GroupHere":
+        part = copy.copy(self)
+        for name in ("processes", "workers", "_threads", "_beside"):
+            setattr(part, name, [getattr(self, name)[place] for place in places])
+        return part
 
     def load(
         self, class_path: str, environments: Sequence[dict[str, str]], follower_path: str = "", runner_path: str = ""

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from threading import Thread
 
@@ -139,7 +140,21 @@ def test_engines_outlive_a_policy_rank_and_the_run_is_the_same(tmp_path, model_f
     assert "policy rank 1 failed" in output and "the engines keep running" in output
     for rank in range(2):
         assert len(processes(folder, f"generation-{rank}")) == 1
-        assert len(processes(folder, f"policy-{rank}")) == 2
+    assert [len(processes(folder, f"policy-{rank}")) for rank in range(2)] == [1, 2]
     assert metrics_of(folder) == metrics_of(alone)
     assert rollouts_of(folder) == rollouts_of(alone)
     assert_same_weights(folder / "hf", alone / "hf")
+
+
+def test_a_run_continues_while_a_lost_engine_restarts_and_joins(tmp_path, model_folder):
+    folder = tmp_path / "hit"
+    apart = ["generation.data_parallel_size=2", "generation.colocated.enabled=false", "generation.min_engines=1"]
+    status, output = hit(folder, model_folder, {2: ("generation-1", signal.SIGKILL)}, *apart)
+    assert status == 0 and beginnings(output) == [], output[-3000:]
+    assert "generation rank 1 failed" in output and "it restarts now" in output
+    assert len(processes(folder, "generation-0")) == len(processes(folder, "policy-0")) == 1
+    # Every prompt is trained once, with all its samples.
+    steps = [rows for name, rows in sorted(rollouts_of(folder).items()) if name.endswith("-train.parquet")]
+    prompts = [[row["prompt"][0]["content"] for row in rows] for rows in steps]
+    assert [len(set(own)) for own in prompts] == [8] * 7 and len({one for own in prompts for one in own}) == 7 * 8
+    assert all(count == 8 for own in prompts for count in Counter(own).values())

@@ -101,7 +101,7 @@ def test_a_step_of_an_engine_that_does_not_end_is_named_with_its_stack(tmp_path,
     group = WorkerGroup(name, [{}], str(tmp_path), {"PYTHONPATH": PYTHONPATH}, limit_s=4.0, is_listened=True)
     wait(group.load("tests.functional.workers.StuckEngine", [{}], runner_path=ENGINE_LOOP), timeout_s=200)
     wait(group.start([{"keeps_python": keeps_python}]), timeout_s=200)
-    replica = RemoteReplica(group, 0, 0)
+    replica = RemoteReplica(group, 0)
     wait(group.call("call", "load"))
     # The process has set its own time limit with a heartbeat.
     time.sleep(1.5 * heartbeat.PERIOD_S)

@@ -60,7 +60,7 @@ def beats(monkeypatch) -> list[Heartbeat]:
 
 
 def test_machines_are_numbered_as_workers_are_and_shared_gpus_are_one(beats):
-    usage = SystemUsage(["policy rank 0", "policy rank 1", "generation rank 0"])
+    usage = SystemUsage(lambda: ["policy rank 0", "policy rank 1", "generation rank 0"])
     beats += [
         usage_beat("policy rank 0", "b", 2, **{"mem_gb": 8.0, "gpu.0.util": 100.0}),
         usage_beat("policy rank 1", "a", 1, **{"mem_gb": 6.0, "gpu.0.util": 90.0}),
@@ -75,7 +75,7 @@ def test_machines_are_numbered_as_workers_are_and_shared_gpus_are_one(beats):
 
 
 def test_a_step_has_the_mean_of_its_own_samples_or_what_was_last_seen(beats):
-    usage = SystemUsage(["policy rank 0"])
+    usage = SystemUsage(lambda: ["policy rank 0"])
     assert usage.take() == {}
     beats.append(usage_beat("policy rank 0", "a", 0))
     assert usage.take() == {}

@@ -89,6 +89,8 @@ class Fleet:
         self.refitted.append(version)
         return {"bytes": 8.0}
 
+    def admit(self) -> None: ...
+
     def finish_generation(self) -> dict[str, float]:
         return {"engine/kv_cache": 4.0}
 

@@ -12,7 +12,7 @@ from nemo_rl_lite.run import model
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.workers import generation as remote_generation
 from nemo_rl_lite.workers.generation import RemoteGeneration
-from nemo_rl_lite.workers.recovery import RecoveringGeneration
+from nemo_rl_lite.workers.recovery import EngineRules, RecoveringGeneration
 
 SHAPE = model_shape(MODEL_CONFIG)
 ON_GPU = [
@@ -30,6 +30,10 @@ class Group:
     def __len__(self):
         return 2
 
+    def part(self, places):
+        assert places == [0, 1]
+        return self
+
     def call(self, method, *arguments, phase=""):
         asked = arguments[0] if method == "call" else method
         return {"memory": [{}, {}], "take_decoded": [self.own, self.own], "sleep": [None, None]}[asked]
@@ -39,7 +43,8 @@ class Group:
 def generation(monkeypatch):
     monkeypatch.setattr(remote_generation, "wait", lambda *calls: [answer for call in calls for answer in call])
     remote = RemoteGeneration(Group(), shares_device=True)  # pyrefly: ignore
-    found = RecoveringGeneration(remote, None, print, None, lambda *_: SimpleNamespace(busy_s=0.0), True, print)  # pyrefly: ignore
+    own = remote, None, print, None, lambda *_: SimpleNamespace(busy_s=0.0), True, print
+    found = RecoveringGeneration(*own, EngineRules(2, at_once=False), {})  # pyrefly: ignore
     found.group = remote.group
     return found
 

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.workers.budget import RestartBudget
-from nemo_rl_lite.workers.recovery import RecoveringGeneration
+from nemo_rl_lite.workers.recovery import EngineRules, RecoveringGeneration
 
 LOSS = WorkerError("policy rank 1", "train", "the process died", lost=True)
 
@@ -56,8 +56,9 @@ def engines():
         return ranks
 
     group = SimpleNamespace(replace=replace)
-    generation = SimpleNamespace(engines=3, group=group, finish_generation=dict)
-    weights = SimpleNamespace(connect=lambda: None, refit=lambda version: {})
+    generation = SimpleNamespace(engines=3, live=[0, 1, 2], group=group, finish_generation=dict, renew=lambda ranks: 0)
+    generation.only = lambda ranks: generation
+    weights = SimpleNamespace(disconnect=lambda: None, refit=lambda version: {})
     queue = SimpleNamespace(busy_s=0.0, replaced=lambda ranks: None)
 
     def make_queue(on_loss, restore, on_worker_loss):
@@ -66,7 +67,8 @@ def engines():
 
     budget = RestartBudget(1, lambda: here.step)
     start = lambda group: None  # noqa: E731
-    here.recovering = RecoveringGeneration(generation, weights, start, budget, make_queue, True, here.said.append)  # pyrefly: ignore
+    own = generation, weights, start, budget, make_queue, True, here.said.append, EngineRules(3, at_once=False), {}
+    here.recovering = RecoveringGeneration(*own)  # pyrefly: ignore
     return here
 
 

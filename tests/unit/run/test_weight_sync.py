@@ -30,13 +30,13 @@ def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
         assert request.prompt == tuple(PROMPT)
         sampling = request.sampling
         assert sampling.top_p == 1 and sampling.top_k is None and sampling.max_new_tokens == tokens
-        return engine_logprobs
+        return dict(enumerate(engine_logprobs))
 
     def collect_probe(begun):
-        answers = (Completion((7,) * tokens, tuple(values), "length", (1,) * tokens) for values in begun)
-        return dict(enumerate(answers))
+        answers = (Completion((7,) * tokens, tuple(values), "length", (1,) * tokens) for values in begun.values())
+        return dict(zip(begun, answers, strict=True))
 
-    sync._probing = []
+    sync._probing = {}
     sync._policy = SimpleNamespace(logprobs=logprobs)
     sync._generation = SimpleNamespace(start_probe=start_probe, collect_probe=collect_probe)
     return sync
@@ -44,19 +44,19 @@ def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
 
 def test_a_probe_that_agrees_reports_the_mean_difference_once():
     sync = sync_with([[-1.0, -1.0], [-1.0005, -0.9995], [-1.0, -1.0015]])
-    sync._start_probe()
+    sync._start_probe(sync._generation)
     assert sync.verify_with_probe()["probe_logprob_diff"] == pytest.approx(7.5e-4, rel=1e-3)
     assert sync.verify_with_probe() == {}
 
 
 def test_a_probe_that_disagrees_names_the_engine():
     sync = sync_with([[-1.0, -1.0], [-1.01, -0.99]])
-    sync._start_probe()
+    sync._start_probe(sync._generation)
     with pytest.raises(RefitError, match=r"generation rank 1 .* differ by 0.0100 nats on average"):
         sync.verify_with_probe()
     # Nor does a policy agree that computes NaN.
     sync._policy = SimpleNamespace(logprobs=lambda tokens, *_, **__: torch.full(tokens.shape, math.nan))
-    sync._start_probe()
+    sync._start_probe(sync._generation)
     with pytest.raises(RefitError, match=r"generation rank 0 .* differ by nan nats"):
         sync.verify_with_probe()
 
