@@ -262,9 +262,12 @@ class Assignment:
             return False
         if asked.conversation.engine is not None:
             self.held[asked.conversation.engine].between_turns.discard(asked.conversation)
-        self.held[chosen].give(asked)
-        self.taken_over, asked.recovered = self.taken_over + asked.recovered, 0
+        self._hand(chosen, asked)
         return True
+
+    def _hand(self, replica: int, asked: PendingRequest) -> None:
+        self.held[replica].give(asked)
+        self.taken_over, asked.recovered = self.taken_over + asked.recovered, 0
 
     def finish(self, replica: int, number: int, completion: Completion) -> PendingRequest | None:
         """Return the answered request; None if it was dropped."""
@@ -309,8 +312,8 @@ class Assignment:
             movable = [asked for asked in self.held[one].requests if asked.conversation.engine is None]
             for asked in nlargest(self.held[one].load - share, movable, key=lambda asked: asked.number):
                 self.held[one].drop(asked)
-                self.taken_over += asked.requeue()
-                self.held[replica].give(asked)
+                asked.requeue()
+                self._hand(replica, asked)
 
     def _requeue(self, replica: int) -> None:
         for asked in self.held[replica].requests:

@@ -85,7 +85,7 @@ def read_state(sharded: dict[str, Any], folder: Path) -> Any:
 
     with reading(folder) as reader, files_read_by(reader):
         strategy = _Together(folder, _SharedReader(str(folder), reader.read_metadata(), _verifier(folder)))
-        return dist_checkpointing.load(sharded, str(folder), sharded_strategy=strategy)
+        return dist_checkpointing.load(sharded, str(folder), sharded_strategy=strategy)  # pyrefly: ignore
 
 
 class _Together:
@@ -141,7 +141,7 @@ class _SharedReader(PartReader):
         }
         lengths = {place: parts[place][0] for place in needs}
         owners = _owners(needs, lengths, len(everyone))
-        failure: Exception | None = None
+        failure: BaseException | None = None
         for places in _rounds(owners, lengths):
             try:
                 mine = {place: self._read(place, *parts[place]) for place in places if owners[place] == dist.get_rank()}
@@ -174,8 +174,7 @@ class _SharedReader(PartReader):
         owners: Mapping[Place, int],
         parts: Mapping[Place, tuple[int, torch.dtype | None]],
     ) -> Iterator[tuple[Place, list[Tensor]]]:
-        """Send pieces of this rank's parts, and yield the pieces that it needs of all parts; none of a part that its
-        owner could not read."""
+        """Send pieces of this rank's parts, and yield those that it needs, by part; none of a part that failed."""
         rank, device = dist.get_rank(), _device()
         messages, received = list[dist.P2POp](), dict[Place, Tensor]()
         for number, place in enumerate(places):
