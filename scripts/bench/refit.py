@@ -110,7 +110,7 @@ class PolicySide(Side):
         return self.plan, self.opened[0].port, self.opened[1]
 
     def join(self) -> None:
-        self.sender = self.producer.join(*self.opened)
+        self.sender = self.producer.join(*self.opened, consumers=1)
         self.group, self.buffers = side_of(self.sender)
 
     def ours(self) -> dict[str, float]:

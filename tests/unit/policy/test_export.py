@@ -116,7 +116,7 @@ def made(convert, bucket_bytes=300, is_whole=True) -> Connected:
     group = Group(producer.plan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(producer_module.refit_group, "join", lambda *arguments: group)
-        return Connected(bridge, model, producer, group, producer.join(*producer.open("127.0.0.1")))
+        return Connected(bridge, model, producer, group, producer.join(*producer.open("127.0.0.1"), consumers=1))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
@@ -215,5 +215,5 @@ def test_what_the_bridge_exports_is_gathered_to_its_end_where_several_ranks_gath
         model = model_of(Bridge(with_an_end), is_whole)
         producer = plan_refit(model, compose_config().refit, shared_device=False, consumers=0)
         before = len(ended)
-        assert producer.join(*producer.open("127.0.0.1")).send() is None
+        assert producer.join(*producer.open("127.0.0.1"), consumers=0).send() is None
     assert len(ended) == before + (not is_whole)
