@@ -68,7 +68,7 @@ _OF_DAMAGED_FILES = (
 Place = tuple[str, int]
 """Name of a file, and the first byte of a part."""
 Piece = tuple[tuple[int, ...], tuple[int, ...]] | None
-"""Offset and size of a piece in the tensor of its part; None for a part that is no tensor."""
+"""Offset and size of a piece in the tensor of its part; None if the part is not a tensor."""
 
 
 def read_common(folder: Path) -> dict[str, Any]:

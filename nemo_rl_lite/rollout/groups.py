@@ -282,7 +282,7 @@ class LocalPlayers:
         return self.play_with(task, self._requests)
 
     def play_with(self, task: PromptTask, requests: Requests) -> Group:
-        """Start a group with other requests than those of the engines."""
+        """Start a group whose requests do not go to the engines."""
         return self._players[task.problem.source].begin(task, requests)
 
     def play_again(self, group: Group) -> None:
