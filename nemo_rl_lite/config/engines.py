@@ -6,7 +6,7 @@ a row here. The row has the class's dotted path.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,11 @@ from nemo_rl_lite.config.sizes import engine_share, engines, on_gpus, samples_pe
 
 # vLLM's quantisations of the linear weights of a refit, all with dynamic scales of activations.
 VLLM_QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+# Options of vLLM that trade precision for speed or memory. Responses have the same distribution up to rounding.
+_ROUNDING = (
+    *("quantization", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales"),
+    *("attention_backend", "attention_config"),
+)
 # LoRA ranks with a vLLM kernel. Smaller adapters are padded with zeros.
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Longest text that an n-gram draft looks up.
@@ -141,6 +146,17 @@ def engines_sleep(config: Config) -> bool:
 def engines_quantize(generation: GenerationConfig) -> bool:
     """Return whether engines quantise the weights of a refit."""
     return generation.vllm_kwargs.get("quantization") in VLLM_QUANTIZATIONS
+
+
+def rounding_options(generation: GenerationConfig) -> dict[str, Any]:
+    """Return the options of the engines that change their rounding."""
+    return {name: value for name, value in generation.vllm_kwargs.items() if name in _ROUNDING}
+
+
+def plain_engines(generation: GenerationConfig) -> GenerationConfig:
+    """Return the settings without `rounding_options`."""
+    kept = {name: value for name, value in generation.vllm_kwargs.items() if name not in _ROUNDING}
+    return replace(generation, vllm_kwargs=kept)
 
 
 def engines_serve_adapters(generation: GenerationConfig, policy: PolicyConfig) -> bool:

@@ -214,7 +214,8 @@ class GRPOJob(_AlgorithmJob):
             source = self._source(self._sampler(started, collector), workers.generation, started)
             speed = decoding_speed(self._config, described_shape(self._model_path), workers.generation.take_decoded)
             own = workers.policy, workers.teacher, source, workers.groups
-            of_engines = speed, workers.weights.verify_with_probe, workers.generation.take_recovered
+            generation = workers.generation
+            of_engines = speed, workers.weights.verify_with_probe, generation.take_recovered, generation.mismatch.note
             loop = self._loop(metrics, start, *own, callbacks, *of_engines)
             try:
                 loop.run()
@@ -269,6 +270,7 @@ class GRPOJob(_AlgorithmJob):
         decoding_speed: Callable[[], dict[str, float]] = dict,
         check: Callable[[], dict[str, float]] = dict,
         take_recovered: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        note_mismatch: Callable[[int, float], None] = lambda step, nats: None,
     ) -> GRPO:
         """Return the loop. `groups`: all workers. For the rest see `GRPO`."""
         config, console = self._config, self._console
@@ -288,6 +290,7 @@ class GRPOJob(_AlgorithmJob):
             decoding_speed=decoding_speed,
             take_recovered=take_recovered,
             check=check,
+            note_mismatch=note_mismatch,
             log=RolloutLog(files, config.logger.show_samples_period, console, metrics, callbacks),
             held_out=len(self._validation),
             held_out_label=held_out_label(values),

@@ -7,6 +7,7 @@ from pathlib import Path
 from nemo_rl_lite.checkpoint.store import explained
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.config.schema import GenerationConfig
 from nemo_rl_lite.config.sizes import (
     generates_ahead,
     iterations,
@@ -16,6 +17,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_together,
 )
 from nemo_rl_lite.errors import CheckpointError, WorkerError
+from nemo_rl_lite.generation.mismatch import MismatchBudget
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.timer import Timer
@@ -96,9 +98,10 @@ def launch(
         teacher = None if begun.teacher_group is None else RemoteTeacher.of(config, begun.teacher_group)
         weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
 
-    def restart_engines(group: WorkerGroup) -> None:
-        wait(load_generation(config, group), timeout_s=limit)
-        wait(start_engines(config, group, begun.model_path), timeout_s=limit)
+    def restart_engines(group: WorkerGroup, settings: GenerationConfig) -> None:
+        own = replace(config, generation=settings)
+        wait(load_generation(own, group), timeout_s=limit)
+        wait(start_engines(own, group, begun.model_path), timeout_s=limit)
 
     if weights.shares_weights:
         # If an engine holds the policy's weights and dies, the policy must restart too.
@@ -117,8 +120,9 @@ def launch(
         rollouts.append(RolloutWorkers(*groups, config, *folders, on_loss, restore, on_worker_loss, say))
         return rollouts[0]
 
+    mismatch = MismatchBudget(config.generation, begun.folder, say)
     recovering = RecoveringGeneration(
-        remote_generation, weights, restart_engines, budget, make_queue, policy_waits, say
+        remote_generation, weights, restart_engines, mismatch, budget, make_queue, policy_waits, say
     )
     return Workers(remote_policy, teacher, recovering, generation, weights, next(iter(rollouts), None))
 

@@ -1,13 +1,15 @@
-"""Restarts engines that died, and continues their requests."""
+"""Restarts engines that died, or whose settings have changed, and continues their requests."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.config.schema import GenerationConfig
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Decoded
+from nemo_rl_lite.generation.mismatch import MismatchBudget
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.workers.budget import RestartBudget
 from nemo_rl_lite.workers.generation import RemoteGeneration
@@ -25,14 +27,15 @@ class RecoveringGeneration:
 
     The other engines take over the requests of a dead engine. It restarts before the next refit, or at once if it was
     the last engine and the policy waits for the rollout. If the new engine does not fit on its device, the loss is
-    raised like that of other workers.
+    raised like that of other workers. Engines above the mismatch budget restart before the next refit, too.
     """
 
     def __init__(
         self,
         generation: RemoteGeneration,
         weights: WeightSync,
-        start: Callable[[WorkerGroup], None],
+        start: Callable[[WorkerGroup, GenerationConfig], None],
+        mismatch: MismatchBudget,
         budget: RestartBudget,
         make_queue: MakeQueue,
         policy_waits: bool,
@@ -41,7 +44,8 @@ class RecoveringGeneration:
         """Set up the recovery.
 
         Args:
-            start: starts engines in empty processes.
+            start: starts engines with some settings in empty processes.
+            mismatch: has the settings of the engines.
             budget: counts restarts of engines and rollout workers. Engines that restart together count once.
             make_queue: creates the queue of requests, with `on_loss` and `restore` of `RequestQueue`, and a function
                 that is called when a rollout worker dies.
@@ -50,6 +54,7 @@ class RecoveringGeneration:
         """
         self._generation, self._weights, self._start = generation, weights, start
         self._budget, self._say = budget, say
+        self.mismatch, self._settings = mismatch, mismatch.settings
         restore = self._restore if policy_waits else lambda: None
         self.queue = make_queue(self._note_loss, restore, self._note_lost_worker)
         self._lost: dict[int, WorkerError] = {}
@@ -84,9 +89,13 @@ class RecoveringGeneration:
         return now[0] - before[0], now[1] - before[1]
 
     def refit(self, version: int) -> dict[str, float]:
-        """Restart engines that died in the rollout, and refit all engines."""
+        """Restart engines that died in the rollout, or all if their settings have changed, and refit all engines."""
         self._replace_lost()
-        return self._persist(lambda: self._weights.refit(version))
+        changed = self._settings is not self.mismatch.settings
+        if changed:
+            self._settings = self.mismatch.settings
+            self._restart_all()
+        return self._persist(lambda: self._weights.refit(version)) | ({"fell_back": 1.0} if changed else {})
 
     def _note_loss(self, rank: int, error: WorkerError) -> None:
         """Record a lost engine. Raises the error if no restart is left."""
@@ -127,16 +136,30 @@ class RecoveringGeneration:
     def _replace_lost(self) -> None:
         if not self._lost:
             return
-        started, error = time.monotonic(), next(iter(self._lost.values()))
+        error = next(iter(self._lost.values()))
         self._say(f"{error}; restarting it ({self._restart})")
         try:
-            self._start(self._generation.group.replace(sorted(self._lost)))
-            # On the policy's device, a new engine sleeps until the refit wakes it.
-            self._generation.finish_generation()
-            self._weights.connect()
+            self._replace(sorted(self._lost))
         except WorkerError as failure:
             self._say(f"the restart failed: {failure}")
             raise error from failure
-        self.queue.replaced(sorted(self._lost))
         self._lost.clear()
-        self._say(f"the engine has restarted after {time.monotonic() - started:.1f} s")
+
+    def _restart_all(self) -> None:
+        """Restart all engines with new settings. If they do not fit next to the policy, all workers restart."""
+        self._weights.make_room()
+        try:
+            self._replace(range(self._generation.engines))
+        except WorkerError as error:
+            self._budget.take(error)
+            raise
+
+    def _replace(self, ranks: Sequence[int]) -> None:
+        started = time.monotonic()
+        self._start(self._generation.group.replace(ranks), self._settings)
+        # On the policy's device, a new engine sleeps until the refit wakes it.
+        self._generation.finish_generation()
+        self._weights.connect()
+        self.queue.replaced(ranks)
+        which = "the engine has" if len(ranks) == 1 else f"{len(ranks)} engines have"
+        self._say(f"{which} restarted after {time.monotonic() - started:.1f} s")

@@ -84,6 +84,10 @@ class WeightSync:
         of_engines = [sources[start : start + size] for start in range(0, len(sources), size)]
         wait(self._policy.join_refit(), self._generation.join_refit(of_engines), timeout_s=self._limit_s)
 
+    def make_room(self) -> None:
+        """Let the policy leave the memory that engines need at their start."""
+        self._policy.prepare_for_generation()
+
     def refit(self, version: int) -> dict[str, float]:
         """Send the weights of step `version` to every engine, and compare checksums; return metrics.
 
