@@ -39,7 +39,8 @@ class Group:
 def generation(monkeypatch):
     monkeypatch.setattr(remote_generation, "wait", lambda *calls: [answer for call in calls for answer in call])
     remote = RemoteGeneration(Group(), shares_device=True)  # pyrefly: ignore
-    found = RecoveringGeneration(remote, None, print, None, lambda *_: SimpleNamespace(busy_s=0.0), True, print)  # pyrefly: ignore
+    mismatch, make_queue = SimpleNamespace(settings=None), lambda *_: SimpleNamespace(busy_s=0.0)
+    found = RecoveringGeneration(remote, None, print, mismatch, None, make_queue, True, print)  # pyrefly: ignore
     found.group = remote.group
     return found
 

@@ -49,7 +49,7 @@ def test_a_run_without_restarts_ends_at_the_first_loss():
 @pytest.fixture
 def engines():
     """Three engines, of which some are lost, in step 7 of a run that may restart once in each step."""
-    here = SimpleNamespace(step=7, said=[], replaced=[])
+    here = SimpleNamespace(step=7, said=[], replaced=[], started=[], mismatch=SimpleNamespace(settings="fast"))
 
     def replace(ranks):
         here.replaced.append(ranks)
@@ -57,7 +57,7 @@ def engines():
 
     group = SimpleNamespace(replace=replace)
     generation = SimpleNamespace(engines=3, group=group, finish_generation=dict)
-    weights = SimpleNamespace(connect=lambda: None, refit=lambda version: {})
+    weights = SimpleNamespace(connect=lambda: None, refit=lambda version: {}, make_room=lambda: None)
     queue = SimpleNamespace(busy_s=0.0, replaced=lambda ranks: None)
 
     def make_queue(on_loss, restore, on_worker_loss):
@@ -65,8 +65,14 @@ def engines():
         return queue
 
     budget = RestartBudget(1, lambda: here.step)
-    start = lambda group: None  # noqa: E731
-    here.recovering = RecoveringGeneration(generation, weights, start, budget, make_queue, True, here.said.append)  # pyrefly: ignore
+
+    def start(group, settings):
+        here.started.append(settings)
+        if settings == "too large":
+            raise LOSS
+
+    own = generation, weights, start, here.mismatch, budget, make_queue
+    here.recovering = RecoveringGeneration(*own, True, here.said.append)  # pyrefly: ignore
     return here
 
 
@@ -88,3 +94,21 @@ def test_engines_and_rollout_workers_share_the_restarts_of_a_step(engines):
     engines.on_loss(1, LOSS)
     engines.recovering.refit(8)
     assert engines.replaced == [[0], [1]]
+
+
+def test_all_engines_restart_once_after_a_change_of_their_settings(engines):
+    assert "fell_back" not in engines.recovering.refit(6)
+    engines.mismatch.settings = "plain"
+    assert engines.recovering.refit(7)["fell_back"] == 1
+    assert "fell_back" not in engines.recovering.refit(8)
+    engines.on_loss(1, LOSS)
+    engines.recovering.refit(9)
+    assert [list(ranks) for ranks in engines.replaced] == [[0, 1, 2], [1]] and engines.started == ["plain", "plain"]
+
+
+def test_engines_that_do_not_fit_with_new_settings_use_up_a_restart(engines):
+    engines.mismatch.settings = "too large"
+    with pytest.raises(WorkerError):
+        engines.recovering.refit(7)
+    with pytest.raises(WorkerError):
+        engines.on_worker_loss(LOSS)
