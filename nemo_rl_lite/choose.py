@@ -19,11 +19,12 @@ from nemo_rl_lite.errors import ConfigError, Violation, shown_as_message
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.run.choosing import Estimate, Measured, candidates, choose, measure
 from nemo_rl_lite.run.command import Flags, checked, folder_of
+from nemo_rl_lite.validation.compose import compose_config
 
 FILE = "choose.json"
 NONE_WITHIN = 1
-# Without a warm-up step there is no rate.
-_LEAST_STEPS = 2
+# A warm-up, and two steps for a standard error.
+_LEAST_STEPS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         overrides = expanded(given.overrides)
         [(_, config)] = checked(Flags(()), overrides)
         budget, folder = _budget(config), _new_folder(overrides)
-        tried = candidates(config) if given.tried is None else [(), *(tuple(shlex.split(one)) for one in given.tried)]
+        tried = candidates(config) if given.tried is None else _own_candidates(overrides, given.tried)
         console = RunConsole()
         command = shlex.join(["nrl-lite", "choose", *given_arguments])
         measured = list[Measured]()
@@ -71,6 +72,14 @@ def _budget(config: Config) -> float:
         key = "generation.max_gen_kl"
         raise ConfigError([Violation(key, None, "is the budget, in nats per token", f"{key}=1e-3")])
     return budget
+
+
+def _own_candidates(overrides: Sequence[str], tried: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the given configuration and the user's candidates. Raises ConfigError: one is invalid."""
+    found = [tuple(shlex.split(one)) for one in tried]
+    for own in found:
+        compose_config([*overrides, *own])
+    return [(), *found]
 
 
 def _new_folder(overrides: Sequence[str]) -> Path:

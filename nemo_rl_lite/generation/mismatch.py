@@ -11,7 +11,7 @@ from nemo_rl_lite.config.engines import plain_engines, rounding_options
 from nemo_rl_lite.config.schema import GenerationConfig
 
 # File of a run's folder that keeps the plain settings after a resume.
-FILE = "plain_engines.json"
+PLAIN_ENGINES = "plain_engines.json"
 # Steps in a row above the budget until the engines restart.
 STEPS = 3
 
@@ -37,7 +37,7 @@ class MismatchBudget:
             self._say(f"{why} (generation.max_gen_kl); the engines have no faster setting to give up: {fix}")
             return
         found = {"step": step, "gen_kl_error": nats, "vllm_kwargs": options}
-        (self._folder / FILE).write_text(json.dumps(found))
+        (self._folder / PLAIN_ENGINES).write_text(json.dumps(found))
         self.settings, self._above = plain_engines(self.settings), 0
         removed = ", ".join(f"{name}={value}" for name, value in options.items())
         self._say(f"{why} (generation.max_gen_kl); the engines restart without {removed}")
@@ -46,7 +46,7 @@ class MismatchBudget:
 def within_budget(given: GenerationConfig, folder: Path) -> GenerationConfig:
     """Return plain settings if the run in `folder` has found the given ones to be above the budget, else the given
     ones."""
-    file = folder / FILE
+    file = folder / PLAIN_ENGINES
     if given.max_gen_kl is None or not file.exists():
         return given
     found = json.loads(file.read_text())

@@ -48,7 +48,7 @@ class Measured:
     rate: Estimate | None
     """Sampled tokens per second of generation and refit."""
     failure: str
-    """Why the run failed, else empty."""
+    """Empty, or the reason why the run failed."""
 
     def is_within(self, budget: float) -> bool:
         """Return whether the mismatch is below the budget by two standard errors."""

@@ -143,9 +143,10 @@ def test_no_candidate_within_the_budget_is_its_own_status(here):
     ("arguments", "named"),
     [
         ([], "generation.max_gen_kl=1e-3"),
+        (["generation.max_gen_kl=1e-3", "--try", "generation.temprature=1"], "generation.temperature"),
         (["generation.max_gen_kl=0"], "generation.max_gen_kl"),
         (["algorithm=sft", "generation.max_gen_kl=1e-3"], "algorithm=grpo"),
-        (["generation.max_gen_kl=1e-3", "--steps", "1"], "--steps must be at least 2"),
+        (["generation.max_gen_kl=1e-3", "--steps", "2"], "--steps must be at least 3"),
     ],
 )
 def test_an_unusable_command_names_its_fix(here, capsys, arguments, named):
