@@ -68,8 +68,18 @@ class Engine:
     """It verifies drafts of several tokens in one pass."""
     least_cpu_head_dim: int = 1
     """Smallest head dimension on a CPU."""
+    precisions: tuple[tuple[str, ...], ...] = ()
+    """Settings that change its rounding and speed on GPUs, as overrides."""
     temperatures: tuple[float, float] = (0.0, math.inf)
     """Lowest and highest sampling temperature that it applies unchanged, apart from 0."""
+
+
+def _vllm_precisions() -> tuple[tuple[str, ...], ...]:
+    """Return FP8 weights of each kind, an FP8 KV cache, both, and other attention kernels."""
+    key = "++generation.vllm_kwargs"
+    weights, cache = [f"{key}.quantization={way}" for way in VLLM_QUANTIZATIONS], f"{key}.kv_cache_dtype=fp8"
+    kernels = [f"{key}.attention_backend={kind}" for kind in ("FLASHINFER", "TRITON_ATTN")]
+    return *((one,) for one in (*weights, cache, *kernels)), (f"{key}.quantization=fp8_per_channel", cache)
 
 
 def _vllm_environment(generation: GenerationConfig, on_gpu: bool) -> dict[str, str]:
@@ -120,6 +130,7 @@ ENGINES: dict[str, Engine] = {
         records_experts=True,
         takes_options=True,
         speculates=True,
+        precisions=_vllm_precisions(),
         least_cpu_head_dim=32,
         # vLLM rejects T > 2 and clamps T < 0.01, so its logprobs would differ from the policy's.
         temperatures=(0.01, 2.0),

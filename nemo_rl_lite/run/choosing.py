@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
+from nemo_rl_lite.config.engines import ENGINES, engine_of
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import on_gpus
@@ -19,7 +19,6 @@ from nemo_rl_lite.run.command import logged_to, run_in
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.validation.layout import known_shape
 
-_VLLM = "++generation.vllm_kwargs"
 _MISMATCH, _RATE = "train/gen_kl_error", "performance/generation_tokens_per_sec"
 _GENERATION = "timing/train/generation"
 _REFIT = "timing/train/prepare_for_generation/transfer_and_update_weights"
@@ -61,17 +60,14 @@ class Measured:
 
 def candidates(config: Config) -> list[tuple[str, ...]]:
     """Return the overrides of each candidate. The first one has none, and is the given configuration."""
-    if config.generation.backend != "vllm":
-        return [(), ("generation.backend=vllm",)]
-    if not on_gpus(config):
-        return [(), ("generation.backend=transformers",)]
-    cache, attention = f"{_VLLM}.kv_cache_dtype=fp8", ("FLASHINFER", "TRITON_ATTN")
-    weights = [f"{_VLLM}.quantization={way}" for way in VLLM_QUANTIZATIONS]
-    found = [*((one,) for one in weights), (cache,), (f"{_VLLM}.quantization=fp8_per_channel", cache)]
+    found = list(engine_of(config).precisions)
+    if not (found and on_gpus(config)):
+        return [(), *((f"generation.backend={name}",) for name in ENGINES if name != config.generation.backend)]
     shape = known_shape(config.policy.model_name)
     if shape is not None and shape.experts:
-        found = [("policy.router_replay.enabled=true",), (cache,)]
-    return [(), *found, *((f"{_VLLM}.attention_backend={kind}",) for kind in attention)]
+        without = [own for own in found if not any("quantization" in one for one in own)]
+        return [(), ("policy.router_replay.enabled=true",), *without]
+    return [(), *found]
 
 
 def measure(overrides: Sequence[str], own: tuple[str, ...], steps: int, folder: Path, command: str) -> Measured:
