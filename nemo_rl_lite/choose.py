@@ -36,11 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--try",
         action="append",
         dest="tried",
+        type=_words,
         metavar="OVERRIDES",
         help="candidate instead of the usual ones; may be repeated. The given configuration is always one",
     )
     parser.add_argument(
-        "--steps", type=int, default=4, help="steps of a candidate; the first is a warm-up (default: 4)"
+        "--steps", type=int, default=6, help="steps of a candidate; the first is a warm-up (default: 6)"
     )
     given = parser.parse_intermixed_args(as_words(given_arguments))
     if given.steps < _LEAST_STEPS:
@@ -74,12 +75,18 @@ def _budget(config: Config) -> float:
     return budget
 
 
-def _own_candidates(overrides: Sequence[str], tried: Sequence[str]) -> list[tuple[str, ...]]:
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+
+
+def _own_candidates(overrides: Sequence[str], tried: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return the given configuration and the user's candidates. Raises ConfigError: one is invalid."""
-    found = [tuple(shlex.split(one)) for one in tried]
-    for own in found:
+    for own in tried:
         compose_config([*overrides, *own])
-    return [(), *found]
+    return [(), *tried]
 
 
 def _new_folder(overrides: Sequence[str]) -> Path:

@@ -55,7 +55,8 @@ class Measured:
 
     @property
     def name(self) -> str:
-        return " ".join(one.rpartition(".")[2] for one in self.overrides) or "as given"
+        pairs = (one.partition("=") for one in self.overrides)
+        return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs) or "as given"
 
 
 def candidates(config: Config) -> list[tuple[str, ...]]:

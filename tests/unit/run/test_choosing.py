@@ -48,6 +48,12 @@ def test_the_fastest_within_the_budget_replaces_the_given_settings_if_it_is_clea
     assert found is not None and found.overrides == (chosen,)
 
 
+def test_a_name_has_the_last_part_of_each_key():
+    own = "++generation.vllm_kwargs.kv_cache_dtype=fp8", "generation.min_p=0.5"
+    assert Measured(own, None, None, "").name == "kv_cache_dtype=fp8 min_p=0.5"
+    assert Measured((), None, None, "").name == "as given"
+
+
 def test_settings_above_the_budget_are_replaced_by_slower_ones():
     within = measured("slower", 1e-4, 50)
     assert choose([GIVEN, within], budget=5e-4) is within
@@ -144,6 +150,7 @@ def test_no_candidate_within_the_budget_is_its_own_status(here):
     [
         ([], "generation.max_gen_kl=1e-3"),
         (["generation.max_gen_kl=1e-3", "--try", "generation.temprature=1"], "generation.temperature"),
+        (["generation.max_gen_kl=1e-3", "--try", "data.path='x"], "No closing quotation"),
         (["generation.max_gen_kl=0"], "generation.max_gen_kl"),
         (["algorithm=sft", "generation.max_gen_kl=1e-3"], "algorithm=grpo"),
         (["generation.max_gen_kl=1e-3", "--steps", "2"], "--steps must be at least 3"),
