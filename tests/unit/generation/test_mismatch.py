@@ -3,6 +3,7 @@
 import pytest
 
 from nemo_rl_lite.config.schema import GenerationConfig
+from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.generation.mismatch import MismatchBudget, within_budget
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -65,3 +66,13 @@ def test_a_resume_keeps_the_plain_settings_unless_their_reason_is_gone(tmp_path)
     for now in (larger, other, given("null", FAST)):
         assert within_budget(now, tmp_path) == now
     assert within_budget(settings, tmp_path / "another-run") == settings
+
+
+def test_engines_that_hold_the_weights_of_the_policy_cannot_fall_back():
+    gpu = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "generation.colocated.sleep=false"]
+    lora = ["policy.megatron_cfg.peft.enabled=true", "generation.vllm_cfg.lora=adapters"]
+    cache = "++generation.vllm_kwargs.kv_cache_dtype=fp8"
+    compose_config([*gpu, *lora, "generation.max_gen_kl=1e-3"])
+    compose_config([*gpu, *lora, "generation.max_gen_kl=1e-3", cache, "refit.cuda_ipc=false"])
+    with pytest.raises(ConfigError, match=r"generation\.max_gen_kl(.|\n)*kv_cache_dtype(.|\n)*refit\.cuda_ipc=false"):
+        compose_config([*gpu, *lora, "generation.max_gen_kl=1e-3", cache])
