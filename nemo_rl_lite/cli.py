@@ -13,6 +13,7 @@ VERBS = {
     "init": "write an example experiment, reward and rows to start from; it trains on a CPU",
     "train": "train a model: FILE.yaml, group=file and key.path=value; `nrl-lite train --help` lists them",
     "plan": "predict memory and step time, and whether a run fits; needs no GPU; arguments as for train",
+    "choose": "measure engine settings, and print the fastest within a mismatch budget; arguments as for train",
     "rehearse": "play scripted episodes to find faults of agent, environment and reward; arguments as for train",
     "slurm": "print or submit an sbatch script for a run; it resumes after a time limit",
     "keys": "search configuration keys: range, default, meaning",

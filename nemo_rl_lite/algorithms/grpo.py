@@ -90,6 +90,8 @@ class GRPO:
     """See `RecoveringGeneration.take_recovered`."""
     check: Callable[[], dict[str, float]]
     """Compares the engines' probe after the last refit with the policy, which is in its logprob or training phase."""
+    note_mismatch: Callable[[int, float], None]
+    """See `MismatchBudget.note`."""
     log: RolloutLog
     held_out: int
     """Number of held-out problems."""
@@ -133,6 +135,11 @@ class GRPO:
             with timer("policy_training"):
                 trained = self.policy.train(batch, self.loss)
             self.log.scored(step, rollout, partial(self.policy.write_scores, batch, self.loss))
+            ages = rollout.ages(step - 1)
+            if not ages["trajectory_age_max"]:
+                # A stale rollout's mismatch includes policy drift.
+                self.note_mismatch(step, trained["gen_kl_error"])
+                self._warn_of_mismatch(step, trained["token_mult_prob_error"])
             if config.ref_model_sync_steps and "reference" in self.scored and step % config.ref_model_sync_steps == 0:
                 with timer("reference_sync"):
                     self.policy.follow_policy(config.ref_model_mixup_alpha)
@@ -142,11 +149,7 @@ class GRPO:
                 saves = self.steps.checkpoints.save_if_due(step, step == self.total)
             with timer("prepare_for_generation/transfer_and_update_weights"):
                 refitted = self.rollouts.publish(step)
-        seconds, sampled, ages = timer.take(), rollout.metrics(), rollout.ages(step - 1)
-        by_source = metrics_by_source(rollout)
-        if not ages["trajectory_age_max"]:
-            # A stale rollout's mismatch includes policy drift, so do not warn.
-            self._warn_of_mismatch(step, trained["token_mult_prob_error"])
+        seconds, sampled, by_source = timer.take(), rollout.metrics(), metrics_by_source(rollout)
         speed = {"generation_tokens_per_sec": rollout.generated / rollout.took_s} | self.decoding_speed()
         speed["launcher_cpu_s"] = time.process_time() - cpu_s
         if self.scored:

@@ -6,7 +6,7 @@ a row here. The row has the class's dotted path.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,11 @@ from nemo_rl_lite.config.sizes import engine_share, engines, on_gpus, samples_pe
 
 # vLLM's quantisations of the linear weights of a refit, all with dynamic scales of activations.
 VLLM_QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+# Options of vLLM that trade precision for speed or memory. Responses have the same distribution up to rounding.
+_ROUNDING = (
+    *("quantization", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales"),
+    *("attention_backend", "attention_config"),
+)
 # LoRA ranks with a vLLM kernel. Smaller adapters are padded with zeros.
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Longest text that an n-gram draft looks up.
@@ -63,8 +68,18 @@ class Engine:
     """It verifies drafts of several tokens in one pass."""
     least_cpu_head_dim: int = 1
     """Smallest head dimension on a CPU."""
+    precisions: tuple[tuple[str, ...], ...] = ()
+    """Settings that change its rounding and speed on GPUs, as overrides."""
     temperatures: tuple[float, float] = (0.0, math.inf)
     """Lowest and highest sampling temperature that it applies unchanged, apart from 0."""
+
+
+def _vllm_precisions() -> tuple[tuple[str, ...], ...]:
+    """Return FP8 weights of each kind, an FP8 KV cache, both, and other attention kernels."""
+    key = "++generation.vllm_kwargs"
+    weights, cache = [f"{key}.quantization={way}" for way in VLLM_QUANTIZATIONS], f"{key}.kv_cache_dtype=fp8"
+    kernels = [f"{key}.attention_backend={kind}" for kind in ("FLASHINFER", "TRITON_ATTN")]
+    return *((one,) for one in (*weights, cache, *kernels)), (f"{key}.quantization=fp8_per_channel", cache)
 
 
 def _vllm_environment(generation: GenerationConfig, on_gpu: bool) -> dict[str, str]:
@@ -115,6 +130,7 @@ ENGINES: dict[str, Engine] = {
         records_experts=True,
         takes_options=True,
         speculates=True,
+        precisions=_vllm_precisions(),
         least_cpu_head_dim=32,
         # vLLM rejects T > 2 and clamps T < 0.01, so its logprobs would differ from the policy's.
         temperatures=(0.01, 2.0),
@@ -141,6 +157,17 @@ def engines_sleep(config: Config) -> bool:
 def engines_quantize(generation: GenerationConfig) -> bool:
     """Return whether engines quantise the weights of a refit."""
     return generation.vllm_kwargs.get("quantization") in VLLM_QUANTIZATIONS
+
+
+def rounding_options(generation: GenerationConfig) -> dict[str, Any]:
+    """Return the options of the engines that change their rounding."""
+    return {name: value for name, value in generation.vllm_kwargs.items() if name in _ROUNDING}
+
+
+def plain_engines(generation: GenerationConfig) -> GenerationConfig:
+    """Return the settings without `rounding_options`."""
+    kept = {name: value for name, value in generation.vllm_kwargs.items() if name not in _ROUNDING}
+    return replace(generation, vllm_kwargs=kept)
 
 
 def engines_serve_adapters(generation: GenerationConfig, policy: PolicyConfig) -> bool:

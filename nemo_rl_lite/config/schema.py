@@ -99,6 +99,7 @@ class GenerationConfig:
     draft_tokens: Annotated[PositiveInt, ActiveIf("generation.speculation")]
     pause_drafts: Annotated[bool, ActiveIf("generation.backend", "vllm")]
     continue_responses: Annotated[bool, ActiveIf("generation.backend", "vllm")]
+    max_gen_kl: Annotated[PositiveFloat | None, ActiveIf("algorithm.rollouts.source", "on_policy")]
     serve: ServeConfig
     vllm_cfg: VLLMConfig
     vllm_kwargs: Annotated[dict[str, Any], ActiveIf("generation.backend", "vllm")]

@@ -22,7 +22,14 @@ from nemo_rl_lite.config.algorithms import compares, has_teacher
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
-from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass, rollout_workers
+from nemo_rl_lite.config.sizes import (
+    all_gpus,
+    generates_ahead,
+    policy_ranks,
+    previous_passes,
+    repeats_first_pass,
+    rollout_workers,
+)
 from nemo_rl_lite.config.sources import ONLY, naming_source, source_configs, source_weights
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
@@ -214,9 +221,12 @@ class GRPOJob(_AlgorithmJob):
             started = self._with_order(start)
             source = self._source(self._sampler(started, collector), workers.generation, started)
             shape = described_shape(self._model_path)
-            speed = decoding_speed(self._config, shape, workers.generation.take_decoded)
+            generation, weights = workers.generation, workers.weights
+            speed = decoding_speed(self._config, shape, generation.take_decoded)
             own = workers.policy, workers.teacher, source, lambda: workers.groups
-            of_engines = speed, workers.weights.verify_with_probe, workers.generation.take_recovered
+            # Engines with requests in progress do not restart.
+            note = (lambda *_: None) if generates_ahead(self._config) else generation.mismatch.note
+            of_engines = speed, weights.verify_with_probe, generation.take_recovered, note
             advice = SplitAdvice.of(self._folder, shape)
             loop = self._loop(metrics, start, *own, callbacks, *of_engines, *([advice.news] if advice else ()))
             try:
@@ -272,6 +282,7 @@ class GRPOJob(_AlgorithmJob):
         decoding_speed: Callable[[], dict[str, float]] = dict,
         check: Callable[[], dict[str, float]] = dict,
         take_recovered: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        note_mismatch: Callable[[int, float], None] = lambda step, nats: None,
         advise: Callable[[Sequence[Mapping[str, float]]], Iterable[str]] = lambda history: (),
     ) -> GRPO:
         """Return the loop. `groups`: the workers that live. For the rest see `GRPO`."""
@@ -292,6 +303,7 @@ class GRPOJob(_AlgorithmJob):
             decoding_speed=decoding_speed,
             take_recovered=take_recovered,
             check=check,
+            note_mismatch=note_mismatch,
             log=RolloutLog(files, config.logger.show_samples_period, console, metrics, callbacks),
             held_out=len(self._validation),
             held_out_label=held_out_label(values),

@@ -24,6 +24,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, WorkerError
+from nemo_rl_lite.generation.mismatch import PLAIN_ENGINES, within_budget
 from nemo_rl_lite.models.folder import exported
 from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.observability.callbacks import Callbacks
@@ -233,6 +234,12 @@ class _Attempts:
         with setup("model"):
             if self._model is None:
                 self._model = with_chosen_template(config, starting_model(config, console), folder, console.say)
+            generation = within_budget(config.generation, folder)
+            if generation is not config.generation:
+                console.say(
+                    f"engines  with plain settings, since others were above the budget ({folder / PLAIN_ENGINES})"
+                )
+            config = replace(config, generation=generation)
             config = settled(with_teacher(config, console), self._model, console)
             return begin(replace(reserved, config=config), self._model, folder, start.policy is not None)
 

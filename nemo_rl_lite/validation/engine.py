@@ -8,7 +8,9 @@ from nemo_rl_lite.config.engines import (
     VLLM_QUANTIZATIONS,
     engine_of,
     engines_serve_adapters,
+    engines_share_weights,
     has_draft_model,
+    rounding_options,
     speculation,
 )
 from nemo_rl_lite.config.schema import Config
@@ -185,6 +187,15 @@ def check_quantization(config: Config) -> Iterator[Violation]:
         if width := next((width for width in widths if width % _BLOCK), None):
             rule_text = f"needs layer inputs that are a multiple of {_BLOCK} on each engine rank, and one has {width}"
             yield Violation(key, way, rule_text, f"{key}=fp8_per_channel")
+
+
+@rule("generation", "cluster", "policy", "refit", options=RolloutAlgorithmConfig)
+def check_budget(config: Config) -> Iterator[Violation]:
+    key, limit = "generation.max_gen_kl", config.generation.max_gen_kl
+    options = rounding_options(config.generation)
+    if limit is not None and options and engines_share_weights(config):
+        rule_text = f"restarts engines without {', '.join(options)}, and these hold weights of the policy"
+        yield Violation(key, limit, rule_text, f"refit.cuda_ipc=false, or {key}=null")
 
 
 @rule("generation", "cluster", "policy", options=RolloutAlgorithmConfig)

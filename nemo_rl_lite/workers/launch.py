@@ -18,6 +18,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_together,
 )
 from nemo_rl_lite.errors import CheckpointError, WorkerError
+from nemo_rl_lite.generation.mismatch import MismatchBudget
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.timer import Timer
@@ -107,9 +108,12 @@ def launch(
         teacher = None if begun.teacher_group is None else RemoteTeacher.of(config, begun.teacher_group)
         weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
 
+    mismatch = MismatchBudget(config.generation, begun.folder, say)
+
     def restart_engines(group: WorkerGroup) -> None:
-        wait(load_generation(config, group), timeout_s=limit)
-        wait(start_engines(config, group, begun.model_path), timeout_s=limit)
+        own = replace(config, generation=mismatch.settings)
+        wait(load_generation(own, group), timeout_s=limit)
+        wait(start_engines(own, group, begun.model_path), timeout_s=limit)
 
     if weights.shares_weights:
         # If an engine holds the policy's weights and dies, the policy must restart too.
@@ -131,9 +135,8 @@ def launch(
 
     requested = partial(requested_engines, begun.folder) if starting else lambda: None
     rules = EngineRules(least, not shares_device, requested)
-    recovering = RecoveringGeneration(
-        remote_generation, weights, restart_engines, budget, make_queue, policy_waits, say, rules, starting
-    )
+    own = remote_generation, weights, restart_engines, mismatch, budget
+    recovering = RecoveringGeneration(*own, make_queue, policy_waits, say, rules, starting)
     return Workers(remote_policy, teacher, recovering, weights, next(iter(rollouts), None))
 
 

@@ -1,4 +1,4 @@
-"""Keeps engines running: restarts those that died, adds those that have started, and ends or starts some on request."""
+"""Keeps engines running: restarts those that died or whose settings have changed, and adds or ends some."""
 
 import logging
 import time
@@ -13,6 +13,7 @@ from typing import Any
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Decoded
+from nemo_rl_lite.generation.mismatch import MismatchBudget
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.observability.liveness import limited
 from nemo_rl_lite.workers.budget import RestartBudget
@@ -47,7 +48,7 @@ class RecoveringGeneration:
 
     The other engines take over the requests of a dead engine. It restarts in a thread and takes requests again when it
     has the policy's weights. A refit waits until at least `rules.least` engines live. A restart that fails is raised as
-    the loss if too few engines are left.
+    the loss if too few engines are left. Engines above the mismatch budget restart before the next refit.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RecoveringGeneration:
         generation: RemoteGeneration,
         weights: WeightSync,
         start: Callable[[WorkerGroup], None],
+        mismatch: MismatchBudget,
         budget: RestartBudget,
         make_queue: MakeQueue,
         policy_waits: bool,
@@ -65,7 +67,8 @@ class RecoveringGeneration:
         """Set up the recovery.
 
         Args:
-            start: starts engines in empty processes.
+            start: starts engines with the settings of `mismatch` in empty processes.
+            mismatch: decides on the settings of the engines.
             budget: counts restarts of engines and rollout workers. Engines that restart together count once.
             make_queue: creates the queue of requests, with `on_loss` and `restore` of `RequestQueue`, and a function
                 that is called when a rollout worker dies.
@@ -75,6 +78,7 @@ class RecoveringGeneration:
         """
         self._generation, self._weights, self._start = generation, weights, start
         self._budget, self._say, self._rules = budget, say, rules
+        self.mismatch, self._settings = mismatch, mismatch.settings
         restore = self._restore if policy_waits else lambda: None
         self.queue = make_queue(self._note_loss, restore, self._note_lost_worker)
         # The queue's thread notes losses.
@@ -117,11 +121,14 @@ class RecoveringGeneration:
         return now[0] - before[0], now[1] - before[1]
 
     def refit(self, version: int) -> dict[str, float]:
-        """Wait until enough engines live, and refit all of them."""
+        """Wait until enough engines live, and refit all of them. First restart them if their settings have changed."""
+        changed = self._settings is not self.mismatch.settings
+        if changed:
+            self._restart_all()
         self._await_engines()
         metrics = self._persist(lambda: self._weights.refit(version))
         self._hand_over()
-        return metrics
+        return metrics | ({"fell_back": 1.0} if changed else {})
 
     @property
     def live(self) -> WorkerGroup:
@@ -140,6 +147,11 @@ class RecoveringGeneration:
                     raise
                 self._lose([rank], error)
         self._hand_over()
+
+    @property
+    def _running(self) -> list[int]:
+        """Return the engines that live or will."""
+        return sorted({*self._generation.live, *self._starting, *self._lost})
 
     # Losses.
 
@@ -201,6 +213,20 @@ class RecoveringGeneration:
         self._starting |= dict.fromkeys(ranks, start)
         self._off -= set(ranks)
 
+    def _restart_all(self) -> None:
+        """Restart all engines with their new settings. If they do not start, all workers restart."""
+        self._settings = self.mismatch.settings
+        self._weights.make_room()
+        with self._lock:
+            running, self._generation.live = self._running, []
+            for rank in running:
+                self._begin([rank])
+        try:
+            self._await_engines()
+        except WorkerError as error:
+            self._budget.take(error)
+            raise
+
     def _await_engines(self) -> None:
         """Wait until enough engines live. Those that have started are part of the next refit."""
         self._follow_request()
@@ -260,7 +286,7 @@ class RecoveringGeneration:
             return
         self._asked, wanted = asked, max(asked, self._rules.least)
         with self._lock:
-            running = sorted({*self._generation.live, *self._starting, *self._lost})
+            running = self._running
             ended, begun = running[wanted:], sorted(self._off)[: max(wanted - len(running), 0)]
             self._generation.live = [rank for rank in self._generation.live if rank not in ended]
             for rank in ended:

@@ -97,6 +97,10 @@ class WeightSync:
         size = self._ranks_per_engine
         return [rank for engine in engines.live for rank in self._producers[engine * size : (engine + 1) * size]]
 
+    def make_room(self) -> None:
+        """Let the policy leave the memory that engines need at their start."""
+        self._policy.prepare_for_generation()
+
     def refit(self, version: int, engines: RemoteGeneration | None = None) -> dict[str, float]:
         """Send the weights of step `version` to these engines (None: all that live), and compare checksums; return
         metrics. The engines must be idle or paused.

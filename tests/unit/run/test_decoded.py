@@ -43,7 +43,8 @@ class Group:
 def generation(monkeypatch):
     monkeypatch.setattr(remote_generation, "wait", lambda *calls: [answer for call in calls for answer in call])
     remote = RemoteGeneration(Group(), shares_device=True)  # pyrefly: ignore
-    own = remote, None, print, None, lambda *_: SimpleNamespace(busy_s=0.0), True, print
+    mismatch, make_queue = SimpleNamespace(settings=None), lambda *_: SimpleNamespace(busy_s=0.0)
+    own = remote, None, print, mismatch, None, make_queue, True, print
     found = RecoveringGeneration(*own, EngineRules(2, at_once=False), {})  # pyrefly: ignore
     found.group = remote.group
     return found

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +87,8 @@ class Engines:
 
     def disconnect(self): ...
 
+    def make_room(self): ...
+
     def refit(self, version, engines=None):
         live = (engines or self).live
         for rank in live:
@@ -109,7 +112,8 @@ class Elastic(Fleet):
         def make_queue(on_loss, restore, on_worker_loss):
             return RequestQueue(self.engines.replicas, 64, on_loss, restore, dead)  # pyrefly: ignore
 
-        own = (self.engines, self.engines, self.engines.start, RestartBudget(restarts, lambda: self.step), make_queue)
+        self.mismatch, budget = SimpleNamespace(settings="fast"), RestartBudget(restarts, lambda: self.step)
+        own = self.engines, self.engines, self.engines.start, self.mismatch, budget, make_queue
         rules = EngineRules(least, at_once=True, requested=lambda: self.wanted)
         self.recovery = RecoveringGeneration(*own, policy_waits, self.said.append, rules, starting)  # pyrefly: ignore
         self.queue, self.refit, self.admit = self.recovery.queue, self.recovery.refit, self.recovery.admit
@@ -264,6 +268,21 @@ def test_an_engine_that_cannot_start_ends_the_run_if_too_few_are_left():
     fleet.engines.broken = {0}
     with pytest.raises(WorkerError, match="the process died"):
         train(fleet, "on policy", {1: lambda: fleet.kill(0)}, steps=2)
+
+
+def test_responses_are_the_same_if_all_engines_restart_with_new_settings(undisturbed):
+    fleet = Elastic(3, least=1, policy_waits=True)
+    first = list(fleet.engines.processes)
+    fleet.engines.may_start.clear()
+
+    def change() -> None:
+        # Engine 0 is still starting with the old settings.
+        fleet.mismatch.settings = "plain"
+        fleet.engines.may_start.set()
+
+    found = train(fleet, "on policy", {1: lambda: fleet.kill(0), 2: change})
+    assert same(found, undisturbed), fleet.said
+    assert all(process.is_dead for process in first) and fleet.engines.live == [0, 1, 2]
 
 
 def test_the_loss_of_the_policy_while_an_engine_joins_is_raised():

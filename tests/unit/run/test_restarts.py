@@ -49,7 +49,7 @@ def test_a_run_without_restarts_ends_at_the_first_loss():
 @pytest.fixture
 def engines():
     """Three engines, of which some are lost, in step 7 of a run that may restart once in each step."""
-    here = SimpleNamespace(step=7, said=[], replaced=[])
+    here = SimpleNamespace(step=7, said=[], replaced=[], started=[], mismatch=SimpleNamespace(settings="fast"))
 
     def replace(ranks):
         here.replaced.append(ranks)
@@ -58,7 +58,7 @@ def engines():
     group = SimpleNamespace(replace=replace)
     generation = SimpleNamespace(engines=3, live=[0, 1, 2], group=group, finish_generation=dict, renew=lambda ranks: 0)
     generation.only = lambda ranks: generation
-    weights = SimpleNamespace(disconnect=lambda: None, refit=lambda version: {})
+    weights = SimpleNamespace(disconnect=lambda: None, refit=lambda version: {}, make_room=lambda: None)
     queue = SimpleNamespace(busy_s=0.0, replaced=lambda ranks: None)
 
     def make_queue(on_loss, restore, on_worker_loss):
@@ -66,9 +66,14 @@ def engines():
         return queue
 
     budget = RestartBudget(1, lambda: here.step)
-    start = lambda group: None  # noqa: E731
-    own = generation, weights, start, budget, make_queue, True, here.said.append, EngineRules(3, at_once=False), {}
-    here.recovering = RecoveringGeneration(*own)  # pyrefly: ignore
+
+    def start(group):
+        here.started.append((group, here.mismatch.settings))
+        if here.mismatch.settings == "too large":
+            raise LOSS
+
+    own = generation, weights, start, here.mismatch, budget, make_queue, True, here.said.append
+    here.recovering = RecoveringGeneration(*own, EngineRules(3, at_once=False), {})  # pyrefly: ignore
     return here
 
 
@@ -90,3 +95,23 @@ def test_engines_and_rollout_workers_share_the_restarts_of_a_step(engines):
     engines.on_loss(1, LOSS)
     engines.recovering.refit(8)
     assert engines.replaced == [[0], [1]]
+
+
+def test_all_engines_restart_once_after_a_change_of_their_settings(engines):
+    assert "fell_back" not in engines.recovering.refit(6)
+    engines.mismatch.settings = "plain"
+    assert engines.recovering.refit(7)["fell_back"] == 1
+    assert "fell_back" not in engines.recovering.refit(8)
+    engines.on_loss(1, LOSS)
+    engines.recovering.refit(9)
+    assert engines.replaced == [[0], [1], [2], [1]]
+    assert sorted(engines.started[:3]) == [([rank], "plain") for rank in range(3)]
+    assert engines.started[3:] == [([1], "plain")]
+
+
+def test_engines_that_do_not_fit_with_new_settings_use_up_a_restart(engines):
+    engines.mismatch.settings = "too large"
+    with pytest.raises(WorkerError):
+        engines.recovering.refit(7)
+    with pytest.raises(WorkerError):
+        engines.on_worker_loss(LOSS)
