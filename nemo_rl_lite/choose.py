@@ -98,13 +98,18 @@ def _new_folder(overrides: Sequence[str]) -> Path:
 
 
 def _show(measured: Sequence[Measured], chosen: Measured | None, budget: float, console: RunConsole) -> None:
-    """Print a row for each candidate, and the keys to set."""
+    """Print a row for each candidate, the reasons of failures, and the keys to set."""
     rows = []
     for one in measured:
-        result = "chosen" if one is chosen else "within the budget" if one.is_within(budget) else "above the budget"
-        rows.append([one.name, _shown(one.mismatch, ".2e"), _shown(one.rate, ",.0f"), one.failure or result])
-    headers = ["settings", "gen_kl_error, nats", "tokens/s", f"budget {budget:g}"]
-    console.table("engine settings: mean of steps, with its standard error", headers, rows)
+        result = "failed" if one.failure else "within" if one.is_within(budget) else "above"
+        result = "chosen" if one is chosen else result
+        rows.append([one.name, _shown(one.mismatch, ".2g", ".1g"), _shown(one.rate, ",.0f", ",.0f"), result])
+    headers = ["settings", "gen_kl_error", "tokens/s", "budget"]
+    title = f"engine settings: gen_kl_error in nats, with a budget of {budget:g}; ± standard error"
+    console.table(title, headers, rows)
+    for one in measured:
+        if one.failure:
+            console.say(f"failed   {one.name}: {one.failure}")
     if chosen is None:
         console.say("no candidate is within the budget: raise generation.max_gen_kl, or correct the mismatch")
     elif chosen.overrides:
@@ -113,8 +118,8 @@ def _show(measured: Sequence[Measured], chosen: Measured | None, budget: float, 
         console.say("take     the configuration as given: no other candidate within the budget is faster")
 
 
-def _shown(one: Estimate | None, form: str) -> str:
-    return "-" if one is None else f"{one.mean:{form}} ± {one.error:{form}}"
+def _shown(one: Estimate | None, of_mean: str, of_error: str) -> str:
+    return "-" if one is None else f"{one.mean:{of_mean}} ± {one.error:{of_error}}"
 
 
 if __name__ == "__main__":

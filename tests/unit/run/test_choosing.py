@@ -28,7 +28,7 @@ def measured(name: str, nats: float, rate: float, nats_error: float = 0.0, rate_
 
 
 GIVEN = measured("given", 1e-3, 100, rate_error=3)
-FAILED = Measured(("failed",), None, None, "the engine did not start")
+FAILED = Measured(("engine=broken",), None, None, "the engine did not start")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,8 @@ def call(*arguments: str) -> int:
 def test_the_command_prints_the_keys_and_keeps_the_figures(here, capsys):
     tried = ["--try", "policy.precision=bfloat16", "--try", "policy.precision=float32 generation.min_p=0"]
     assert call("generation.max_gen_kl=5e-3", "hydra.run.dir=found", *tried) == 0
-    assert "take     fast" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "take     fast" in said and "failed   engine=broken: the engine did not start" in said
     kept = json.loads((here / "found" / command.FILE).read_text())
     assert kept["chosen"] == ["fast"] and [bool(one["failure"]) for one in kept["candidates"]] == [False, False, True]
     assert call("generation.max_gen_kl=5e-3", "hydra.run.dir=found") == 2
