@@ -12,7 +12,7 @@ from statistics import NormalDist, fmean
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.memory import forward_flops
-from nemo_rl_lite.policy.balance import even_shares
+from nemo_rl_lite.policy.balance import even_work
 
 # Standard deviation of the logarithm of a response's length.
 SIGMA = 1.0
@@ -38,11 +38,11 @@ def assumed_lengths(config: Config, mean: float | None = None) -> Lengths:
 @cache
 def slowest_replica(shape: ModelShape, lengths: Lengths, sequences: int, replicas: int) -> float:
     """Return the FLOPs of the replica with the most, as a multiple of the mean."""
-    if lengths.mean >= lengths.longest or sequences % replicas:
+    if lengths.mean >= lengths.longest or sequences < replicas:
         return 1.0
     responses = quantiles(sequences, max(1.0, lengths.mean), SIGMA, round(lengths.longest))
     costs = [forward_flops(shape, lengths.prompt + one) for one in responses]
-    work = [sum(costs[index] for index in share) for share in even_shares(costs, replicas)]
+    work = [sum(costs[index] for index in share) for share in even_work(costs, replicas)]
     return max(work) / fmean(work)
 
 

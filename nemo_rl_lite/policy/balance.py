@@ -1,6 +1,7 @@
-"""Distribute items over replicas: equally many, with similar sums of costs."""
+"""Distribute items over replicas, with similar sums of costs."""
 
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heapreplace
 
 # Swaps end when the largest share is this close to the mean, or after this number.
 NEAR, MOST_SWAPS = 0.01, 64
@@ -8,22 +9,21 @@ NEAR, MOST_SWAPS = 0.01, 64
 TRIED, APART = 128, 4
 
 
-def even_shares(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """Return the indices of each replica's items, in ascending order: equally many, with similar sums of `costs`.
+def even_work(costs: Sequence[float], replicas: int, most: int | None = None) -> list[list[int]]:
+    """Return the indices of each replica's items, in ascending order, with similar sums of `costs`.
 
-    Takes items in blocks of `replicas`, most expensive first. In each block, a more expensive item goes to a replica
-    with a smaller sum. Raises ValueError: the number of items is not a multiple of `replicas`.
+    Items go to the replica with the smallest sum, most expensive first. Each replica has an item if there are as many,
+    and at most `most`.
     """
-    if len(costs) % replicas:
-        raise ValueError(f"{len(costs)} items cannot be shared evenly by {replicas} replicas")
-    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
     shares: list[list[int]] = [[] for _ in range(replicas)]
-    sums = [0.0] * replicas
-    for start in range(0, len(order), replicas):
-        emptiest_first = sorted(range(replicas), key=lambda replica: (sums[replica], replica))
-        for replica, index in zip(emptiest_first, order[start : start + replicas], strict=True):
-            shares[replica].append(index)
-            sums[replica] += costs[index]
+    emptiest = [(0.0, 0, replica) for replica in range(replicas)]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        total, count, replica = emptiest[0]
+        shares[replica].append(index)
+        if count + 1 == most:
+            heappop(emptiest)
+        else:
+            heapreplace(emptiest, (total + costs[index], count + 1, replica))
     return [sorted(share) for share in shares]
 
 

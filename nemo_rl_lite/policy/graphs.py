@@ -23,7 +23,7 @@ from nemo_rl_lite.policy.logprobs import scores_of
 from nemo_rl_lite.policy.memory import clear_module_caches, gradient_buffers
 from nemo_rl_lite.policy.micro_batches import Bucket, Layout, ModelInput, packed, packed_bytes, sent_together, unpacked
 from nemo_rl_lite.policy.model import MegatronModel
-from nemo_rl_lite.policy.passes import Trained, announced, cut_equally, forward, rows_of, trained_on, view_of
+from nemo_rl_lite.policy.passes import Trained, announced, cut_batch, forward, rows_of, trained_on, view_of
 
 log = logging.getLogger(__name__)
 KEY = "policy.megatron_cfg.cuda_graph_impl"
@@ -133,7 +133,7 @@ class MicroBatchGraphs:
         """See `passes.forward_backward`. The layout is in buckets."""
         self._drop_stale()
         self._model.train_mode(True)
-        micro_batches = cut_equally(self._model, batch.tokens, batch.lengths, layout)
+        micro_batches = cut_batch(self._model, batch.tokens, batch.lengths, layout)
         self._model.clock.begin()
         parts, kind = [], (pickle.dumps(loss), temperature)
         of_counts: Arguments = _as_tensors("counts", counts)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, Protocol
 
 import numpy as np
@@ -20,12 +21,22 @@ rows), or of the reference policy (`reference`)."""
 
 @dataclass(frozen=True)
 class BatchRef:
-    """Batch on the workers: each replica has its rows and their scores."""
+    """Batch on the workers: each replica has its rows and their scores, in the order of the optimizer steps."""
 
     name: str
     rows: RowBatch
-    shares: Sequence[Sequence[int]]
-    """Indices of each replica's rows. Indices of `len(rows)` or more are copies that fill up the replicas."""
+    shares: Sequence[Sequence[Sequence[int]]]
+    """Indices of rows, by optimizer step and replica. Those of `len(rows)` or more are fillers, for replicas that would
+    have no row."""
+
+    def slices(self, step: int) -> list[slice]:
+        """Return the place of an optimizer step's rows among each replica's."""
+        before = [sum(len(share[replica]) for share in self.shares[:step]) for replica in range(len(self.shares[step]))]
+        return [slice(first, first + len(own)) for first, own in zip(before, self.shares[step], strict=True)]
+
+    def of_replicas(self) -> list[list[int]]:
+        """Return the indices of each replica's rows."""
+        return [[*chain(*of_steps)] for of_steps in zip(*self.shares, strict=True)]
 
 
 @dataclass(frozen=True)

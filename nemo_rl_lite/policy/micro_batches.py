@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode, least_saved, mb_tokens, row_round
-from nemo_rl_lite.policy.balance import even_shares, swapped
+from nemo_rl_lite.policy.balance import even_work, swapped
 from nemo_rl_lite.policy.shared_prompts import Family, families_of, parts_of
 
 Cost = Callable[[int], float]
@@ -379,25 +379,27 @@ def _prefixes(
 def balanced_shares(
     lengths: Sequence[int], replicas: int, cost: Cost, together: int = 1, layout: Layout | None = None
 ) -> list[list[int]]:
-    """Return equally many sequences for each replica, in ascending order; `together` neighbours stay together.
+    """Return the indices of each replica's sequences, in ascending order, with similar work. `together` neighbours stay
+    together, and divide the number of sequences.
 
-    A replica's work is the sum of its sequences' costs, or with a `layout`, of its micro-batches with padding. Raises
-    ValueError: the number of sequences is not a multiple of the replicas.
+    A replica's work is the sum of its sequences' costs, or with a `layout`, of its micro-batches with padding. With
+    fixed micro-batches, all have equally many sequences if that is possible.
     """
     groups = [sum(map(cost, own)) if layout is None else work(own, layout, cost) for own in batched(lengths, together)]
-    shares = even_shares(groups, replicas)
-    if layout is not None and replicas > 1:
-        # All replicas make the same number of micro-batches.
-        count = max(len(layout.groups(_lengths(share, lengths, together))) for share in shares)
-        shares = swapped(shares, groups, lambda share: work(_lengths(share, lengths, together), layout, cost, count))
+    if layout is not None and layout.mode == "fixed":
+        shares = even_work(groups, replicas, -(-len(groups) // replicas))
+    else:
+        shares = even_work(groups, replicas)
+    if layout is not None and layout.mode == "dynamic":
+        shares = swapped(shares, groups, lambda share: work(_lengths(share, lengths, together), layout, cost))
     return [[group * together + place for group in share for place in range(together)] for share in shares]
 
 
-def work(lengths: Sequence[int], layout: Layout, cost: Cost, micro_batches: int = 1) -> float:
-    """Return the cost of sequences in at least `micro_batches`, each padded to its longest sequence."""
+def work(lengths: Sequence[int], layout: Layout, cost: Cost) -> float:
+    """Return the cost of sequences in micro-batches, each padded to its longest sequence."""
     if layout.mode == "packed":
         return sum(map(cost, lengths))
-    groups = layout.groups(lengths, micro_batches)
+    groups = layout.groups(lengths)
     return sum(len(group) * cost(layout.rounded(max(lengths[row] for row in group))) for group in groups)
 
 

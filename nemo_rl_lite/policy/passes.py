@@ -80,7 +80,7 @@ def forward_scores(
     experts of the rank's layers.
     """
     model.train_mode(False)
-    micro_batches = cut_equally(model, tokens_BT, lengths_B, layout)
+    micro_batches = cut_batch(model, tokens_BT, lengths_B, layout)
     model.clock.begin()
     pace = Pace(model.device)
 
@@ -138,7 +138,7 @@ def forward_backward(
     if "student_topk_logprobs" in needs_of(loss):
         # The teacher's largest logits of a shared token may differ by row.
         layout = replace(layout, least_saved=None)
-    micro_batches = cut_equally(model, batch.tokens, batch.lengths, layout)
+    micro_batches = cut_batch(model, batch.tokens, batch.lengths, layout)
     model.clock.begin()
     scale = len(micro_batches) * model.place.data_size
 
@@ -159,23 +159,21 @@ def forward_backward(
     return trained[: sum(not micro.is_filler for micro in micro_batches)]
 
 
-def cut_equally(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
-    """Split into the same number of micro-batches on all replicas, because each has expert-parallel collectives. It is
-    a multiple of `model.multiple`; fillers complete it if there are too few sequences."""
+def cut_batch(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
+    """Split into a multiple of `model.multiple` micro-batches. Replicas of a model with experts make the same number,
+    because each micro-batch has collectives of expert-parallel ranks. Fillers complete it if there are too few
+    sequences."""
     micro_batches = cut(tokens_BT, lengths_B, layout)
     wanted = len(micro_batches)
-    if model.place.data_size > 1 and layout.mode != "fixed":
+    if model.place.data_size > 1 and model.chunks[0].config.num_moe_experts:
         most = torch.tensor(wanted, device=model.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         wanted = int(most)
     wanted = round_up(wanted, model.multiple)
     if len(micro_batches) < wanted:
         micro_batches = cut(tokens_BT, lengths_B, layout, at_least=wanted)
-    if model.multiple > 1:
         shortest = min(micro_batches, key=lambda micro: micro.tokens_nS.numel())
         micro_batches += [replace(shortest, is_filler=True)] * (wanted - len(micro_batches))
-    if len(micro_batches) != wanted:
-        raise RuntimeError(f"{len(lengths_B)} sequences make {len(micro_batches)} micro-batches, not {wanted}")
     return micro_batches
 
 

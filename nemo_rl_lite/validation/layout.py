@@ -301,8 +301,10 @@ def check_token_batches(config: Config) -> Iterator[Violation]:
 @rule(*_RANKS, BATCH)
 def check_global_batch(config: Config) -> Iterator[Violation]:
     ranks, batch = parallel_dims(config).dp, config.policy.train_global_batch_size
-    if ranks and batch % ranks:
-        fix = f"a multiple of {ranks}, or another number of ranks"
+    if batch < ranks:
+        yield Violation(BATCH, batch, f"must be at least the data-parallel size ({ranks})", "more, or fewer ranks")
+    elif ranks and batch % ranks and batch_mode(config.policy, on_gpus(config)) == "fixed":
+        fix = f"a multiple of {ranks}, another number of ranks, or {_PACKING}=true"
         yield Violation(BATCH, batch, f"must be a multiple of the data-parallel size ({ranks})", fix)
 
 

@@ -173,13 +173,11 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
     config = begun.config
     batch, together = sequences_per_optimizer_step(config), sequences_together(config)
     layout = Layout.configured(config.policy, "train", on_gpus(config), together)
-    # A fixed layout pads to the longest row of the whole batch on every replica, so the split does not matter.
-    padding = None if layout.mode == "fixed" else layout
     shape = described_shape(begun.model_path)
     flops = None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)
     with setup("connect"):
         siblings = prompt_siblings(config)
-        policy = RemotePolicy(begun.policy_group, batch, together, flops, padding, iterations(config), siblings)
+        policy = RemotePolicy(begun.policy_group, batch, together, flops, layout, iterations(config), siblings)
     if saved is not None:
         try:
             with setup("resume"):

@@ -33,7 +33,7 @@ from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, c
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.memory import SequenceFlops, forward_flops
-from nemo_rl_lite.policy.balance import even_shares
+from nemo_rl_lite.policy.balance import even_work
 from nemo_rl_lite.policy.interface import BatchRef, Scored, Work, with_scores
 from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares
 from nemo_rl_lite.policy.model import ParallelPlace
@@ -74,9 +74,9 @@ class RemotePolicy:
             global_batch: episodes, or sequences of datasets, of an optimizer step.
             together: neighbouring sequences that a loss compares, such as 2 for pairs.
             flops: FLOPs of a sequence; None for an unknown architecture, whose work is counted in tokens.
-            layout: layout of training micro-batches, if the work depends on it.
+            layout: layout of training micro-batches.
             iterations: training passes over a batch.
-            siblings: neighbouring rows that share a prompt, which stay on a replica if all get equally many rows.
+            siblings: neighbouring rows that share a prompt, which stay on a replica if there are enough rows.
         """
         self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
         self._layout, self._iterations, self._siblings = layout, iterations, siblings
@@ -96,7 +96,8 @@ class RemotePolicy:
 
     def put_batch(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
         rows = rows if isinstance(rows, CountedRows) else TokenRows.of(rows)
-        count, split = len(rows), self._split(rows)
+        batch, count = BatchRef(name, rows, self._split(rows)), len(rows)
+        split = batch.of_replicas()
         copied = count - self._together if rows.episodes is None else int(rows.lengths.argmin())
         shares = [[index if index < count else copied + index % self._together for index in own] for own in split]
         self._replicas.put_batch(rows, shares, name)
@@ -109,15 +110,15 @@ class RemotePolicy:
             fillers = [[place for place, index in enumerate(own) if index >= count] for own in split]
             tokens = [trained[places[own]] for own in shares]
             self._replicas.call("join_episodes", list(zip(tokens, fillers, strict=True)), name)
-        self._held[name], self._mismatch[name] = BatchRef(name, rows, split), []
+        self._held[name], self._mismatch[name] = batch, []
         self._unscored.add(name)
-        return self._held[name]
+        return batch
 
     def score(self, batch: BatchRef, which: Sequence[Scored]) -> None:
-        first = self._steps(batch.rows)[0][1].stop if "later" in which else 0
+        name, counts = self._name(batch), count_masked(batch.rows)
         policies = tuple("previous" if one == "later" else one for one in which)
-        common = (policies, count_masked(batch.rows), self._name(batch), first)
-        measured = self._replicas.call("score", None, *common, phase="logprobs")
+        firsts = [own.stop if "later" in which else 0 for own in batch.slices(0)]
+        measured = self._replicas.call_each("score", [(policies, counts, name, first) for first in firsts], "logprobs")
         self._mismatch[batch.name] = [share for share in measured if share]
         if "previous" in which:
             self._unscored.discard(batch.name)
@@ -125,7 +126,7 @@ class RemotePolicy:
     def work(self, batch: BatchRef, which: Sequence[Scored]) -> Work | None:
         if self._flops is None:
             return None
-        lengths, scoring, first = batch.rows.lengths.tolist(), 0.0, self._steps(batch.rows)[0][0].stop
+        lengths, scoring, first = batch.rows.lengths.tolist(), 0.0, self._steps(batch.rows)[0].stop
         for one in which:
             forward = self._flops.reference if one == "reference" else self._flops.forward
             scoring += sum(map(forward, lengths[first:] if one == "later" else lengths))
@@ -133,7 +134,7 @@ class RemotePolicy:
 
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         whole = len(batch.rows)
-        own = [(sum(index < whole for index in share),) for share in batch.shares]
+        own = [(sum(index < whole for index in share),) for share in batch.of_replicas()]
         common = (loss, counts_of(loss, batch.rows), self._name(batch))
         replicas = self._replicas.call("evaluate", own, *common, phase="validation")
         return summary(loss, [metrics for metrics in replicas if metrics is not None])
@@ -162,10 +163,11 @@ class RemotePolicy:
         compared = name in self._unscored and sampled
         mismatch = self._mismatch[name]
         self._trained = name
-        for step, (rows, own) in [*enumerate(self._steps(batch.rows))] * self._iterations:
+        for step, rows in [*enumerate(self._steps(batch.rows))] * self._iterations:
             counts = counts_of(loss, batch.rows[rows.start : rows.stop])
             of_all = count_masked(batch.rows) if compared and step == 0 else None
-            replicas, shares = zip(*self._replicas.call("train", None, loss, counts, own, name, of_all), strict=True)
+            arguments = [(loss, counts, own, name, of_all) for own in batch.slices(step)]
+            replicas, shares = zip(*self._replicas.call_each("train", arguments), strict=True)
             steps.append(summary(loss, replicas) | {whole: replicas[0][whole] for whole in WHOLE_METRICS})
             mismatch = mismatch + [own for own in shares if own]
         return mean_of_steps(steps) | (combine_metrics(mismatch) if mismatch else {})
@@ -176,7 +178,7 @@ class RemotePolicy:
         segments = np.arange(count) - np.searchsorted(samples, samples)
         # Copies that fill up the replicas are not written.
         places = np.append(np.stack([samples, segments]), [[target.count], [0]], axis=1)
-        own = [(places[:, np.minimum(share, count)],) for share in batch.shares]
+        own = [(places[:, np.minimum(share, count)],) for share in batch.of_replicas()]
         self._replicas.call("write_scores", own, target, loss, self._name(batch), phase="scores")
         return lambda: [error for errors in self._replicas.call("scores_written", phase="scores") for error in errors]
 
@@ -262,38 +264,23 @@ class RemotePolicy:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 
-    def _steps(self, rows: RowBatch) -> list[tuple[range, slice]]:
-        """Return the rows of each optimizer step, and their part of each replica's share."""
+    def _steps(self, rows: RowBatch) -> list[range]:
+        """Return the rows of each optimizer step."""
         first = np.arange(len(rows)) if rows.episodes is None else np.flatnonzero(np.diff(rows.episodes, prepend=-1))
-        together, steps, placed = self._together, [], 0
-        for start, end in pairwise([*first[:: self._global_batch].tolist(), len(rows)]):
-            each = -(-(end - start) // (self._replicas.count * together)) * together
-            steps.append((range(start, end), slice(placed, placed + each)))
-            placed += each
-        return steps
+        return [range(*ends) for ends in pairwise([*first[:: self._global_batch].tolist(), len(rows)])]
 
-    def _split(self, rows: RowBatch) -> list[list[int]]:
-        """Return each replica's row indices, step by step: equally many, padded with indices of `len(rows)` or more.
-
-        Shares are nearly equal in work, except for those of a partial last step, which is split in order. Padding of
-        episodes with several rows is a token without a loss.
-        """
-        together, count = self._together, self._replicas.count
-        shares = [list[int]() for _ in range(count)]
-        lengths = rows.lengths.tolist()
-        for own_rows, place in self._steps(rows):
-            each, index = place.stop - place.start, [*own_rows]
-            missing = each * count - len(index)
-            index += range(len(rows), len(rows) + missing)
-            if not missing or rows.episodes is not None:
-                of_step = [*lengths[own_rows.start : own_rows.stop], *[1] * missing]
-                neighbours = together if rows.episodes is not None else max(together, gcd(self._siblings, each))
-                owned = balanced_shares(of_step, count, self._cost, neighbours, self._layout)
-            else:
-                owned = [list(range(replica * each, (replica + 1) * each)) for replica in range(count)]
-            for share, own in zip(shares, owned, strict=True):
-                share += [index[row] for row in own]
-        return shares
+    def _split(self, rows: RowBatch) -> list[list[list[int]]]:
+        """Return the row indices of each optimizer step and replica, with similar work. If replicas would have no row,
+        indices of `len(rows)` or more fill them up. Fillers of episodes are a token without a loss."""
+        lengths, count, split = rows.lengths.tolist(), self._replicas.count, []
+        for own_rows in self._steps(rows):
+            missing = max(0, count * self._together - len(own_rows))
+            index = [*own_rows, *range(len(rows), len(rows) + missing)]
+            of_step = [*lengths[own_rows.start : own_rows.stop], *[1] * missing]
+            neighbours = max(self._together, gcd(self._siblings, len(index), len(index) // count))
+            shares = balanced_shares(of_step, count, self._cost, neighbours, self._layout)
+            split.append([[index[row] for row in share] for share in shares])
+        return split
 
     def _name(self, batch: BatchRef) -> str:
         if self._held.get(batch.name) is not batch:
@@ -343,10 +330,10 @@ class RemoteTeacher:
         return with_scores(rows, [share for own in shares.values() for share in own], scores)
 
     def _shares(self, rows: RowBatch, index: np.ndarray, teacher: int) -> list[np.ndarray]:
-        """Return each replica's rows of `index`, equally many. Copies of the last row fill up the replicas."""
+        """Return each replica's rows of `index`. Copies of the last row give every replica one."""
         replicas = self._replicas.count
-        filled = index[np.arange(-(-len(index) // replicas) * replicas).clip(max=len(index) - 1)]
-        owned = even_shares([self._costs[teacher](int(rows.lengths[row])) for row in filled], replicas)
+        filled = index[np.arange(max(len(index), replicas)).clip(max=len(index) - 1)]
+        owned = even_work([self._costs[teacher](int(rows.lengths[row])) for row in filled], replicas)
         return [filled[own] for own in owned]
 
     def _in_turn(self, teacher: int, score: Callable[[], Any]) -> Any:
@@ -445,14 +432,14 @@ class Replicas:
         """Call a method of every rank; return one result per replica, in order. Each replica's `own` arguments are
         stored once for its ranks."""
         shared = [[self._group.put(value) for value in values] for values in own or [()] * self.count]
-        arguments = [(*shared[place.data_rank], *common) for place in self._places]
-        results = wait(self._group.call_each(method, arguments, phase))
+        return self.call_each(method, [(*values, *common) for values in shared], phase)
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str = "") -> list[Any]:
+        """Call a method of every rank, with the arguments of its replica, whose references are resolved. Return one
+        result per replica, in order."""
+        results = wait(self._group.call_each(method, [arguments[place.data_rank] for place in self._places], phase))
         reported = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}
         return [reported[replica] for replica in range(self.count)]
-
-    def call_each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str) -> None:
-        """Call a method of every rank, with the arguments of its replica, whose references are resolved."""
-        wait(self._group.call_each(method, [arguments[place.data_rank] for place in self._places], phase))
 
     def describe(self, replica: int) -> str:
         """Return a replica's ranks, with their hosts and GPUs."""

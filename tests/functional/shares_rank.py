@@ -1,4 +1,4 @@
-"""One data-parallel rank without Ray: an optimizer step on neighbouring rows, and one on its balanced share.
+"""One data-parallel rank without Ray: an optimizer step on neighbouring rows, and on other shares.
 
 shares_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by layout. Rank 0 writes for each layout
 and way: the metrics of the step, whole gradients by name, both ranks' rows, and the seconds of rank 0's passes.
@@ -19,22 +19,25 @@ from nemo_rl_lite.policy.worker import MegatronWorker
 from tests.functional.rank import gathered, keep, policies
 
 ROWS, RANKS = 16, 2
+SHARES = {
+    "neighbours": lambda lengths, layout: [list(range(ROWS // RANKS)), list(range(ROWS // RANKS, ROWS))],
+    "balanced": lambda lengths, layout: balanced_shares(lengths, RANKS, float, layout=layout),
+    "alone": lambda lengths, layout: [[0], list(range(1, ROWS))],
+}
 
 
 def main(model_folder: str, output_folder: str, layouts: str) -> None:
-    ways = {f"{name} {way}": own for name, own in json.loads(layouts).items() for way in ("neighbours", "balanced")}
+    ways = {f"{name} {way}": own for name, own in json.loads(layouts).items() for way in SHARES}
     for name, config, worker in policies(model_folder, json.dumps(ways)):
-        keep(step(config, worker, name.endswith("balanced")), output_folder, name)
+        keep(step(config, worker, name.rpartition(" ")[2]), output_folder, name)
 
 
 def step(
-    config: Config, worker: MegatronWorker, balanced: bool
+    config: Config, worker: MegatronWorker, way: str
 ) -> tuple[dict[str, float], dict, list[list[int]], dict[str, list[float]]]:
     rows, loss = sampled_rows(), GRPOLoss(config.options(GRPOConfig).loss_fn)
-    shares = [list(range(ROWS // RANKS)), list(range(ROWS // RANKS, ROWS))]
-    if balanced:
-        layout = Layout.configured(config.policy, "train", on_gpu=False)
-        shares = balanced_shares([len(row.tokens) for row in rows], RANKS, float, layout=layout)
+    layout = Layout.configured(config.policy, "train", on_gpu=False)
+    shares = SHARES[way]([len(row.tokens) for row in rows], layout)
     worker.put_batch([rows[index] for index in shares[worker.place().data_rank]])
     worker.score(("previous", "reference"), loss.counts(rows))
     worker.prepare_for_training()
@@ -50,10 +53,10 @@ def step(
 
 
 def sampled_rows() -> list[TokenRow]:
-    """Responses to four prompts, alike in length within a prompt, so that the shares of neighbours differ most."""
+    """Responses to four prompts, mostly alike in length within a prompt, so that the shares of neighbours differ."""
     source = torch.Generator().manual_seed(1)
     rows = []
-    for length in (30, 28, 29, 27, 24, 22, 25, 23, 12, 10, 11, 9, 8, 7, 9, 8):
+    for length in (60, 28, 9, 27, 24, 22, 25, 23, 12, 10, 11, 9, 8, 7, 9, 8):
         mask = [place >= 5 for place in range(length)]
         generation = (-4 + 0.3 * torch.randn(length, generator=source)).tolist()
         tokens = torch.randint(4, 60, (length,), generator=source).tolist()

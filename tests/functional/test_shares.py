@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.functional.conftest import random_experts
 from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.functional
@@ -27,19 +28,27 @@ LAYOUTS = {
 }
 
 
+EXPERTS = {"experts": [*LAYOUTS["packed"], "policy.megatron_cfg.expert_model_parallel_size=2"]}
+
+
 @pytest.fixture(scope="module")
 def steps(model_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shares")
-    layouts = {name: STEP + own for name, own in LAYOUTS.items()}
-    run_ranks(Path(__file__).with_name("shares_rank.py"), [str(model_folder), str(folder), json.dumps(layouts)], 2)
+    folder, script = tmp_path_factory.mktemp("shares"), Path(__file__).with_name("shares_rank.py")
+    experts = random_experts(folder / "model", num_hidden_layers=2, num_experts=4)
+    for model, layouts in ((model_folder, LAYOUTS), (experts, EXPERTS)):
+        of_model = {name: STEP + own for name, own in layouts.items()}
+        run_ranks(script, [str(model), str(folder), json.dumps(of_model)], 2)
     return lambda layout, way: torch.load(folder / f"{layout}-{way}", weights_only=False)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradient_are_those_of_neighbouring_shares(steps, layout):
-    metrics, gradients, shares, _ = steps(layout, "balanced")
+@pytest.mark.parametrize("way", ["balanced", "alone"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, *EXPERTS])
+def test_loss_and_gradient_are_those_of_neighbouring_shares(steps, layout, way):
+    """Ranks with experts fill up with micro-batches without a loss where one has a single row."""
+    metrics, gradients, shares, _ = steps(layout, way)
     expected, expected_gradients, neighbours, _ = steps(layout, "neighbours")
     assert set(map(tuple, shares)) != set(map(tuple, neighbours)), "the two ways must differ"
+    assert (len(shares[0]) == len(shares[1])) == (way == "balanced" and layout in ("fixed", "dynamic"))
     assert metrics.keys() == expected.keys() and abs(expected["loss"]) > 1e-3
     for name in metrics:
         assert metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name

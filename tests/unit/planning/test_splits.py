@@ -76,7 +76,7 @@ def test_several_machines_are_split_by_machine():
     apart = [one for one in splits_of("cluster.num_nodes=4", SIZES[1], SIZES[0]).others if not one.colocated]
     assert [one.engine_gpus for one in apart] == [8, 16, 24]
     many = said_of(splits_of("cluster.num_nodes=16", f"{TENSOR}=4", gib=20))
-    assert re.search(r"refused: (\d+ \+ \d+, ){8}\d+ more: ", many)
+    assert re.search(r"refused: 128 shared, async, (\d+ \+ \d+, ){7}\d+ more: ", many)
     assert list(apart[1].overrides[:2]) == [APART[0], "generation.colocated.resources.num_nodes=2"]
 
 

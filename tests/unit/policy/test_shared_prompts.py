@@ -190,7 +190,7 @@ def test_the_backward_pass_keeps_no_copies_of_keys():
 
 def test_rows_with_teachers_ids_share_nothing(monkeypatch):
     layouts = []
-    monkeypatch.setattr(passes, "cut_equally", lambda model, tokens, lengths, layout: layouts.append(layout) or 1 / 0)
+    monkeypatch.setattr(passes, "cut_batch", lambda model, tokens, lengths, layout: layouts.append(layout) or 1 / 0)
     model, own = SimpleNamespace(train_mode=lambda _: None), SimpleNamespace(tokens=None, lengths=None)
     for needs in ((), ("student_topk_logprobs",)):
         with pytest.raises(ZeroDivisionError):

@@ -126,7 +126,7 @@ def test_a_replica_that_is_slow_for_its_work_in_step_after_step_is_named(caplog,
 @pytest.mark.parametrize(("episodes", "work"), [(None, [10, 8]), ([0, 1, 2], [10, 1 + 4])])
 def test_the_work_of_a_replica_includes_the_rows_that_fill_it_up(monkeypatch, episodes, work):
     remote, group = policy(replicas=2, global_batch=4)
-    monkeypatch.setattr(remote, "_split", lambda rows: [[0, 1], [2, 3]])
+    monkeypatch.setattr(remote, "_split", lambda rows: [[[0, 1], [2, 3]]])
     for worker in group.workers:
         worker.join_episodes = lambda *_: None
     batch = TokenRows.of(rows(4, 6, 4))
@@ -156,9 +156,9 @@ def test_a_long_row_is_sent_to_its_replica_alone_and_once():
     remote.put_batch(rows(*[16] * 63, 4096))
     sizes = [len(pickle.dumps(shard)) for shard in group.stored]
     assert len(sizes) == 4, "once a replica, not once a rank"
-    assert max(sizes[1:]) < 3_000 and sizes[0] < 50_000
+    assert max(sizes[1:]) < 4_000 and sizes[0] < 50_000
     widths = [Batch.padded(worker.held["train"]).tokens.shape for worker in group.workers]
-    assert widths == [(16, 4096)] * 2 + [(16, 16)] * 6
+    assert widths == [(1, 4096)] * 2 + [(21, 16)] * 6
 
 
 def test_a_pipeline_stage_gets_the_experts_of_its_layers_once():
@@ -228,10 +228,24 @@ def test_held_out_pairs_of_any_number_are_evaluated_once_each(count):
     remote, group = policy(replicas=4, global_batch=8, together=2)
     held = remote.put_batch(rows(*range(2, 2 + count)), "validation")
     shards = [worker.held["validation"] for worker in group.workers[::2]]
-    assert len({len(shard) for shard in shards}) == 1
+    assert all(shards) and sum(map(len, shards)) == -(-count // 8) * 8
     pairs = [pair for shard in shards for pair in zip(shard[::2], shard[1::2], strict=True)]
     assert all(second.tokens[0] == first.tokens[0] + 1 and first.tokens[0] % 2 == 0 for first, second in pairs)
     assert remote.evaluate(held, SFTLoss()) == {"loss": pytest.approx(0.5)}
+
+
+def test_replicas_have_unequal_numbers_of_rows_in_each_optimizer_step():
+    """In a step, the replica with a long row has fewer; each takes its own rows of the step."""
+    remote, group = policy(replicas=2, global_batch=5)
+    batch = remote.put_batch(rows(*[3] * 4, 12, 12, *[3] * 4))
+    remote.train(batch, SFTLoss())
+    first, second = group.workers[0], group.workers[2]
+    assert [taken for taken, _ in first.steps] == [[4], [5]]
+    assert [taken for taken, _ in second.steps] == [[0, 1, 2, 3], [6, 7, 8, 9]]
+    sampled = [replace(row, generation_logprobs=[0.0] * len(row.tokens)) for row in rows(*[3] * 4, 12, 12, *[3] * 4)]
+    batch = remote.put_batch(sampled)
+    remote.score(batch, ["later"])
+    assert sum(own["rows"] for own in remote._mismatch["train"]) == 5, "those of the second step"
 
 
 @pytest.mark.parametrize("scored", [["previous", "reference"], ["later"], ["later", "reference"], ["reference"], None])
