@@ -13,6 +13,8 @@ from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Decoded, EngineLoad, Request, RequestError
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.ipc import SharedWeights
+from nemo_rl_lite.refit.trace import Recipe
+from nemo_rl_lite.refit.windows import Piece, WindowRoutes
 
 # Phase of an engine's own steps in `PhaseLimits`.
 _STEP = "engine step"
@@ -138,6 +140,14 @@ class RemoteGeneration:
     def join_refit(self, sources: Sequence[Sequence[Source]]) -> Call:
         """Connect each engine's ranks to their producers; ends after the producers' `join_refit`."""
         return self.group.call_each("call", [("join_refit", own) for own in sources], phase="join_refit")
+
+    def needed_pieces(self, recipe: Recipe) -> list[Sequence[Piece] | None]:
+        """Return what each rank of the first engine copies; see `Engine.needed_pieces`. The engines are alike."""
+        return wait(self._call("needed_pieces", recipe))[0]
+
+    def join_windows(self, routes: Sequence[Sequence[WindowRoutes]]) -> Call:
+        """Join the policy for the transfers of each engine's ranks; ends after the policy's `join_windows`."""
+        return self.group.call_each("call", [("join_windows", own) for own in routes], phase="join_windows")
 
     def receive_weights(self, version: int) -> Call:
         """Receive new weights; ends after the producers' `send_weights`."""

@@ -1,8 +1,11 @@
 """Refits the engines with the policy's weights: connects once, then sends new weights on request."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +19,12 @@ from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.group import Rendezvous
 from nemo_rl_lite.refit.interface import PROBE_TOLERANCE, PROBE_TOLERANCE_QUANTIZED, RefitReport, compare_checksums
+from nemo_rl_lite.refit.layout import RefitPlan
+from nemo_rl_lite.refit.windows import Transfer, WindowRoutes
 from nemo_rl_lite.workers.generation import RemoteGeneration
 from nemo_rl_lite.workers.policy import RemotePolicy
+
+log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 16
 
@@ -43,7 +50,8 @@ class ProbeSettings:
 class WeightSync:
     """Sends weights from the policy to every engine, checked on both sides.
 
-    Colocated engine ranks receive from the policy rank on their device. Otherwise policy rank 0 sends to all.
+    Colocated engine ranks receive from the policy rank on their device. Otherwise policy rank 0 sends to all at first.
+    If the policy or an engine has several ranks, later each policy rank sends windows to the ranks that need them.
     """
 
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
@@ -60,6 +68,8 @@ class WeightSync:
         self._plan = policy.plan_refit(
             config.refit, self._shared_device, adapters_alone, self._consumers, self._limit_s
         )
+        # False if policy and engines have one rank each, for which windows are whole tensors.
+        self._has_windows = not self._shared_device and (policy.ranks > 1 or self._ranks_per_engine > 1)
         # Bytes that an engine takes when its weights wake up.
         self._engine_bytes = 0
         if self._shared_device:
@@ -83,6 +93,7 @@ class WeightSync:
         size = self._ranks_per_engine
         of_engines = [sources[start : start + size] for start in range(0, len(sources), size)]
         wait(self._policy.join_refit(), self._generation.join_refit(of_engines), timeout_s=self._limit_s)
+        self._address, self._transfers, self._is_first = opened[0][:2], list[Transfer](), True
 
     def refit(self, version: int) -> dict[str, float]:
         """Send the weights of step `version` to every engine, and compare checksums; return metrics.
@@ -98,34 +109,80 @@ class WeightSync:
         self._policy.prepare_for_refit(self._engine_bytes)
         self._generation.wake_weights()
         transfer_started = time.perf_counter()
-        results = wait(self._policy.send_weights(), self._generation.receive_weights(version))
+        sent, received = self._split(wait(self._policy.send_weights(), self._generation.receive_weights(version)))
         seconds = time.perf_counter() - transfer_started
+        self._compare(sent, received)
+        summed = self._start_windows() if self._is_first and self._has_windows else None
+        self._is_first = False
         self._policy.prepare_for_generation()
         self._generation.wake_cache()
         woken = time.perf_counter() - started - seconds
 
-        sent: list[RefitReport | None] = results[: self._policy.ranks]
-        received = [report for engine in results[self._policy.ranks :] for report in engine]
-        for consumer, (producer, report) in enumerate(zip(self._producers, received, strict=True)):
-            engine, rank = divmod(consumer, self._ranks_per_engine)
-            compare_checksums(self._plan, _present(sent[producer]), report, f"rank {rank} of generation rank {engine}")
         metrics = {
             f"{stage}_s": max(report.seconds.get(stage, 0.0) for report in reports if report is not None)
             for stage, reports in (("iterate", sent), ("pack", sent), ("transfer", sent), ("load", received))
         }
         metrics |= {
             "bytes": float(self._plan.nbytes),
-            "buckets": float(len(self._plan.buckets)),
+            "buckets": float(len(self._transfers if self._transfers and summed is None else self._plan.buckets)),
             "seconds": seconds,
             "gb_per_s": self._plan.nbytes / seconds / 1e9,
             "wake_s": woken,
         }
-        if checksums := [one for report in sent if report is not None for one in report.checksums]:
+        # Of windows, if there are any, so that a refit after a new connection has the same.
+        if checksums := [one for report in summed or sent if report is not None for one in report.checksums]:
             # Floats represent integers below 2^53 exactly.
             metrics["weights_checksum"] = float(sum(checksums) % 2**53)
         if self._config.verify != "off":
             self._start_probe()
         return metrics
+
+    def _split(self, results: Sequence[Any]) -> tuple[list[RefitReport | None], list[RefitReport]]:
+        """Return the reports of policy ranks, and those of all engines' ranks."""
+        ranks = self._policy.ranks
+        return list(results[:ranks]), [report for engine in results[ranks:] for report in engine]
+
+    def _compare(self, sent: Sequence[RefitReport | None], received: Sequence[RefitReport]) -> None:
+        """Raise RefitError if an engine rank's checksums are not those of its senders."""
+        of_transfers = [iter(() if report is None else report.checksums) for report in sent]
+        windows = [(one, next(of_transfers[one.sender], None)) for one in self._transfers]
+        for consumer, report in enumerate(received):
+            plan, ours = self._plan, _present(sent[self._producers[consumer]]) if not windows else RefitReport()
+            if windows:
+                own = [(one.bucket, number) for one, number in windows if consumer in one.receivers]
+                plan = RefitPlan(tuple(bucket for bucket, _ in own))
+                ours.checksums = [number for _, number in own if number is not None]
+            engine, rank = divmod(consumer, self._ranks_per_engine)
+            compare_checksums(plan, ours, report, f"rank {rank} of generation rank {engine}")
+
+    def _start_windows(self) -> Sequence[RefitReport | None] | None:
+        """Let later refits send windows, if the engines' loaders only copy. Returns the senders' reports of a first
+        transfer, which compares the windows with the engines' weights, or None."""
+        recipe = self._policy.refit_recipe()
+        needed = self._generation.needed_pieces(recipe) if recipe is not None else [None]
+        needs = {rank: pieces for rank, pieces in enumerate(needed) if pieces is not None}
+        if len(needs) < len(needed):
+            log.info("every refit goes through policy rank 0: an export or a loader does more than copy")
+            self._has_windows = False
+            return None
+        engines, size = self._generation.engines, self._ranks_per_engine
+        transfers = [one.shifted(size, engines) for one in self._policy.route_windows(needs)]
+        routes = partial(WindowRoutes, address=self._address, config=self._config)
+        of_policy = [
+            routes([one for one in transfers if one.sender == rank], None) for rank in range(self._policy.ranks)
+        ]
+        of_ranks = [routes([one for one in transfers if rank in one.receivers], rank) for rank in range(engines * size)]
+        of_engines = [of_ranks[start : start + size] for start in range(0, len(of_ranks), size)]
+        sending, receiving = self._policy.join_windows(of_policy), self._generation.join_windows(of_engines)
+        sent, differing = self._split(wait(sending, receiving, timeout_s=self._limit_s))
+        if any(differing):
+            name = next(filter(None, differing))
+            log.warning("every refit goes through policy rank 0: windows of %s differ from the engine's weights", name)
+            self._has_windows = False
+            self.connect()
+            return None
+        self._transfers = transfers
+        return sent
 
     def verify_with_probe(self) -> dict[str, float]:
         """Compare logprobs of the engines' probes after the last refit with the policy's, in its logprob phase. Return
