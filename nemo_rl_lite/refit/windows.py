@@ -74,7 +74,7 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the pieces, without padding."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return _nbytes(self.pieces)
 
     def shifted(self, ranks: int, engines: int) -> "Transfer":
         """Return the transfer from one engine's to all `engines`, which have `ranks` ranks each."""
@@ -102,9 +102,9 @@ def find_replicas(recipe: Recipe) -> Replicas:
 def route(needs: Mapping[int, Iterable[Piece]], replicas: Replicas, bucket_bytes: int) -> list[Transfer]:
     """Divide the pieces that engine ranks need over the policy ranks that hold them, in the order of all ranks' work.
 
-    Each piece has one sender, and one transfer to all its receivers. Replicas send equal shares. A replica serves few
-    sets of receivers, because each pair needs a process group. The order alternates between pairs with different
-    senders and receivers, so that all ranks work at once. Ranks that follow it never wait for one another in a circle.
+    Each piece has one sender, and one transfer to all its receivers. Replicas send equal shares of at least a bucket.
+    Each serves few sets of receivers, because each pair needs a process group. The order alternates between pairs with
+    different senders and receivers, so that all ranks work at once. Ranks that follow it never wait in a circle.
     """
     receivers: dict[Piece, list[int]] = defaultdict(list)
     for receiver, pieces in needs.items():
@@ -114,14 +114,22 @@ def route(needs: Mapping[int, Iterable[Piece]], replicas: Replicas, bucket_bytes
     for piece in receivers:
         held[tuple(replicas[piece.rank, piece.parameter])].append(piece)
     streams: dict[tuple[int, tuple[int, ...]], list[Piece]] = defaultdict(list)
-    for holders, pieces in held.items():
-        total, done = sum(piece.nbytes for piece in pieces), 0
+    sent: dict[int, int] = defaultdict(int)
+    for holders, pieces in sorted(held.items(), key=lambda one: -_nbytes(one[1])):
+        total, done = _nbytes(pieces), 0
+        count = min(len(holders), -(-total // bucket_bytes))
+        senders = sorted(sorted(holders, key=sent.__getitem__)[:count])
         for piece in sorted(pieces, key=receivers.__getitem__):
             # The sender by the middle of the piece.
-            share = (2 * done + piece.nbytes) * len(holders) // (2 * total)
-            streams[holders[share], tuple(receivers[piece])].append(piece)
+            sender = senders[(2 * done + piece.nbytes) * count // (2 * total)]
+            streams[sender, tuple(receivers[piece])].append(piece)
+            sent[sender] += piece.nbytes
             done += piece.nbytes
     return _ordered([one for stream in streams.items() for one in _transfers(*stream, bucket_bytes)])
+
+
+def _nbytes(pieces: Iterable[Piece]) -> int:
+    return sum(piece.nbytes for piece in pieces)
 
 
 def _transfers(stream: tuple[int, tuple[int, ...]], pieces: Sequence[Piece], bucket_bytes: int) -> list[Transfer]:

@@ -42,7 +42,8 @@ GRPO = [
     "policy.train_micro_batch_size=32",
     "checkpoint.export_hf_at_end=false",
 ]
-APART = [*GRPO, "generation.colocated.enabled=false"]
+# With small buckets, because a replica that sends less than one sends nothing.
+APART = [*GRPO, "generation.colocated.enabled=false", "refit.bucket_bytes=60000"]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,6 @@ def test_four_policy_ranks_send_windows_to_two_engines_apart(folders):
     (sent,) = re.findall(r"transport of refits: windows, (\d+) bytes to 1 sets", log)
     (whole,) = {*series(metrics_of(folders[4] / "apart"), "refit/bytes")}
     assert int(sent) == pytest.approx(whole / 4, rel=0.1)
-    assert series(metrics_of(folders[4] / "apart"), "refit/buckets") == [1, 4, 4]
 
 
 @pytest.mark.slow
