@@ -156,6 +156,17 @@ def _ordered(transfers: Sequence[Transfer]) -> list[Transfer]:
     return sorted(transfers, key=place)
 
 
+def sent_to(
+    receiver: int, transfers: Sequence[Transfer], sent: Sequence[RefitReport | None]
+) -> tuple[RefitPlan, RefitReport]:
+    """Return the buckets that a receiver gets, and their senders' checksums. `sent`: reports of all policy ranks."""
+    sums = [iter(() if report is None else report.checksums) for report in sent]
+    all_sent = [(one, next(sums[one.sender], None)) for one in transfers]
+    own = [(one.bucket, number) for one, number in all_sent if receiver in one.receivers]
+    checksums = [number for _, number in own if number is not None]
+    return RefitPlan(tuple(bucket for bucket, _ in own)), RefitReport(checksums=checksums)
+
+
 Needed = Sequence[tuple[Piece, Tensor]]
 """Pieces that an engine rank copies, and views of its weights in the pieces' shapes."""
 

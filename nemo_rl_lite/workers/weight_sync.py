@@ -19,8 +19,7 @@ from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.group import Rendezvous
 from nemo_rl_lite.refit.interface import PROBE_TOLERANCE, PROBE_TOLERANCE_QUANTIZED, RefitReport, compare_checksums
-from nemo_rl_lite.refit.layout import RefitPlan
-from nemo_rl_lite.refit.windows import Transfer, WindowRoutes
+from nemo_rl_lite.refit.windows import Transfer, WindowRoutes, sent_to
 from nemo_rl_lite.workers.generation import RemoteGeneration
 from nemo_rl_lite.workers.policy import RemotePolicy
 
@@ -90,10 +89,11 @@ class WeightSync:
             host, port, offer = opened[producer]
             rendezvous = Rendezvous(host, port, rank=joined[producer], world_size=1 + self._consumers[producer])
             sources.append(Source(self._plan, self._config, rendezvous, _present(offer)))
-        size = self._ranks_per_engine
-        of_engines = [sources[start : start + size] for start in range(0, len(sources), size)]
-        wait(self._policy.join_refit(), self._generation.join_refit(of_engines), timeout_s=self._limit_s)
-        self._address, self._transfers, self._is_first = opened[0][:2], list[Transfer](), True
+        joining = self._generation.join_refit(self._by_engine(sources))
+        wait(self._policy.join_refit(), joining, timeout_s=self._limit_s)
+        self._address, self._is_first = opened[0][:2], True
+        # Of windows, after the first refit.
+        self._transfers: list[Transfer] = []
 
     def refit(self, version: int) -> dict[str, float]:
         """Send the weights of step `version` to every engine, and compare checksums; return metrics.
@@ -105,18 +105,18 @@ class WeightSync:
             RefitError: the checksums of sent and received bytes differ.
             WorkerError: the transfer failed.
         """
-        started, self.version = time.perf_counter(), version
+        clock, self.version, transfers = time.perf_counter(), version, self._transfers
         self._policy.prepare_for_refit(self._engine_bytes)
         self._generation.wake_weights()
-        transfer_started = time.perf_counter()
+        started = time.perf_counter()
         sent, received = self._split(wait(self._policy.send_weights(), self._generation.receive_weights(version)))
-        seconds = time.perf_counter() - transfer_started
+        seconds, woken = time.perf_counter() - started, started - clock
         self._compare(sent, received)
         summed = self._start_windows() if self._is_first and self._has_windows else None
-        self._is_first = False
+        self._is_first, clock = False, time.perf_counter()
         self._policy.prepare_for_generation()
         self._generation.wake_cache()
-        woken = time.perf_counter() - started - seconds
+        woken += time.perf_counter() - clock
 
         metrics = {
             f"{stage}_s": max(report.seconds.get(stage, 0.0) for report in reports if report is not None)
@@ -124,7 +124,7 @@ class WeightSync:
         }
         metrics |= {
             "bytes": float(self._plan.nbytes),
-            "buckets": float(len(self._transfers if self._transfers and summed is None else self._plan.buckets)),
+            "buckets": float(len(transfers or self._plan.buckets)),
             "seconds": seconds,
             "gb_per_s": self._plan.nbytes / seconds / 1e9,
             "wake_s": woken,
@@ -137,6 +137,10 @@ class WeightSync:
             self._start_probe()
         return metrics
 
+    def _by_engine[Item](self, of_ranks: Sequence[Item]) -> list[Sequence[Item]]:
+        size = self._ranks_per_engine
+        return [of_ranks[start : start + size] for start in range(0, len(of_ranks), size)]
+
     def _split(self, results: Sequence[Any]) -> tuple[list[RefitReport | None], list[RefitReport]]:
         """Return the reports of policy ranks, and those of all engines' ranks."""
         ranks = self._policy.ranks
@@ -144,14 +148,11 @@ class WeightSync:
 
     def _compare(self, sent: Sequence[RefitReport | None], received: Sequence[RefitReport]) -> None:
         """Raise RefitError if an engine rank's checksums are not those of its senders."""
-        of_transfers = [iter(() if report is None else report.checksums) for report in sent]
-        windows = [(one, next(of_transfers[one.sender], None)) for one in self._transfers]
         for consumer, report in enumerate(received):
-            plan, ours = self._plan, _present(sent[self._producers[consumer]]) if not windows else RefitReport()
-            if windows:
-                own = [(one.bucket, number) for one, number in windows if consumer in one.receivers]
-                plan = RefitPlan(tuple(bucket for bucket, _ in own))
-                ours.checksums = [number for _, number in own if number is not None]
+            if self._transfers:
+                plan, ours = sent_to(consumer, self._transfers, sent)
+            else:
+                plan, ours = self._plan, _present(sent[self._producers[consumer]])
             engine, rank = divmod(consumer, self._ranks_per_engine)
             compare_checksums(plan, ours, report, f"rank {rank} of generation rank {engine}")
 
@@ -172,8 +173,8 @@ class WeightSync:
             routes([one for one in transfers if one.sender == rank], None) for rank in range(self._policy.ranks)
         ]
         of_ranks = [routes([one for one in transfers if rank in one.receivers], rank) for rank in range(engines * size)]
-        of_engines = [of_ranks[start : start + size] for start in range(0, len(of_ranks), size)]
-        sending, receiving = self._policy.join_windows(of_policy), self._generation.join_windows(of_engines)
+        sending = self._policy.join_windows(of_policy)
+        receiving = self._generation.join_windows(self._by_engine(of_ranks))
         sent, differing = self._split(wait(sending, receiving, timeout_s=self._limit_s))
         if any(differing):
             name = next(filter(None, differing))
