@@ -261,8 +261,8 @@ class _Planning:
     def through_buckets(
         self, shared_device: bool, found: FoundExport | None, consumers: int
     ) -> tuple[Transport | None, Export | None, WindowExport | None]:
-        """Return this rank's transport (None without consumers), its export (None if no rank needs it), and its export
-        of windows (None if engines share devices, or the export does more than move elements)."""
+        """Return this rank's transport, export and export of windows. The transport is None without consumers, the
+        export if no rank needs it. Windows are None for shared devices, or if the export computes."""
         config, device = self._config, self._model.device
         buffers: BucketBuffers | None = None
         if consumers and shared_device:

@@ -37,7 +37,7 @@ from nemo_rl_lite.refit.trace import Recipe, StridedView, segments_of_window
 log = logging.getLogger(__name__)
 
 Replicas = Mapping[tuple[int, int], Sequence[int]]
-"""For the rank and number of a parameter in a recipe: all ranks with the same parameter under this number, sorted."""
+"""Sorted ranks that hold the same parameter, by its rank and number in a recipe."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Transfer:
 def find_replicas(recipe: Recipe) -> Replicas:
     """Return the replicas of all parameters in rank 0's recipe; empty on other ranks. Collective.
 
-    A rank's recipe names ranks of its own model replica. If it is rank 0's except for the ranks, the ranks that both
+    A rank's recipe names ranks of one model replica. If it is rank 0's except for the ranks, the ranks that both
     name at one place have the same parameter.
     """
     segments = [segment for own in recipe.values() for segment in own]
@@ -128,8 +128,8 @@ def route(needs: Mapping[int, Iterable[Piece]], replicas: Replicas, bucket_bytes
     return _ordered([one for stream in streams.items() for one in _transfers(*stream, bucket_bytes)])
 
 
-def _nbytes(pieces: Iterable[Piece]) -> int:
-    return sum(piece.nbytes for piece in pieces)
+def _nbytes(items: Iterable["Piece | Transfer"]) -> int:
+    return sum(one.nbytes for one in items)
 
 
 def _transfers(stream: tuple[int, tuple[int, ...]], pieces: Sequence[Piece], bucket_bytes: int) -> list[Transfer]:
@@ -215,7 +215,7 @@ class WindowRoutes:
 
 @dataclass(frozen=True)
 class WindowExport:
-    """What a policy rank needs to send windows."""
+    """Parameters of a policy rank, and what it needs to send windows of them."""
 
     parameters: Mapping[int, Tensor]
     """This rank's parameters by number."""
@@ -233,7 +233,7 @@ class WindowExport:
 
     def join(self, routes: WindowRoutes) -> Sender:
         """Return the sender of this rank's transfers, when their receivers have joined."""
-        nbytes, streams = sum(one.nbytes for one in routes.transfers), {one.stream for one in routes.transfers}
+        nbytes, streams = _nbytes(routes.transfers), {one.stream for one in routes.transfers}
         log.info("transport of refits: windows, %d bytes to %d sets of engine ranks", nbytes, len(streams))
         if not routes.transfers:
             return NoConsumers(None)
@@ -249,7 +249,7 @@ class PieceExport:
         self._copies: dict[int, tuple[int, CopyList]] = {}
 
     def start(self) -> None:
-        """Do nothing: there are no collectives besides the transfers."""
+        """Do nothing: transfers are the only collectives."""
 
     def begin(self, index: int, report: RefitReport) -> None:
         """Do nothing: other ranks need nothing for this bucket."""
@@ -272,6 +272,8 @@ class WindowReceiver:
 
     def __init__(self, routes: WindowRoutes, needed: Needed, device: torch.device):
         """Join the senders; returns when they have joined."""
+        nbytes, senders = _nbytes(routes.transfers), {one.sender for one in routes.transfers}
+        log.info("transport of refits: windows, %d bytes from %d policy ranks", nbytes, len(senders))
         self._pieces = _PieceLoader(routes.transfers, needed)
         self._receiver = BucketReceiver(routes.channel(None, device), routes.config.verify)
 

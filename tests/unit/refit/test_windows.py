@@ -96,7 +96,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Engine:
-    """Layout of an engine: matrices are cut over `tp` ranks, and experts too, or distributed with `by_expert`."""
+    """Layout of an engine: `tp` ranks share each matrix, also of experts, or have whole experts with `by_expert`."""
 
     tp: int = 1
     engines: int = 1
@@ -256,52 +256,62 @@ class Copied(Loader):
         return self._windows
 
 
-def test_windows_arrive_in_the_weights_of_each_engine_rank():
-    """Two policy ranks, and two engines of two ranks, over gloo; before the second refit the policy trains."""
-    model, engine = Model(Policy(tp=2)), Engine(tp=2, engines=2)
-    transfers, config = engine.transfers(model, 2000), compose_config().refit
-    store = host_store("127.0.0.1", 60)
+def exchange(model: Model, engine: Engine, devices: Sequence[torch.device]) -> None:
+    """Send windows in a process for each rank, on the policy's `devices` first, and check what arrives. The policy
+    trains before the second refit, and one weight of the last engine rank is not the policy's before the first."""
+    transfers, config, policy = engine.transfers(model, 2000), compose_config().refit, model.layout.ranks
+    store, last = host_store("127.0.0.1", 60), engine.tp * engine.engines - 1
     address = "127.0.0.1", store.port
 
     def weights_of(rank: int) -> dict[str, Tensor]:
-        return {name: one.of(model.tensors[name]).clone() for name, one in engine.windows(model, rank % 2).items()}
+        windows = engine.windows(model, rank % engine.tp)
+        return {name: one.of(model.tensors[name]).clone() for name, one in windows.items()}
 
     def send(rank: int):
+        device = devices[rank]
         routes = WindowRoutes([one for one in transfers if one.sender == rank], None, address, config)
-        parameters = model.parameters[rank]
-        sender = WindowExport(parameters, {}, {}, None, 2000, CPU).join(routes)
+        parameters = {number: one.to(device) for number, one in model.parameters[rank].items()}
+        sender = WindowExport(parameters, {}, {}, None, 2000, device).join(routes)
         sender.send()
         for parameter in parameters.values():
             parameter.add_(1)
         return sender.send()
 
     def receive(rank: int):
+        device = devices[policy + rank]
         routes = WindowRoutes([one for one in transfers if rank in one.receivers], rank, address, config)
-        weights = weights_of(rank)
-        if rank == 3:
+        weights = {name: one.to(device) for name, one in weights_of(rank).items()}
+        if rank == last:
             weights["2.o"][0, 0] += 1
         windows = [
             (name, model.tensors[name].numel(), window, weights[name])
-            for name, window in engine.windows(model, rank % 2).items()
+            for name, window in engine.windows(model, rank % engine.tp).items()
         ]
         needed = needed_pieces(Copied(windows), model.recipe)
         assert needed is not None
-        receiver = WindowReceiver(routes, needed, CPU)
+        receiver = WindowReceiver(routes, needed, device)
         differing = receiver.first_differing()
-        return differing, receiver.receive(Copied([])), weights
+        report = receiver.receive(Copied([]))
+        return differing, report, {name: one.cpu() for name, one in weights.items()}
 
-    ranks = [lambda group, rank=rank: send(rank) for rank in range(2)]
-    ranks += [lambda group, rank=rank: receive(rank) for rank in range(4)]
-    *sent, first, second, third, fourth = run(ranks)
-    for rank, (differing, report, weights) in enumerate((first, second, third, fourth)):
-        assert differing == ("2.o" if rank == 3 else None)
+    ranks = [lambda group, rank=rank: send(rank) for rank in range(policy)]
+    ranks += [lambda group, rank=rank: receive(rank) for rank in range(last + 1)]
+    results = run(ranks)
+    sent = results[:policy]
+    for rank, (differing, report, weights) in enumerate(results[policy:]):
+        assert differing == ("2.o" if rank == last else None)
         assert all(torch.equal(weights[name], before + 1) for name, before in weights_of(rank).items())
         compare_checksums(*sent_to(rank, transfers, sent), report, "")
         assert len(report.checksums) > 1
 
 
+def test_windows_arrive_in_the_weights_of_each_engine_rank():
+    """Two policy ranks, and two engines of two ranks, over gloo."""
+    exchange(Model(Policy(tp=2)), Engine(tp=2, engines=2), [CPU] * 6)
+
+
 def test_what_is_not_sent_is_found():
-    """As an engine finds whose windows are not those of the first."""
+    """An engine finds this if its windows are not those of the first engine."""
     model = Model(Policy())
     needed = [(piece, torch.zeros(piece.source.sizes)) for piece, _ in Engine().needs(model)[0]]
     transfers = [replace(one, pieces=one.pieces[:-1]) for one in Engine().transfers(model, 10**9)]
