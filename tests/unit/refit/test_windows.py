@@ -267,8 +267,13 @@ def exchange(model: Model, engine: Engine, devices: Sequence[torch.device]) -> N
         windows = engine.windows(model, rank % engine.tp)
         return {name: one.of(model.tensors[name]).clone() for name, one in windows.items()}
 
+    def device_of(process: int) -> torch.device:
+        if devices[process].type == "cuda":
+            torch.cuda.set_device(devices[process])
+        return devices[process]
+
     def send(rank: int):
-        device = devices[rank]
+        device = device_of(rank)
         routes = WindowRoutes([one for one in transfers if one.sender == rank], None, address, config)
         parameters = {number: one.to(device) for number, one in model.parameters[rank].items()}
         sender = WindowExport(parameters, {}, {}, None, 2000, device).join(routes)
@@ -278,7 +283,7 @@ def exchange(model: Model, engine: Engine, devices: Sequence[torch.device]) -> N
         return sender.send()
 
     def receive(rank: int):
-        device = devices[policy + rank]
+        device = device_of(policy + rank)
         routes = WindowRoutes([one for one in transfers if rank in one.receivers], rank, address, config)
         weights = {name: one.to(device) for name, one in weights_of(rank).items()}
         if rank == last:
