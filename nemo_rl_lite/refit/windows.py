@@ -104,7 +104,7 @@ def route(needs: Mapping[int, Iterable[Piece]], replicas: Replicas, bucket_bytes
 
     Each piece has one sender, and one transfer to all its receivers. Replicas send equal shares of at least a bucket.
     Each serves few sets of receivers, because each pair needs a process group. The order alternates between pairs with
-    different senders and receivers, so that all ranks work at once. Ranks that follow it never wait in a circle.
+    different senders and receivers, so that all ranks work at once. Ranks that follow it never deadlock.
     """
     receivers: dict[Piece, list[int]] = defaultdict(list)
     for receiver, pieces in needs.items():

@@ -208,7 +208,7 @@ def test_a_share_that_is_smaller_than_a_bucket_is_not_divided():
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_ranks_that_follow_the_order_never_wait_in_a_circle(policy, engine, buffers):
+def test_ranks_that_follow_the_order_never_deadlock(policy, engine, buffers):
     """A transfer is done when all its ranks have started it, and a rank starts as many as it has buffers."""
     transfers = engine.transfers(Model(policy), 2000)
     left: dict[tuple[str, int], list[Transfer]] = defaultdict(list)
