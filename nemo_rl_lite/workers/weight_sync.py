@@ -41,7 +41,7 @@ class ProbeSettings:
     @classmethod
     def of(cls, config: Config, prompt: Sequence[int]) -> "ProbeSettings":
         generation, tolerance = config.generation, PROBE_TOLERANCE[config.policy.precision]
-        if engines_quantize(generation):
+        if engines_quantize(generation) or config.policy.megatron_cfg.fp8_cfg.enabled:
             tolerance = PROBE_TOLERANCE_QUANTIZED
         return cls(list(prompt), min(PROBE_TOKENS, generation.max_new_tokens), generation.temperature, tolerance)
 

@@ -120,6 +120,7 @@ def _overrides(given: argparse.Namespace, setting: dict[str, Any], steps: int, r
             f"{actor}.strategy={setting['backend']}",
             f"{model}.enable_gradient_checkpointing={setting['recompute']}",
             f"+{model}.override_config.attn_implementation={setting['attention']}",
+            f"{model}.external_lib={'verl_flash' if setting['attention'] == 'flash_attention_4' else 'null'}",
             *(f"{model}.use_fused_kernels={setting['fused']}", f"{model}.fused_kernel_options.impl_backend=triton"),
         ]
     if given.lora is not None:

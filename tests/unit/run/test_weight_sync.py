@@ -8,7 +8,7 @@ import torch
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.errors import EngineError, RefitError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
-from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.refit.interface import PROBE_TOLERANCE, PROBE_TOLERANCE_QUANTIZED, RefitReport
 from nemo_rl_lite.refit.layout import Bucket
 from nemo_rl_lite.refit.windows import Transfer
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
@@ -124,6 +124,13 @@ def test_the_probe_is_no_longer_than_a_response():
     assert ProbeSettings.of(config, PROMPT) == ProbeSettings(PROMPT, 6, config.generation.temperature, 1e-3)
     longer = compose_config(["policy.max_total_sequence_length=64", "generation.max_new_tokens=40"])
     assert ProbeSettings.of(longer, PROMPT).tokens == PROBE_TOKENS
+
+
+def test_probes_of_fp8_training_may_differ_as_much_as_those_of_quantized_engines():
+    key = "policy.megatron_cfg.fp8_cfg.enabled"
+    configs = [compose_config(["policy=megatron_gpu", f"{key}={value}"]) for value in ("false", "true")]
+    tolerances = [ProbeSettings.of(config, PROMPT).tolerance for config in configs]
+    assert tolerances == [PROBE_TOLERANCE["bfloat16"], PROBE_TOLERANCE_QUANTIZED]
 
 
 def test_consumers_get_their_weights_on_their_own_device_or_from_rank_0():
