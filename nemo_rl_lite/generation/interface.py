@@ -12,6 +12,8 @@ import numpy as np
 from nemo_rl_lite.config.schema import GenerationConfig
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.refit.trace import Recipe
+from nemo_rl_lite.refit.windows import Piece, WindowRoutes
 
 FinishReason = Literal["stop", "length"]
 Versions = tuple[tuple[int, int], ...]
@@ -372,6 +374,16 @@ class Engine(Protocol):
 
     def join_refit(self, sources: Sequence[Source]) -> None:
         """Connect each of the engine's ranks to its producer."""
+        ...
+
+    def needed_pieces(self, recipe: Recipe) -> list[Sequence[Piece] | None]:
+        """Return, after a first refit, the windows of parameters that each rank copies; None if a rank's loader does
+        more than copy. `recipe`: the windows that fill each tensor."""
+        ...
+
+    def join_windows(self, routes: Sequence[WindowRoutes]) -> list[str | None]:
+        """Connect each rank to the senders of its windows, for later refits. Return each rank's first tensor that
+        differs from the windows of the same weights, or None."""
         ...
 
     def receive_weights(self, version: int) -> list[RefitReport]:

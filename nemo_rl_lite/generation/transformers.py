@@ -21,13 +21,18 @@ from nemo_rl_lite.generation.interface import (
     Sampling,
     Unfinished,
 )
-from nemo_rl_lite.refit.engine import EngineLoader, Source, WeightsState, connect
-from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.refit.engine import CopyReplayLoader, Source, WeightsState, connect
+from nemo_rl_lite.refit.interface import Receiver, RefitReport
 from nemo_rl_lite.refit.layout import Named
+from nemo_rl_lite.refit.trace import Recipe
+from nemo_rl_lite.refit.windows import Needed, Piece, WindowReceiver, WindowRoutes, needed_pieces
 
 
 class TransformersEngine:
     """An `Engine` over a Hugging Face model, with exact logprobs and refits by name."""
+
+    _receiver: Receiver
+    _needed: Needed | None
 
     def __init__(
         self,
@@ -107,10 +112,22 @@ class TransformersEngine:
 
     def join_refit(self, sources: Sequence[Source]) -> None:
         self._receiver = connect(sources[0], self._device)
+        self._loader = CopyReplayLoader(self._load, [*self._model.parameters(), *self._model.buffers()])
+
+    def needed_pieces(self, recipe: Recipe) -> list[Sequence[Piece] | None]:
+        self._needed = needed_pieces(self._loader, recipe)
+        return [None if self._needed is None else [piece for piece, _ in self._needed]]
+
+    def join_windows(self, routes: Sequence[WindowRoutes]) -> list[str | None]:
+        # Free the buckets of the first refit.
+        self._loader.forget_buffers()
+        del self._receiver
+        self._receiver = receiver = WindowReceiver(routes[0], self._needed or (), self._device)
+        return [receiver.first_differing()]
 
     @torch.no_grad()
     def receive_weights(self, version: int) -> list[RefitReport]:
-        started, loader, self.version = time.perf_counter(), EngineLoader(self._load), version
+        started, loader, self.version = time.perf_counter(), self._loader, version
         with self._weights.replacing():
             report = self._receiver.receive(loader)
             stale = [name for name, _ in self._model.named_parameters() if name not in (loader.filled or ())]

@@ -201,8 +201,12 @@ def engines_copy(config: Config) -> bool:
     pipeline_apart = cluster.num_nodes > 1 and dims.pp > 1
     together = dims.neighbours <= cluster.gpus_per_node and not pipeline_apart
     shared = Residency.of(config).engines_share_device
-    merges = config.policy.megatron_cfg.peft.enabled and not engines_serve_adapters(config.generation, config.policy)
-    return shared and config.refit.cuda_ipc and together and not merges
+    return shared and config.refit.cuda_ipc and together and not merges_adapters(config)
+
+
+def merges_adapters(config: Config) -> bool:
+    """Return whether refits send weights with merged adapters, which the policy computes."""
+    return config.policy.megatron_cfg.peft.enabled and not engines_serve_adapters(config.generation, config.policy)
 
 
 def _refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.engines import engine_of, engines_sleep
+from nemo_rl_lite.config.engines import engine_of, engines_quantize, engines_sleep
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
@@ -30,6 +30,7 @@ from nemo_rl_lite.config.sizes import (
     on_gpus,
     optimizer_steps,
     parallel_dims,
+    policy_ranks,
     previous_passes,
     samples_per_step,
     sequences_per_optimizer_step,
@@ -37,7 +38,7 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.config.sources import teacher_configs
 from nemo_rl_lite.models.shape import ModelShape
-from nemo_rl_lite.planning.budget import Gpu, refit_bytes, speed_of
+from nemo_rl_lite.planning.budget import Gpu, merges_adapters, refit_bytes, speed_of
 from nemo_rl_lite.planning.lengths import Lengths, slowest_replica
 from nemo_rl_lite.planning.memory import (
     SequenceFlops,
@@ -111,7 +112,7 @@ def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Len
     of_teacher = max((logprob_seconds(as_teacher(config), one, gpu, lengths) for one in teachers), default=0.0)
     apart = not config.generation.colocated.enabled
     shared_s = REFIT_WAKING_S if engines_sleep(config) else REFIT_AWAKE_S
-    rate = RATE_BETWEEN if apart and config.cluster.num_nodes > 1 else RATE_INSIDE
+    rate = RATE_BETWEEN * refit_links(config) if apart and config.cluster.num_nodes > 1 else RATE_INSIDE
     return StepTime(
         generation_seconds(config, shape, gpu, gpu_bytes, lengths),
         (previous_passes(config) + compares(config)) * logprob_seconds(config, shape, gpu, lengths) + of_teacher,
@@ -119,6 +120,13 @@ def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Len
         (REFIT_APART_S if apart else shared_s) + refit_bytes(config, shape) / rate,
         free_seconds(config, shape, gpu, gpu_bytes, lengths),
     )
+
+
+def refit_links(config: Config) -> int:
+    """Return how many links carry different weights at once in a refit between machines: those of all policy GPUs, at
+    most an engine's. If either side computes weights, policy rank 0 sends all of them."""
+    computes = merges_adapters(config) or engines_quantize(config.generation)
+    return 1 if computes else min(policy_ranks(config), engine_ranks(config))
 
 
 def logprob_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths) -> float:

@@ -45,6 +45,7 @@ from nemo_rl_lite.refit.interface import (
 from nemo_rl_lite.refit.ipc import DirectOffer, DirectSender, IpcExport, Parameters, probe_sharing
 from nemo_rl_lite.refit.layout import Named, RefitPlan, Slot, buffer_of, dtype_name, make_plan, same_bytes, view
 from nemo_rl_lite.refit.trace import IndexTracer, Recipe, Segment, trace_strided_copies
+from nemo_rl_lite.refit.windows import WindowExport, find_replicas
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,8 @@ class Producer:
     consumers copy parameters, or if no rank needs this one."""
     transport: Transport | None
     """None without consumers."""
+    windows: WindowExport | None
+    """Sends windows after the first refit. None if engines share devices, or megatron-bridge exports."""
     device: torch.device
     timeout_s: float
 
@@ -191,6 +194,12 @@ class Producer:
             return NoConsumers(self.export)
         device = offer.group_device(self.device)
         return self.transport.sender(refit_group.join(store, 0, 1 + consumers, device, self.timeout_s))
+
+    def require_windows(self) -> WindowExport:
+        """Return the export of windows. Raises RuntimeError: there is none."""
+        if self.windows is None:
+            raise RuntimeError("this policy sends no windows")
+        return self.windows
 
 
 def plan_refit(
@@ -214,13 +223,14 @@ def plan_refit(
         log.info("transport of refits: direct")
         sender = partial(DirectSender, planning.plan, sharing=sharing)
         transport, export = Transport(partial(DirectOffer, found.recipe), sender) if consumers else None, None
+        windows = None
     else:
         log.info("transport of refits: %s", "shared" if shared_device else "broadcast")
-        transport, export = planning.through_buckets(shared_device, found, consumers)
+        transport, export, windows = planning.through_buckets(shared_device, found, consumers)
     if device.type == "cuda":
         # Free the memory of tracing for engines.
         torch.cuda.empty_cache()
-    return Producer(planning.plan, export, transport, device, config.timeout_s)
+    return Producer(planning.plan, export, transport, windows, device, config.timeout_s)
 
 
 class _Planning:
@@ -250,25 +260,35 @@ class _Planning:
 
     def through_buckets(
         self, shared_device: bool, found: FoundExport | None, consumers: int
-    ) -> tuple[Transport | None, Export | None]:
-        """Return this rank's transport (None without consumers) and export (None if no rank needs it)."""
+    ) -> tuple[Transport | None, Export | None, WindowExport | None]:
+        """Return this rank's transport, export and export of windows. The transport is None without consumers, the
+        export if no rank needs it. Windows are None for shared devices, or if the export computes."""
         config, device = self._config, self._model.device
         buffers: BucketBuffers | None = None
         if consumers and shared_device:
             buffers = SharedBuffer(self.plan, device)
         elif consumers:
             buffers = BroadcastBuffers(self.plan, config.num_buffers, device)
-        export = None
+        export = windows = None
         if found is not None:
             recipe = found.recipe if consumers else None
             export = assemble(self.plan, found.parameters, recipe, device, _groups(), config.timeout_s)
             if not self.only_moves(self._first_unlike_assembled(export, buffers)):
                 found = None
+        if found is not None and not shared_device:
+            windows = self._windows(found, buffers)
         if found is None:
             export = Stream(self.plan, self._exported, gathers=not self._model.place.is_whole)
         if buffers is None or export is None:
-            return None, export
-        return bucket_transport(self.plan, buffers, config.verify, export), export
+            return None, export, windows
+        return bucket_transport(self.plan, buffers, config.verify, export), export, windows
+
+    def _windows(self, found: FoundExport, buffers: BucketBuffers | None) -> WindowExport:
+        memory = None if buffers is None else buffers.memory
+        largest = max(bucket.nbytes for bucket in self.plan.buckets)
+        replicas = find_replicas(found.recipe)
+        recipe = found.recipe if replicas else {}
+        return WindowExport(found.parameters, recipe, replicas, memory, largest, self._model.device)
 
     def _first_unlike_assembled(self, assembly: BucketReshard | None, buffers: BucketBuffers | None) -> str | None:
         """Return the first tensor that differs between the assembly and megatron-bridge's export, or None."""

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ from nemo_rl_lite.policy.score_files import ScoreFile, ScoreWriter, Update
 from nemo_rl_lite.refit.interface import RefitReport, WeightSource
 from nemo_rl_lite.refit.ipc import SharedBytes, SharedWeights
 from nemo_rl_lite.refit.layout import RefitPlan
+from nemo_rl_lite.refit.trace import Recipe
+from nemo_rl_lite.refit.windows import Piece, Transfer, WindowRoutes
 from nemo_rl_lite.system import numa
 
 log = logging.getLogger(__name__)
@@ -308,6 +310,21 @@ class MegatronWorker:
 
     def join_refit(self, consumers: int) -> None:
         self._sender = self._producer.join(self._store, self._offer, consumers)
+
+    def refit_recipe(self) -> Recipe | None:
+        """Return, from rank 0, the windows that fill each exported tensor; None if the ranks cannot send windows."""
+        windows = self._producer.windows
+        return None if self._rank or windows is None else windows.recipe
+
+    def route_windows(self, needs: Mapping[int, Sequence[Piece]]) -> list[Transfer]:
+        """See `windows.route`; only on rank 0."""
+        return self._producer.require_windows().route(needs)
+
+    def join_windows(self, routes: WindowRoutes) -> RefitReport | None:
+        """Join the receivers of this rank's windows, and send the current weights to be compared."""
+        require_weights(self._model, self._phases)
+        self._sender = self._producer.require_windows().join(routes)
+        return self._sender.send()
 
     def send_weights(self) -> RefitReport | None:
         with self._memory.phase("refit"):

@@ -9,8 +9,10 @@ import math
 import os
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -24,6 +26,7 @@ from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.group import PendingTransfer, RefitGroup, all_gather, group_by_need
 from nemo_rl_lite.refit.interface import Checksums, Export, Loader, RefitReport, Transport, Verify, synchronize
 from nemo_rl_lite.refit.layout import (
+    Bucket,
     CopyList,
     Named,
     ReceivedBucket,
@@ -190,9 +193,32 @@ class BucketChannel:
     """
 
     plan: RefitPlan
-    group: RefitGroup
+    groups: Sequence[RefitGroup]
+    """The group of each bucket. A rank can have different ranks in each, but all follow one order of all buckets."""
     memory: Tensor
     is_shared: bool
+
+    @classmethod
+    def of_one_group(cls, plan: RefitPlan, group: RefitGroup, memory: Tensor, is_shared: bool) -> "BucketChannel":
+        """Return the channel of a producer and consumers of all buckets."""
+        return cls(plan, [group] * len(plan.buckets), memory, is_shared)
+
+    def announce(self) -> None:
+        """Send each group the hash of its buckets' plan."""
+        for group, plan in self._plans.items():
+            group.announce(plan.digest)
+
+    def expect(self) -> None:
+        """Receive each group's hash. Raises RefitError: it is of another plan."""
+        for group, plan in self._plans.items():
+            group.expect(plan.digest)
+
+    @cached_property
+    def _plans(self) -> dict[RefitGroup, RefitPlan]:
+        buckets: dict[RefitGroup, list[Bucket]] = defaultdict(list)
+        for group, bucket in zip(self.groups, self.plan.buckets, strict=True):
+            buckets[group].append(bucket)
+        return {group: RefitPlan(tuple(own)) for group, own in buckets.items()}
 
     @property
     def ahead(self) -> int:
@@ -205,17 +231,17 @@ class BucketChannel:
 
     def start(self, index: int) -> PendingTransfer:
         """Start the transfer of bucket `index`."""
-        buffer, bucket = self.buffer(index), self.plan.buckets[index]
+        buffer, bucket, group = self.buffer(index), self.plan.buckets[index], self.groups[index]
         if not self.is_shared:
-            return self.group.start(buffer, f"{bucket.describe()}, {bucket.nbytes} bytes")
+            return group.start(buffer, f"{bucket.describe()}, {bucket.nbytes} bytes")
         synchronize(buffer)
-        return self.group.start_barrier(bucket.describe())
+        return group.start_barrier(bucket.describe())
 
     def end(self) -> None:
         """End the refit."""
         if self.is_shared:
             synchronize(self.memory)
-            self.group.barrier("the end of the refit")
+            self.groups[-1].barrier("the end of the refit")
 
 
 class BucketSender:
@@ -239,7 +265,7 @@ class BucketSender:
     def _send(self) -> RefitReport:
         report, checksums, transfers = RefitReport(), Checksums(self._verify), list[PendingTransfer]()
         channel = self._channel
-        channel.group.announce(channel.plan.digest)
+        channel.announce()
         for index in range(len(channel.plan.buckets)):
             self._export.begin(index, report)
             clock = time.perf_counter()
@@ -269,7 +295,7 @@ class BucketReceiver:
     def receive(self, loader: Loader) -> RefitReport:
         report, checksums, channel = RefitReport(), Checksums(self._verify), self._channel
         buckets = channel.plan.buckets
-        channel.group.expect(channel.plan.digest)
+        channel.expect()
         transfers = [channel.start(index) for index in range(min(channel.ahead, len(buckets)))]
         for index, bucket in enumerate(buckets):
             clock = time.perf_counter()
@@ -352,7 +378,7 @@ class BroadcastOffer:
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:
         memory = new_buffers(plan, self.count, device)
-        return BucketReceiver(BucketChannel(plan, group, memory, is_shared=False), verify)
+        return BucketReceiver(BucketChannel.of_one_group(plan, group, memory, is_shared=False), verify)
 
 
 @dataclass(frozen=True)
@@ -378,7 +404,7 @@ class SharedOffer:
         return torch.device("cpu")
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:
-        return BucketReceiver(BucketChannel(plan, group, self.open(), is_shared=True), verify)
+        return BucketReceiver(BucketChannel.of_one_group(plan, group, self.open(), is_shared=True), verify)
 
 
 class SharedBuffer:
@@ -418,6 +444,7 @@ BucketBuffers = BroadcastBuffers | SharedBuffer
 
 def bucket_transport(plan: RefitPlan, buffers: BucketBuffers, verify: Verify, export: Export) -> Transport:
     def sender(group: RefitGroup) -> BucketSender:
-        return BucketSender(BucketChannel(plan, group, buffers.memory, buffers.is_shared), verify, export)
+        channel = BucketChannel.of_one_group(plan, group, buffers.memory, buffers.is_shared)
+        return BucketSender(channel, verify, export)
 
     return Transport(buffers.offer, sender)

@@ -126,10 +126,18 @@ def host_store(host: str, timeout_s: float) -> TCPStore:
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def join(store: TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float) -> RefitGroup:
-    """Join the group (NCCL for a CUDA `device`, gloo for the CPU); returns when all ranks have joined."""
+def client_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Connect to a producer's rendezvous."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def join(
+    store: TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float, name: str = "refit"
+) -> RefitGroup:
+    """Join the group (NCCL for a CUDA `device`, gloo for the CPU); returns when all ranks have joined. `name`: of the
+    group, unique in the store."""
     timeout = timedelta(seconds=timeout_s)
-    prefixed = PrefixStore("refit", store)
+    prefixed = PrefixStore(name, store)
     if device.type == "cpu":
         group: Any = ProcessGroupGloo(prefixed, rank, world_size, timeout)
     else:
@@ -145,8 +153,7 @@ def join(store: TCPStore, rank: int, world_size: int, device: torch.device, time
 
 def join_at(rendezvous: Rendezvous, device: torch.device, timeout_s: float) -> RefitGroup:
     """Join the group whose producer waits at `rendezvous`."""
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store = client_store(rendezvous.host, rendezvous.port, timeout_s)
     return join(store, rendezvous.rank, rendezvous.world_size, device, timeout_s)
 
 

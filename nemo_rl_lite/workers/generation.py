@@ -14,6 +14,8 @@ from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Decoded, EngineLoad, Request, RequestError
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.ipc import SharedWeights
+from nemo_rl_lite.refit.trace import Recipe
+from nemo_rl_lite.refit.windows import Piece, WindowRoutes
 
 # Phase of an engine's own steps in `PhaseLimits`.
 _STEP = "engine step"
@@ -151,6 +153,15 @@ class RemoteGeneration:
         """Connect each engine's ranks to their producers; ends after the producers' `join_refit`."""
         arguments = [("join_refit", own) for own in sources]
         return self.group.part(self.live).call_each("call", arguments, phase="join_refit")
+
+    def needed_pieces(self, recipe: Recipe) -> list[Sequence[Piece] | None]:
+        """Return what each rank of the first engine of `live` copies; see `Engine.needed_pieces`. All are alike."""
+        return wait(self._call("needed_pieces", recipe))[0]
+
+    def join_windows(self, routes: Sequence[Sequence[WindowRoutes]]) -> Call:
+        """Join the policy for the transfers of each engine's ranks; ends after the policy's `join_windows`."""
+        arguments = [("join_windows", own) for own in routes]
+        return self.group.part(self.live).call_each("call", arguments, phase="join_windows")
 
     def receive_weights(self, version: int) -> Call:
         """Receive new weights; ends after the producers' `send_weights`."""

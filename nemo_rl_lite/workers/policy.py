@@ -41,6 +41,8 @@ from nemo_rl_lite.policy.score_files import ScoreFile
 from nemo_rl_lite.refit.interface import WeightSource
 from nemo_rl_lite.refit.ipc import SharedWeights
 from nemo_rl_lite.refit.layout import RefitPlan
+from nemo_rl_lite.refit.trace import Recipe
+from nemo_rl_lite.refit.windows import Piece, Transfer, WindowRoutes
 from nemo_rl_lite.workers.stragglers import Stragglers
 
 # Metrics that are equal on all replicas, which are not summed.
@@ -250,6 +252,18 @@ class RemotePolicy:
     def join_refit(self, consumers: Sequence[int]) -> Call:
         """Join the engines, whose number of ranks `consumers` has for each rank; ends after their `join_refit`."""
         return self.group.call_each("join_refit", [(count,) for count in consumers])
+
+    def refit_recipe(self) -> Recipe | None:
+        """See `MegatronWorker.refit_recipe`."""
+        return wait(self.group.call("refit_recipe"))[0]
+
+    def route_windows(self, needs: Mapping[int, Sequence[Piece]]) -> list[Transfer]:
+        """Return the transfers to one engine's ranks; see `windows.route`."""
+        return wait(self.group.call_one(0, [("route_windows", (needs,))], "route_windows"))[0]
+
+    def join_windows(self, routes: Sequence[WindowRoutes]) -> Call:
+        """Join the engines for each rank's transfers, and send the weights; ends after the engines' `join_windows`."""
+        return self.group.call_each("join_windows", [(one,) for one in routes])
 
     def send_weights(self) -> Call:
         """Send new weights; ends after the consumers' `receive_weights`."""

@@ -1,8 +1,11 @@
 """Refits the engines with the policy's weights: connects once, then sends new weights on request."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +19,11 @@ from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.refit.engine import Source
 from nemo_rl_lite.refit.group import Rendezvous
 from nemo_rl_lite.refit.interface import PROBE_TOLERANCE, PROBE_TOLERANCE_QUANTIZED, RefitReport, compare_checksums
+from nemo_rl_lite.refit.windows import Transfer, WindowRoutes, sent_to
 from nemo_rl_lite.workers.generation import RemoteGeneration
 from nemo_rl_lite.workers.policy import RemotePolicy
+
+log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 16
 
@@ -43,7 +49,8 @@ class ProbeSettings:
 class WeightSync:
     """Sends weights from the policy to every engine, checked on both sides.
 
-    Colocated engine ranks receive from the policy rank on their device. Otherwise policy rank 0 sends to all.
+    Colocated engine ranks receive from the policy rank on their device. Otherwise policy rank 0 sends to all at first.
+    If the policy or an engine has several ranks, later each policy rank sends windows to the ranks that need them.
     """
 
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
@@ -58,12 +65,16 @@ class WeightSync:
         consumers = [self._producers.count(rank) for rank in range(policy.ranks)]
         adapters_alone = engines_serve_adapters(config.generation, config.policy)
         self._plan = policy.plan_refit(config.refit, self._shared_device, adapters_alone, consumers, self._limit_s)
+        # False if policy and engines have one rank each, for which windows are whole tensors.
+        self._has_windows = not self._shared_device and (policy.ranks > 1 or self._ranks_per_engine > 1)
         # Bytes that an engine takes when its weights wake up.
         self._engine_bytes = 0
         if self._shared_device:
             own = self._plan.nbytes // self._ranks_per_engine
             self._engine_bytes = generation.weight_bytes() if adapters_alone else own
-        self._connected: list[int] = []
+        self._connected: Sequence[int] = []
+        # Of windows, after the first refit of a connection; receivers are numbered in the order of the engines.
+        self._transfers: Sequence[Transfer] = []
         self._connect(generation)
         self.shares_weights = engines_share_weights(config)
         """True if policy ranks use weights in the engines' memory."""
@@ -72,7 +83,7 @@ class WeightSync:
             policy.use_shared_weights([engine_of.get(rank) for rank in range(policy.ranks)])
 
     def disconnect(self) -> None:
-        """Connect again at the next refit, because engines are new."""
+        """Connect again at the next refit, because engines are new or have closed their connection."""
         self._connected = []
 
     def _connect(self, engines: RemoteGeneration) -> None:
@@ -88,10 +99,9 @@ class WeightSync:
             host, port, offer = opened[producer]
             rendezvous = Rendezvous(host, port, rank=joined[producer], world_size=1 + consumers[producer])
             sources.append(Source(self._plan, self._config, rendezvous, _present(offer)))
-        size = self._ranks_per_engine
-        of_engines = [sources[start : start + size] for start in range(0, len(sources), size)]
-        wait(self._policy.join_refit(consumers), engines.join_refit(of_engines), timeout_s=self._limit_s)
-        self._connected = list(engines.live)
+        joining = engines.join_refit(self._by_engine(sources))
+        wait(self._policy.join_refit(consumers), joining, timeout_s=self._limit_s)
+        self._connected, self._address, self._transfers = engines.live, opened[0][:2], []
 
     def _producers_of(self, engines: RemoteGeneration) -> list[int]:
         size = self._ranks_per_engine
@@ -112,41 +122,92 @@ class WeightSync:
             RefitError: the checksums of sent and received bytes differ.
             WorkerError: the transfer failed.
         """
-        engines = engines or self._generation
+        # The same engines throughout, also if one is lost meanwhile.
+        engines = engines or self._generation.only(self._generation.live)
         self._connect(engines)
-        started, self.version = time.perf_counter(), version
+        clock, self.version, transfers = time.perf_counter(), version, self._transfers
         self._policy.prepare_for_refit(self._engine_bytes)
         engines.wake_weights()
-        transfer_started = time.perf_counter()
-        results = wait(self._policy.send_weights(), engines.receive_weights(version))
-        seconds = time.perf_counter() - transfer_started
+        started = time.perf_counter()
+        sent, received = self._split(wait(self._policy.send_weights(), engines.receive_weights(version)))
+        seconds, woken = time.perf_counter() - started, started - clock
+        self._compare(engines, sent, received)
+        # An engine that is refitted alone is connected again with the others.
+        starts = self._has_windows and not transfers and engines.live == self._generation.live
+        summed = self._start_windows(engines) if starts else None
+        clock = time.perf_counter()
         self._policy.prepare_for_generation()
         engines.wake_cache()
-        woken = time.perf_counter() - started - seconds
+        woken += time.perf_counter() - clock
 
-        sent: list[RefitReport | None] = results[: self._policy.ranks]
-        received = [report for engine in results[self._policy.ranks :] for report in engine]
-        for consumer, (producer, report) in enumerate(zip(self._producers_of(engines), received, strict=True)):
-            engine, rank = divmod(consumer, self._ranks_per_engine)
-            name = f"rank {rank} of generation rank {engines.live[engine]}"
-            compare_checksums(self._plan, _present(sent[producer]), report, name)
         metrics = {
             f"{stage}_s": max(report.seconds.get(stage, 0.0) for report in reports if report is not None)
             for stage, reports in (("iterate", sent), ("pack", sent), ("transfer", sent), ("load", received))
         }
         metrics |= {
             "bytes": float(self._plan.nbytes),
-            "buckets": float(len(self._plan.buckets)),
+            "buckets": float(len(transfers or self._plan.buckets)),
             "seconds": seconds,
             "gb_per_s": self._plan.nbytes / seconds / 1e9,
             "wake_s": woken,
         }
-        if checksums := [one for report in sent if report is not None for one in report.checksums]:
+        # Of windows, if there are any, so that a refit after a new connection has the same.
+        if checksums := [one for report in summed or sent if report is not None for one in report.checksums]:
             # Floats represent integers below 2^53 exactly.
             metrics["weights_checksum"] = float(sum(checksums) % 2**53)
         if self._config.verify != "off":
             self._start_probe(engines)
         return metrics
+
+    def _by_engine[Item](self, of_ranks: Sequence[Item]) -> list[Sequence[Item]]:
+        size = self._ranks_per_engine
+        return [of_ranks[start : start + size] for start in range(0, len(of_ranks), size)]
+
+    def _split(self, results: Sequence[Any]) -> tuple[list[RefitReport | None], list[RefitReport]]:
+        """Return the reports of policy ranks, and those of all engines' ranks."""
+        ranks = self._policy.ranks
+        return list(results[:ranks]), [report for engine in results[ranks:] for report in engine]
+
+    def _compare(
+        self, engines: RemoteGeneration, sent: Sequence[RefitReport | None], received: Sequence[RefitReport]
+    ) -> None:
+        """Raise RefitError if an engine rank's checksums are not those of its senders."""
+        for consumer, (producer, report) in enumerate(zip(self._producers_of(engines), received, strict=True)):
+            if self._transfers:
+                plan, ours = sent_to(consumer, self._transfers, sent)
+            else:
+                plan, ours = self._plan, _present(sent[producer])
+            engine, rank = divmod(consumer, self._ranks_per_engine)
+            compare_checksums(plan, ours, report, f"rank {rank} of generation rank {engines.live[engine]}")
+
+    def _start_windows(self, engines: RemoteGeneration) -> Sequence[RefitReport | None] | None:
+        """Let later refits send windows, if the engines' loaders only copy. Returns the senders' reports of a first
+        transfer, which compares the windows with the engines' weights, or None."""
+        recipe = self._policy.refit_recipe()
+        needed = engines.needed_pieces(recipe) if recipe is not None else [None]
+        needs = {rank: pieces for rank, pieces in enumerate(needed) if pieces is not None}
+        if len(needs) < len(needed):
+            log.info("every refit goes through policy rank 0: an export or a loader does more than copy")
+            self._has_windows = False
+            return None
+        count, size = len(engines.live), self._ranks_per_engine
+        transfers = [one.shifted(size, count) for one in self._policy.route_windows(needs)]
+        routes = partial(WindowRoutes, address=self._address, config=self._config)
+        of_policy = [
+            routes([one for one in transfers if one.sender == rank], None) for rank in range(self._policy.ranks)
+        ]
+        of_ranks = [routes([one for one in transfers if rank in one.receivers], rank) for rank in range(count * size)]
+        sending = self._policy.join_windows(of_policy)
+        receiving = engines.join_windows(self._by_engine(of_ranks))
+        sent, differing = self._split(wait(sending, receiving, timeout_s=self._limit_s))
+        if any(differing):
+            name = next(filter(None, differing))
+            log.warning("every refit goes through policy rank 0: windows of %s differ from the engine's weights", name)
+            self._has_windows = False
+            self.disconnect()
+            return None
+        self._transfers = transfers
+        return sent
 
     def verify_with_probe(self) -> dict[str, float]:
         """Compare logprobs of the engines' probes after the last refit with the policy's, in its logprob phase. Return

@@ -196,7 +196,7 @@ def _of(module: ModuleType, *names: str) -> Any:
 def side_of(side: Any) -> tuple[Any, Any]:
     """The group of a sender or a receiver, and its buffers, if it has any."""
     channel = getattr(side, "_channel", None)
-    return (side._group, None) if channel is None else (channel.group, channel.memory)
+    return (side._group, None) if channel is None else (channel.groups[0], channel.memory)
 
 
 def synchronize() -> None:

@@ -95,6 +95,14 @@ TABLES = {
         settings=("1 GB buckets, 2 buffers", "NeMo-RL's packed transfer"),
     ),
     "shared table": Table("analysis/refit", "refit-shared-qwen3-8b-2x-h200", columns=("refit time",)),
+    "bytes table": Table(
+        "analysis/refit",
+        "refit-bytes-cpu",
+        columns=(
+            *("weights", "sent by the policy GPU that sends most", "sent by the policy GPU that sends least"),
+            *("received by an engine GPU", "process groups of a rank"),
+        ),
+    ),
     "LoRA refit table": Table(
         "analysis/supervised",
         "lora-refit-large-1x-h100",

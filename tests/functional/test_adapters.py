@@ -86,11 +86,17 @@ def test_engines_that_apply_adapters_agree_with_the_policy(tmp_path, model_folde
 
 
 @pytest.mark.slow
-def test_so_do_they_with_shards_of_some_adapters(tmp_path, model_folder):
-    """With layers of which the engine has no adapters."""
+@pytest.mark.parametrize("shared", [True, False])
+def test_so_do_they_with_shards_of_some_adapters(shared, tmp_path, model_folder):
+    """With layers of which the engine has no adapters. On other devices, vLLM receives windows."""
     some = ["cluster.cpu_ranks=2", TENSOR, f"{PEFT}.target_modules=[linear_fc1]", "generation.vllm_cfg.lora=adapters"]
+    # vLLM pads rank 4 to 8, and windows are contiguous in its weights.
+    some += [] if shared else ["generation.colocated.enabled=false", f"{PEFT}.dim=8"]
     _, metrics = train_here(tmp_path / "run", model_folder, *SMALL, *LORA, *some, elsewhere=["policy", "generation"])
     check(metrics, model_folder)
+    first, *others = series(metrics, "refit/buckets")
+    # Both policy ranks send windows.
+    assert first == 1 and set(others) == {1 if shared else 2}
 
 
 def check(metrics: list[dict], model_folder: Path) -> None:

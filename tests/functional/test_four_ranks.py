@@ -42,6 +42,8 @@ GRPO = [
     "policy.train_micro_batch_size=32",
     "checkpoint.export_hf_at_end=false",
 ]
+# With small buckets, because a replica that sends less than one sends nothing.
+APART = [*GRPO, "generation.colocated.enabled=false", "refit.bucket_bytes=60000"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def folders(model_folder, tmp_path_factory) -> dict[int, Path]:
     runs = {kind: [*options, *write(tmp_path_factory.mktemp(kind))] for kind, (write, options) in KINDS.items()}
     for kind, own in runs.items():
         train_here(folders[1] / kind, model_folder, *own)
-    on_four = {kind: [*own, *FOUR] for kind, own in (runs | {"grpo": GRPO}).items()}
+    on_four = {kind: [*own, *FOUR] for kind, own in (runs | {"grpo": GRPO, "apart": APART}).items()}
     script = Path(__file__).with_name("run_rank.py")
     run_ranks(script, [str(model_folder), str(folders[4]), json.dumps(on_four)], 4)
     return folders
@@ -91,6 +93,15 @@ def test_shards_of_adapters_are_exported_merged(folders, model_folder):
 def test_four_policy_ranks_and_two_engines(folders):
     """Tensor parallel 2 x data parallel 2: batches are split, results put together, shards gathered for the refit."""
     check(folders[4] / "grpo")
+
+
+def test_four_policy_ranks_send_windows_to_two_engines_apart(folders):
+    """In every refit after the first, each rank sends a quarter: half of its shard, for its replica."""
+    check(folders[4] / "apart")
+    log = (folders[4] / "apart" / "logs" / "policy-0.log").read_text()
+    (sent,) = re.findall(r"transport of refits: windows, (\d+) bytes to 1 sets", log)
+    (whole,) = {*series(metrics_of(folders[4] / "apart"), "refit/bytes")}
+    assert int(sent) == pytest.approx(whole / 4, rel=0.1)
 
 
 @pytest.mark.slow

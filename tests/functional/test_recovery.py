@@ -1,5 +1,6 @@
 """Whatever a run is hit by, it ends with the same weights and metrics as one that was left alone."""
 
+import json
 import os
 import re
 import signal
@@ -38,9 +39,16 @@ GRPO = ["algorithm.max_num_steps=7", *TASK]
 TRACKED = ["logger.wandb_enabled=true", "logger.wandb.mode=offline"]
 
 
-def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]], *overrides: str) -> tuple[int, str]:
-    """Run the command and send signals to its processes after steps; exit status and standard output."""
-    gate, output = Gate(folder), ""
+def hit(
+    folder: Path,
+    model: Path,
+    blows: dict[int, tuple[str, signal.Signals]],
+    *overrides: str,
+    awaited: tuple[int, str] = (0, ""),
+) -> tuple[int, str]:
+    """Run the command and send signals to its processes after steps; exit status and standard output. The step after
+    the `awaited` one ends when the run has said this."""
+    gate, output, reached = Gate(folder), "", 0
     command = run_command(folder, model, "logger.plots=false", *GRPO, *gate.overrides, *overrides)
     environ = os.environ | gate.environment | {"PYTHONPATH": PYTHONPATH}
     with (folder.parent / "errors.txt").open("a") as errors:
@@ -49,13 +57,14 @@ def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]],
         for line in process.stdout:
             output += line
             found = re.match(r"step +(\d+)/|resuming after step (\d+)", line)
-            if found is None:
-                continue
-            if found[1] and int(found[1]) in blows:
+            if found is not None and found[1] and int(found[1]) in blows:
                 victim, number = blows.pop(int(found[1]))
                 pids = [process.pid] if victim == "launcher" else processes(folder, victim)
                 os.kill(pids[-1], number)
-            gate.passed(int(found[1] or found[2]))
+            if found is not None:
+                reached = int(found[1] or found[2])
+            if reached != awaited[0] or awaited[1] in output:
+                gate.passed(reached)
         return process.wait(timeout=600), output
     finally:
         process.kill()
@@ -147,11 +156,22 @@ def test_engines_outlive_a_policy_rank_and_the_run_is_the_same(tmp_path, model_f
 
 
 def test_a_run_continues_while_a_lost_engine_restarts_and_joins(tmp_path, model_folder):
+    """And two policy ranks send windows to those engines that live."""
     folder = tmp_path / "hit"
     apart = ["generation.data_parallel_size=2", "generation.colocated.enabled=false", "generation.min_engines=1"]
-    status, output = hit(folder, model_folder, {2: ("generation-1", signal.SIGKILL)}, *apart)
+    ranks = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=32", "policy.logprob_batch_size=32"]
+    # With small buckets, because a replica that sends less than one sends nothing.
+    apart += [*ranks, "refit.bucket_bytes=60000"]
+    blows, back = {2: ("generation-1", signal.SIGKILL)}, (3, "the engine has restarted")
+    status, output = hit(folder, model_folder, blows, *apart, awaited=back)
     assert status == 0 and beginnings(output) == [], output[-3000:]
-    assert "generation rank 1 failed" in output and "it restarts now" in output
+    assert "generation rank 1 failed" in output and "it restarts now" in output and back[1] in output
+    # The lost engine has left the groups, and refits that connect again go through rank 0.
+    connections = [(folder / "logs" / f"generation-{rank}.log").read_text().count(": windows") for rank in range(2)]
+    assert connections == [3, 2]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    buckets = [line["refit/buckets"] for line in lines if "refit/buckets" in line]
+    assert len({*buckets[1:3], *buckets[-2:]}) == 1 and buckets[0] == buckets[4] != buckets[-1]
     assert len(processes(folder, "generation-0")) == len(processes(folder, "policy-0")) == 1
     # Every prompt is trained once, with all its samples.
     steps = [rows for name, rows in sorted(rollouts_of(folder).items()) if name.endswith("-train.parquet")]

@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from nemo_rl_lite.refit.copy_table import CopyTable
-from nemo_rl_lite.refit.interface import Checksums
-from nemo_rl_lite.refit.layout import same_bytes
+from nemo_rl_lite.refit.interface import Checksums, RefitReport
+from nemo_rl_lite.refit.layout import ReceivedBucket, same_bytes
 from nemo_rl_lite.refit.trace import StridedView
+from nemo_rl_lite.refit.windows import PieceExport, _PieceLoader
+from tests.unit.refit.test_windows import Engine, Model, Policy, exchange
 
 pytestmark = pytest.mark.gpu
 
@@ -86,3 +88,42 @@ def test_a_hundred_thousand_copies_from_moved_memory():
         assert torch.equal(target, source.view(count, size).flip(0)) and table.first_differing(bases) is None
     target[77_777, 3] += 1
     assert table.first_differing(np.array([sources[1].data_ptr()])) == 77_777
+
+
+def test_pieces_go_through_buckets_on_a_gpu():
+    """Without a transport, which needs two GPUs."""
+    model, device = Model(Policy()), torch.device("cuda")
+    transfers = Engine().transfers(model, 2000)
+    needed = [(piece, torch.zeros(piece.source.sizes, device=device)) for piece, _ in Engine().needs(model)[0]]
+    parameters = {number: one.to(device) for number, one in model.parameters[0].items()}
+    export, loader = PieceExport(transfers, parameters), _PieceLoader(transfers, needed)
+    for _ in range(2):
+        for index, one in enumerate(transfers):
+            buffer = torch.zeros(one.bucket.nbytes, dtype=torch.uint8, device=device)
+            export.fill(index, buffer, RefitReport())
+            loader.fill(ReceivedBucket(index, one.bucket, buffer))
+        for piece, target in needed:
+            assert torch.equal(target, piece.source.of(parameters[piece.parameter]))
+        for parameter in parameters.values():
+            parameter.add_(1)
+
+
+# Layouts with a GPU for each rank. With two GPUs, policy ranks share one: NCCL refuses that only within a group.
+TWO = [(Policy(), Engine(), [0, 1]), (Policy(tp=2), Engine(), [0, 0, 1]), (Policy(pp=2), Engine(), [0, 0, 1])]
+FOUR = [
+    (Policy(tp=2), Engine(tp=2)),
+    (Policy(pp=2), Engine(tp=2)),
+    (Policy(dp=2), Engine(engines=2)),
+    (Policy(ep=2), Engine(tp=2, by_expert=True)),
+    (Policy(), Engine(tp=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "engine", "gpus"),
+    [pytest.param(*one, marks=pytest.mark.gpu(2)) for one in TWO]
+    + [pytest.param(*one, range(4), marks=pytest.mark.gpu(4)) for one in FOUR],
+    ids=str,
+)
+def test_windows_arrive_over_nccl(policy, engine, gpus):
+    exchange(Model(policy), engine, [torch.device("cuda", gpu) for gpu in gpus])

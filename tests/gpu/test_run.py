@@ -1,5 +1,6 @@
 """Whole runs on GPUs through the command line: policy and engines on the same GPUs, and on different ones."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -100,12 +101,6 @@ def test_engines_on_gpus_of_their_own_get_weights_over_nccl(gpu_model, tmp_path)
     check_ways(tmp_path / "run", shared=False)
 
 
-@pytest.mark.gpu(4)
-def test_tensor_parallel_policy_to_tensor_parallel_engine(gpu_model, tmp_path):
-    tensor = ["policy.megatron_cfg.tensor_model_parallel_size=2", "generation.vllm_cfg.tensor_parallel_size=2"]
-    check(run(tmp_path / "apart", gpu_model, 4, f"{APART[1]}=2", APART[0], *tensor))
-
-
 PARALLEL = "policy.megatron_cfg.{}_parallel_size=2"
 LAYOUTS = {
     "TP 2": [PARALLEL.format("tensor_model")],
@@ -113,6 +108,49 @@ LAYOUTS = {
     "CP 2": [PARALLEL.format("context")],
     "DP 2": [],
 }
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_policy_ranks_send_a_tensor_parallel_engine_its_windows(layout, gpu_model, tmp_path):
+    """After the first refit, each engine rank receives half of the weights and all norms, without the loader."""
+    folder = tmp_path / "run"
+    tensor = "generation.vllm_cfg.tensor_parallel_size=2"
+    metrics = run(folder, gpu_model, 4, f"{APART[1]}=2", APART[0], tensor, *LAYOUTS[layout])
+    check(metrics)
+    check_windows(folder, metrics, share=0.5)
+
+
+@pytest.mark.gpu(4)
+def test_two_policy_replicas_send_their_halves_to_two_engines(gpu_model, tmp_path):
+    folder = tmp_path / "run"
+    metrics = run(folder, gpu_model, 4, f"{APART[1]}=2", APART[0])
+    check(metrics)
+    check_windows(folder, metrics, share=1)
+
+
+@pytest.mark.gpu(4)
+def test_experts_go_to_the_engine_ranks_that_have_them(gpu_experts_model, tmp_path):
+    folder, split = (
+        tmp_path / "run",
+        ["generation.vllm_cfg.expert_parallel=true", "+generation.vllm_kwargs.moe_backend=triton"],
+    )
+    tensor = ["generation.vllm_cfg.tensor_parallel_size=2", "policy.megatron_cfg.expert_model_parallel_size=2"]
+    metrics = run(folder, gpu_experts_model, 4, f"{APART[1]}=2", APART[0], *tensor, *split)
+    check(metrics)
+    check_windows(folder, metrics, share=0.5)
+
+
+def check_windows(folder: Path, metrics: list[dict], share: float) -> None:
+    """Engine ranks have received this share of the weights, and the policy has sent all of them once."""
+    logs = "".join(path.read_text() for path in sorted((folder / "logs").iterdir()))
+    sent = [int(one) for one in re.findall(r"windows, (\d+) bytes to", logs)]
+    received = [int(one) for one in re.findall(r"windows, (\d+) bytes from", logs)]
+    (whole,) = {line["refit/bytes"] for line in metrics if "refit/bytes" in line}
+    assert len(sent) == len(received) == 2
+    assert sum(sent) == pytest.approx(whole, rel=0.05)
+    assert max(received) <= 1.05 * share * whole
+    assert "every refit goes through policy rank 0" not in logs
 
 
 @pytest.mark.gpu(2)

@@ -29,6 +29,8 @@ from nemo_rl_lite.refit.engine import CopyReplayLoader, EngineLoader, Source, co
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.refit.ipc import SharedWeights, share_weights
 from nemo_rl_lite.refit.layout import Named
+from nemo_rl_lite.refit.trace import Recipe
+from nemo_rl_lite.refit.windows import Piece, WindowReceiver, WindowRoutes, needed_pieces
 from nemo_rl_lite.system.machine import log_to_stderr
 
 # Number, name and slot of the only adapter. The name replaces a folder, which is never read.
@@ -233,6 +235,20 @@ class RefitExtension:
         if stale:
             raise RefitError(f"the refit did not update {len(stale)} weights of the engine, such as {stale[0]}")
         return report
+
+    def refit_pieces(self, recipe: Recipe) -> Sequence[Piece] | None:
+        """Return the windows of parameters that the first refit has copied; None if this rank's loader does more."""
+        self._needed = needed_pieces(self._destinations, recipe)
+        return None if self._needed is None else [piece for piece, _ in self._needed]
+
+    def refit_join_windows(self, routes: Sequence[WindowRoutes]) -> str | None:
+        """Join the senders of this rank's windows, `routes[rank]`. Compare the windows with the weights; return the
+        first tensor that differs, or None."""
+        # Free the buckets of the first refit.
+        self._destinations.forget_buffers()
+        del self._receiver
+        self._receiver = WindowReceiver(routes[self.rank], self._needed or (), torch.device(self.device))
+        return self._receiver.first_differing()
 
     def share_weights(self) -> SharedWeights:
         """Share this rank's weights, which refits of adapters do not change."""

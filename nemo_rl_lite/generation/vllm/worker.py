@@ -52,6 +52,8 @@ from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.refit.engine import Source, WeightsState
 from nemo_rl_lite.refit.interface import RefitReport
 from nemo_rl_lite.refit.ipc import SharedWeights
+from nemo_rl_lite.refit.trace import Recipe
+from nemo_rl_lite.refit.windows import Piece, WindowRoutes
 from nemo_rl_lite.system.peers import end_process, end_with_others
 
 # vLLM's sleep levels: keep nothing if refits bring all weights, or the weights in host memory if they bring adapters.
@@ -237,6 +239,12 @@ class VLLMEngine:
     def join_refit(self, sources: Sequence[Source]) -> None:
         scaling = None if self._lora is None else self._lora.alpha / self._lora.dim
         self._engine.collective_rpc("refit_join", args=(list(sources), scaling))
+
+    def needed_pieces(self, recipe: Recipe) -> list[Sequence[Piece] | None]:
+        return self._engine.collective_rpc("refit_pieces", args=(recipe,))
+
+    def join_windows(self, routes: Sequence[WindowRoutes]) -> list[str | None]:
+        return self._engine.collective_rpc("refit_join_windows", args=(list(routes),))
 
     def share_weights(self) -> list[SharedWeights]:
         return self._engine.collective_rpc("share_weights")

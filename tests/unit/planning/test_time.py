@@ -6,6 +6,7 @@ from statistics import median
 
 import pytest
 
+from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.planning.budget import Gpu
 from nemo_rl_lite.planning.lengths import Lengths
@@ -18,6 +19,7 @@ from nemo_rl_lite.planning.time import (
     RATE_BETWEEN,
     RATE_LINK,
     READS,
+    REFIT_APART_S,
     REQUEST_S,
     TOKEN_S,
     exchange_seconds,
@@ -25,6 +27,8 @@ from nemo_rl_lite.planning.time import (
     generation_seconds,
     logprob_seconds,
     optimizer_step_seconds,
+    predict_step,
+    refit_links,
 )
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -111,6 +115,25 @@ def test_replicas_on_several_hosts_exchange_gradients_and_weights():
     passes[0] -= inside
     assert passes[1] == pytest.approx(passes[0] / 2 + exchanged, rel=1e-3)
     assert passes[2] == pytest.approx(max(passes[0] / 2, exchanged), rel=1e-3)
+
+
+def test_a_refit_between_machines_takes_all_links_unless_weights_are_computed():
+    """Four policy GPUs, and an engine of two: two links, and each carries half of the weights."""
+    apart = [*GPUS, "cluster.num_nodes=2", "cluster.gpus_per_node=4", "generation.colocated.enabled=false"]
+    apart += ["generation.colocated.resources.num_nodes=1", "generation.colocated.resources.gpus_per_node=4"]
+    links = {
+        1: [],
+        2: ["generation.vllm_cfg.tensor_parallel_size=2"],
+        4: ["generation.vllm_cfg.tensor_parallel_size=4"],
+    }
+    for count, own in links.items():
+        config = compose_config([*apart, *own])
+        assert policy_ranks(config) == 4 and refit_links(config) == count
+        seconds = predict_step(config, SHAPE, 80 * 10**9, LENGTHS).refit
+        assert seconds == pytest.approx(REFIT_APART_S + 2 * parameter_count(SHAPE) / (count * RATE_BETWEEN))
+    merged = ["policy.megatron_cfg.peft.enabled=true", "generation.vllm_cfg.lora=merged"]
+    for computed in (["+generation.vllm_kwargs.quantization=fp8_per_channel"], merged):
+        assert refit_links(compose_config([*apart, *links[4], *computed])) == 1
 
 
 def test_interleaved_stages_wait_less():

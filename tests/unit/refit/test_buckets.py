@@ -81,7 +81,9 @@ class ThroughSharedBuffer(Broadcast):
         self._offer = self._buffers.offer()
 
     def sender(self, group: RefitGroup, export: Stream):
-        return BucketSender(BucketChannel(self._plan, group, self._offer.open(), is_shared=True), "full", export)
+        return BucketSender(
+            BucketChannel.of_one_group(self._plan, group, self._offer.open(), is_shared=True), "full", export
+        )
 
     def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
         return self._offer.receiver(plan or self._plan, group, CPU, "full")

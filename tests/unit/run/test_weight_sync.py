@@ -1,5 +1,6 @@
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -7,10 +8,13 @@ import torch
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.errors import EngineError, RefitError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
-from nemo_rl_lite.refit.interface import PROBE_TOLERANCE, PROBE_TOLERANCE_QUANTIZED
+from nemo_rl_lite.refit.interface import PROBE_TOLERANCE, PROBE_TOLERANCE_QUANTIZED, RefitReport
+from nemo_rl_lite.refit.layout import Bucket
+from nemo_rl_lite.refit.windows import Transfer
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.workers import generation as remote_generation
+from nemo_rl_lite.workers import weight_sync
 from nemo_rl_lite.workers.generation import RemoteGeneration
 from nemo_rl_lite.workers.weight_sync import PROBE_TOKENS, ProbeSettings, WeightSync, producers
 
@@ -136,3 +140,59 @@ def test_consumers_get_their_weights_on_their_own_device_or_from_rank_0():
     # On a CPU the numbers need not match.
     assert producers(1, 3, shared_device=True) == [0, 0, 0]
     assert producers(2, 3, shared_device=True) == [0, 1, 0]
+
+
+class Apart:
+    """A policy of two ranks and engines 0 and 2 of three apart, without processes."""
+
+    ranks, live = 2, [0, 2]
+
+    def __init__(self, needed, differing=None, recipe=True):
+        self.needed, self.differing, self.recipe = needed, differing, recipe
+        self.routed = []
+
+    def refit_recipe(self):
+        return {} if self.recipe else None
+
+    def needed_pieces(self, recipe):
+        return [self.needed]
+
+    def route_windows(self, needs):
+        assert needs == {0: self.needed}
+        bucket = Bucket((), 0)
+        return [Transfer(1, (0,), bucket, ())]
+
+    def join_windows(self, routes):
+        self.routed.append(routes)
+        return [RefitReport(), None] if len(self.routed) == 1 else [[None], [self.differing]]
+
+
+def starting(monkeypatch, both: Apart) -> WeightSync:
+    monkeypatch.setattr(weight_sync, "wait", lambda *calls, timeout_s: [one for call in calls for one in call])
+    sync: Any = object.__new__(WeightSync)
+    sync._policy = sync._generation = both
+    sync._ranks_per_engine, sync._address, sync._config, sync._limit_s = 1, ("127.0.0.1", 1), None, 1
+    sync._has_windows, sync._transfers, sync._connected = True, [], both.live
+    return sync
+
+
+def test_windows_go_from_each_policy_rank_to_every_engine_that_lives(monkeypatch):
+    both = Apart(["a piece"])
+    sync = starting(monkeypatch, both)
+    assert sync._start_windows(sync._generation) == [RefitReport(), None]
+    (first, second), of_engines = both.routed
+    assert (first.transfers, first.receiver) == ([], None)
+    assert [one.receivers for one in second.transfers] == [(0, 1)]
+    assert [[one.receiver for one in engine] for engine in of_engines] == [[0], [1]]
+    assert sync._transfers == second.transfers and sync._has_windows
+
+
+@pytest.mark.parametrize(
+    ("both", "stays_connected"),
+    [(Apart(None), True), (Apart(["a piece"], recipe=False), True), (Apart(["a piece"], differing="norm"), False)],
+    ids=["a loader that computes", "an export that computes", "other bytes"],
+)
+def test_refits_go_on_through_rank_0_where_windows_are_not_enough(monkeypatch, both, stays_connected):
+    sync = starting(monkeypatch, both)
+    assert sync._start_windows(sync._generation) is None
+    assert bool(sync._connected) == stays_connected and not sync._transfers and not sync._has_windows
