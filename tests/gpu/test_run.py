@@ -88,6 +88,15 @@ def test_an_engine_quantises_what_it_gets(way, gpu_model, tmp_path):
 
 
 @pytest.mark.gpu
+def test_engines_above_the_mismatch_budget_restart_with_plain_settings(gpu_model, tmp_path):
+    quantized = "++generation.vllm_kwargs.quantization=fp8_per_channel"
+    metrics = run(tmp_path / "run", gpu_model, 1, quantized, "generation.max_gen_kl=1e-9", "algorithm.max_num_steps=4")
+    assert [line["step"] for line in metrics if "refit/fell_back" in line] == [3]
+    errors = [line["train/gen_kl_error"] for line in metrics if "train/loss" in line]
+    assert len(errors) == 4 and errors[3] < min(errors[:3]) / 2
+
+
+@pytest.mark.gpu
 def test_an_engine_that_speculates_gives_exact_logprobs(gpu_model, tmp_path):
     speculation = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_min: 1, prompt_lookup_max: 2}"
     metrics = run(tmp_path / "run", gpu_model, 1, f"+generation.vllm_kwargs.speculative_config={speculation}")
