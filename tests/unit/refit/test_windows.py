@@ -259,7 +259,8 @@ class Copied(Loader):
 def exchange(model: Model, engine: Engine, devices: Sequence[torch.device]) -> None:
     """Send windows in a process for each rank, on the policy's `devices` first, and check what arrives. The policy
     trains before the second refit, and one weight of the last engine rank is not the policy's before the first."""
-    transfers, config, policy = engine.transfers(model, 2000), compose_config().refit, model.layout.ranks
+    transfers, policy = engine.transfers(model, 2000), model.layout.ranks
+    config = compose_config(["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1"]).refit
     store, last = host_store("127.0.0.1", 60), engine.tp * engine.engines - 1
     address = "127.0.0.1", store.port
 
