@@ -76,7 +76,7 @@ def _sum(buffer: Tensor, every: int) -> Tensor:
 # Largest mean difference of a probe's logprobs between two implementations of a model, in nats, by policy.precision.
 # bfloat16 implementations round differently: up to 0.08 in correct runs.
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
-# The same if a side computes with 8-bit weights and inputs, which round more (tests/functional/test_eight_bits.py).
+# The same with 8-bit weights, inputs or KV caches on a side, which round more (tests/functional/test_eight_bits.py).
 PROBE_TOLERANCE_QUANTIZED = 0.8
 
 

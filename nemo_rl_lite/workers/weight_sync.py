@@ -41,7 +41,8 @@ class ProbeSettings:
     @classmethod
     def of(cls, config: Config, prompt: Sequence[int]) -> "ProbeSettings":
         generation, tolerance = config.generation, PROBE_TOLERANCE[config.policy.precision]
-        if engines_quantize(generation) or config.policy.megatron_cfg.fp8_cfg.enabled:
+        eight_bit_cache = str(generation.vllm_kwargs.get("kv_cache_dtype")).startswith("fp8")
+        if engines_quantize(generation) or eight_bit_cache or config.policy.megatron_cfg.fp8_cfg.enabled:
             tolerance = PROBE_TOLERANCE_QUANTIZED
         return cls(list(prompt), min(PROBE_TOKENS, generation.max_new_tokens), generation.temperature, tolerance)
 

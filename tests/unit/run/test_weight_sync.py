@@ -126,11 +126,18 @@ def test_the_probe_is_no_longer_than_a_response():
     assert ProbeSettings.of(longer, PROMPT).tokens == PROBE_TOKENS
 
 
-def test_probes_of_fp8_training_may_differ_as_much_as_those_of_quantized_engines():
-    key = "policy.megatron_cfg.fp8_cfg.enabled"
-    configs = [compose_config(["policy=megatron_gpu", f"{key}={value}"]) for value in ("false", "true")]
-    tolerances = [ProbeSettings.of(config, PROMPT).tolerance for config in configs]
-    assert tolerances == [PROBE_TOLERANCE["bfloat16"], PROBE_TOLERANCE_QUANTIZED]
+def test_probes_of_eight_bit_arithmetic_may_differ_more():
+    gpu = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1"]
+    of = {
+        key: ProbeSettings.of(compose_config([*gpu, key]), PROMPT).tolerance
+        for key in (
+            "policy.megatron_cfg.fp8_cfg.enabled=false",
+            "policy.megatron_cfg.fp8_cfg.enabled=true",
+            "++generation.vllm_kwargs.quantization=fp8_per_channel",
+            "++generation.vllm_kwargs.kv_cache_dtype=fp8_e4m3",
+        )
+    }
+    assert [*of.values()] == [PROBE_TOLERANCE["bfloat16"], *[PROBE_TOLERANCE_QUANTIZED] * 3]
 
 
 def test_consumers_get_their_weights_on_their_own_device_or_from_rank_0():
