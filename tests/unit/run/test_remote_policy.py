@@ -234,6 +234,16 @@ def test_held_out_pairs_of_any_number_are_evaluated_once_each(count):
     assert remote.evaluate(held, SFTLoss()) == {"loss": pytest.approx(0.5)}
 
 
+def test_a_replica_without_a_row_of_an_episode_gets_one_without_a_loss():
+    remote, group = policy(replicas=2, global_batch=1)
+    for worker in group.workers:
+        worker.join_episodes = lambda tokens, fillers, name, worker=worker: setattr(worker, "fillers", fillers)
+    remote.put_batch(replace(TokenRows.of(rows(5, 4, 3)), episodes=np.array([0, 1, 1])))
+    first, second = group.workers[0], group.workers[2]
+    assert [row.tokens[0] for row in first.held["train"]] == [0, 1] and first.fillers == []
+    assert [row.tokens[0] for row in second.held["train"]] == [2, 2] and second.fillers == [0]
+
+
 def test_replicas_have_unequal_numbers_of_rows_in_each_optimizer_step():
     """In a step, the replica with a long row has fewer; each takes its own rows of the step."""
     remote, group = policy(replicas=2, global_batch=5)
