@@ -18,6 +18,9 @@ from nemo_rl_lite.system import stopping
 # Functional modules by group: the tests of a group share a process and what it has imported. Every other module is a
 # separate group. The longest groups come first, so that none is left to one process at the end.
 GROUPS = {
+    "test_bench": "bench",
+    "test_rollout_workers": "rollout workers",
+    "test_distillation": "distillation",
     "test_quickstart": "quickstart",
     "test_recovery": "recovery",
     "test_async": "async",

@@ -7,12 +7,16 @@ resident memory, so it includes imported libraries. An export of two layers show
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import record
+from whole_runs import processes
+
+from nemo_rl_lite import export
 
 # 12.6 MB per layer, and 0.1 MB outside of the layers.
 SIZES = {
@@ -25,20 +29,9 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 FEW = 2
-EXPORT = """
-import re, sys
-from pathlib import Path
-from nemo_rl_lite.export import main
-main(sys.argv[1:])
-print("PEAK_KIB", re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-"""
 
 
 def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--make"]:
-        for layers in map(int, arguments[2:]):
-            make(Path(arguments[1]) / str(layers), layers)
-        return
     measure(*map(int, arguments or (32, 40)))
 
 
@@ -72,21 +65,16 @@ def make(run: Path, layers: int) -> None:
 
 
 def peak_bytes(run: Path, shard_mb: int) -> int:
-    """Export the checkpoint of a run that `make` wrote; return the peak resident memory."""
-    arguments = [str(run), "--max-shard-size", f"{shard_mb}MB"]
-    done = subprocess.run([sys.executable, "-c", EXPORT, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    return int(done.stdout.rpartition("PEAK_KIB")[2]) * 1024
+    """Export the checkpoint of a run that `make` wrote; return this process's peak resident memory."""
+    export.main([str(run), "--max-shard-size", f"{shard_mb}MB"])
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def made(folder: Path, *layers: int) -> list[Path]:
-    """Call `make` for each number of layers, in a separate process; return the runs."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--make", str(folder), *map(str, layers)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    return [folder / str(one) for one in layers]
+def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a new process that has imported megatron-core; return its result."""
+    with ProcessPoolExecutor(1, processes(False)) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def exported_bytes(run: Path) -> int:
@@ -97,8 +85,10 @@ def exported_bytes(run: Path) -> int:
 def measure(layers: int, shard_mb: int) -> None:
     """Export both models, and write the record."""
     with tempfile.TemporaryDirectory() as folder:
-        runs = made(Path(folder), FEW, layers)
-        few, many = (peak_bytes(run, shard_mb) for run in runs)
+        runs = [Path(folder) / str(count) for count in (FEW, layers)]
+        for run, count in zip(runs, (FEW, layers), strict=True):
+            in_process(make, run, count)
+        few, many = (in_process(peak_bytes, run, shard_mb) for run in runs)
         model = exported_bytes(runs[1])
     config = f"{layers} layers, shards of {shard_mb} MB"
     results = [

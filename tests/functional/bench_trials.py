@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.functional.here import run_here
 
 # Their ranks are forked before anything else has run here.
-FIRST = ("checkpoint_io", "longest_context", "refit", "shared_prompts")
+FIRST = ("checkpoint_io", "export_memory", "longest_context", "refit", "shared_prompts")
 # Starts Ray, whose threads a later fork would not have.
 LAST = ("plane",)
 

@@ -37,7 +37,12 @@ def free_ports(count: int = 40) -> int:
 def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float = 900) -> list[str]:
     """Run `script` once a rank, with torch.distributed's environment, and return what each rank printed. Fails with
     what the ranks that failed printed."""
-    port, processes, folder = free_ports(), [], Path(tempfile.mkdtemp())
+    with tempfile.TemporaryDirectory() as folder:
+        return _run_ranks(script, arguments, ranks, timeout_s, Path(folder))
+
+
+def _run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float, folder: Path) -> list[str]:
+    port, processes = free_ports(), []
     gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or list(range(ranks))
     try:
         for rank in range(ranks):

@@ -99,9 +99,9 @@ def test_rollout_workers_give_their_rows_to_the_teachers(tmp_path, model_folder,
     own = [*SHORT, *TOPK, "algorithm.max_num_steps=2", "generation.colocated.enabled=false", "logger.plots=false"]
     own += [f"teacher.model_name={teacher_folder}", "generation.data_parallel_size=2", "cluster.cpu_ranks=2"]
     own += ["data.sources.first.weight=1", f"data.sources.second.teacher.model_name={model_folder}"]
-    for workers in (0, 2):
-        train(tmp_path / str(workers), model_folder, *own, f"algorithm.rollouts.num_workers={workers}")
-    assert metrics_of(tmp_path / "2") == metrics_of(tmp_path / "0")
+    train_here(tmp_path / "alone", model_folder, *own, elsewhere=["policy", "generation"])
+    train(tmp_path / "run", model_folder, *own, "algorithm.rollouts.num_workers=2")
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "alone")
 
 
 LAYOUTS = {

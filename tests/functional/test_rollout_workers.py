@@ -74,17 +74,13 @@ def hit(folder: Path, model: Path, victims: tuple[str, ...], *overrides: str) ->
     return output
 
 
-def test_two_rollout_workers_train_like_the_launcher(tmp_path, model_folder, alone):
-    train(tmp_path / "run", model_folder, *GRPO, *TWO)
-    assert_same_run(tmp_path / "run", alone)
-    assert len(list((tmp_path / "run" / "rollouts").glob("step-00000001-*-train.parquet"))) == 2
-
-
-def test_a_loss_that_reads_tokens_counts_them_in_a_rollout_worker(tmp_path, model_folder):
+def test_two_rollout_workers_train_like_the_launcher(tmp_path, model_folder):
+    """The loss reads tokens, which a rollout worker counts."""
     own = [*GRPO, "algorithm.max_num_steps=2", "algorithm.loss_fn.policy_loss=kl_cov"]
     train_here(tmp_path / "alone", model_folder, *own)
     train(tmp_path / "run", model_folder, *own, *TWO)
     assert_same_run(tmp_path / "run", tmp_path / "alone")
+    assert len(list((tmp_path / "run" / "rollouts").glob("step-00000001-*-train.parquet"))) == 2
 
 
 @pytest.mark.slow
@@ -95,38 +91,42 @@ def test_a_killed_rollout_worker_is_named_and_costs_nothing(tmp_path, model_fold
     assert_same_run(tmp_path / "run", alone)
 
 
-# Runs the command. It kills a rollout worker in the second call of a function.
+# Runs the command. It kills rollout worker 1 in the second call of one function, and worker 0 in the fourth of another.
 KILLING = """
 import os, re, runpy, signal, sys
 from pathlib import Path
-from importlib import import_module
 
-module, owner, name, log = sys.argv.pop(1).split()
-owner = getattr(import_module(module), owner)
-called, calls = getattr(owner, name), []
+from nemo_rl_lite.algorithms.grpo import GRPO
+from nemo_rl_lite.workers.policy import RemotePolicy
 
-def killing(*arguments, **options):
-    calls.append(name)
-    if len(calls) == 2:
-        os.kill(int(re.findall(r"process (\\d+)", Path(log).read_text())[-1]), signal.SIGKILL)
-    return called(*arguments, **options)
+logs = Path(sys.argv.pop(1))
 
-setattr(owner, name, killing)
+def kill_in(owner, name, call, worker):
+    called, calls = getattr(owner, name), []
+
+    def killing(*arguments, **options):
+        calls.append(name)
+        if len(calls) == call:
+            log = (logs / f"rollouts-{worker}.log").read_text()
+            os.kill(int(re.findall(r"process (\\d+)", log)[-1]), signal.SIGKILL)
+        return called(*arguments, **options)
+
+    setattr(owner, name, killing)
+
+kill_in(GRPO, "_advantages", 2, 1)
+kill_in(RemotePolicy, "put_batch", 4, 0)
 runpy.run_module("nemo_rl_lite.train", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    "place", ["nemo_rl_lite.algorithms.grpo GRPO _advantages", "nemo_rl_lite.workers.policy RemotePolicy put_batch"]
-)
-def test_a_rollout_worker_may_die_before_the_policy_has_its_rows(tmp_path, model_folder, alone, place):
+def test_rollout_workers_may_die_before_the_policy_has_their_rows(tmp_path, model_folder, alone):
     folder = tmp_path / "run"
     command = run_command(folder, model_folder, "logger.plots=false", *GRPO, *TWO)
-    program = [command[0], "-c", KILLING, f"{place} {folder / 'logs' / 'rollouts-1.log'}", *command[3:]]
+    program = [command[0], "-c", KILLING, str(folder / "logs"), *command[3:]]
     environ = os.environ | {"PYTHONPATH": PYTHONPATH}
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=600, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "rollouts rank 1 has restarted" in done.stdout
+    assert "rollouts rank 1 has restarted" in done.stdout and "rollouts rank 0 has restarted" in done.stdout
     assert "restarting from the last checkpoint" not in done.stdout
     assert_same_run(folder, alone)
 
@@ -155,7 +155,7 @@ def test_one_step_off_rollout_workers_train_like_the_launcher_and_resume_with_an
         "generation.data_parallel_size=2",
     ]
     alone, folder = tmp_path / "alone", tmp_path / "run"
-    train(alone, model_folder, *own)
+    train_here(alone, model_folder, *own, elsewhere=["generation"])
     train(folder, model_folder, *own, "algorithm.rollouts.num_workers=1")
     assert_same_run(folder, alone)
 
@@ -169,7 +169,7 @@ def test_one_step_off_rollout_workers_train_like_the_launcher_and_resume_with_an
     last = resumable(again, tmp_path / "none", done=2)
     saved = saved_rows(last, done=2, step=3)
     assert saved.pop("rollout-00000003") == 0 and len(saved) == 2 and sum(saved.values()) >= 64
-    train(last, model_folder, *own)
+    train_here(last, model_folder, *own, elsewhere=["generation"])
     assert_same_run(last, alone)
 
 
