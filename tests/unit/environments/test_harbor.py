@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.environments.agents import Endpoint
+from nemo_rl_lite.environments.agents import Endpoint, Outcome
 from nemo_rl_lite.environments.harbor import TaskError, container_engine, play, write_rows
 
 TEST = """#!/bin/bash
@@ -62,8 +62,12 @@ def problem(task: Path) -> Problem:
     return Problem(({"role": "user", "content": row["prompt"]},), "", row)
 
 
-def reward(task: Path, url: str = "http://127.0.0.1:1/v1", **options) -> float:
+def outcome(task: Path, url: str = "http://127.0.0.1:1/v1", **options) -> Outcome:
     return asyncio.run(play(problem(task), Endpoint(url, "key", "policy"), runtime="local", **options))
+
+
+def reward(task: Path, url: str = "http://127.0.0.1:1/v1", **options) -> float:
+    return outcome(task, url, **options).reward
 
 
 @pytest.fixture
@@ -115,11 +119,16 @@ def test_the_tests_judge_what_a_harness_left_at_its_limit(task):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [('{"reward": 0.5, "lines": 3}', 0.5), ('{"style": 1, "speed": 0}', 0.5), ("0.25", 0.25)]
+    ("text", "expected", "metrics"),
+    [
+        ('{"reward": 0.5, "lines": 3, "language": "Go"}', 0.5, {"lines": 3}),
+        ('{"style": 1, "speed": 0}', 0.5, {"style": 1, "speed": 0}),
+        ("0.25", 0.25, {}),
+    ],
 )
-def test_rewards_are_read_from_json(task, text, expected):
+def test_rewards_and_metrics_are_read_from_json(task, text, expected, metrics):
     (task / "tests" / "test.sh").write_text(f"echo '{text}' > /logs/verifier/reward.json")
-    assert reward(task, command="true") == expected
+    assert outcome(task, command="true") == Outcome(expected, metrics)
 
 
 def test_tests_without_a_reward_fail_the_episode(task):
