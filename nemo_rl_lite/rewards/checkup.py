@@ -227,8 +227,8 @@ def _scales(scores: Sequence[Score]) -> dict[int, _Scale]:
 
 
 def _unpaid_layouts(scores: Sequence[Score]) -> Iterator[str]:
-    """Yield the first right answer of each layout that gets at most half of the scale on at least half of the problems
-    that pay for another layout."""
+    """Yield a right answer in each layout that gets at most half of the scale on at least half of the problems.
+    Problems that pay for no layout do not count."""
     rewarded = [one for one in scores if one.reward is not None]
     scales, by_layout = _scales(rewarded), defaultdict[str, list[Score]](list)
     for one in rewarded:

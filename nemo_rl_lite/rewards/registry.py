@@ -84,7 +84,8 @@ def checked_metrics(source: str, metrics: Any) -> dict[str, float]:
     some trackers do not take become `_`.
 
     Raises:
-        RewardError: a value is no finite number, or `metrics` is no mapping from names to values.
+        RewardError: a value is None, NaN or infinite.
+        WrongReward: a value is not a number, a name is not text, or `metrics` is not a mapping.
     """
     if not isinstance(metrics, Mapping):
         raise WrongReward(f"{source} returned {metrics!r:.80} as metrics, which are numbers by name")
@@ -95,8 +96,8 @@ def checked_metrics(source: str, metrics: Any) -> dict[str, float]:
         try:
             found[_ODD.sub("_", name)] = checked_reward(source, value, "a metric")
         except RewardError as error:
-            rule = "leave it out of episodes without a value"
-            raise type(error)(f"metric {name!r}: {error}; {rule}") from None
+            fix = "" if isinstance(error, WrongReward) else "; leave it out of episodes without a value"
+            raise type(error)(f"metric {name!r}: {error}{fix}") from None
     return found
 
 

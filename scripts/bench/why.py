@@ -91,7 +91,7 @@ def random_rollout(samples: int, tokens: int) -> Rollout:
 
 
 def explained_s(run: Path) -> float:
-    """Return the seconds of the command. Raises SystemExit: it failed."""
+    """Return how long the command takes. Raises SystemExit: it failed."""
     command = [sys.executable, "-m", "nemo_rl_lite", "why", str(run), "--step", "1"]
     started = time.perf_counter()
     done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, check=False)

@@ -202,7 +202,7 @@ def test_samples_of_a_task_share_one_build(task, engine):
     async def three():
         return await asyncio.gather(*(contained(task, command="true") for _ in range(3)))
 
-    assert asyncio.run(three()) == [1, 1, 1]
+    assert asyncio.run(three()) == [Outcome(1)] * 3
     assert [sum(call.startswith(name) for call in calls()) for name in ("build", "run", "rm")] == [1, 3, 3]
 
 
@@ -229,7 +229,7 @@ def test_a_cancelled_start_removes_its_container(task, engine):
 def test_a_command_in_a_container_ends_at_the_agents_limit(task, engine):
     (task / "task.toml").write_text("[agent]\ntimeout_sec = 0.5\n")
     calls = engine(slow="*my-harness")
-    assert asyncio.run(contained(task, command="my-harness")) == 1
+    assert asyncio.run(contained(task, command="my-harness")) == Outcome(1)
     after = next(number for number, call in enumerate(calls()) if "kill -KILL -1" in call)
     assert "my-harness" in calls()[after - 1] and "rm -rf /tests" in calls()[after + 1]
 

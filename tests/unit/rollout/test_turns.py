@@ -124,7 +124,7 @@ class Counter(Bells):
 
     def step(self, problem, conversation):
         rings = conversation[-1]["content"].count("!")
-        metrics = {"turns": (len(conversation) + 1) / 2} | ({"rings": rings} if rings else {})
+        metrics = {"turns": len(conversation) // 2} | ({"rings": rings} if rings else {})
         return replace(super().step(problem, conversation), metrics=metrics)
 
 
