@@ -72,7 +72,7 @@ def write_step(run: Path, samples: int, tokens: int) -> None:
     update = Update(slice(0, samples), np.arange(samples) // MICRO_BATCH, scores, False)
     places = np.array([np.arange(samples), np.zeros(samples, int)])
     write_scores(ScoreFile(run / SCORES, 1, PER_PROMPT, samples), 0, places, batch, [update], loss)
-    RolloutFiles(run, None, done=0).write(1, "train", rollout)
+    RolloutFiles(run, None, done=1).write(1, "train", rollout)
     (run / METRICS_FILE).write_text(json.dumps({"step": 1, "train/loss": value}) + "\n")
 
 
