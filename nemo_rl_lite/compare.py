@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
@@ -49,11 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             kept = [
                 {
                     "quantity": one.quantity.name,
-                    "problems": one.problems,
                     "base": one.base,
                     "new": one.new,
+                    "difference": one.new - one.base,
+                    "interval": None if one.difference is None else [one.difference.low, one.difference.high],
                     "verdict": one.verdict,
-                    "difference": None if one.difference is None else asdict(one.difference),
+                    "problems": one.problems,
+                    "needed": None if one.difference is None else one.difference.needed,
                 }
                 for one in found.compared
             ]
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             console.print(escape(f"  {key}: {before} -> {now}"))
         if (more := len(found.keys) - _KEYS) > 0:
             console.print(f"  and {more} more keys")
-        table = Table("", "base", "new", "difference", "95 % interval", "verdict")
+        table = Table("quantity", "base", "new", "difference", "95 % interval", "verdict")
         for row in rows(found):
             table.add_row(*row)
         console.print(table)

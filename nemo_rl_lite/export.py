@@ -30,6 +30,8 @@ from nemo_rl_lite.observability.runs import existing_or_run
 from nemo_rl_lite.system.machine import local_path
 from nemo_rl_lite.validation.compose import restore
 
+_MEGABYTE = 10**6
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command. Exit status: 0 done, 1 failed, 2 bad arguments."""
@@ -66,13 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _size(text: str) -> int:
-    """Parse a number of bytes with a unit. Raises argparse.ArgumentTypeError."""
+    """Parse a number of bytes with a unit; without one, at least a megabyte. Raises argparse.ArgumentTypeError."""
     try:
         found = TypeAdapter(ByteSize).validate_python(text)
     except ValidationError:
         found = 0
     if found <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
+    if text.strip().isdecimal() and found < _MEGABYTE:
+        raise argparse.ArgumentTypeError(f"{text} means bytes; write {text}MB or {text}GB")
     return int(found)
 
 

@@ -245,7 +245,7 @@ class GRPO:
         if samples > 1:
             passed_P = passes(rewards_B.view(-1, samples).numpy()).sum(axis=1)
             measured["pass_at_k"] = float(pass_at_k(passed_P, samples, samples).mean())
-        measured |= validation_by_source(rollout)
+        measured |= validation_by_source(rollout) | rollout.episode_metrics()
         at_k = f", pass@{samples} {measured['pass_at_k']:.3f}" if samples > 1 else ""
         self.report.validation(step, measured, timer, f"{self.held_out_label} {measured['accuracy']:.3f}{at_k}")
         self.log.begin(step, "validation", rollout)

@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nemo_rl_lite.config.schema import AgentConfig
@@ -32,13 +32,25 @@ class Endpoint:
 AgentReward = float | Sequence[float] | None
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Reward of an episode, as an agent returns it, with metrics: numbers of the episode by name."""
+
+    reward: AgentReward = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+AgentAnswer = AgentReward | Outcome
+
+
 class Agent(Protocol):
     """A function that plays one episode. Episodes of an `async def` function share a thread; otherwise each has its own
     thread."""
 
-    def __call__(self, problem: Problem, endpoint: Endpoint, **kwargs: Any) -> AgentReward | Awaitable[AgentReward]:
+    def __call__(self, problem: Problem, endpoint: Endpoint, **kwargs: Any) -> AgentAnswer | Awaitable[AgentAnswer]:
         """Play one episode and return its reward, or None for the configured reward. A list has the reward of each
-        response, in the order in which the endpoint answered. `kwargs` are `agent.kwargs`."""
+        response, in the order in which the endpoint answered. An `Outcome` has metrics too. `kwargs` are
+        `agent.kwargs`."""
         ...
 
 

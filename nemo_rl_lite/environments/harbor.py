@@ -33,7 +33,7 @@ from typing import Any
 import httpx
 
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.environments.agents import Endpoint
+from nemo_rl_lite.environments.agents import Endpoint, Outcome
 
 _PLAY_S, _BUILD_S = 600.0, 600.0
 # Of a container, beyond the limits of agent and verifier.
@@ -105,8 +105,8 @@ def write_rows(folder: str, path: str) -> None:
 
 async def play(
     problem: Problem, endpoint: Endpoint, runtime: str = "auto", command: str | None = None, max_turns: int = 32
-) -> float:
-    """Work on one task, and return the reward of its tests.
+) -> Outcome:
+    """Work on one task, and return the reward of its tests. Several numbers of the tests are also metrics.
 
     `command` is a harness that starts in the workspace. Its `variables` have instruction and endpoint. Without one,
     the policy gets a tool that runs commands, for at most `max_turns` responses.
@@ -182,8 +182,8 @@ async def _called(space: "Workspace", function: Mapping[str, Any]) -> str:
     return said if status == 0 else f"{said}\nexit status {status}"
 
 
-async def verify(task: Task, space: "Workspace") -> float:
-    """Run the tests and return their reward: that of `reward.json`, or else of `reward.txt`. Raises TaskError."""
+async def verify(task: Task, space: "Workspace") -> Outcome:
+    """Run the tests and return their outcome: that of `reward.json`, or else of `reward.txt`. Raises TaskError."""
     await space.run("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", {})
     await space.copy(task.folder / "tests", "/tests")
     limit, given = task.limit("verifier"), task.setting("verifier", "env", {})
@@ -195,16 +195,18 @@ async def verify(task: Task, space: "Workspace") -> float:
     for name in ("reward.json", "reward.txt"):
         missing, text = await space.run(f"cat /logs/verifier/{name}", {})
         if not missing:
-            return _reward(task, name, text)
+            return _outcome(task, name, text)
     raise TaskError(f"{task.folder.name}: tests/test.sh ended with status {status} and wrote no reward: {said[-500:]}")
 
 
-def _reward(task: Task, name: str, text: str) -> float:
+def _outcome(task: Task, name: str, text: str) -> Outcome:
     try:
         value = json.loads(text) if name == "reward.json" else text
-        if isinstance(value, dict):
-            value = value["reward"] if "reward" in value else sum(value.values()) / len(value)
-        return float(value)
+        metrics = value if isinstance(value, dict) else {}
+        if metrics:
+            value = metrics["reward"] if "reward" in metrics else sum(metrics.values()) / len(metrics)
+        others = {key: one for key, one in metrics.items() if key != "reward" and isinstance(one, int | float)}
+        return Outcome(float(value), others)
     except (ValueError, TypeError, ZeroDivisionError):
         raise TaskError(f"{task.folder.name}: {name} has no number: {text[:200]!r}") from None
 

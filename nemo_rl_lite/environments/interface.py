@@ -1,7 +1,7 @@
 """Protocol of environments, which answer assistant turns until the episode ends."""
 
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl_lite.data.messages import Message
@@ -13,12 +13,14 @@ class Observation:
     """An environment's answer to an assistant turn.
 
     An episode's reward is the sum of `reward` over its turns. Without any, the configured reward function scores the
-    last turn. `messages` precede the next assistant turn; they may be empty only if `done`.
+    last turn. `messages` precede the next assistant turn; they may be empty only if `done`. `metrics` are numbers of
+    the episode by name, and replace those of earlier turns with the same name.
     """
 
     messages: tuple[Message, ...] = ()
     done: bool = False
     reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Environment(Protocol):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.environments.agents import Endpoint
+from nemo_rl_lite.environments.agents import Endpoint, Outcome
 
 # -P: the folder of the script has modules that are not the worker's.
 _WORKER = ("-P", str(Path(__file__).with_name("verifiers_worker.py")))
@@ -25,8 +25,8 @@ class EpisodeFailed(Exception):
     """The environment's own error, which verifiers reports."""
 
 
-async def play(problem: Problem, endpoint: Endpoint, environment: Mapping[str, Any], python: str = "python") -> float:
-    """Play one episode, and return the reward of its rubric: the weighted sum of a trace's rewards.
+async def play(problem: Problem, endpoint: Endpoint, environment: Mapping[str, Any], python: str = "python") -> Outcome:
+    """Play one episode, and return its reward, the weighted sum of a trace's rewards, and its metrics.
 
     `environment` is verifiers' table `env`, and `python` the interpreter that has verifiers. Rows are those of
     `write_rows`. Raises EpisodeFailed, and KeyError: `environment` is empty, or the row has no column `task`.
@@ -53,7 +53,7 @@ class _Worker:
 
     def __init__(self, key: tuple[str, str], process: asyncio.subprocess.Process):
         self._key, self._process, self._numbers = key, process, itertools.count()
-        self._playing: dict[int, asyncio.Future[float]] = {}
+        self._playing: dict[int, asyncio.Future[Outcome]] = {}
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -64,8 +64,8 @@ class _Worker:
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_MAX_LINE_BYTES)
         return cls((python, environment), process)
 
-    async def play(self, request: Mapping[str, Any]) -> float:
-        """Return the episode's reward. A cancelled call ends the episode."""
+    async def play(self, request: Mapping[str, Any]) -> Outcome:
+        """Return the episode's reward and metrics. A cancelled call ends the episode."""
         number = next(self._numbers)
         answer = self._playing[number] = asyncio.get_running_loop().create_future()
         if self._reading.done():
@@ -104,7 +104,7 @@ class _Worker:
         if "error" in result:
             answer.set_exception(EpisodeFailed(result["error"]))
         else:
-            answer.set_result(result["reward"])
+            answer.set_result(Outcome(result["reward"], result["metrics"]))
 
     def _ended(self) -> EpisodeFailed:
         return EpisodeFailed(f"the process of verifiers ended with status {self._process.returncode}: see its output")

@@ -31,7 +31,7 @@ async def answer_requests(environment: Any, requests: TextIO, answers: TextIO) -
 
     async def answer(request: Mapping[str, Any]) -> None:
         try:
-            result = {"reward": await play(environment, request)}
+            result = await play(environment, request)
         except Exception as error:  # an environment may raise anything
             result = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps({"id": request["id"], **result}) + "\n")
@@ -50,8 +50,8 @@ async def answer_requests(environment: Any, requests: TextIO, answers: TextIO) -
         await asyncio.gather(*playing.values(), return_exceptions=True)
 
 
-async def play(environment: Any, request: Mapping[str, Any]) -> float:
-    """Play an episode, and return its reward. Raises what `reward_of` raises."""
+async def play(environment: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Play an episode, and return its reward and its metrics. Raises what `reward_of` raises."""
     import verifiers.v1 as vf
 
     # verifiers reads keys from the environment. Programs of a harness do not inherit names with API_KEY.
@@ -65,7 +65,7 @@ async def play(environment: Any, request: Mapping[str, Any]) -> float:
         episode = await environment.run_episode(kind(data, environment.config.taskset.task), context)
     finally:
         del os.environ[variable]
-    return reward_of(episode, request["base_url"])
+    return {"reward": reward_of(episode, request["base_url"]), "metrics": metrics_of(episode)}
 
 
 def reward_of(episode: Any, base_url: str) -> float:
@@ -81,6 +81,19 @@ def reward_of(episode: Any, base_url: str) -> float:
     if not rewards:
         raise RuntimeError("the episode has no trace of a trainable agent: the environment must train at least one")
     return sum(rewards) / len(rewards)
+
+
+def metrics_of(episode: Any) -> dict[str, float]:
+    """Return the metrics of an episode's trainable agents, and their rewards before the weights as `reward/NAME`. Each
+    is the mean over the agents that have it."""
+    found: dict[str, list[float]] = {}
+    for trace in episode.traces:
+        if trace.agent.trainable:
+            scores = {f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
+            for name, value in {**scores, **trace.metrics}.items():
+                if value is not None:
+                    found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def main() -> None:

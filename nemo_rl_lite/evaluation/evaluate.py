@@ -232,6 +232,7 @@ def summarize(rollout: Rollout, pass_reward: float) -> dict[str, Any]:
             str(k): _number(float(found_P.mean()), *interval(found_P, np.ones(problems))) for k, found_P in at_k.items()
         },
         "reward_parts": {key: value for key, value in metrics.items() if key.startswith("reward/")},
+        "episode_metrics": rollout.episode_metrics(),
         "mean_length": metrics["mean_gen_tokens_per_sample"],
         "max_length": metrics["max_gen_tokens_per_sample"],
         "truncated_share": metrics["truncation_rate"],
@@ -244,7 +245,8 @@ def show(found: Mapping[str, Any], title: str, console: RunConsole) -> None:
     samples, rows = found["samples"], list[tuple[str, str, str]]()
     rows.append((f"avg@{samples}", *_shown(found["avg"])))
     rows += [(f"pass@{k}", *_shown(one)) for k, one in found["pass_at_k"].items()]
-    rows += [(name, f"{value:.4f}", "") for name, value in found["reward_parts"].items()]
+    means = found["reward_parts"] | found["episode_metrics"]
+    rows += [(name, f"{value:.4f}", "") for name, value in means.items()]
     rows.append(("mean length (tokens)", f"{found['mean_length']:.1f}", ""))
     rows.append(("truncated", f"{found['truncated_share']:.2%}", ""))
     rows.append(("reward errors", str(found["reward_errors"]), ""))

@@ -26,6 +26,8 @@ LAST = "last"
 """Names the newest run."""
 # Levels of folders to search for runs: outputs/NAME/sweep-TIME/0.
 _LEVELS = 3
+# Number of runs that an error names.
+_FEW = 3
 # Seconds without a sign of life after which a run on another host is lost. Network file systems update files late.
 LOST_S = 120.0
 # Bytes to read from the end of metrics.jsonl: several steps.
@@ -168,9 +170,10 @@ def find_run(word: str, outputs: Path = OUTPUTS) -> Path:
         return named[0].folder
     if not states:
         raise NoRunError(f"{word}: no such run, and no runs in {outputs}/; name a run's folder")
-    names = sorted({one.name for one in states})
-    close = difflib.get_close_matches(word, names, n=3) or names[:5]
-    raise NoRunError(f"{word}: no such run; name its folder, {LAST}, or a name: {', '.join(close)} (nrl-lite runs)")
+    by_word = {text: one for one in reversed(states) for text in (one.name, str(one.folder), one.folder.name)}
+    close = [by_word[text] for text in difflib.get_close_matches(word, by_word)]
+    folders = dict.fromkeys(str(one.folder) for one in close or states[:_FEW])
+    raise NoRunError(f"{word}: no such run; name its folder, its name or {LAST}: {', '.join(folders)} (nrl-lite runs)")
 
 
 def existing_or_run(path: Path) -> Path:

@@ -18,7 +18,7 @@ from nemo_rl_lite.data.rows import file_rows
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.errors import ConfigError, DataError, Violation, printable, shown_as_message
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.rewards.checkup import Checkup, Finding, check_up, limited
+from nemo_rl_lite.rewards.checkup import Checkup, Finding, brief, check_up, limited
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.samples import SampleStatistics, read_samples, score_samples
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files
@@ -114,6 +114,7 @@ def _record(part: _Part) -> dict[str, Any]:
     return {
         "source": part.source,
         "attacks": part.checkup.cells(),
+        "unpaid_layouts": list(part.checkup.unpaid),
         "skipped": part.checkup.skipped,
         "samples": None if part.statistics is None else asdict(part.statistics),
         "findings": [asdict(one) for one in part.findings],
@@ -128,6 +129,10 @@ def _show(part: _Part, console: RunConsole) -> None:
     if part.statistics is not None:
         values = [(name.replace("_", " "), _shown(value)) for name, value in asdict(part.statistics).items()]
         console.table("samples", ("statistic", "value"), values)
+    if part.checkup.unpaid:
+        console.say("right answers that get at most half of the scale:")
+    for text in part.checkup.unpaid:
+        console.say(f"    {printable(brief(text))}")
     faults = [one for one in part.findings if one.level == "fault"]
     for one in [*faults[:_SHOWN], *(one for one in part.findings if one.level == "note")]:
         _show_finding(one, console)

@@ -30,7 +30,7 @@ from nemo_rl_lite.observability.runs import is_run, runs_below
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.sinks import spread, text_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
-from nemo_rl_lite.planning.splits import SplitAdvice
+from nemo_rl_lite.planning.advice import SplitAdvice
 from nemo_rl_lite.rollout.store import Times, read_rollout, read_spans, read_times, rollout_files, step_of
 from nemo_rl_lite.validation.compose import default_values
 

@@ -239,24 +239,34 @@ def show_why(account: Account, piece: Piece, console: RunConsole) -> None:
     console.table("loss", ["part", "loss"], [[name, _number(value)] for name, value in account.totals().items()])
     kinds = account.kinds()
     most = max(kinds["sampled"], 1)
-    rows = [[name, f"{count:,}", f"{count / most:.1%}"] for name, count in kinds.items()]
+    rows = [[name, f"{count:,}", _percent(count / most)] for name, count in kinds.items()]
     console.table("tokens", ["", "tokens", "share"], rows)
     samples, prompts = account.samples, account.prompts
-    each = [[str(one["problem"]), f"{one['gradient']:.1%}", _number(one["loss"])] for one in prompts[:SHOWN]]
+    each = [[str(one["problem"]), _percent(one["gradient"]), _number(one["loss"])] for one in prompts[:SHOWN]]
     console.table("prompts with the largest gradient", ["problem", "gradient", "loss"], each)
     names = ("reward", "advantage", "tokens", "clipped", "dropped", "mismatch")
     each = [
-        [str(one["number"]), f"{one['gradient']:.1%}", *(_number(one[name]) for name in names)]
+        [str(one["number"]), str(one["problem"]), _percent(one["gradient"]), *(_number(one[name]) for name in names)]
         for one in samples[:SHOWN]
     ]
-    console.table("samples with the largest gradient", ["sample", "gradient", *names], each)
+    console.table("samples with the largest gradient", ["sample", "problem", "gradient", *names], each)
     for title, values in (("gradient", account.explained.gradient), ("mismatch", np.abs(account.mismatch))):
-        names = ("gradient", "advantage", "ratio", "mismatch")
+        names = ("advantage", "ratio", "mismatch")
         each = [
-            [f"{one['number']}/{one['place']}", repr(one["text"]), *(_number(one[name]) for name in names)]
+            [
+                f"{one['number']}/{one['place']}",
+                repr(one["text"]),
+                _percent(one["gradient"]),
+                *(_number(one[name]) for name in names),
+            ]
             for one in account.top(values, piece)
         ]
-        console.table(f"tokens with the largest {title}", ["sample/place", "token", *names], each)
+        console.table(f"tokens with the largest {title}", ["sample/place", "token", "gradient", *names], each)
+
+
+def _percent(share: float) -> str:
+    """Return a share in the format of the page."""
+    return f"{100 * share:.2g} %" if 0 < share < 1e-3 else f"{share:.1%}".replace("%", " %")
 
 
 def _number(value: float | None) -> str:

@@ -59,11 +59,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Checkup:
-    """All scores, and what they say. `skipped`: number of responses without a score, after the time limit."""
+    """All scores, and what they say."""
 
     scores: Sequence[Score]
     findings: Sequence[Finding]
+    unpaid: Sequence[str]
+    """Right answers in the layouts that the reward does not accept, if it accepts another."""
     skipped: int
+    """Number of responses without a score, after the time limit."""
 
     def cells(self) -> list[dict[str, str | int | float | None]]:
         """Return a row per attack: number of responses, highest reward, failures, and longest call time in
@@ -114,7 +117,7 @@ def check_up(
     # Random rewards make any other comparison meaningless.
     findings = [*_failures(found), *(changed or _paid(found, problems, config)), *_slow(found)]
     findings.sort(key=lambda one: one.level)
-    return Checkup(found, findings, scores.count(None))
+    return Checkup(found, findings, [] if changed else list(_unpaid_layouts(found)), scores.count(None))
 
 
 async def judged(
@@ -170,7 +173,7 @@ def _paid(scores: Sequence[Score], problems: Sequence[Problem], config: RewardCo
         fix = "use it as a term of a reward that compares answers (reward.terms)"
         yield Finding("a wrong answer", f"reward={config.name} reads no answer", fix, level="note")
         return
-    scales = {number: _Scale.of([one for one in rewarded if one.problem == number]) for number in range(len(problems))}
+    scales = _scales(rewarded)
     yield from _unpaid(rewarded, scales)
     by_key = defaultdict[tuple[Attack, str], list[Score]](list)
     for one in rewarded:
@@ -207,7 +210,33 @@ class _Scale:
         distance = self.right - self.wrong
         if one.response.holds_answer or distance <= 0:
             return one.reward > self.right + _MOST_MORE * max(distance, 0)  # pyrefly: ignore
-        return one.reward > self.wrong + _MOST * distance  # pyrefly: ignore
+        return one.reward > self.middle  # pyrefly: ignore
+
+    @property
+    def middle(self) -> float:
+        """Most that an attack may get."""
+        return self.wrong + _MOST * (self.right - self.wrong)
+
+
+def _scales(scores: Sequence[Score]) -> dict[int, _Scale]:
+    """Return the scale of each problem."""
+    by_problem = defaultdict[int, list[Score]](list)
+    for one in scores:
+        by_problem[one.problem].append(one)
+    return {number: _Scale.of(own) for number, own in by_problem.items()}
+
+
+def _unpaid_layouts(scores: Sequence[Score]) -> Iterator[str]:
+    """Yield a right answer in each layout that gets at most half of the scale on at least half of the problems.
+    Problems that pay for no layout do not count."""
+    rewarded = [one for one in scores if one.reward is not None]
+    scales, by_layout = _scales(rewarded), defaultdict[str, list[Score]](list)
+    for one in rewarded:
+        if one.response.attack is None and scales[one.problem].right > scales[one.problem].wrong:
+            by_layout[one.response.key].append(one)
+    for own in by_layout.values():
+        if 2 * sum(one.reward <= scales[one.problem].middle for one in own) >= len(own):  # pyrefly: ignore
+            yield own[0].response.text
 
 
 def _unpaid(scores: Sequence[Score], scales: dict[int, _Scale]) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ called like a function.
 
 import inspect
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -21,6 +22,8 @@ from nemo_rl_lite.system.user_errors import as_call_error
 
 # The largest float32, which rewards become.
 _LARGEST = 3.4028234663852886e38
+# Characters that some trackers do not take in the name of a metric.
+_ODD = re.compile(r"[^\w ./-]")
 
 
 class RewardError(Exception):
@@ -50,8 +53,8 @@ class UnavailableReward(RewardError):
     (`reward.max_failure_fraction`)."""
 
 
-def checked_reward(source: str, value: Any) -> float:
-    """Convert a reward that `source`, a function or an environment, returned.
+def checked_reward(source: str, value: Any, what: str = "a reward") -> float:
+    """Convert `what`, a reward or a metric, that `source`, a function or an environment, returned.
 
     Raises:
         RewardError: it is None, NaN or infinite.
@@ -64,7 +67,7 @@ def checked_reward(source: str, value: Any) -> float:
         value = value.item()
     if not isinstance(value, Real):
         shown = f"{value!r:.80}" + "..." * (len(repr(value)) > 80)
-        raise WrongReward(f"{source} returned {shown}, a {type(value).__name__}; a reward is one number")
+        raise WrongReward(f"{source} returned {shown}, a {type(value).__name__}; {what} is one number")
     try:
         reward = float(value)
     except OverflowError:  # an int beyond float64
@@ -74,6 +77,28 @@ def checked_reward(source: str, value: Any) -> float:
     if abs(reward) > _LARGEST:
         raise WrongReward(f"{source} returned a number that is too large for float32: {value!s:.40}")
     return reward
+
+
+def checked_metrics(source: str, metrics: Any) -> dict[str, float]:
+    """Convert the metrics of an episode that `source`, an environment or an agent, returned. Characters of a name that
+    some trackers do not take become `_`.
+
+    Raises:
+        RewardError: a value is None, NaN or infinite.
+        WrongReward: a value is not a number, a name is not text, or `metrics` is not a mapping.
+    """
+    if not isinstance(metrics, Mapping):
+        raise WrongReward(f"{source} returned {metrics!r:.80} as metrics, which are numbers by name")
+    found = dict[str, float]()
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name:
+            raise WrongReward(f"{source} returned a metric with the name {name!r:.80}; a name is text")
+        try:
+            found[_ODD.sub("_", name)] = checked_reward(source, value, "a metric")
+        except RewardError as error:
+            fix = "" if isinstance(error, WrongReward) else "; leave it out of episodes without a value"
+            raise type(error)(f"metric {name!r}: {error}{fix}") from None
+    return found
 
 
 Reward = Callable[[str, Problem], float | Awaitable[float]]

@@ -56,23 +56,26 @@ class AgentPlay:
                 playing = asyncio.ensure_future(self.agents.play(episode.problem, own))
                 try:
                     await asyncio.wait({playing, session.failed}, return_when=asyncio.FIRST_COMPLETED)
-                    reward = session.failed.result() if session.failed.done() else playing.result()
+                    answer = session.failed.result() if session.failed.done() else playing.result()
                 finally:
                     playing.cancel()
                     session.failed.cancel()
         except CallError:
             if not session.is_full:
                 raise
-            episode.ending, reward = "length", None
+            episode.ending, answer = "length", None
         finally:
             session.waited()
         if not episode.turn_count:
             raise CallError("the agent asked the endpoint for no response")
-        if reward is not None:
-            try:
-                _note_reward(episode, reward)
-            except (RewardError, ValueError) as error:
-                raise as_call_error(error) from error
+        try:
+            if isinstance(answer, interface.Outcome):
+                episode.note_metrics("the agent", answer.metrics)
+                answer = answer.reward
+            if answer is not None:
+                _note_reward(episode, answer)
+        except (RewardError, ValueError) as error:
+            raise as_call_error(error) from error
 
 
 def _note_reward(episode: Episode, reward: Any) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.advantages import returns_to_go
 from nemo_rl_lite.losses.batch import OF_TOKENS, TokenRow
 from nemo_rl_lite.observability.timer import unix_time
+from nemo_rl_lite.rewards.registry import checked_metrics
 from nemo_rl_lite.rollout.segments import Branch, History, RowCounts, Segment, Start, longest_start
 
 Ending = Literal["stop", "length", "turns", "error"]
@@ -108,6 +109,7 @@ class EpisodeRecord(_Judged):
     reward: float | None
     turn_rewards: Sequence[float]
     reward_parts: Mapping[str, float]
+    metrics: Mapping[str, float]
     ending: Ending
     is_left_out: bool = False
     length_penalty: float = 0.0
@@ -134,6 +136,7 @@ class EpisodeRecord(_Judged):
             reward=episode.reward,
             turn_rewards=episode.turn_rewards,
             reward_parts=episode.reward_parts,
+            metrics=episode.metrics,
             ending=episode.ending,
             is_left_out=episode.is_left_out,
             length_penalty=episode.length_penalty,
@@ -173,6 +176,8 @@ class Episode(_Judged, Segment):
     spans: list[Span] = field(default_factory=list)
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """The unweighted terms of a reward that is a sum, by name."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that environment or agent reported, by name."""
     is_left_out: bool = False
     """True if the episode is excluded from the loss although it has a reward."""
     own_prompt: tuple[Message, ...] | None = None
@@ -239,6 +244,10 @@ class Episode(_Judged, Segment):
         segment.extend(completion, text)
         self.order.append(segment.history.number)
         self.ending = completion.finish_reason
+
+    def note_metrics(self, source: str, metrics: Any) -> None:
+        """Add what `source` reports; the same names replace earlier ones. Raises what `checked_metrics` raises."""
+        self.metrics = {**self.metrics, **checked_metrics(source, metrics)}
 
     def copied(self, resumes: bool) -> "Episode":
         """Return a copy that does not change if this episode is played on. Without `resumes`, an episode in play is

@@ -179,6 +179,7 @@ class Turns:
         observation = await self.environments.step(session, episode.problem, conversation)
         try:
             _check(observation)
+            episode.note_metrics("step()", observation.metrics)
         except (TypeError, ValueError, RewardError) as error:
             raise as_call_error(error) from error
         if observation.done:

@@ -107,6 +107,7 @@ def episode_of(row: Mapping[str, Any]) -> Episode:
         row["reward"],
         row["ending"],
         reward_parts=json.loads(row["reward_parts"] or "{}"),
+        metrics=json.loads(row.get("metrics") or "{}"),
         length_penalty=row["length_penalty"],
         branches=[
             Branch(tokens[place], one["prompt_tokens"], tuple(asked), tools, [*turns[place].values()], answered)

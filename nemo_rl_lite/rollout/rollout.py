@@ -249,10 +249,7 @@ class Rollout:
         }
 
     def _reward_metrics(self) -> dict[str, float]:
-        sampled, parts = self.sampled, dict[str, list[float]]()
-        for episode in sampled:
-            for name, part in episode.reward_parts.items():
-                parts.setdefault(f"reward/{name}", []).append(part)
+        sampled = self.sampled
         rewards_S = reward_tensor(episode.reward for episode in sampled)
         penalties = [episode.length_penalty for episode in self.episodes if episode.reward is not None]
         by_turn: dict[str, float] = {}
@@ -263,9 +260,14 @@ class Rollout:
             "reward": rewards_S.nanmean().item(),
             "filtered_reward": reward_tensor(episode.reward for episode in self.episodes).nanmean().item(),
             "length_penalty": sum(penalties) / max(len(penalties), 1),
-            **{name: sum(values) / len(values) for name, values in parts.items()},
+            **_means("reward", [one.reward_parts for one in sampled]),
+            **self.episode_metrics(),
             **reward_shares(self._by_prompt(returns_of(sampled, self.turn_discount, shaped=False))),
         }
+
+    def episode_metrics(self) -> dict[str, float]:
+        """Return the mean of each metric of environments and agents, over the sampled episodes that report it."""
+        return _means("episode", [one.metrics for one in self.sampled])
 
     def ages(self, version: int) -> dict[str, float]:
         """Return mean and maximum staleness over tokens: steps from the weights that sampled a token to `version`, with
@@ -291,6 +293,15 @@ class Rollout:
         shown = [judged[index] for index in spread([reward for _, reward in judged], count)]
         found = zip(self.whole([place for place, _ in shown]), shown, strict=True)
         return [Sample(text_of(one.last.prompt), text_of(one.last.said), reward) for one, (_, reward) in found]
+
+
+def _means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name over the episodes that have it."""
+    found = dict[str, list[float]]()
+    for own in values:
+        for name, value in own.items():
+            found.setdefault(f"{prefix}/{name}", []).append(value)
+    return {name: sum(each) / len(each) for name, each in found.items()}
 
 
 def fetched(episodes: Sequence[Sampled], store: EpisodeStore | None) -> list[Episode]:

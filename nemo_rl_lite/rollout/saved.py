@@ -56,6 +56,7 @@ _SAVED_SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("length_penalty", pa.float64()),
         ("reward_parts", pa.string()),
+        ("metrics", pa.string()),
         ("ending", pa.string()),
         ("is_left_out", pa.bool_()),
         ("branches", pa.list_(_BRANCH)),
@@ -228,6 +229,7 @@ def _saved_row(prompt: int, episode: Episode) -> dict[str, Any]:
         "reward": episode.reward,
         "length_penalty": episode.length_penalty,
         "reward_parts": json.dumps(dict(episode.reward_parts)),
+        "metrics": json.dumps(dict(episode.metrics)),
         "ending": episode.ending,
         "is_left_out": episode.is_left_out,
         "branches": [
@@ -286,6 +288,7 @@ def _episode(row: dict[str, Any]) -> Episode:
         row["reward"],
         row["ending"],
         reward_parts=json.loads(row["reward_parts"]),
+        metrics=json.loads(row.get("metrics", "{}")),
         is_left_out=row["is_left_out"],
         own_prompt=None if own_prompt is None else tuple(own_prompt),
         own_tools=None if own_tools is None else tuple(own_tools),

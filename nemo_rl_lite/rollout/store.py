@@ -62,6 +62,8 @@ _SCHEMA = pa.schema(
         ("length_penalty", pa.float64()),
         # Unweighted terms of the reward by name, as JSON; null without terms.
         ("reward_parts", pa.string()),
+        # Numbers that environment or agent reported, by name, as JSON; null without any.
+        ("metrics", pa.string()),
         ("prompt_tokens", pa.int32()),
         ("tokens", pa.int32()),
         ("ending", pa.string()),
@@ -268,6 +270,7 @@ def _row(
         "reward": episode.reward,
         "length_penalty": episode.length_penalty,
         "reward_parts": json.dumps(dict(episode.reward_parts)) if episode.reward_parts else None,
+        "metrics": json.dumps(dict(episode.metrics)) if episode.metrics else None,
         "prompt_tokens": last.prompt_length,
         "tokens": episode.generated,
         "ending": episode.ending,

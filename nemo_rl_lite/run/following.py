@@ -23,8 +23,8 @@ from nemo_rl_lite.errors import LauncherError, printable
 from nemo_rl_lite.observability.console import PHASES, duration
 from nemo_rl_lite.observability.environment import CONFIG_FILE, ERROR_FILE
 from nemo_rl_lite.observability.runs import RunState, read_state, silent_s
+from nemo_rl_lite.planning.advice import SplitAdvice
 from nemo_rl_lite.planning.budget import size
-from nemo_rl_lite.planning.splits import SplitAdvice
 from nemo_rl_lite.run.folder import how_to_resume
 from nemo_rl_lite.system.stopping import request_end
 

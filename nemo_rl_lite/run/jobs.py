@@ -47,7 +47,7 @@ from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
-from nemo_rl_lite.planning.splits import SplitAdvice
+from nemo_rl_lite.planning.advice import SplitAdvice
 from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rollout.collector import RolloutCollector

@@ -66,6 +66,7 @@ TABLES = {
     "export memory table": Table(
         "export", "export-memory-cpu-2cores", ("weights", "peak resident memory", "peak above that of few layers")
     ),
+    "why table": Table("why", "why-cpu-2cores"),
     "presets table": Table(
         "memory",
         "offload-presets-1x-h100",

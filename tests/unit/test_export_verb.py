@@ -38,3 +38,23 @@ def test_a_checkpoint_of_another_version_says_what_it_lacks(tmp_path, capsys):
     said = capsys.readouterr().err
     assert ended.value.code == 1 and "saved by another version of the launcher" in said
     assert "no_such_key" in said and "set it" not in said
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [("500", "500 means bytes; write 500MB or 500GB"), ("5 apples", "is not a size"), ("-5GB", "is not a size")],
+)
+def test_a_wrong_size_of_shards_names_the_fix(tmp_path, capsys, size, said):
+    with pytest.raises(SystemExit) as ended:
+        export.main([str(tmp_path), f"--max-shard-size={size}"])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("500MB", 5e8), ("5GB", 5e9), ("2GiB", 2**31), ("1KB", 1000), ("40000000", 4e7)]
+)
+def test_sizes_of_shards(tmp_path, monkeypatch, size, count):
+    given = []
+    monkeypatch.setattr(export, "export", lambda _run, _target, shard_bytes: given.append(shard_bytes) or [])
+    export.main([str(tmp_path), "--max-shard-size", size])
+    assert given == [count]

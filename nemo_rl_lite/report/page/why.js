@@ -50,19 +50,19 @@ section(
   element(
     "div", { className: "pair" },
     table(["part", "loss"], Object.entries(data.totals).map(([name, value]) => [name, value === null ? "–" : value.toPrecision(7)])),
-    table(["tokens", "number", "share"], kinds.map(([name, count]) => [name, number(count), percent(count / sampled)])),
+    table(["tokens", "count", "share"], kinds.map(([name, count]) => [name, number(count), percent(count / sampled)])),
   ),
   element("ul", { className: "missing" }, ...data.coverage.map((text) => element("li", { textContent: text }))),
 );
 section(
   "prompts", "Prompts",
-  table(["prompt", "gradient", "loss", "text"], data.prompts.map((one) => [one.problem, percent(one.gradient), number(one.loss), one.prompt]), { text: "text" }),
+  table(["problem", "gradient", "loss", "prompt"], data.prompts.map((one) => [one.problem, percent(one.gradient), number(one.loss), one.prompt]), { text: "prompt" }),
 );
 const columns = ["reward", "advantage", "tokens", "clipped", "dropped", "mismatch", "age", "ending"];
 section(
   "samples", "Samples",
   table(
-    ["sample", "prompt", "gradient", ...data.parts, ...columns],
+    ["sample", "problem", "gradient", ...data.parts, ...columns],
     data.samples.map((one) => [one.number, one.problem, percent(one.gradient), ...one.parts.map(number), ...columns.map((name) => number(one[name]))]),
     { samples: data.samples.map((one) => one.number) },
   ),
@@ -71,7 +71,7 @@ section(
 
 function tokenTable(title, rows) {
   const cells = rows.map((one) => [`${one.number}/${one.place}`, `${one.before}⟦${one.text}⟧`, percent(one.gradient), number(one.advantage), number(one.ratio), number(one.mismatch)]);
-  return element("div", {}, element("h3", { textContent: title }), table(["sample/place", "token", "gradient", "advantage", "ratio", "policy − engine"], cells, { samples: rows.map((one) => one.number), text: "token" }));
+  return element("div", {}, element("h3", { textContent: title }), table(["sample/place", "token", "gradient", "advantage", "ratio", "mismatch"], cells, { samples: rows.map((one) => one.number), text: "token" }));
 }
 
 const shown = element("div", { className: "card" });

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.environments.agents import Endpoint
+from nemo_rl_lite.environments.agents import Endpoint, Outcome
 from nemo_rl_lite.environments.harbor import TaskError, container_engine, play, write_rows
 
 TEST = """#!/bin/bash
@@ -62,8 +62,12 @@ def problem(task: Path) -> Problem:
     return Problem(({"role": "user", "content": row["prompt"]},), "", row)
 
 
-def reward(task: Path, url: str = "http://127.0.0.1:1/v1", **options) -> float:
+def outcome(task: Path, url: str = "http://127.0.0.1:1/v1", **options) -> Outcome:
     return asyncio.run(play(problem(task), Endpoint(url, "key", "policy"), runtime="local", **options))
+
+
+def reward(task: Path, url: str = "http://127.0.0.1:1/v1", **options) -> float:
+    return outcome(task, url, **options).reward
 
 
 @pytest.fixture
@@ -115,11 +119,16 @@ def test_the_tests_judge_what_a_harness_left_at_its_limit(task):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [('{"reward": 0.5, "lines": 3}', 0.5), ('{"style": 1, "speed": 0}', 0.5), ("0.25", 0.25)]
+    ("text", "expected", "metrics"),
+    [
+        ('{"reward": 0.5, "lines": 3, "language": "Go"}', 0.5, {"lines": 3}),
+        ('{"style": 1, "speed": 0}', 0.5, {"style": 1, "speed": 0}),
+        ("0.25", 0.25, {}),
+    ],
 )
-def test_rewards_are_read_from_json(task, text, expected):
+def test_rewards_and_metrics_are_read_from_json(task, text, expected, metrics):
     (task / "tests" / "test.sh").write_text(f"echo '{text}' > /logs/verifier/reward.json")
-    assert reward(task, command="true") == expected
+    assert outcome(task, command="true") == Outcome(expected, metrics)
 
 
 def test_tests_without_a_reward_fail_the_episode(task):
@@ -193,7 +202,7 @@ def test_samples_of_a_task_share_one_build(task, engine):
     async def three():
         return await asyncio.gather(*(contained(task, command="true") for _ in range(3)))
 
-    assert asyncio.run(three()) == [1, 1, 1]
+    assert asyncio.run(three()) == [Outcome(1)] * 3
     assert [sum(call.startswith(name) for call in calls()) for name in ("build", "run", "rm")] == [1, 3, 3]
 
 
@@ -220,7 +229,7 @@ def test_a_cancelled_start_removes_its_container(task, engine):
 def test_a_command_in_a_container_ends_at_the_agents_limit(task, engine):
     (task / "task.toml").write_text("[agent]\ntimeout_sec = 0.5\n")
     calls = engine(slow="*my-harness")
-    assert asyncio.run(contained(task, command="my-harness")) == 1
+    assert asyncio.run(contained(task, command="my-harness")) == Outcome(1)
     after = next(number for number, call in enumerate(calls()) if "kill -KILL -1" in call)
     assert "my-harness" in calls()[after - 1] and "rm -rf /tests" in calls()[after + 1]
 

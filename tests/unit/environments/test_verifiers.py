@@ -20,9 +20,9 @@ from typing import ClassVar
 import pytest
 
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.environments.agents import Endpoint
+from nemo_rl_lite.environments.agents import Endpoint, Outcome
 from nemo_rl_lite.environments.verifiers import EpisodeFailed, play, write_rows
-from nemo_rl_lite.environments.verifiers_worker import reward_of
+from nemo_rl_lite.environments.verifiers_worker import metrics_of, reward_of
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON")
 ENVIRONMENT = {
@@ -78,7 +78,7 @@ def test_tasks_are_rows_and_episodes_have_the_weighted_reward(tmp_path, url, mon
         return await asyncio.gather(*calls, return_exceptions=True)
 
     first, second, failed = asyncio.run(both())
-    assert first == second == 1.0
+    assert first == second == Outcome(1.0, {"reward/right": 1, "reward/digits": 1, "length": 3})
     assert isinstance(failed, EpisodeFailed) and "the board is broken" in str(failed)
     assert Policy.keys == {"Bearer first", "Bearer second", "Bearer third"}
 
@@ -103,7 +103,7 @@ def test_a_row_without_a_task_names_the_fix():
 def test_another_process_follows_one_that_breaks_the_protocol(tmp_path):
     (python := tmp_path / "python").write_text(f"""#!/bin/sh
 mkdir {tmp_path}/started && echo noise && exec sleep 30
-read request && echo '{{"id": 0, "reward": 0.5}}'
+read request && echo '{{"id": 0, "reward": 0.5, "metrics": {{"calls": 2}}}}'
 """)
     python.chmod(0o755)
     problem = Problem(({"role": "user", "content": "1"},), "", {"task": "{}"})
@@ -117,7 +117,7 @@ read request && echo '{{"id": 0, "reward": 0.5}}'
             await episode()
         return await episode()
 
-    assert asyncio.run(both()) == 0.5
+    assert asyncio.run(both()) == Outcome(0.5, {"calls": 2})
 
 
 def test_output_of_child_processes_is_no_answer(tmp_path, monkeypatch):
@@ -145,3 +145,12 @@ def test_an_episode_without_a_trainable_agent_names_the_cause():
     episode = SimpleNamespace(ok=True, traces=[SimpleNamespace(agent=agent)])
     with pytest.raises(RuntimeError, match="no trace of a trainable agent"):
         reward_of(episode, "http://127.0.0.1:1/v1")
+
+
+def test_metrics_are_means_over_the_trainable_agents_that_have_them():
+    def trace(trainable, rewards, **metrics):
+        return SimpleNamespace(agent=SimpleNamespace(trainable=trainable), rewards=rewards, metrics=metrics)
+
+    scored = {"right": SimpleNamespace(score=1.0, value=0.75), "form": None}
+    traces = [trace(True, scored, calls=2.0), trace(True, {}, calls=4.0, words=None), trace(False, scored, calls=90.0)]
+    assert metrics_of(SimpleNamespace(traces=traces)) == {"reward/right": 1.0, "calls": 3.0}

@@ -16,6 +16,10 @@ class Reverse(vf.Task[Data]):
             raise ValueError("the board is broken")
         return float(trace.last_reply == task.answer)
 
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
     @vf.reward(weight=0.25)
     async def digits(self, trace: vf.Trace) -> float:
         return float(trace.last_reply.isdigit())

@@ -10,17 +10,15 @@ from nemo_rl_lite.models.shape import KNOWN_MODELS, find_shape, model_shape
 from nemo_rl_lite.observability.console import ENGINES_IDLE
 from nemo_rl_lite.observability.runs import read_state
 from nemo_rl_lite.observability.trackers import METRICS_FILE
-from nemo_rl_lite.planning.lengths import Lengths, assumed_lengths
-from nemo_rl_lite.planning.splits import (
+from nemo_rl_lite.planning.advice import (
     FEWEST_STEPS,
-    GpuSplits,
     SplitAdvice,
     faster_split,
-    lines,
     measured_phases,
     measured_steps,
-    rows,
 )
+from nemo_rl_lite.planning.lengths import Lengths, assumed_lengths
+from nemo_rl_lite.planning.splits import GpuSplits, lines, rows
 from nemo_rl_lite.planning.time import StepTime
 from nemo_rl_lite.report.record import read_run
 from nemo_rl_lite.run.following import status_rows

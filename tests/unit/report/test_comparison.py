@@ -52,6 +52,9 @@ def test_groups_of_runs_are_compared_by_problem(tmp_path, capsys):
     assert "better" in text and "seed" not in text
     found = json.loads(said(capsys, tmp_path / "new", "vs", tmp_path / "base", "--json"))
     by_name = {one["quantity"]: one for one in found["compared"]}
+    reward = by_name["held-out reward"]
+    low, high = reward["interval"]
+    assert low < reward["difference"] == reward["new"] - reward["base"] < high < 0
     assert by_name["held-out reward"]["verdict"] == "worse" and by_name["response tokens"]["verdict"] == "undecided"
     # The reward of one problem failed.
     assert by_name["held-out reward"]["problems"] == 199

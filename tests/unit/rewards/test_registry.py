@@ -7,7 +7,14 @@ import torch
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rewards.registry import INSTANT, RewardError, WrongReward, checked_reward, find_reward
+from nemo_rl_lite.rewards.registry import (
+    INSTANT,
+    RewardError,
+    WrongReward,
+    checked_metrics,
+    checked_reward,
+    find_reward,
+)
 
 
 def shout(response: str, answer: str, volume: float = 1.0) -> float:
@@ -234,6 +241,27 @@ def test_numbers_are_rewards(value, expected):
 def test_what_is_no_reward_is_named(value, said):
     with pytest.raises(WrongReward, match=f"^mine .*{said}"):
         checked_reward("mine", value)
+
+
+def test_metrics_are_numbers_by_name():
+    found = checked_metrics("mine", {"calls/bash": np.int64(3), "pass@1": True, "mean (s)": 0.5})
+    assert found == {"calls/bash": 3.0, "pass_1": 1.0, "mean _s_": 0.5} and {*map(type, found.values())} == {float}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"calls": "three"}, "metric 'calls': mine returned 'three', a str; a metric is one number$"),
+        ({"calls": {"bash": 3}}, "metric 'calls': .* a dict; a metric is one number$"),
+        ({"calls": math.nan}, "metric 'calls': mine returned nan; leave it out of episodes without a value"),
+        ({"calls": None}, "metric 'calls': mine returned None; leave it out"),
+        ({7: 1.0}, "mine returned a metric with the name 7; a name is text"),
+        ([3.0], r"mine returned \[3.0\] as metrics, which are numbers by name"),
+    ],
+)
+def test_what_is_no_metric_is_named(metrics, said):
+    with pytest.raises(RewardError, match=said):
+        checked_metrics("mine", metrics)
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])

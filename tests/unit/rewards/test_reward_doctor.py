@@ -84,6 +84,21 @@ def test_good_rewards_have_no_fault(capsys, rows, reward):
     assert status == 0 and not [one for one in record["findings"] if one["level"] == "fault"], record["findings"]
 
 
+@pytest.mark.parametrize(
+    ("reward", "unpaid"),
+    [
+        ("reward=exact_match", {"The answer is 42.", "\\boxed{42}", "```python\n42\n```"}),
+        ("reward=math", set()),
+        (f"reward.name={REWARDS}.is_constant", set()),
+        ("reward=format \"reward.kwargs.pattern='[0-9]+'\"", {"The answer is 42."}),
+    ],
+)
+def test_layouts_that_a_reward_does_not_accept_are_shown(capsys, rows, reward, unpaid):
+    _, record = examined(f"{reward} {rows} data.shuffle=false", capsys)
+    assert unpaid <= {*record["unpaid_layouts"]} and bool(unpaid) == bool(record["unpaid_layouts"])
+    assert "42" not in record["unpaid_layouts"]
+
+
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "word_sorting"])
 def test_scorers_of_tasks_have_no_fault(capsys, task):
     pytest.importorskip("reasoning_gym")

@@ -126,6 +126,7 @@ def test_an_agents_episode_is_that_of_an_environment_with_the_same_conversation(
         ("dies", "the agent's process ended with status 7"),
         ("silent", "the agent asked the endpoint for no response"),
         ("hot", "temperature = 0.5: training samples with generation.temperature = 1.0"),
+        ("reports text", "metric 'tool calls': the agent returned 'three', a str; a metric is one number"),
         ("several", "n = 2: a request of an agent has one answer, and requests may run at the same time"),
     ],
 )
@@ -135,6 +136,12 @@ def test_an_agent_that_fails_costs_its_episode(how, said, caplog):
     (episode,) = rollout.episodes
     assert episode.ending == "error" and episode.reward is None and not any(rollout.rows([1.0], 0)[0].mask)
     assert rollout.metrics()["environment_errors"] == 1 and rollout.metrics()["num_valid_samples"] == 0
+
+
+def test_an_agent_reports_metrics_beside_its_reward():
+    rollout = collect(Book(), config("player", how="reports"), samples=2)
+    assert rollout.rewards_B.tolist() == [0.5, 0.5]
+    assert rollout.episode_metrics() == {"episode/tool calls": 3, "episode/pass_1": 1}
 
 
 def test_the_agent_of_the_docs(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ def make_rollout() -> Rollout:
     episode.add_messages([8], [{"role": "user", "content": "on"}])
     episode.add_turn(Completion((9,), (-0.5,), "stop", (3,)), "nine")
     episode.reward, episode.reward_parts, episode.length_penalty = 1 / 3, {"format": 0.25}, -1 / 7
+    episode.note_metrics("step()", {"calls": 1 / 3})
     lost = Episode(Problem(chat("lost"), ""), [3], 1, ending="error", is_left_out=True, own_prompt=chat("own"))
     lost.add_turn(Completion((4,), (-2.0,), "stop", (1,)), "four")
     return Rollout([episode], 1, 2, 1, (True, False), 4, 6.0, dropped=(lost,))

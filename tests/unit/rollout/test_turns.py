@@ -1,6 +1,7 @@
 """Episodes of several turns: the tokens the policy trains on are exactly those that were sampled."""
 
 import asyncio
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutTask
+from nemo_rl_lite.rollout.episode import EpisodeRecord
 from nemo_rl_lite.rollout.play import Turns
 from tests.unit.rollout.script import END, Script, collected_by, judged_by
 
@@ -115,6 +117,24 @@ class Bells:
 def test_an_environments_rewards_are_added_up_and_nothing_else_is_judged():
     rollout = collect(Script(["ring!", "43"], ["ring!!", "43"]), (f"{HERE}.Bells", {}), reward=f"{HERE}.never")
     assert rollout.rewards_B.tolist() == [0.75, 0] and rollout.reward_errors == 0
+
+
+class Counter(Bells):
+    """Reports the number of turns so far, and once how many rang."""
+
+    def step(self, problem, conversation):
+        rings = conversation[-1]["content"].count("!")
+        metrics = {"turns": len(conversation) // 2} | ({"rings": rings} if rings else {})
+        return replace(super().step(problem, conversation), metrics=metrics)
+
+
+def test_an_environments_metrics_are_means_over_the_episodes_that_report_them():
+    rollout = collect(Script(["ring!", "43"], ["no", "43"]), (f"{HERE}.Counter", {}))
+    assert [one.metrics for one in rollout.episodes] == [{"turns": 2, "rings": 1}, {"turns": 2}]
+    kept = {name: value for name, value in rollout.metrics().items() if name.startswith("episode/")}
+    assert kept == rollout.episode_metrics() == {"episode/turns": 2, "episode/rings": 1}
+    records = [EpisodeRecord.of(one, 0, number) for number, one in enumerate(rollout.episodes)]
+    assert replace(rollout, episodes=records).episode_metrics() == kept
 
 
 class Patient(Bells):

@@ -128,8 +128,9 @@ def test_runs_are_found_by_folder_name_and_as_the_last(capsys):
     assert find_run("last") == find_run("outputs") == find_run("other") == find_run("sweep-1/0") == new
     assert find_run("mine") == find_run("outputs/a") == find_run(str(old.absolute())).relative_to(Path.cwd()) == old
     assert existing_or_run(Path("last")) == new and existing_or_run(Path("outputs")) == Path("outputs")
-    with pytest.raises(NoRunError, match=r"othr: .*other"):
-        existing_or_run(Path("othr"))
+    for word, folders in {"othr": str(new), "outputs/a/2": str(old), "zzz": f"{new}, {old}"}.items():
+        with pytest.raises(NoRunError, match=f"{word}: no such run; .* or last: {folders} "):
+            existing_or_run(Path(word))
     with pytest.raises(NoRunError, match="no runs in nothing/"):
         find_run("last", Path("nothing"))
 

@@ -27,12 +27,14 @@ def saved(folder, *overrides: str) -> SavedRollouts:
 def test_a_saved_rollout_has_the_same_rows(tmp_path):
     before = make_rollout(["a", "b", "c", "d"], [0.1, 1 / 3, None, 0.25], samples=2)
     before.episodes[1].reward_parts = {"format": 0.7, "answer": 0.1}
+    before.episodes[1].note_metrics("step()", {"calls": 2})
     before.episodes[3].ending = "length"
     RolloutFiles(tmp_path, None, done=0).write(3, "train", before)
     after = saved(tmp_path).take(3, lambda _: None)
     assert after.reward_errors == 1 and after.samples_per_prompt == 2
     assert [one.reward for one in after.episodes] == [0.1, 1 / 3, None, 0.25]
     assert after.episodes[1].reward_parts == {"format": 0.7, "answer": 0.1}
+    assert before.episode_metrics() == after.episode_metrics() == {"episode/calls": 2}
     advantages = [0.1, 0.2, 0.3, 0.4]
     for one, other in zip(before.rows(advantages, 2), after.rows(advantages, 2), strict=True):
         for name in ("tokens", "mask", "generation_logprobs", "ages"):

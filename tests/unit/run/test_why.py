@@ -94,12 +94,25 @@ def test_a_clipped_token_has_no_gradient(tmp_path):
     assert clipped and set(clipped) == {0.0}
 
 
+def cells(line: str) -> list[str]:
+    """The cells of a table's line."""
+    return [one.strip() for one in line.replace("┃", "│").strip("│").split("│")]
+
+
 def test_the_terminal_has_the_largest_shares(folder, capsys):
     why.main([str(folder), "--step", str(STEP), "--output", str(folder / "mine.html")])
     said = capsys.readouterr().out
     for title in ("loss", "tokens", "prompts with the largest gradient", "tokens with the largest mismatch"):
         assert f"\n{title}\n" in f"\n{said}"
     assert said.endswith(f"{folder / 'mine.html'}\n") and (folder / "mine.html").exists()
+    tables = [list(map(cells, table.splitlines())) for table in said.split("┏")[1:]]
+    of_gradient = [[row for row in table if len(row) == len(table[1])] for table in tables if "gradient" in table[1]]
+    assert len(of_gradient) == 4
+    for headers, *rows in of_gradient:
+        assert rows and all(row[headers.index("gradient")].endswith(" %") for row in rows)
+    headers, first, *_ = next(table for table in of_gradient if table[0][0] == "sample")
+    shown, largest = dict(zip(headers, first, strict=True)), data_of(folder / "mine.html")["samples"][0]
+    assert (shown["sample"], shown["problem"]) == (str(largest["number"]), str(largest["problem"]))
 
 
 @pytest.mark.parametrize(
