@@ -1,4 +1,4 @@
-"""Kill processes of long runs at random, and check what is left: soak.py {sync|async|workers} [STEPS] [FOLDER]
+"""Kill processes of long runs at random, and check what is left: soak.py {sync|async|workers|faults} [STEPS] [FOLDER]
 
 About every 25 seconds, at a random moment, SIGKILL hits an engine, a policy rank, the launcher, Ray's gcs_server or
 raylet, or the launcher's whole process group, also while the run is starting. Where the run's command ends, the script
@@ -11,6 +11,8 @@ its metrics and its last checkpoint are compared with the training data: no prom
 twice. An engine holds only two requests at a time, so rollouts are in flight at almost every moment.
 
 workers: async with two rollout workers, which are killed too.
+faults: two policy ranks, an engine and a rollout worker. In 300 steps, 30 kills hit them and the launcher, one in each
+ten steps. The weights must be bitwise those of an undisturbed run.
 """
 
 import json
@@ -26,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,13 @@ ASYNC = (
 )
 ROLLOUT_WORKERS = (*ASYNC, "algorithm.rollouts.num_workers=2")
 WORKERS, OF_RAY = ("generation-0", "policy-0"), ("gcs_server", "raylet")
+OF_THE_COMMAND = ("launcher", *OF_RAY, "process group")
+TWO_RANKS = (
+    *("cluster.cpu_ranks=2", "policy.train_micro_batch_size=32", "policy.logprob_batch_size=32"),
+    *("generation.colocated.enabled=false", "algorithm.rollouts.num_workers=1"),
+)
+# Steps to a kill of `faults`.
+STEPS_TO_A_KILL = 10
 # Memory growth counts from this step on, because caches fill before.
 SETTLED = 150
 PICTURE = record.ROOT / "docs" / "images" / "soak-memory.png"
@@ -74,8 +83,12 @@ class Soak:
     overrides: tuple[str, ...] = ()
     """Of the command, after those that all of these runs have."""
     workers: tuple[str, ...] = WORKERS
+    others: tuple[str, ...] = OF_THE_COMMAND
+    """Other processes that may be killed."""
     kill_every_s: float = KILL_EVERY_S
     hit_a_start: float = HIT_A_START
+    kill_after: Sequence[int] = ()
+    """Steps that a kill follows within a step's time; empty: kills do not depend on steps."""
     memory: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     step_s: list[float] = field(default_factory=list)
@@ -86,11 +99,12 @@ class Soak:
     """Kills that a finished step has followed."""
     fruitless: int = 0
     """Commands since the last step that have ended by themselves."""
+    next_faults: list[str] = field(default_factory=list)
 
     @property
     def faults(self) -> tuple[str, ...]:
         """What may be killed."""
-        return (*self.workers, "launcher", *OF_RAY, "process group")
+        return (*self.workers, *self.others)
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "nemo_rl_lite.train", *self.settings()]
@@ -115,7 +129,8 @@ class Soak:
         """Run until the last step is done; fail where the run ends without a kill."""
         done = threading.Event()
         self._process = self._start()
-        if self.dice:
+        due = list(self.kill_after)
+        if self.dice and not due:
             threading.Thread(target=self._disturb, args=(self.dice, done), daemon=True).start()
         while True:
             for at, step, seconds in _steps(self._process):
@@ -125,6 +140,9 @@ class Soak:
                 for name, killed_at in self.kills[self.survived :]:
                     self.recovery_s[name].append(at - killed_at)
                     self.survived += 1
+                if self.dice and due and step >= due[0]:
+                    due.pop(0)
+                    threading.Timer(self.dice.uniform(0, seconds), self._strike, [self.dice]).start()
             status = self._process.wait()
             if status == 0:
                 break
@@ -141,26 +159,26 @@ class Soak:
         done.set()
 
     def _disturb(self, dice: random.Random, done: threading.Event) -> None:
-        left: list[str] = []
         while not done.wait(self.kill_every_s * dice.uniform(0.8, 1.2)):
             # A start takes most of 25 seconds: were each one hit, no step would ever be done.
-            if len(self.kills) > self.survived and dice.random() > self.hit_a_start:
-                continue
-            # Every kind in a random order, then again.
-            left = left or dice.sample(self.faults, len(self.faults))
-            name = left.pop()
-            # Before the command can end of it.
-            self.kills.append((name, time.monotonic()))
-            process = self._process
-            if name in ("launcher", "process group"):
-                self.ended.add(process.pid)
-            try:
-                self._kill(name, process)
-            except (LookupError, OSError, StopIteration, psutil.NoSuchProcess):
-                self.kills.pop()
-                print(f"{name} was not there to be killed", flush=True)
-                continue
-            print(f"killed {name}", flush=True)
+            if len(self.kills) == self.survived or dice.random() <= self.hit_a_start:
+                self._strike(dice)
+
+    def _strike(self, dice: random.Random) -> None:
+        """Kill a process: every kind in a random order, then again."""
+        self.next_faults = self.next_faults or dice.sample(self.faults, len(self.faults))
+        name, process = self.next_faults.pop(), self._process
+        # Before the command can end of it.
+        self.kills.append((name, time.monotonic()))
+        if name in ("launcher", "process group"):
+            self.ended.add(process.pid)
+        try:
+            self._kill(name, process)
+        except (LookupError, OSError, StopIteration, psutil.NoSuchProcess):
+            self.kills.pop()
+            print(f"{name} was not there to be killed", flush=True)
+            return
+        print(f"killed {name}", flush=True)
 
     def _start(self) -> "subprocess.Popen[str]":
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -192,12 +210,14 @@ class Soak:
 
 def main(arguments: list[str]) -> None:
     match arguments:
-        case ["sync" | "async" | "workers" as kind, *rest]:
-            steps = int(rest[0]) if rest else 150 if kind == "sync" else 200
+        case ["sync" | "async" | "workers" | "faults" as kind, *rest]:
+            steps = int(rest[0]) if rest else {"sync": 150, "faults": 300}.get(kind, 200)
             folder = Path(rest[1] if len(rest) > 1 else tempfile.mkdtemp())
             engines = *WORKERS, "generation-1"
             if kind == "sync":
                 soak_sync(steps, folder)
+            elif kind == "faults":
+                soak_faults(steps, folder)
             elif kind == "async":
                 soak_async("async-soak", steps, folder, ASYNC, engines)
             else:
@@ -238,9 +258,35 @@ def soak_sync(steps: int, folder: Path) -> None:
     _draw(long, rough)
 
 
+def soak_faults(steps: int, folder: Path) -> None:
+    dice, kills = random.Random(0), steps // STEPS_TO_A_KILL
+    own = TWO_RANKS, ("generation-0", "policy-0", "policy-1", "rollouts-0"), ("launcher",)
+    after = [STEPS_TO_A_KILL * number + dice.randint(1, STEPS_TO_A_KILL - 1) for number in range(kills)]
+    calm = Soak(folder / "undisturbed", steps, None, *own)
+    rough = Soak(folder / "disturbed", steps, dice, *own, kill_after=after)
+    results = []
+    for soak in (calm, rough):
+        started = time.monotonic()
+        soak.run()
+        results.append(record.result("end to end", soak.folder.name, "s", [time.monotonic() - started]))
+    results += [
+        *rough.recovered(),
+        record.result("kills", "disturbed", "", [len(rough.kills)]),
+        record.result("steps taken again", "disturbed", "", [len(_series(rough.folder, "train/loss", "-undone"))]),
+    ]
+    bars = [
+        record.bar("steps", steps, 300, at_least=True),
+        record.bar("kills that steps have followed", rough.survived, 30, at_least=True),
+        record.bar("kinds of processes that were killed", len(rough.recovery_s), len(rough.faults), at_least=True),
+        record.bar("same weights", float(_same_weights(calm.folder, rough.folder)), 1, at_least=True),
+    ]
+    sys.stdout.write(record.write("faults-soak", results, bars).read_text())
+
+
 def soak_async(name: str, steps: int, folder: Path, overrides: tuple[str, ...], workers: tuple[str, ...]) -> None:
     # A start takes half a minute or more, so some of the starts are hit.
-    soak = Soak(folder / "async", steps, random.Random(0), overrides, workers, 30.0, 0.15)
+    dice, moments = random.Random(0), {"kill_every_s": 30.0, "hit_a_start": 0.15}
+    soak = Soak(folder / "async", steps, dice, overrides, workers, **moments)
     started = time.monotonic()
     soak.run()
     results = [record.result("end to end", "async", "s", [time.monotonic() - started]), *soak.recovered()]
@@ -359,19 +405,26 @@ for step in range(int(done.read_text()) + 1 if done.exists() else 1, steps + 1):
 
 
 def trial() -> None:
-    """Kill processes of a scripted run, and compose both kinds of real ones."""
+    """Kill processes of scripted runs, at random moments and after given steps, and compose the real ones."""
 
     class Scripted(Soak):
         def command(self) -> list[str]:
             return [sys.executable, "-c", SCRIPTED, str(self.folder), str(self.steps)]
 
     with tempfile.TemporaryDirectory() as folder:
-        for own in ((), ASYNC, ROLLOUT_WORKERS):
+        for own in ((), ASYNC, ROLLOUT_WORKERS, TWO_RANKS):
             compose_config([f"policy.model_name={KNOWN_MODEL}", *Soak(Path(folder), 2, None, own).settings()[1:]])
-        soak = Scripted(Path(folder) / "scripted", 60, random.Random(0), (), (), 0.7, 0.0)
-        soak.run()
+        moments = {"kill_every_s": 0.7, "hit_a_start": 0.0}
+        soak = Scripted(Path(folder) / "scripted", 60, random.Random(0), workers=(), **moments)
+        by_step = Scripted(
+            Path(folder) / "by-step", 30, random.Random(0), (), (), ("launcher",), kill_after=[9, 14, 20]
+        )
+        for one in (soak, by_step):
+            one.run()
     if not soak.kills or len(soak.step_s) < 60 - len(soak.kills):
         sys.exit(f"{len(soak.kills)} kills, {len(soak.step_s)} steps")
+    if by_step.survived != 3:
+        sys.exit(f"{by_step.survived} of 3 kills")
     print(record.write("soak", soak.recovered(), []))
 
 
