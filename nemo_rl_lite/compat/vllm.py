@@ -332,6 +332,24 @@ def experts_backends(model: nn.Module) -> set[str]:
     return {backend.name for backend in backends if backend is not None}
 
 
+def _latent_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, MLAAttention))
+
+
+def absorbed_weights(model: nn.Module) -> set[str]:
+    """Return the names of the matrices that vLLM computes from latent attention's `kv_b_proj`."""
+    return {f"{name}.{own}" for name, layer in _latent_layers(model) for own in layer._parameters}
+
+
+@torch.no_grad()
+def absorb_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Compute these matrices again, in their memory. Some are views of `kv_b_proj`, others copies."""
+    for _, layer in _latent_layers(model):
+        layer.process_weights_after_loading(dtype)
+
+
 def forget_packed_experts(model: nn.Module) -> None:
     """Make the CPU build pack experts in the next reload, as at start. From 0.31 on, it packs them once per kernel."""
     methods: Iterator[Any] = (getattr(module, "quant_method", None) for module in model.modules())

@@ -42,13 +42,20 @@ class TransformersEngine:
         seed: int,
         on_gpu: bool,
     ):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers import GenerationConfig as Defaults
 
         torch.manual_seed(seed)
-        self._weights = WeightsState(complete=True)
+        config, dtype = AutoConfig.from_pretrained(Path(model_path)), getattr(torch, policy.precision)
+        is_quantized = getattr(config, "quantization_config", None) is not None
+        self._weights = WeightsState(complete=not is_quantized)
         self._device = torch.device("cuda" if on_gpu else "cpu")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=getattr(torch, policy.precision))
+        if is_quantized:
+            # The first refit brings weights that are not quantized.
+            del config.quantization_config
+            loaded: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=dtype)
         self._model = loaded.to(self._device).eval()
         # Keep only the end tokens: other defaults, such as a repetition penalty, change the distribution.
         ends = self._model.generation_config.eos_token_id
