@@ -371,11 +371,12 @@ def pack_shared_weights(model: nn.Module) -> None:
 
 
 def repair_cpu_build() -> None:
-    """Repair a function of vLLM's CPU build before an engine starts. The GPU kernel is correct.
+    """Repair functions of vLLM's CPU build before an engine starts. The GPU kernels are correct.
 
-    It writes temperature, top p and top k into a copy unless they are 64-bit integers, and verified drafts then have
-    the wrong distribution.
+    One writes temperature, top p and top k into a copy unless they are 64-bit integers, and verified drafts then have
+    the wrong distribution. The other rotates only heads that are side by side in a row of two dimensions.
     """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.utils import cpu_triton_utils as kernels
 
     if since("vllm", "0.31"):
@@ -383,6 +384,14 @@ def repair_cpu_build() -> None:
         kernels._expand_kernel_impl = _expand  # pyrefly: ignore
     else:
         kernels.expand_kernel.func = _expand
+    kernel = RotaryEmbedding.forward_cpu
+
+    def rotate(
+        self: Any, positions_T: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return (kernel if query.dim() == 2 else RotaryEmbedding.forward_native)(self, positions_T, query, key)
+
+    RotaryEmbedding.forward_cpu = rotate  # pyrefly: ignore[bad-assignment]
 
 
 def _expand(

@@ -46,14 +46,17 @@ class TransformersEngine:
         from transformers import GenerationConfig as Defaults
 
         torch.manual_seed(seed)
-        config, dtype = AutoConfig.from_pretrained(Path(model_path)), getattr(torch, policy.precision)
-        is_quantized = getattr(config, "quantization_config", None) is not None
+        config: Any = AutoConfig.from_pretrained(Path(model_path))
+        dtype = getattr(torch, policy.precision)
+        # An engine without a policy has a load format, and loads the folder as it is.
+        is_quantized = hasattr(config, "quantization_config") and "load_format" not in generation.vllm_kwargs
         self._weights = WeightsState(complete=not is_quantized)
         self._device = torch.device("cuda" if on_gpu else "cpu")
         if is_quantized:
             # The first refit brings weights that are not quantized.
             del config.quantization_config
             loaded: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            loaded.generation_config = Defaults.from_pretrained(Path(model_path))
         else:
             loaded = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=dtype)
         self._model = loaded.to(self._device).eval()

@@ -443,7 +443,7 @@ def _local_layers(provider: Any, vp_stage: int | None = None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
-    block = get_gpt_decoder_block_spec(
+    block: Any = get_gpt_decoder_block_spec(
         provider, use_transformer_engine=False, normalization=provider.normalization, vp_stage=vp_stage
     )
     if provider.multi_latent_attention and provider.q_lora_rank is None:
@@ -461,7 +461,7 @@ def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
     `overlap_dispatch_backward_with_experts_wgrad` needs its FSDP: it computes expert gradients after the hooks that
     accumulate them in DistributedDataParallel.
     """
-    # Unfused, packed sequences are rotated one by one in Python. Latent attention has its own kernel, which is untested.
+    # Unfused, packed sequences are rotated one by one in Python. Latent attention's own kernel is untested.
     provider.apply_rope_fusion = not provider.multi_latent_attention
     # megatron-bridge sets it for some models. Unfused, the activation keeps two more copies of its input.
     provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu

@@ -43,11 +43,9 @@ SIZES = {
     "scoring_func": "sigmoid",
 }
 TWO, PARALLEL = "cluster.cpu_ranks=2", "policy.megatron_cfg.{}_model_parallel_size=2"
-TENSOR = [TWO, PARALLEL.format("tensor"), "policy.megatron_cfg.sequence_parallel=true"]
 LAYOUTS = {
     "one rank": (1, BATCHES),
     "packed": (1, BATCHES + PACKED),
-    "tensor 2": (2, BATCHES + TENSOR),
     "pipeline 2": (2, [*BATCHES, TWO, PARALLEL.format("pipeline")]),
     "experts 2": (2, [*BATCHES, TWO, PARALLEL.format("expert")]),
 }
@@ -115,16 +113,20 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(models, tmp_path_factory) -> dict[str, Outcome]:
-    folder, script = tmp_path_factory.mktemp("parity"), Path(__file__).with_name("policy_rank.py")
+def folder(tmp_path_factory) -> Path:
+    """Where ranks write their results and exports."""
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def outcomes(models, folder) -> dict[str, Outcome]:
+    script = Path(__file__).with_name("policy_rank.py")
     for count in (1, 2):
         own = {name: overrides for name, (ranks, overrides) in LAYOUTS.items() if ranks == count}
         run_ranks(script, [str(models["whole"]), str(folder), json.dumps(own)], count)
     for name in ("queries not compressed", "fp8"):
         run_ranks(script, [str(models[name]), str(folder), json.dumps({name: BATCHES})], 1)
-    return {name: read(path_of(folder, name)) for name in (*LAYOUTS, "queries not compressed", "fp8")} | {
-        "folder": folder
-    }
+    return {name: read(path_of(folder, name)) for name in (*LAYOUTS, "queries not compressed", "fp8")}
 
 
 def logprobs(folder: Path, outcome: Outcome) -> np.ndarray:
@@ -142,8 +144,8 @@ def logprobs(folder: Path, outcome: Outcome) -> np.ndarray:
     ("name", "model"),
     [("one rank", "whole"), ("queries not compressed", "queries not compressed"), ("fp8", "rounded")],
 )
-def test_logprobs_before_and_after_training_are_those_of_transformers(name, model, outcomes, models):
-    outcome, exported = outcomes[name], Path(f"{path_of(outcomes['folder'], name)}.hf")
+def test_logprobs_before_and_after_training_are_those_of_transformers(name, model, outcomes, models, folder):
+    outcome, exported = outcomes[name], Path(f"{path_of(folder, name)}.hf")
     np.testing.assert_allclose(outcome.logprobs[:, 1:], logprobs(models[model], outcome), atol=1e-4)
     assert "quantization_config" not in json.loads((exported / "config.json").read_text())
     np.testing.assert_allclose(outcome.own_after[:, 1:], logprobs(exported, outcome), atol=1e-4)

@@ -92,6 +92,7 @@ def test_an_engine_pauses_while_its_cache_is_emptied_and_goes_on_as_before(state
 def test_absorbed_matrices_follow_the_weights_in_their_memory(dtype):
     """Those of a fresh load, bit for bit: views of the weights in their own precision, or copies in another."""
     from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 
     heads, keys, plain, values = 2, 8, 4, 6
 
@@ -101,6 +102,7 @@ def test_absorbed_matrices_follow_the_weights_in_their_memory(dtype):
         layer.num_heads, layer.kv_lora_rank, layer.qk_nope_head_dim, layer.v_head_dim = heads, keys, plain, values
         layer.is_aiter_triton_fp4_bmm_enabled = layer.is_aiter_triton_fp8_bmm_enabled = False
         layer.quant_config, layer.layer_name = None, "attention"
+        set_default_quant_scales(layer, register_buffer=True)
         projection = torch.nn.Linear(keys, heads * (plain + values), bias=False, dtype=torch.bfloat16)
         projection.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
         projection.quant_method = UnquantizedLinearMethod()
