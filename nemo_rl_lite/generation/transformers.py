@@ -42,23 +42,13 @@ class TransformersEngine:
         seed: int,
         on_gpu: bool,
     ):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
         from transformers import GenerationConfig as Defaults
 
         torch.manual_seed(seed)
-        config: Any = AutoConfig.from_pretrained(Path(model_path))
-        dtype = getattr(torch, policy.precision)
-        # An engine without a policy has a load format, and loads the folder as it is.
-        is_quantized = hasattr(config, "quantization_config") and "load_format" not in generation.vllm_kwargs
-        self._weights = WeightsState(complete=not is_quantized)
+        self._weights = WeightsState(complete=True)
         self._device = torch.device("cuda" if on_gpu else "cpu")
-        if is_quantized:
-            # The first refit brings weights that are not quantized.
-            del config.quantization_config
-            loaded: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            loaded.generation_config = Defaults.from_pretrained(Path(model_path))
-        else:
-            loaded = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=getattr(torch, policy.precision))
         self._model = loaded.to(self._device).eval()
         # Keep only the end tokens: other defaults, such as a repetition penalty, change the distribution.
         ends = self._model.generation_config.eos_token_id
