@@ -90,7 +90,7 @@ def test_an_engine_pauses_while_its_cache_is_emptied_and_goes_on_as_before(state
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_absorbed_matrices_follow_the_weights_in_their_memory(dtype):
-    """Those of a fresh load, bit for bit: views of the weights in their own precision, or copies in another."""
+    """Bitwise those of a fresh load: views of the weights in their own precision, or copies in another."""
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 
