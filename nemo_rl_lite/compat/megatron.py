@@ -8,6 +8,7 @@ import queue
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,19 @@ def fuse_accumulation_without_apex() -> None:
     from megatron.core.tensor_parallel import layers
 
     layers._grad_accum_fusion_available = True
+
+
+def leave_queries_unnormalized() -> None:
+    """Build latent attention without compressed queries as published models have it: their query projection has no
+    norm. megatron-core would fuse one into it, with a weight that megatron-bridge does not know."""
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver as Resolver
+
+    fused = Resolver._mla_fused_linear_or_default
+
+    def chosen(resolver: Any, module: Any, name: str) -> Any:
+        return (resolver._non_fused_or_default if name == "linear_q_proj" else partial(fused, resolver))(module, name)
+
+    Resolver._mla_fused_linear_or_default = chosen  # pyrefly: ignore[bad-assignment]
 
 
 def offload_manager() -> Any:

@@ -61,6 +61,9 @@ _RULES = tuple(
             "[torch.distributed.reduce(one, group=group, group_dst=place) for place, one in enumerate(own)]; "
             "output.copy_(own[rank])",
         ),
+        # Local attention takes no widths of latent attention's keys and values. They only shape its output.
+        (r"k_channels=self\.q_head_dim,\s*v_channels=self\.config\.v_head_dim,", ""),
+        (r"context\.size\(\)\[:-2\] \+ \(self\.hidden_size_per_partition,\)", "(*context.size()[:-2], -1)"),
         # In checkpoints, the step count of torch's Adam is stored once for all parameters.
         (r"isinstance\(tensors\[key\], torch\.Tensor\)", "isinstance(tensors.get(key), torch.Tensor)"),
         # Recomputed norms would ask Transformer Engine for its FP8 state.
@@ -114,7 +117,7 @@ def _digest(rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
 
 class _RewritingLoader(importlib.machinery.SourceFileLoader):
     def source_to_code(self, data: Any, path: Any) -> CodeType:  # pyrefly: ignore
-        is_rewritten = any(word in data for word in (b"cuda", b"nccl", b"torch.compile"))
+        is_rewritten = any(word in data for word in (b"cuda", b"nccl", b"torch.compile", b"k_channels"))
         return super().source_to_code(rewrite(data.decode()) if is_rewritten else data, path)
 
     def get_data(self, path: str) -> bytes:

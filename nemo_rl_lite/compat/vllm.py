@@ -332,6 +332,24 @@ def experts_backends(model: nn.Module) -> set[str]:
     return {backend.name for backend in backends if backend is not None}
 
 
+def _latent_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, MLAAttention))
+
+
+def absorbed_weights(model: nn.Module) -> set[str]:
+    """Return the names of the matrices that vLLM computes from latent attention's `kv_b_proj`."""
+    return {f"{name}.{own}" for name, layer in _latent_layers(model) for own in layer._parameters}
+
+
+@torch.no_grad()
+def absorb_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Compute these matrices again, in their memory. Some are views of `kv_b_proj`, others copies."""
+    for _, layer in _latent_layers(model):
+        layer.process_weights_after_loading(dtype)
+
+
 def forget_packed_experts(model: nn.Module) -> None:
     """Make the CPU build pack experts in the next reload, as at start. From 0.31 on, it packs them once per kernel."""
     methods: Iterator[Any] = (getattr(module, "quant_method", None) for module in model.modules())
@@ -353,11 +371,12 @@ def pack_shared_weights(model: nn.Module) -> None:
 
 
 def repair_cpu_build() -> None:
-    """Repair a function of vLLM's CPU build before an engine starts. The GPU kernel is correct.
+    """Repair functions of vLLM's CPU build before an engine starts. The GPU kernels are correct.
 
-    It writes temperature, top p and top k into a copy unless they are 64-bit integers, and verified drafts then have
-    the wrong distribution.
+    One writes temperature, top p and top k into a copy unless they are 64-bit integers, and verified drafts then have
+    the wrong distribution. The other rotates only heads that are side by side in a row of two dimensions.
     """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.utils import cpu_triton_utils as kernels
 
     if since("vllm", "0.31"):
@@ -365,6 +384,14 @@ def repair_cpu_build() -> None:
         kernels._expand_kernel_impl = _expand  # pyrefly: ignore
     else:
         kernels.expand_kernel.func = _expand
+    kernel = RotaryEmbedding.forward_cpu
+
+    def rotate(
+        self: Any, positions_T: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return (kernel if query.dim() == 2 else RotaryEmbedding.forward_native)(self, positions_T, query, key)
+
+    RotaryEmbedding.forward_cpu = rotate  # pyrefly: ignore[bad-assignment]
 
 
 def _expand(

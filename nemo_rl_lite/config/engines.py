@@ -66,6 +66,8 @@ class Engine:
     """It takes `ServedOptions`: penalties, top logprobs and a JSON schema."""
     speculates: bool = False
     """It verifies drafts of several tokens in one pass."""
+    caches_latents: bool = False
+    """On a GPU, it caches the compressed keys and values of latent attention."""
     least_cpu_head_dim: int = 1
     """Smallest head dimension on a CPU."""
     precisions: tuple[tuple[str, ...], ...] = ()
@@ -96,6 +98,8 @@ def _vllm_environment(generation: GenerationConfig, on_gpu: bool) -> dict[str, s
     return common | {
         "VLLM_CPU_KVCACHE_SPACE": str(generation.vllm_cfg.cpu_kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # The CPU build has no kernel for latent attention. It then caches whole keys and values.
+        "VLLM_MLA_DISABLE": "1",
         # Otherwise a C++ compiler compiles the sampler at the first call (6 to 37 s).
         "TORCH_COMPILE_DISABLE": "1",
     }
@@ -131,6 +135,7 @@ ENGINES: dict[str, Engine] = {
         takes_options=True,
         speculates=True,
         precisions=_vllm_precisions(),
+        caches_latents=True,
         least_cpu_head_dim=32,
         # vLLM rejects T > 2 and clamps T < 0.01, so its logprobs would differ from the policy's.
         temperatures=(0.01, 2.0),

@@ -175,8 +175,8 @@ def replacing(target: Path) -> Iterator[Path]:
 def complete_hf_folder(folder: Path, source: Path, dtype: str) -> None:
     """Add the configuration and tokenizer files of `source` to a folder of weights.
 
-    config.json gets the weights' `dtype`, and generation_config.json the chat template's end tokens. File modes follow
-    the umask.
+    config.json gets the weights' `dtype` and loses its quantization. generation_config.json gets the chat template's
+    end tokens. File modes follow the umask.
     """
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
@@ -212,6 +212,7 @@ def _name_dtype(folder: Path, dtype: str) -> None:
         section |= dict.fromkeys({"dtype", "torch_dtype"} & section.keys(), dtype)
     if not {"dtype", "torch_dtype"} & config.keys():
         config["dtype"] = dtype
+    config.pop("quantization_config", None)
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -12,6 +12,25 @@ from nemo_rl_lite.models import embedded
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """Sizes of multi-head latent attention, which computes keys, values and mostly queries from compressed ones."""
+
+    keys: int
+    """Width of compressed keys and values of a token."""
+    queries: int
+    """Width of compressed queries; 0 if queries are computed from hidden states."""
+    rotary: int
+    """Part of `head_dim` with rotary embeddings. All heads share these keys."""
+    values: int
+    """Width of a head's values."""
+
+    @property
+    def cached(self) -> int:
+        """Elements per token and layer of a cache of compressed keys and values."""
+        return self.keys + self.rotary
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model."""
 
@@ -22,6 +41,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    """Width of a head's queries and keys."""
     vocabulary: int
     max_positions: int
     experts: int
@@ -32,12 +52,20 @@ class ModelShape:
     expert_biases: bool
     """The routers may have load-balancing biases."""
     shared_ffn: int
-    """Width of the shared expert; 0 without one."""
+    """Width of the shared expert, or of several together; 0 without one."""
+    shared_gate: bool
+    """A gate multiplies the shared expert's output."""
     dense_layers: int
     """Layers without experts."""
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    latent: LatentShape | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.latent.values if self.latent else self.head_dim
 
 
 # Keys of config.json; an optional one may be 0 or null.
@@ -48,6 +76,8 @@ _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_
 _WITHOUT_EXPERT_BIASES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 # Keys of config.json in quantized models.
 _QUANTIZED = ("quantization_config", "compression_config")
+# Architectures whose FP8 blocks of this size megatron-bridge dequantizes.
+_DEQUANTIZED, _BLOCK = ["DeepseekV3ForCausalLM"], [128, 128]
 # Endings of trainable architectures.
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 # The folder that scripts/get_smollm2.py writes to.
@@ -134,39 +164,64 @@ def model_shape(config: dict) -> ModelShape:
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
     # GPT-2 omits the MLP width.
     ffn = config.get("intermediate_size") or 4 * config["hidden_size"]
+    head_dim, latent = config.get("head_dim") or config["hidden_size"] // heads, _latent(config)
+    if latent is not None:
+        head_dim = config["qk_nope_head_dim"] + latent.rotary
+    expert_ffn = config.get("moe_intermediate_size") or ffn
     return ModelShape(
         layers=layers,
         hidden=config["hidden_size"],
         ffn=ffn,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=head_dim,
         vocabulary=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
         experts=experts,
         experts_per_token=config.get("num_experts_per_tok") or 0,
-        expert_ffn=config.get("moe_intermediate_size") or ffn,
+        expert_ffn=expert_ffn,
         expert_biases=bool(experts) and family not in _WITHOUT_EXPERT_BIASES,
-        shared_ffn=config.get("shared_expert_intermediate_size") or 0,
+        shared_ffn=config.get("shared_expert_intermediate_size") or expert_ffn * (config.get("n_shared_experts") or 0),
+        shared_gate="shared_expert_intermediate_size" in config,
         dense_layers=_dense_layers(config, layers) if experts else layers,
         tied_embeddings=bool(config.get("tie_word_embeddings")),
         # Qwen2 hard-codes its bias.
         qkv_bias=bool(config.get("attention_bias", family.startswith("qwen2"))),
         qk_norm=family.startswith("qwen3"),
+        latent=latent,
+    )
+
+
+def _latent(config: dict) -> LatentShape | None:
+    """Read the sizes of latent attention, with the keys of DeepSeek. Raises ValueError: one is missing."""
+    if not config.get("kv_lora_rank"):
+        return None
+    if missing := [key for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if not config.get(key)]:
+        raise ValueError(f"latent attention needs {', '.join(missing)}")
+    return LatentShape(
+        config["kv_lora_rank"], config.get("q_lora_rank") or 0, config["qk_rope_head_dim"], config["v_head_dim"]
     )
 
 
 def _check_trainable(config: dict) -> None:
-    for key in _QUANTIZED:
-        if settings := config.get(key):
-            method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
-            rule = f"the model is quantized (config.json: {key}, {method}); its weights would be read as plain numbers"
-            raise NoModelError(rule, "the unquantized model (bfloat16, float16 or float32)")
     architectures = config.get("architectures")
+    for key in _QUANTIZED:
+        settings = config.get(key)
+        if not settings or _is_dequantized(architectures, settings):
+            continue
+        method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
+        rule = f"the model is quantized (config.json: {key}, {method}); its weights would be read as plain numbers"
+        raise NoModelError(rule, "the unquantized model (bfloat16, float16 or float32)")
     # `KNOWN_MODELS` have no architecture.
     if architectures and not any(str(one).endswith(CAUSAL) for one in architectures):
         rule = f"config.json: architectures = {architectures} names no causal language model"
         raise NoModelError(rule, f"a model with an architecture ...{' or ...'.join(CAUSAL)}")
+
+
+def _is_dequantized(architectures: Any, settings: Any) -> bool:
+    """Return whether megatron-bridge dequantizes the weights of these architectures."""
+    in_fp8 = isinstance(settings, dict) and settings.get("quant_method") == "fp8"
+    return in_fp8 and settings.get("weight_block_size") == _BLOCK and architectures == _DEQUANTIZED
 
 
 def _dense_layers(config: dict, layers: int) -> int:

@@ -14,7 +14,7 @@ Measured activations of SmolLM2-135M and Qwen3-1.7B are within 3 % of the predic
 pipeline stages and CPUs were not measured.
 
 **Parameters** are counted for models like Llama, Qwen2, Qwen3 and Mixtral, with or without experts: grouped-query
-attention, RMSNorm, gated MLPs. Latent attention (DeepSeek) is counted as grouped-query attention.
+or latent attention, RMSNorm, gated MLPs. Latent attention keeps its compressed queries, keys and values in addition.
 
 **FLOPs** are 2 per token and weight of each matrix: attention's projections, the MLP or the router and the chosen
 experts, and the LM head. Causal attention adds the products for scores and for the weighted sum. Not counted: norms,
@@ -150,6 +150,9 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
     # Bytes of one tensor per unit of width.
     elements = batch.tokens * item / tensor
     queries, keys = elements * shape.heads * shape.head_dim, elements * shape.kv_heads * shape.head_dim
+    values, attended = elements * shape.kv_heads * shape.value_dim, elements * shape.heads * shape.value_dim
+    # Inputs of the norms and of the matrices after them, on each tensor-parallel rank.
+    compressed = 2 * batch.tokens * item * (shape.latent.keys + shape.latent.queries) if shape.latent else 0.0
     sparse = 1 - shape.dense_layers / shape.layers
     shared = sparse * elements * shape.shared_ffn
     # With tensor parallelism, experts require sequence parallelism, so each rank dispatches its own tokens.
@@ -160,9 +163,9 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
     return {
         # Transformer Engine fuses norms into the next linear layer, except before experts.
         "attn_norm": 0.0,
-        "qkv_linear": 2 * hidden + (queries + keys if shape.qk_norm else 0),
-        "core_attn": queries + 2 * keys,
-        "attn_proj": queries,
+        "qkv_linear": 2 * hidden + compressed + (queries + keys if shape.qk_norm else 0),
+        "core_attn": queries + keys + values,
+        "attn_proj": attended,
         "mlp_norm": sparse * hidden,
         "mlp": 2 * (1 - sparse) * hidden + (3 if fused else 5) * (1 - sparse) * elements * shape.ffn,
         "expert_fc1": dispatched * hidden,
@@ -337,6 +340,9 @@ def unlike_the_engine(shape: ModelShape, dims: ParallelDims, stage: int) -> int:
 
     Megatron groups queries, keys and values by heads; vLLM has all queries, then all keys, then all values.
     """
+    if shape.latent:
+        # vLLM fuses the matrices that compress.
+        return dims.stage_layers(shape.layers)[stage] * shape.hidden * (shape.latent.queries + shape.latent.cached)
     columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return dims.stage_layers(shape.layers)[stage] * columns * (shape.hidden + (1 if shape.qkv_bias else 0)) // dims.tp
 
@@ -353,7 +359,8 @@ def trained_parameters(
     def of_mlp(width: int) -> dict[str, int]:
         return {"linear_fc1": shape.hidden + 2 * width, "linear_fc2": width + shape.hidden}
 
-    attention = {"linear_qkv": shape.hidden + queries + 2 * keys, "linear_proj": queries + shape.hidden}
+    attention = {"linear_proj": shape.heads * shape.value_dim + shape.hidden}
+    attention |= {} if shape.latent else {"linear_qkv": shape.hidden + queries + 2 * keys}
     sparse = shape.layers - shape.dense_layers
     widths = [(shape.layers, attention), (shape.dense_layers, of_mlp(shape.ffn))]
     widths += [(sparse, of_mlp(shape.shared_ffn))] if shape.shared_ffn else []
@@ -376,22 +383,34 @@ def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
     """Count the elements of the adapters in engines. Each projection has its own A; in the policy, projections that
     Megatron fuses share one."""
     whole = trained_parameters(shape, _ONE_RANK, peft, stage=0, grouped=True).total
-    again = {"linear_qkv": 2, "linear_fc1": 1}
+    again = {"linear_qkv": 0 if shape.latent else 2, "linear_fc1": 1}
     return whole + sum(again.get(name, 0) for name in peft.target_modules) * shape.layers * shape.hidden * peft.dim
 
 
 def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tuple[int, int]:
     """Count a rank's parameters in `layers` layers: outside and inside experts."""
-    hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys if shape.qkv_bias else 0)
-    whole = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    hidden, sparse, latent = shape.hidden, shape.layers - shape.dense_layers, shape.latent
+    split, whole = _attention(shape)
+    split += (shape.heads + 2 * shape.kv_heads) * shape.head_dim if shape.qkv_bias and not latent else 0
+    whole += 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0) + (latent.keys + latent.queries if latent else 0)
     dense = shape.layers * (split // tensor + whole) + shape.dense_layers * 3 * hidden * shape.ffn // tensor
     if sparse:
-        shared = 3 * hidden * shape.shared_ffn // tensor + (hidden if shape.shared_ffn else 0)
+        shared = 3 * hidden * shape.shared_ffn // tensor + (hidden if shape.shared_gate else 0)
         dense += sparse * (hidden * shape.experts + shared)
     experts = sparse * shape.experts * 3 * hidden * shape.expert_ffn // expert
     return dense * layers // shape.layers, experts * layers // shape.layers
+
+
+def _attention(shape: ModelShape) -> tuple[int, int]:
+    """Count the weights of an attention layer's matrices: those that tensor-parallel ranks split, and those that each
+    rank has."""
+    hidden, latent = shape.hidden, shape.latent
+    queries, attended = shape.heads * shape.head_dim, shape.heads * shape.value_dim
+    if latent is None:
+        return hidden * (queries + 2 * shape.kv_heads * shape.head_dim + attended), 0
+    keys_and_values = shape.heads * (shape.head_dim - latent.rotary + latent.values)
+    split = (latent.queries or hidden) * queries + latent.keys * keys_and_values + attended * hidden
+    return split, hidden * (latent.queries + latent.cached)
 
 
 @dataclass(frozen=True)
@@ -537,9 +556,12 @@ def token_cache_bytes(config: Config, shape: ModelShape) -> int:
     """Return the bytes of a token in the KV cache of one of an engine's GPUs, with that of a draft."""
     settings, draft = config.generation.vllm_cfg, _draft(config, shape)
     ranks = settings.tensor_parallel_size
-    models = [(-(-shape.layers // settings.pipeline_parallel_size), shape.kv_heads, shape.head_dim)]
-    models += [(draft.layers, draft.kv_heads, draft.head_dim)] if draft else []
-    return sum(2 * layers * -(-heads // ranks) * size * item_bytes(config) for layers, heads, size in models)
+    layers = -(-shape.layers // settings.pipeline_parallel_size)
+    elements = layers * -(-shape.kv_heads // ranks) * (shape.head_dim + shape.value_dim)
+    if shape.latent and on_gpus(config) and engine_of(config).caches_latents:
+        elements = layers * shape.latent.cached
+    elements += 2 * draft.layers * -(-draft.kv_heads // ranks) * draft.head_dim if draft else 0
+    return elements * item_bytes(config)
 
 
 def _draft(config: Config, shape: ModelShape) -> DraftShape | None:
@@ -600,8 +622,8 @@ def _shape(name: str) -> ModelShape | None:
 def matrix_weights(shape: ModelShape, experts: int) -> int:
     """Count the weights of all matrices, with `experts` experts per layer."""
     hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
-    attention = hidden * 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    shared = 3 * hidden * shape.shared_ffn + (hidden if shape.shared_ffn else 0)
+    attention = sum(_attention(shape))
+    shared = 3 * hidden * shape.shared_ffn + (hidden if shape.shared_gate else 0)
     mixture = hidden * shape.experts + shared + 3 * hidden * shape.expert_ffn * experts
     layers = shape.layers * attention + shape.dense_layers * 3 * hidden * shape.ffn + sparse * mixture
     return layers + shape.vocabulary * hidden
@@ -614,7 +636,7 @@ def forward_flops(shape: ModelShape, tokens: float) -> float:
 
 def attention_flops(shape: ModelShape, tokens: float) -> float:
     """Return the FLOPs of causal attention's two products over a sequence, in all layers."""
-    return 2 * shape.layers * shape.heads * shape.head_dim * tokens * (tokens + 1)
+    return shape.layers * shape.heads * (shape.head_dim + shape.value_dim) * tokens * (tokens + 1)
 
 
 @dataclass(frozen=True)

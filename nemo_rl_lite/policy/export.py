@@ -114,7 +114,7 @@ def find_export(model: MegatronModel, plan: RefitPlan, exported: Weights | None 
     """
     exported = Weights(model) if exported is None else exported
     tasks = exported.tasks()
-    known = {parameter.data_ptr() for parameter in model.parameters()}
+    known = {tensor.data_ptr() for tensor in model.state()}
     weights = [task.param_weight for task in tasks]
     described = all_gather([None if weight is None else _described(weight, known) for weight in weights])
     largest = max(one[0] for rank in described for one in rank if one is not None)
@@ -157,7 +157,7 @@ def first_differing(recipe: Recipe, parameters: Parameters, exported: Iterable[N
 
 def _described(weight: Tensor, known: set[int]) -> tuple[int, str | None]:
     """Return a parameter's number of elements and dtype; None as dtype if a refit cannot copy it directly."""
-    # Quantised tensors have their own classes, and a tensor that is not a parameter may be replaced.
+    # Quantised tensors have their own classes, and a tensor that is not in the model's state may be replaced.
     plain = type(weight.data) is Tensor and weight.is_contiguous() and weight.data_ptr() in known
     return weight.numel(), dtype_name(weight.dtype) if plain else None
 

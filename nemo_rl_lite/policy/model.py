@@ -21,6 +21,7 @@ from nemo_rl_lite.compat.megatron import (
     exchange_shapes_by_direction,
     forget_groups,
     fuse_accumulation_without_apex,
+    leave_queries_unnormalized,
 )
 from nemo_rl_lite.compat.megatron_fields import field_value
 from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
@@ -238,6 +239,8 @@ def build_model(
 
     provider = bridge.to_megatron_provider(load_weights=False)
     set_fields(provider, config, on_gpu)
+    if provider.multi_latent_attention and provider.q_lora_rank is None:
+        leave_queries_unnormalized()
     provider.finalize()
     check_shareable(provider)
     transformer_engine.exchange_heads_on_device(provider)
@@ -428,12 +431,26 @@ def _set_recomputation(provider: Any, options: MegatronConfig) -> None:
 
 
 def _set_local_layers(provider: Any) -> None:
-    from megatron.bridge.models.gpt_provider import local_layer_spec
-
-    provider.transformer_layer_spec = local_layer_spec
+    provider.transformer_layer_spec = _local_layers
     provider.use_cpu_initialization = True
     for fusion in _FUSIONS:
         setattr(provider, fusion, False)
+
+
+def _local_layers(provider: Any, vp_stage: int | None = None) -> Any:
+    """Return megatron-core's local layers of a pipeline stage. megatron-bridge's `local_layer_spec` has neither dense
+    layers next to layers with experts, nor latent attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    block: Any = get_gpt_decoder_block_spec(
+        provider, use_transformer_engine=False, normalization=provider.normalization, vp_stage=vp_stage
+    )
+    if provider.multi_latent_attention and provider.q_lora_rank is None:
+        for layer in block.layer_specs:
+            # Only compressed queries are normalized.
+            layer.submodules.self_attention.submodules.q_layernorm = IdentityOp
+    return block
 
 
 def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
@@ -444,8 +461,8 @@ def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
     `overlap_dispatch_backward_with_experts_wgrad` needs its FSDP: it computes expert gradients after the hooks that
     accumulate them in DistributedDataParallel.
     """
-    # Unfused, packed sequences are rotated one by one in Python.
-    provider.apply_rope_fusion = True
+    # Unfused, packed sequences are rotated one by one in Python. Latent attention's own kernel is untested.
+    provider.apply_rope_fusion = not provider.multi_latent_attention
     # megatron-bridge sets it for some models. Unfused, the activation keeps two more copies of its input.
     provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
     provider.gradient_accumulation_fusion = options.gradient_accumulation_fusion

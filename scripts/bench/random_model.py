@@ -27,6 +27,15 @@ DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 UNTIED, TOP_K = {"tie_word_embeddings": False}, {"norm_topk_prob": True}
+
+
+def deepseek(keys: int, queries: int, plain: int, rotated: int) -> dict[str, Any]:
+    """Return fields of DeepSeek-V3: ranks of keys and queries, a head's widths, and the router's method."""
+    widths = {"qk_nope_head_dim": plain, "qk_rope_head_dim": rotated, "head_dim": rotated, "v_head_dim": plain}
+    router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+    return {"kv_lora_rank": keys, "q_lora_rank": queries, "tie_word_embeddings": False} | widths | router
+
+
 # The values of `FIELDS`, and other fields.
 SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "qwen2.5-0.5b": (("qwen2", 896, 4864, 24, 14, 2), {"head_dim": 64}),
@@ -65,6 +74,19 @@ SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "qwen3-235b-a22b": (
         ("qwen3_moe", 4096, 12288, 94, 64, 4),
         UNTIED | TOP_K | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
+    ),
+    # 0.6 B parameters in a dense layer, 11.5 B in one with experts, and 1.9 B outside of layers.
+    "deepseek-v3": (
+        ("deepseek_v3", 7168, 18432, 61, 128, 128),
+        deepseek(512, 1536, 128, 64)
+        | {"vocab_size": 129280, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
+    ),
+    # For trials: a dense layer, and one with 8 experts in 2 groups and a shared one. 6.5 M parameters.
+    "deepseek-v3-tiny": (
+        ("deepseek_v3", 64, 128, 2, 4, 4),
+        deepseek(32, 48, 16, 16)
+        | {"vocab_size": 49152, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     ),
 }
 

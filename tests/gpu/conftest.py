@@ -31,7 +31,7 @@ def gpu_model(tmp_path_factory) -> Path:
     """A small random Qwen3 that tensor parallel sizes 1, 2 and 4 divide, with the embedded task's tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return _saved(tmp_path_factory.mktemp("gpu-model"), Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=True)
+    return saved_model(tmp_path_factory.mktemp("gpu-model"), Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +40,11 @@ def gpu_experts_model(tmp_path_factory) -> Path:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     folder, experts = tmp_path_factory.mktemp("gpu-experts"), {"num_experts": 8, "num_experts_per_tok": 2}
-    return _saved(folder, Qwen3MoeForCausalLM, Qwen3MoeConfig, moe_intermediate_size=256, **experts)
+    return saved_model(folder, Qwen3MoeForCausalLM, Qwen3MoeConfig, moe_intermediate_size=256, **experts)
 
 
-def _saved(folder: Path, model_class: Any, config_class: Any, **own: Any) -> Path:
+def saved_model(folder: Path, model_class: Any, config_class: Any, **own: Any) -> Path:
+    """Write a small random model with these fields of its configuration, and the embedded task's tokenizer."""
     from nemo_rl_lite.models.embedded import TOKENS, build_tokenizer
 
     torch.manual_seed(0)
@@ -54,12 +55,10 @@ def _saved(folder: Path, model_class: Any, config_class: Any, **own: Any) -> Pat
         intermediate_size=1024,
         num_hidden_layers=4,
         num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
         max_position_embeddings=1024,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **own,
+        **{"num_key_value_heads": 4, "head_dim": 64} | own,
     )
     # Wide enough that logprobs are not all the same.
     config.initializer_range = 0.08

@@ -1,5 +1,6 @@
 """Arguments of a vLLM engine, equal on all its hosts except the host's own place."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
 DRAFT_EXTENSION = "nemo_rl_lite.generation.vllm.drafts.DraftExtension"
 # Load formats whose weights the first refit replaces.
 RANDOM = ("dummy", DRAFT_ONLY)
+# Key of config.json in quantized models.
+_QUANTIZED = "quantization_config"
 # What vLLM puts in front of a draft's architecture.
 _DRAFT_PREFIXES = {"eagle": "Eagle", "eagle3": "Eagle3"}
 
@@ -51,7 +54,7 @@ def engine_arguments(
         keep_first_scales()
     if not on_gpu:
         repair_cpu_build()
-    own, drafts = _own_options(generation, policy, on_gpu), speculation(generation)
+    own, drafts = _own_options(generation, policy, Path(model_path), on_gpu), speculation(generation)
     single = settings.pipeline_parallel_size == 1
     if on_gpu and single and drafts is None and own.get("async_scheduling") is not False:
         # None selects vLLM's scheduler.
@@ -80,7 +83,7 @@ def engine_arguments(
     )
 
 
-def _own_options(generation: GenerationConfig, policy: PolicyConfig, on_gpu: bool) -> dict[str, Any]:
+def _own_options(generation: GenerationConfig, policy: PolicyConfig, folder: Path, on_gpu: bool) -> dict[str, Any]:
     settings, drafts, has_draft = generation.vllm_cfg, speculation(generation), has_draft_model(generation)
     lora = policy.megatron_cfg.peft if engines_serve_adapters(generation, policy) else None
     if on_gpu:
@@ -93,11 +96,14 @@ def _own_options(generation: GenerationConfig, policy: PolicyConfig, on_gpu: boo
         own = {"enable_chunked_prefill": False}
     own |= {"max_model_len": policy.max_total_sequence_length, "watermark": WATERMARK}
     own |= _configured(generation.vllm_kwargs)
+    if "load_format" not in generation.vllm_kwargs and json.loads((folder / "config.json").read_text()).get(_QUANTIZED):
+        # The first refit brings weights that are not quantized.
+        own = {"load_format": "dummy"} | own | {"hf_overrides": {_QUANTIZED: None}}
     if drafts is not None:
         # vLLM adds entries.
         own["speculative_config"] = dict(drafts)
-    if drafts is not None and has_draft and (folder := Path(str(drafts.get("model")))).is_dir():
-        import_model_class(folder, _DRAFT_PREFIXES.get(str(drafts.get("method")), ""))
+    if drafts is not None and has_draft and (draft := Path(str(drafts.get("model")))).is_dir():
+        import_model_class(draft, _DRAFT_PREFIXES.get(str(drafts.get("method")), ""))
     if lora is not None:
         own |= extension.engine_options(lora, settings.tensor_parallel_size)
     if on_gpu and not settings.enforce_eager and (tokens := _tokens_per_step(drafts, has_draft)):

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from nemo_rl_lite.compat.torch import foreach_mul
 from nemo_rl_lite.compat.vllm import (
+    absorb_weights,
+    absorbed_weights,
     adapter_manager,
     adapter_names,
     experts_backends,
@@ -186,10 +188,6 @@ class RefitExtension:
             self._destinations = CopyReplayLoader(self._slot.load, self._slot.memory)
             return
         model, config = self.model_runner.get_model(), self.model_runner.model_config
-        if config.use_mla:
-            raise RefitError(
-                "models with multi-head latent attention cannot be refitted: vLLM absorbs weights at start"
-            )
         # vLLM calls its own quantisation "online", or by the option's name.
         self._quantizes = config.quantization in ("online", *VLLM_QUANTIZATIONS)
         if config.quantization is not None and not self._quantizes:
@@ -223,8 +221,9 @@ class RefitExtension:
         elif self.device.type == "cpu" or self._quantizes:
             report, wanted, loaded = self._receive_layerwise(model)
         else:
-            wanted = {name for name, _ in model.named_parameters()}
+            wanted = {name for name, _ in model.named_parameters()} - absorbed_weights(model)
             report, loaded = self._receiver.receive(self._destinations), self._destinations.filled
+            absorb_weights(model, self.model_runner.model_config.dtype)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
             if self._is_first_refit:

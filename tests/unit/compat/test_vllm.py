@@ -7,9 +7,19 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from nemo_rl_lite.compat import versions
-from nemo_rl_lite.compat.vllm import COMPARED, SCALES, SchedulerCache, decode_scheduler, keep_first_scales
+from nemo_rl_lite.compat.vllm import (
+    COMPARED,
+    SCALES,
+    SchedulerCache,
+    absorb_weights,
+    absorbed_weights,
+    decode_scheduler,
+    keep_first_scales,
+)
 
 
 @pytest.mark.parametrize("version", [*COMPARED, f"{COMPARED[0]}+cu130"])
@@ -76,3 +86,37 @@ def test_an_engine_pauses_while_its_cache_is_emptied_and_goes_on_as_before(state
         assert cache.preemptions == 0
         engine.scheduler._preempt_request("one", 0.0)
         assert cache.preemptions == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_absorbed_matrices_follow_the_weights_in_their_memory(dtype):
+    """Bitwise those of a fresh load: views of the weights in their own precision, or copies in another."""
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+    heads, keys, plain, values = 2, 8, 4, 6
+
+    def loaded(weight: torch.Tensor) -> torch.nn.Module:
+        model, layer = torch.nn.Module(), MLAAttention.__new__(MLAAttention)
+        torch.nn.Module.__init__(layer)
+        layer.num_heads, layer.kv_lora_rank, layer.qk_nope_head_dim, layer.v_head_dim = heads, keys, plain, values
+        layer.is_aiter_triton_fp4_bmm_enabled = layer.is_aiter_triton_fp8_bmm_enabled = False
+        layer.quant_config, layer.layer_name = None, "attention"
+        set_default_quant_scales(layer, register_buffer=True)
+        projection = torch.nn.Linear(keys, heads * (plain + values), bias=False, dtype=torch.bfloat16)
+        projection.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        projection.quant_method = UnquantizedLinearMethod()
+        model.kv_b_proj = layer.kv_b_proj = projection
+        model.attention = layer
+        absorb_weights(model, dtype)
+        return model
+
+    first, second = torch.randn(2, heads * (plain + values), keys).bfloat16()
+    model = loaded(first)
+    assert absorbed_weights(model) == {"attention.W_UV", "attention.W_UK_T"}
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    model.kv_b_proj.weight.copy_(second)
+    absorb_weights(model, dtype)
+    fresh = dict(loaded(second).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, fresh[name]) and parameter.data_ptr() == places[name], name

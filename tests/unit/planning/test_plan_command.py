@@ -69,6 +69,9 @@ def test_a_mistake_is_one_line(capsys, tmp_path):
 
 REFUSED = {
     "is quantized (config.json: quantization_config, awq)": {"quantization_config": {"quant_method": "awq"}},
+    "is quantized (config.json: quantization_config, fp8)": {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    },
     "names no causal language model": {"architectures": ["Qwen3ForSequenceClassification"]},
 }
 

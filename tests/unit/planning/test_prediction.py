@@ -19,6 +19,7 @@ from nemo_rl_lite.planning.memory import (
     predict,
     rank_parameters,
     slice_logits,
+    token_cache_bytes,
     totals,
 )
 from nemo_rl_lite.validation.compose import compose_config
@@ -28,6 +29,7 @@ H100 = int(79.2 * GIB)
 MEGATRON = "policy.megatron_cfg"
 TENSOR, PIPELINE = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
 CHUNKS = f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"
+ENGINE_TENSOR = "generation.vllm_cfg.tensor_parallel_size"
 OPTIMIZER = f"{MEGATRON}.optimizer"
 TWO_REPLICAS = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"]
 SGD = [f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.use_distributed_optimizer=false"]
@@ -35,6 +37,10 @@ ONE_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gp
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 96}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 64}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Latent attention, a dense layer, and two with routed experts and a shared one.
+LATENT = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8}
+LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
 
 
 def shape_of(model_type: str, **config: object) -> ModelShape:
@@ -75,6 +81,8 @@ QWEN3 = shape_of(
         ("qwen3_moe", SIZES | EXPERTS),
         ("qwen3_moe", SIZES | EXPERTS | {"mlp_only_layers": [1]}),
         ("qwen2_moe", SIZES | EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
+        ("deepseek_v3", SIZES | LATENT | {"q_lora_rank": 24}),
+        ("deepseek_v3", SIZES | LATENT | {"q_lora_rank": None, "n_shared_experts": 2}),
         ("mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ],
 )
@@ -87,6 +95,15 @@ def test_parameters_are_counted_as_transformers_builds_them(model_type, config):
         model = AutoModelForCausalLM.from_config(built)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert parameter_count(model_shape({"model_type": model_type} | config)) == count
+
+
+def test_vllm_caches_compressed_keys_and_values_on_gpus():
+    shape = shape_of("deepseek_v3", **SIZES | LATENT)
+    gpus = [*ONE_GPU, "policy.model_name=a/latent", "cluster.gpus_per_node=2", f"{ENGINE_TENSOR}=2"]
+    # On each tensor-parallel rank, in bfloat16.
+    assert token_cache_bytes(compose_config(gpus), shape) == 3 * (20 + 8) * 2
+    whole = 3 * 4 * (12 + 8 + 10)
+    assert token_cache_bytes(compose_config(["policy.model_name=a/latent"]), shape) == whole * 4
 
 
 def test_ranks_together_hold_the_model():
