@@ -17,14 +17,13 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.errors import ConfigError, Violation, shown_as_message
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.run.choosing import Estimate, Measured, candidates, choose, measure
+from nemo_rl_lite.run.choosing import LEAST_STEPS, Estimate, Measured, candidates, choose, measure
 from nemo_rl_lite.run.command import Flags, checked, folder_of
 from nemo_rl_lite.validation.compose import compose_config
 
 FILE = "choose.json"
 NONE_WITHIN = 1
 # A warm-up, and two steps for a standard error.
-_LEAST_STEPS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--steps", type=int, default=6, help="steps of a candidate; the first is a warm-up (default: 6)"
     )
     given = parser.parse_intermixed_args(as_words(given_arguments))
-    if given.steps < _LEAST_STEPS:
-        parser.error(f"--steps must be at least {_LEAST_STEPS}")
+    if given.steps < LEAST_STEPS:
+        parser.error(f"--steps must be at least {LEAST_STEPS}")
     with shown_as_message("nrl-lite choose"):
         overrides = expanded(given.overrides)
         [(_, config)] = checked(Flags(()), overrides)
@@ -71,7 +70,7 @@ def _budget(config: Config) -> float:
         raise ConfigError([Violation("algorithm", config.algorithm.name, rule, "algorithm=grpo")])
     if (budget := config.generation.max_gen_kl) is None:
         key = "generation.max_gen_kl"
-        raise ConfigError([Violation(key, None, "is the budget, in nats per token", f"{key}=1e-3")])
+        raise ConfigError([Violation(key, None, "is the budget, in nats per token", f"{key}=5e-3")])
     return budget
 
 
@@ -113,7 +112,7 @@ def _show(measured: Sequence[Measured], chosen: Measured | None, budget: float, 
     if chosen is None:
         console.say("no candidate is within the budget: raise generation.max_gen_kl, or correct the mismatch")
     elif chosen.overrides:
-        console.say(f"take     {' '.join(chosen.overrides)}")
+        console.say(f"take     {shlex.join(chosen.overrides)}")
     else:
         console.say("take     the configuration as given: no other candidate within the budget is faster")
 

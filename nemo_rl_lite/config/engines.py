@@ -166,7 +166,8 @@ def engines_quantize(generation: GenerationConfig) -> bool:
 
 def rounding_options(generation: GenerationConfig) -> dict[str, Any]:
     """Return the options of the engines that change their rounding."""
-    return {name: value for name, value in generation.vllm_kwargs.items() if name in _ROUNDING}
+    given = generation.vllm_kwargs.items()
+    return {name: value for name, value in given if name in _ROUNDING and value not in (None, False, "auto")}
 
 
 def plain_engines(generation: GenerationConfig) -> GenerationConfig:

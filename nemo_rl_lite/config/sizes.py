@@ -397,6 +397,15 @@ def prompt_siblings(config: Config) -> int:
     return config.options(RolloutAlgorithmConfig).num_generations_per_prompt if shares else 1
 
 
+def needs_equal_counts(config: Config) -> bool:
+    """Return whether replicas get equally many sequences.
+
+    Fixed micro-batches then have one shape. Biases of routers count tokens, and those of unequal replicas' fillers too.
+    """
+    counts_tokens = config.policy.megatron_cfg.moe_router_bias_update_rate > 0
+    return counts_tokens or batch_mode(config.policy, on_gpus(config)) == "fixed"
+
+
 def least_saved(policy: PolicyConfig) -> float:
     """Return the share of a batch's tokens above which prompts are shared."""
     return LEAST_SAVED if policy.sequence_packing.shared_prompts == "auto" else 0.0

@@ -538,8 +538,16 @@ def engine_weights(config: Config, shape: ModelShape) -> int:
     serves = engines_serve_adapters(config.generation, config.policy)
     adapters = served_adapters(shape, config.policy.megatron_cfg.peft) if serves else 0
     draft = _draft(config, shape)
-    own = (parameter_count(shape) + adapters) * item_bytes(config) + (draft.weight_bytes if draft else 0)
-    return own // engine_ranks(config)
+    more = adapters * item_bytes(config) + (draft.weight_bytes if draft else 0)
+    return engine_parameters(config, shape) * item_bytes(config) + more // engine_ranks(config)
+
+
+def engine_parameters(config: Config, shape: ModelShape) -> int:
+    """Count the parameters on one of an engine's devices. Each tensor-parallel rank has all matrices that compress for
+    latent attention."""
+    whole = shape.layers * _attention(shape)[1]
+    split = (parameter_count(shape) - whole) // engine_ranks(config)
+    return split + whole // config.generation.vllm_cfg.pipeline_parallel_size
 
 
 def shared_weights(config: Config, shape: ModelShape, stage: int) -> int:
@@ -557,10 +565,14 @@ def token_cache_bytes(config: Config, shape: ModelShape) -> int:
     settings, draft = config.generation.vllm_cfg, _draft(config, shape)
     ranks = settings.tensor_parallel_size
     layers = -(-shape.layers // settings.pipeline_parallel_size)
-    elements = layers * -(-shape.kv_heads // ranks) * (shape.head_dim + shape.value_dim)
-    if shape.latent and on_gpus(config) and engine_of(config).caches_latents:
-        elements = layers * shape.latent.cached
-    elements += 2 * draft.layers * -(-draft.kv_heads // ranks) * draft.head_dim if draft else 0
+    of_layer = -(-shape.kv_heads // ranks) * (shape.head_dim + shape.value_dim)
+    if shape.latent and engine_of(config).caches_latents:
+        # On CPUs vLLM pads values to the width of keys.
+        of_layer = shape.latent.cached if on_gpus(config) else 2 * -(-shape.kv_heads // ranks) * shape.head_dim
+    elements = layers * of_layer
+    if draft is not None:
+        is_own = (speculation(config.generation) or {}).get("model") is None
+        elements += draft.layers * (of_layer if is_own else 2 * -(-draft.kv_heads // ranks) * draft.head_dim)
     return elements * item_bytes(config)
 
 

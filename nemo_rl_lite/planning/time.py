@@ -42,12 +42,12 @@ from nemo_rl_lite.planning.budget import Gpu, merges_adapters, refit_bytes, spee
 from nemo_rl_lite.planning.lengths import Lengths, slowest_replica
 from nemo_rl_lite.planning.memory import (
     SequenceFlops,
+    engine_parameters,
     forward_flops,
     gradient_bytes,
     item_bytes,
     matrix_weights,
     micro_batch,
-    parameter_count,
     rank_parameters,
     recomputed_share,
     siblings_per_pack,
@@ -194,7 +194,7 @@ def _scheduling_seconds(config: Config, shape: ModelShape, gpu_bytes: int, lengt
 
 def _decoding(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> tuple[float, int]:
     """Return the decoding steps of an engine and its requests. Requests without room in the cache wait."""
-    weights = parameter_count(shape) * item_bytes(config) // engine_ranks(config)
+    weights = engine_parameters(config, shape) * item_bytes(config)
     token_bytes = token_cache_bytes(config, shape)
     cache = engine_of(config).kv_bytes(config, token_bytes, weights, gpu_bytes)
     room = min(config.generation.vllm_cfg.max_num_seqs, int(cache / (token_bytes * (lengths.prompt + lengths.mean))))

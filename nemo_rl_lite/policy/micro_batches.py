@@ -180,7 +180,7 @@ class ModelInput:
     prefixes: Prefixes | None = None
     """None if no sequences share any."""
     is_filler: bool = False
-    """Repeats another micro-batch, without loss, to complete a round of interleaved pipeline stages."""
+    """Repeats another micro-batch, without loss, to complete the number of micro-batches (`passes.cut_batch`)."""
 
     @property
     def width(self) -> int:
@@ -377,19 +377,21 @@ def _prefixes(
 
 
 def balanced_shares(
-    lengths: Sequence[int], replicas: int, cost: Cost, together: int = 1, layout: Layout | None = None
+    lengths: Sequence[int],
+    replicas: int,
+    cost: Cost,
+    together: int = 1,
+    layout: Layout | None = None,
+    equally_many: bool = False,
 ) -> list[list[int]]:
     """Return the indices of each replica's sequences, in ascending order, with similar work. `together` neighbours stay
     together, and divide the number of sequences.
 
-    A replica's work is the sum of its sequences' costs, or with a `layout`, of its micro-batches with padding. With
-    fixed micro-batches, all have equally many sequences if that is possible.
+    A replica's work is the sum of its sequences' costs, or with a `layout`, of its micro-batches with padding.
+    `equally_many`: the numbers of sequences differ by at most one group of neighbours.
     """
     groups = [sum(map(cost, own)) if layout is None else work(own, layout, cost) for own in batched(lengths, together)]
-    if layout is not None and layout.mode == "fixed":
-        shares = even_work(groups, replicas, -(-len(groups) // replicas))
-    else:
-        shares = even_work(groups, replicas)
+    shares = even_work(groups, replicas, -(-len(groups) // replicas) if equally_many else None)
     if layout is not None and layout.mode == "dynamic":
         shares = swapped(shares, groups, lambda share: work(_lengths(share, lengths, together), layout, cost))
     return [[group * together + place for group in share for place in range(together)] for share in shares]

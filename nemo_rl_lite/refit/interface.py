@@ -1,8 +1,9 @@
 """Interfaces of refits (weight sync), and checksums.
 
-Three transports implement them: consumers copy the producer's parameters (ipc.py), or receive buckets through a shared
-buffer or a broadcast (buckets.py). Consumers get the producer's pickled `WeightSource`. Both sides join a process
-group; at each refit the producer sends and consumers receive.
+Four transports implement them. Consumers copy the producer's parameters (ipc.py), or receive buckets through a shared
+buffer or a broadcast (buckets.py). Or they receive only the windows that they need (windows.py). Consumers get the
+producer's pickled `WeightSource`. Both sides join a process group; at each refit the producer sends and consumers
+receive.
 """
 
 import time

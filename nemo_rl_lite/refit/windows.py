@@ -102,9 +102,9 @@ def find_replicas(recipe: Recipe) -> Replicas:
 def route(needs: Mapping[int, Iterable[Piece]], replicas: Replicas, bucket_bytes: int) -> list[Transfer]:
     """Divide the pieces that engine ranks need over the policy ranks that hold them, in the order of all ranks' work.
 
-    Each piece has one sender, and one transfer to all its receivers. Replicas send equal shares of at least a bucket.
-    Each serves few sets of receivers, because each pair needs a process group. The order alternates between pairs with
-    different senders and receivers, so that all ranks work at once. Ranks that follow it never deadlock.
+    Each piece has one sender, and one transfer to all its receivers. Replicas send equal shares of at least half a
+    bucket. Each serves few sets of receivers, because each pair needs a process group. The order alternates between
+    pairs with different senders and receivers, so that all ranks work at once. Ranks that follow it never deadlock.
     """
     receivers: dict[Piece, list[int]] = defaultdict(list)
     for receiver, pieces in needs.items():

@@ -94,11 +94,16 @@ def checked_metrics(source: str, metrics: Any) -> dict[str, float]:
         if not isinstance(name, str) or not name:
             raise WrongReward(f"{source} returned a metric with the name {name!r:.80}; a name is text")
         try:
-            found[_ODD.sub("_", name)] = checked_reward(source, value, "a metric")
+            found[_tracked(name)] = checked_reward(source, value, "a metric")
         except RewardError as error:
             fix = "" if isinstance(error, WrongReward) else "; leave it out of episodes without a value"
             raise type(error)(f"metric {name!r}: {error}{fix}") from None
     return found
+
+
+def _tracked(name: str) -> str:
+    """Return a name that all trackers take: without odd characters, and without empty and relative parts of a path."""
+    return "/".join(part for part in _ODD.sub("_", name).split("/") if part.strip(".")) or "_"
 
 
 Reward = Callable[[str, Problem], float | Awaitable[float]]

@@ -12,16 +12,18 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped
+from nemo_rl_lite.models.shape import NoModelError, find_shape
 from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.timer import restart_clock
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.run.command import logged_to, run_in
 from nemo_rl_lite.validation.compose import compose_config
-from nemo_rl_lite.validation.layout import known_shape
 
 _MISMATCH, _RATE = "train/gen_kl_error", "performance/generation_tokens_per_sec"
 _GENERATION = "timing/train/generation"
 _REFIT = "timing/train/prepare_for_generation/transfer_and_update_weights"
+# Fewer steps say nothing about the spread.
+LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,14 @@ def candidates(config: Config) -> list[tuple[str, ...]]:
     found = list(engine_of(config).precisions)
     if not (found and on_gpus(config)):
         return [(), *((f"generation.backend={name}",) for name in ENGINES if name != config.generation.backend)]
-    shape = known_shape(config.policy.model_name)
-    if shape is not None and shape.experts:
-        without = [own for own in found if not any("quantization" in one for one in own)]
-        return [(), ("policy.router_replay.enabled=true",), *without]
-    return [(), *found]
+    try:
+        shape = find_shape(str(config.policy.model_name))
+    except NoModelError:
+        return [(), *found]
+    # Quantized experts cannot be refitted, and latent attention has other kernels.
+    refused = [option for option, of in (("quantization", shape.experts), ("attention_backend", shape.latent)) if of]
+    found = [own for own in found if not any(option in one for option in refused for one in own)]
+    return [(), *[("policy.router_replay.enabled=true",)] * bool(shape.experts), *found]
 
 
 def measure(overrides: Sequence[str], own: tuple[str, ...], steps: int, folder: Path, command: str) -> Measured:
@@ -89,8 +94,10 @@ def measure(overrides: Sequence[str], own: tuple[str, ...], steps: int, folder: 
         return Measured(own, None, None, error.violations[0].rule)
     except LauncherError as error:
         return Measured(own, None, None, str(error).partition("\n")[0])
-    entries = map(json.loads, (folder / METRICS_FILE).read_text().splitlines())
-    return of_steps(own, [entry for entry in entries if _MISMATCH in entry])
+    entries = [entry for entry in map(json.loads, (folder / METRICS_FILE).open()) if _MISMATCH in entry]
+    if len(entries) < LEAST_STEPS:
+        return Measured(own, None, None, f"the run had {len(entries)} steps, and {LEAST_STEPS} are needed")
+    return of_steps(own, entries)
 
 
 def of_steps(own: tuple[str, ...], steps: Sequence[Mapping[str, float]]) -> Measured:
@@ -121,7 +128,13 @@ def _first_steps(config: Config, steps: int) -> Config:
     return replace(
         config,
         algorithm=replace(
-            options, max_num_steps=steps, val_period=0, val_at_start=False, val_at_end=False, rollouts=rollouts
+            options,
+            max_num_steps=steps,
+            max_num_epochs=None,
+            val_period=0,
+            val_at_start=False,
+            val_at_end=False,
+            rollouts=rollouts,
         ),
         generation=replace(config.generation, max_gen_kl=None),
         cluster=replace(config.cluster, max_restarts=0),

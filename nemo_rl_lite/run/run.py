@@ -207,9 +207,12 @@ class _Attempts:
             self._avoided = [*(one for one in self._avoided if one not in nodes), *nodes]
 
     def _kept_engines(self, start: Start) -> StartingWorkers | None:
-        """Restart all workers except the engines, in the same places. Return None if that is impossible, or if
-        the previous restart brought no new step."""
+        """Restart all workers except the engines, in the same places. Return None if that is impossible, or if the
+        previous restart brought no new step. Engines above the mismatch budget cannot stay either."""
         if self._begun is None or self._begun.generation is None or self._budget.taken > 1:
+            return None
+        given = self._begun.config.generation
+        if within_budget(given, self._folder) is not given:
             return None
         try:
             begun = begin_again(self._begun, start.policy is not None)

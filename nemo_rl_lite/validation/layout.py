@@ -18,6 +18,7 @@ from nemo_rl_lite.config.sizes import (
     mb_tokens,
     micro_batch_sizes,
     model_chunks,
+    needs_equal_counts,
     on_gpus,
     parallel_dims,
     records_training,
@@ -303,8 +304,8 @@ def check_global_batch(config: Config) -> Iterator[Violation]:
     ranks, batch = parallel_dims(config).dp, config.policy.train_global_batch_size
     if batch < ranks:
         yield Violation(BATCH, batch, f"must be at least the data-parallel size ({ranks})", "more, or fewer ranks")
-    elif ranks and batch % ranks and batch_mode(config.policy, on_gpus(config)) == "fixed":
-        fix = f"a multiple of {ranks}, another number of ranks, or {_PACKING}=true"
+    elif ranks and batch % ranks and needs_equal_counts(config):
+        fix = f"a multiple of {ranks}, or another number of ranks"
         yield Violation(BATCH, batch, f"must be a multiple of the data-parallel size ({ranks})", fix)
 
 

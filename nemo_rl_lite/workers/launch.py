@@ -12,6 +12,7 @@ from nemo_rl_lite.config.sizes import (
     generates_ahead,
     iterations,
     least_engines,
+    needs_equal_counts,
     on_gpus,
     prompt_siblings,
     sequences_per_optimizer_step,
@@ -177,7 +178,16 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
     flops = None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)
     with setup("connect"):
         siblings = prompt_siblings(config)
-        policy = RemotePolicy(begun.policy_group, batch, together, flops, layout, iterations(config), siblings)
+        policy = RemotePolicy(
+            begun.policy_group,
+            batch,
+            together,
+            flops,
+            layout,
+            iterations(config),
+            siblings,
+            needs_equal_counts(config),
+        )
     if saved is not None:
         try:
             with setup("resume"):

@@ -69,6 +69,7 @@ class RemotePolicy:
         layout: Layout | None = None,
         iterations: int = 1,
         siblings: int = 1,
+        equally_many: bool = False,
     ):
         """Create a client.
 
@@ -78,10 +79,13 @@ class RemotePolicy:
             flops: FLOPs of a sequence; None for an unknown architecture, whose work is counted in tokens.
             layout: layout of training micro-batches.
             iterations: training passes over a batch.
-            siblings: neighbouring rows that share a prompt, which stay on a replica if there are enough rows.
+            siblings: neighbouring rows that share a prompt. They stay on a replica if their number divides a replica's
+                rows; otherwise a divisor of it does.
+            equally_many: replicas get equally many rows, even if their work then differs.
         """
         self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
         self._layout, self._iterations, self._siblings = layout, iterations, siblings
+        self._equally_many = equally_many
         self._cost: Cost = float if flops is None else cache(flops.forward)
         self._replicas = Replicas(group)
         self._held: dict[str, BatchRef] = {}
@@ -292,7 +296,7 @@ class RemotePolicy:
             index = [*own_rows, *range(len(rows), len(rows) + missing)]
             of_step = [*lengths[own_rows.start : own_rows.stop], *[1] * missing]
             neighbours = max(self._together, gcd(self._siblings, len(index), len(index) // count))
-            shares = balanced_shares(of_step, count, self._cost, neighbours, self._layout)
+            shares = balanced_shares(of_step, count, self._cost, neighbours, self._layout, self._equally_many)
             split.append([[index[row] for row in share] for share in shares])
         return split
 

@@ -192,15 +192,18 @@ class RecoveringGeneration:
 
     def _persist[Result](self, call: Callable[[], Result]) -> Result:
         while True:
+            before = self._generation.live
             try:
                 return call()
             except WorkerError as error:
                 # A lost policy rank cannot be replaced here.
                 live = self._generation.live
                 lost = self._generation.group.part(live).lost() if error.lost else []
-                if not lost:
+                if lost:
+                    self._lose(lost, error)
+                elif not error.lost or not set(before) - set(live):
                     raise
-                self._lose(lost, error)
+                # Otherwise the rollout's thread has noted the loss.
                 if not self._rules.at_once or not self._generation.live:
                     self._await_engines()
 
@@ -219,12 +222,13 @@ class RecoveringGeneration:
         self._weights.make_room()
         with self._lock:
             running, self._generation.live = self._running, []
+            self._new.clear()
             for rank in running:
                 self._begin([rank])
         try:
             self._await_engines()
         except WorkerError as error:
-            self._budget.take(error)
+            error.is_transient = True
             raise
 
     def _await_engines(self) -> None:

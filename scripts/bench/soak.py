@@ -414,7 +414,7 @@ def trial() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for own in ((), ASYNC, ROLLOUT_WORKERS, TWO_RANKS):
             compose_config([f"policy.model_name={KNOWN_MODEL}", *Soak(Path(folder), 2, None, own).settings()[1:]])
-        moments = {"kill_every_s": 0.7, "hit_a_start": 0.0}
+        moments = {"kill_every_s": 0.3, "hit_a_start": 0.0}
         soak = Scripted(Path(folder) / "scripted", 60, random.Random(0), workers=(), **moments)
         by_step = Scripted(
             Path(folder) / "by-step", 30, random.Random(0), (), (), ("launcher",), kill_after=[9, 14, 20]

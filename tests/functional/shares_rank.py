@@ -21,7 +21,7 @@ from tests.functional.rank import gathered, keep, policies
 ROWS, RANKS = 16, 2
 SHARES = {
     "neighbours": lambda lengths, layout: [list(range(ROWS // RANKS)), list(range(ROWS // RANKS, ROWS))],
-    "balanced": lambda lengths, layout: balanced_shares(lengths, RANKS, float, layout=layout),
+    "balanced": lambda lengths, layout: balanced_shares(lengths, RANKS, float, 1, layout, layout.mode == "fixed"),
     "alone": lambda lengths, layout: [[0], list(range(1, ROWS))],
 }
 

@@ -42,7 +42,7 @@ GRPO = [
     "policy.train_micro_batch_size=32",
     "checkpoint.export_hf_at_end=false",
 ]
-# With small buckets, because a replica that sends less than one sends nothing.
+# With small buckets, because a replica that would send less than half of one sends nothing.
 APART = [*GRPO, "generation.colocated.enabled=false", "refit.bucket_bytes=60000"]
 
 

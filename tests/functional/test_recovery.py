@@ -160,7 +160,7 @@ def test_a_run_continues_while_a_lost_engine_restarts_and_joins(tmp_path, model_
     folder = tmp_path / "hit"
     apart = ["generation.data_parallel_size=2", "generation.colocated.enabled=false", "generation.min_engines=1"]
     ranks = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=32", "policy.logprob_batch_size=32"]
-    # With small buckets, because a replica that sends less than one sends nothing.
+    # With small buckets, because a replica that would send less than half of one sends nothing.
     apart += [*ranks, "refit.bucket_bytes=60000"]
     blows, back = {2: ("generation-1", signal.SIGKILL)}, (3, "the engine has restarted")
     status, output = hit(folder, model_folder, blows, *apart, awaited=back)

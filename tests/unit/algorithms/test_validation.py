@@ -15,11 +15,13 @@ from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.validation.rewards import held_out_label
 from tests.unit.rollout.fleet import Fleet, sampler
 
+CALLS = {"episode/calls": 2.0}
+
 
 def validated(rewards: list[float], samples: int) -> tuple[dict[str, float], str]:
     said = []
     tensor = torch.tensor(rewards, dtype=torch.float64)
-    rollout = SimpleNamespace(rewards_B=tensor, generated=3 * len(rewards), episodes=())
+    rollout = SimpleNamespace(rewards_B=tensor, generated=3 * len(rewards), episodes=(), episode_metrics=lambda: CALLS)
     loop = SimpleNamespace(
         held_out=len(rewards) // samples,
         held_out_label="held-out reward",
@@ -32,15 +34,18 @@ def validated(rewards: list[float], samples: int) -> tuple[dict[str, float], str
 
 
 def test_with_one_response_each_there_is_a_mean():
-    assert validated([1.0, 0.0, 1.0, 1.0], 1) == ({"accuracy": 0.75, "avg_length": 3.0}, "held-out reward 0.750")
+    assert validated([1.0, 0.0, 1.0, 1.0], 1) == (
+        {"accuracy": 0.75, "avg_length": 3.0, **CALLS},
+        "held-out reward 0.750",
+    )
 
 
 def test_with_several_there_is_the_share_of_problems_that_one_of_them_solves():
     measured, said = validated([1.0, 0.0, 0.0, 0.0, 0.0, 1.0], 2)
-    assert measured == pytest.approx({"accuracy": 1 / 3, "avg_length": 3.0, "pass_at_k": 2 / 3})
+    assert measured == pytest.approx({"accuracy": 1 / 3, "avg_length": 3.0, **CALLS, "pass_at_k": 2 / 3})
     assert said == "held-out reward 0.333, pass@2 0.667"
     measured, _ = validated([math.nan, 1.0, math.nan, 0.0], 2)
-    assert measured == pytest.approx({"accuracy": 0.5, "avg_length": 3.0, "pass_at_k": 0.5})
+    assert measured == pytest.approx({"accuracy": 0.5, "avg_length": 3.0, **CALLS, "pass_at_k": 0.5})
 
 
 @pytest.mark.parametrize(("metric", "best"), [("accuracy", 1), ("pass_at_k", 2)])

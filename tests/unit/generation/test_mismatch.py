@@ -43,6 +43,12 @@ def test_three_steps_in_a_row_above_the_budget_change_the_settings(tmp_path, nat
     assert budget.settings.vllm_kwargs == fast | {"block_size": 32}
 
 
+def test_defaults_are_no_options_to_give_up(tmp_path):
+    said, settings = [], given("1e-3", "++generation.vllm_kwargs.kv_cache_dtype=auto")
+    noted(MismatchBudget(settings, tmp_path, said.append), 2e-3, 2e-3, 2e-3)
+    assert "no faster setting" in said[0]
+
+
 def test_without_a_budget_nothing_changes(tmp_path):
     assert noted(MismatchBudget(given("null", FAST), tmp_path, lambda line: None), 9.0, 9.0, 9.0, 9.0) == []
 

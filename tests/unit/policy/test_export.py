@@ -103,8 +103,12 @@ def as_it_is(norm):
 
 def model_of(bridge: Bridge, is_whole: bool = True) -> SimpleNamespace:
     place = SimpleNamespace(is_whole=is_whole)
+
+    def of_bridge() -> list[torch.Tensor]:
+        return bridge.parameters
+
     return SimpleNamespace(
-        bridge=bridge, chunks=[], device=CPU, lora=None, place=place, parameters=lambda: bridge.parameters
+        bridge=bridge, chunks=[], device=CPU, lora=None, place=place, parameters=of_bridge, state=of_bridge
     )
 
 

@@ -246,6 +246,7 @@ def test_what_is_no_reward_is_named(value, said):
 def test_metrics_are_numbers_by_name():
     found = checked_metrics("mine", {"calls/bash": np.int64(3), "pass@1": True, "mean (s)": 0.5})
     assert found == {"calls/bash": 3.0, "pass_1": 1.0, "mean _s_": 0.5} and {*map(type, found.values())} == {float}
+    assert checked_metrics("mine", {"/app//x/": 1, "../y.z": 2, "//": 3}) == {"app/x": 1, "y.z": 2, "_": 3}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def attempts(monkeypatch):
     whole = _Attempts(config, "folder", {}, SimpleNamespace(say=here.said.append), None)  # pyrefly: ignore
 
     def run(start):
-        begun = whole._begun or SimpleNamespace(generation="engines")
+        begun = whole._begun or SimpleNamespace(generation="engines", config=SimpleNamespace(generation="given"))
         here.began.append("engines" if whole._begun else whole._avoided[:])
         whole._begun = begun
         here.step, error = here.errors.pop(0) if here.errors else (here.step, None)
@@ -35,6 +35,8 @@ def attempts(monkeypatch):
     monkeypatch.setattr(run_module, "begin_again", lambda begun, _: here.again(begun) and begun)
     monkeypatch.setattr(run_module, "_find_start", lambda *_: SimpleNamespace(policy="the checkpoint"))
     monkeypatch.setattr(run_module, "nodes_of", lambda workers: [f"node of {one}" for one in workers])
+    here.within_budget = lambda given, folder: given
+    monkeypatch.setattr(run_module, "within_budget", lambda *given: here.within_budget(*given))
     monkeypatch.setattr(run_module, "lost_process", str)
     monkeypatch.setattr(run_module, "was_asked_to_end", lambda: False)
     here.until_done = lambda: whole.until_done(SimpleNamespace(policy=None))  # pyrefly: ignore
@@ -46,6 +48,12 @@ def test_the_first_restart_in_a_step_keeps_the_engines(attempts, error):
     attempts.errors = [(3, error), (4, error), (7, error)]
     assert attempts.until_done() == "the summary"
     assert attempts.began == [[], *["engines"] * 3]
+
+
+def test_engines_that_are_above_the_mismatch_budget_restart_too(attempts):
+    attempts.errors, attempts.within_budget = [(3, LOST)], lambda given, folder: "plain"
+    assert attempts.until_done() == "the summary"
+    assert len(attempts.began) == 2 and attempts.began[1] != "engines"
 
 
 def test_a_restart_in_vain_is_followed_by_one_of_everything_on_other_nodes(attempts):

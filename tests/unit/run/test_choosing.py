@@ -1,11 +1,13 @@
 """The choice of engine settings within a mismatch budget."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from nemo_rl_lite import choose as command
 from nemo_rl_lite.errors import RunStopped, WorkerError
+from nemo_rl_lite.models.shape import LatentShape, find_shape
 from nemo_rl_lite.run import choosing
 from nemo_rl_lite.run.choosing import Estimate, Measured, candidates, choose, measure, of_steps
 from nemo_rl_lite.validation.compose import compose_config
@@ -79,6 +81,15 @@ def test_candidates_are_valid_where_they_are_tried():
     assert {"quantization", "kv_cache_dtype", "attention_backend"} <= tried
 
 
+def test_candidates_depend_on_the_model(monkeypatch):
+    found = candidates(compose_config([*ON_GPU, "policy.model_name=Qwen/Qwen3-30B-A3B"]))
+    assert ("policy.router_replay.enabled=true",) in found and not any("quantization" in str(own) for own in found)
+    latent = replace(find_shape("Qwen/Qwen3-8B"), latent=LatentShape(512, 1536, 64, 128))
+    monkeypatch.setattr(choosing, "find_shape", lambda name: latent)
+    found = str(candidates(compose_config([*ON_GPU, "policy.model_name=Qwen/Qwen3-8B"])))
+    assert "quantization" in found and "attention_backend" not in found
+
+
 def test_a_candidate_that_fails_is_a_row_of_the_table(tmp_path, monkeypatch):
     def run_in(folder, config, command, callbacks):
         raise WorkerError("generation rank 0", "start", "no such kernel")
@@ -103,7 +114,7 @@ def test_a_short_run_is_synchronous_and_writes_no_checkpoint(tmp_path, monkeypat
 
     def run_in(folder, config, command, callbacks):
         seen.append(config)
-        lines = [{"timing/setup/ray": 1.0}, STEP, STEP]
+        lines = [{"timing/setup/ray": 1.0}, STEP, STEP, STEP]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     monkeypatch.setattr(choosing, "run_in", run_in)
@@ -114,6 +125,15 @@ def test_a_short_run_is_synchronous_and_writes_no_checkpoint(tmp_path, monkeypat
     assert config.algorithm.max_num_steps == 3 and config.algorithm.rollouts.source == "on_policy"
     assert config.generation.max_gen_kl is None and not config.logger.tensorboard_enabled
     assert not config.checkpoint.save_period and not config.checkpoint.exports
+
+
+def test_a_run_that_ends_early_says_nothing_about_speed(tmp_path, monkeypatch):
+    def run_in(folder, config, command, callbacks):
+        assert config.algorithm.max_num_epochs is None
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [STEP, STEP])))
+
+    monkeypatch.setattr(choosing, "run_in", run_in)
+    assert measure([], (), 3, tmp_path / "0", "").failure == "the run had 2 steps, and 3 are needed"
 
 
 @pytest.fixture
@@ -149,7 +169,7 @@ def test_no_candidate_within_the_budget_is_its_own_status(here):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "generation.max_gen_kl=1e-3"),
+        ([], "generation.max_gen_kl=5e-3"),
         (["generation.max_gen_kl=1e-3", "--try", "generation.temprature=1"], "generation.temperature"),
         (["generation.max_gen_kl=1e-3", "--try", "data.path='x"], "No closing quotation"),
         (["generation.max_gen_kl=0"], "generation.max_gen_kl"),

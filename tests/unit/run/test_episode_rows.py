@@ -106,22 +106,22 @@ def test_each_row_is_in_the_optimizer_step_of_its_episode(episodes, made, replic
     expected = [[], []]
     for row, number in zip(rows, rows.episodes, strict=True):
         expected[number // (EPISODES // STEPS)].append(row.tokens.tolist())
-    sizes = [-(-len(own) // replicas) for own in expected]
+    sizes = [[len(own) for own in of_step] for of_step in batch.shares]
     trained = {own: rows.trained[rows.advantages == own].sum() for own in set(rows.advantages)}
     found, missing = [[], []], 0
-    for worker in group.workers:
+    for replica, worker in enumerate(group.workers):
         held, (tokens, fillers, _) = worker.held["train"], worker.told
-        assert len(held) == len(tokens) == sum(sizes)
+        assert len(held) == len(tokens) == sum(of_step[replica] for of_step in sizes)
         missing += len(fillers)
         for index, row in enumerate(held):
             if index not in fillers:
-                found[index >= sizes[0]].append(row.tokens.tolist())
+                found[index >= sizes[0][replica]].append(row.tokens.tolist())
                 assert tokens[index] == trained[row.advantage]
     assert [sorted(own) for own in found] == [sorted(own) for own in expected]
-    assert missing == replicas * sum(sizes) - len(rows)
+    assert missing == 0
     remote.train(batch, SFTLoss())
     firsts = [[len(own) for own, _ in worker.steps] for worker in group.workers]
-    assert firsts == [sizes] * replicas
+    assert firsts == [[*of_replica] for of_replica in zip(*sizes, strict=True)]
     assert [counts for _, counts in group.workers[0].steps] == [
         count_masked(rows[: len(expected[0])]).tokens,
         count_masked(rows[len(expected[0]) :]).tokens,
@@ -137,9 +137,8 @@ def test_the_rows_after_the_first_step_are_scored_and_counted(episodes):
     assert remote.work(batch, ["later"]).scoring == rows.lengths[first:].sum()
     remote.score(batch, ["later"])
     trained = remote.train(batch, SFTLoss())
-    held = len(group.workers[0].held["train"])
     # Both replicas compare the first step's rows in training, and the others before.
-    assert trained["rows"] == 2 * held
+    assert trained["rows"] == sum(len(worker.held["train"]) for worker in group.workers)
 
 
 def test_without_several_rows_ranks_are_told_of_no_episodes(episodes):
