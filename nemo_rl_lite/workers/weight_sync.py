@@ -239,7 +239,7 @@ class WeightSync:
         return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
 
     def _start_probe(self, engines: RemoteGeneration) -> None:
-        """Make these engines sample a short sequence with its new weights, before other requests. `verify_with_probe`
+        """Make these engines sample a short sequence with the new weights, before other requests. `verify_with_probe`
         compares it later, as the policy's weights may be on the host now."""
         probe = self._probe
         sampling = Sampling(probe.temperature, 1.0, None, probe.tokens, stop_token_ids=(), stop_strings=())
