@@ -100,6 +100,7 @@ class Soak:
     fruitless: int = 0
     """Commands since the last step that have ended by themselves."""
     next_faults: list[str] = field(default_factory=list)
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -137,9 +138,10 @@ class Soak:
                 self._note_memory(self._process.pid, step)
                 self.step_s.append(seconds)
                 self.fruitless = 0
-                for name, killed_at in self.kills[self.survived :]:
-                    self.recovery_s[name].append(at - killed_at)
-                    self.survived += 1
+                with self._counting:
+                    for name, killed_at in self.kills[self.survived :]:
+                        self.recovery_s[name].append(at - killed_at)
+                        self.survived += 1
                 if self.dice and due and step >= due[0]:
                     due.pop(0)
                     threading.Timer(self.dice.uniform(0, seconds), self._strike, [self.dice]).start()
@@ -168,16 +170,18 @@ class Soak:
         """Kill a process: every kind in a random order, then again."""
         self.next_faults = self.next_faults or dice.sample(self.faults, len(self.faults))
         name, process = self.next_faults.pop(), self._process
-        # Before the command can end of it.
-        self.kills.append((name, time.monotonic()))
-        if name in ("launcher", "process group"):
-            self.ended.add(process.pid)
-        try:
-            self._kill(name, process)
-        except (LookupError, OSError, StopIteration, psutil.NoSuchProcess):
-            self.kills.pop()
-            print(f"{name} was not there to be killed", flush=True)
-            return
+        # A step's line meanwhile must not count a kill that may fail.
+        with self._counting:
+            # Before the command can end of it.
+            self.kills.append((name, time.monotonic()))
+            if name in ("launcher", "process group"):
+                self.ended.add(process.pid)
+            try:
+                self._kill(name, process)
+            except (LookupError, OSError, StopIteration, psutil.NoSuchProcess):
+                self.kills.pop()
+                print(f"{name} was not there to be killed", flush=True)
+                return
         print(f"killed {name}", flush=True)
 
     def _start(self) -> "subprocess.Popen[str]":
