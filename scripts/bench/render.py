@@ -124,6 +124,17 @@ TABLES = {
             "end to end",
         ),
     ),
+    "faults soak table": Table(
+        "analysis/faults",
+        "faults-soak-cpu-2cores",
+        (
+            *(
+                f"from a killed {who} to the next step's end"
+                for who in ("rollouts-0", "generation-0", "policy-1", "policy-0", "launcher")
+            ),
+            *("kills", "steps taken again", "end to end"),
+        ),
+    ),
     "async soak table": Table(
         "analysis/async",
         "async-soak-cpu-2cores",
@@ -208,7 +219,7 @@ TABLES = {
         ),
     ),
     "checkpoint io table": Table(
-        "analysis/faults",
+        "analysis/checkpoints",
         "checkpoint-io-cpu-2cores",
         columns=("save, training waits", "save, whole", "host memory of a save", "written", "load", "read"),
     ),
