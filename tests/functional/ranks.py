@@ -8,41 +8,51 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import torch
 
+PORTS_EACH = 40
 _FORKED = multiprocessing.get_context("forkserver")
 
 
-def free_ports(count: int = 40) -> int:
-    """The first of `count` ports in a row that no one has: below those that the kernel hands out and above Ray's, so
-    that no one comes to have them soon."""
-    for first in random.sample(range(20_000, 32_000, count), 20):
-        with ExitStack() as probes:
+@contextmanager
+def reserved_ports() -> Iterator[int]:
+    """The first of `PORTS_EACH` free ports in a row, which no other test gets within the block: the port before them
+    stays bound. The kernel, Ray and the package hand out lower ports."""
+    for held in random.sample(range(61_000, 65_500, 1 + PORTS_EACH), 100):
+        with socket.socket() as reservation, ExitStack() as probes:
             try:
-                for port in range(first, first + count):
+                reservation.bind(("", held))
+                for port in range(held + 1, held + 1 + PORTS_EACH):
                     probes.enter_context(socket.socket()).bind(("", port))
             except OSError:
                 continue
-            return first
+            probes.close()
+            yield held + 1
+            return
     raise RuntimeError("no free ports")
 
 
 def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float = 900) -> list[str]:
     """Run `script` once a rank, with torch.distributed's environment, and return what each rank printed. Fails with
     what the ranks that failed printed."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _run_ranks(script, arguments, ranks, timeout_s, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, reserved_ports() as port:
+        return _run_ranks(script, arguments, ranks, timeout_s, Path(folder), port)
 
 
-def _run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float, folder: Path) -> list[str]:
-    port, processes = free_ports(), []
+def _run_ranks(
+    script: Path, arguments: Sequence[str], ranks: int, timeout_s: float, folder: Path, port: int
+) -> list[str]:
+    # A rank that ends closes its connections, and the first one torch.distributed's store, which others may still need.
+    processes, ended = [], _context().Barrier(ranks)
     gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or list(range(ranks))
     try:
         for rank in range(ranks):
@@ -55,7 +65,7 @@ def _run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: fl
             }
             own = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             environ = dict(os.environ) | own | {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-            processes.append(start_script(script, arguments, environ, folder / str(rank)))
+            processes.append(start_script(script, arguments, environ, folder / str(rank), ended))
         deadline = time.monotonic() + timeout_s
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
@@ -72,13 +82,24 @@ def _run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: fl
     return outputs
 
 
-def start_script(script: Path, arguments: Sequence[str | Path], environ: Mapping[str, str], log: Path) -> BaseProcess:
+def start_script(
+    script: Path,
+    arguments: Sequence[str | Path],
+    environ: Mapping[str, str],
+    log: Path,
+    ended: Barrier | None = None,
+) -> BaseProcess:
     """Start what `python script arguments` would do in this environment, with its output in the file `log`. The process
-    is forked from one that has imported megatron-core and vLLM; with GPUs it is a new one."""
-    context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else preloaded()
-    process = context.Process(target=_run, args=(str(script), list(map(str, arguments)), dict(environ), str(log)))
+    is forked from one that has imported megatron-core and vLLM; with GPUs it is a new one. After its last line it waits
+    for `ended`."""
+    own = (str(script), list(map(str, arguments)), dict(environ), str(log), ended)
+    process = _context().Process(target=_run, args=own)
     process.start()
     return process
+
+
+def _context() -> BaseContext:
+    return multiprocessing.get_context("spawn") if torch.cuda.is_available() else preloaded()
 
 
 def run_script(
@@ -101,7 +122,7 @@ def preloaded() -> multiprocessing.context.ForkServerContext:
     return _FORKED
 
 
-def _run(script: str, arguments: list[str], environ: dict[str, str], log: str) -> None:
+def _run(script: str, arguments: list[str], environ: dict[str, str], log: str, ended: Barrier | None) -> None:
     """What `python script arguments` would do in this environment; its output goes to the file `log`."""
     output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
@@ -110,3 +131,5 @@ def _run(script: str, arguments: list[str], environ: dict[str, str], log: str) -
     os.environ.update(environ)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
+    if ended is not None:
+        ended.wait()

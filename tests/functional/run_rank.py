@@ -32,6 +32,9 @@ def main(model_folder: str, output_folder: str, runs: str) -> None:
     }
     for name, overrides in json.loads(runs).items():
         train_here(Path(output_folder) / name, Path(model_folder), *overrides)
+    # The other processes serve until then.
+    for one in others:
+        one.close()
 
 
 def connect(address: tuple[str, int], group: str) -> Connection:

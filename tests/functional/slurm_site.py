@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.functional.ranks import free_ports
+from tests.functional.ranks import reserved_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 # Where Debian puts daemons.
@@ -70,7 +70,10 @@ class Site:
         return dict(os.environ) | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": PATH}
 
     def start(self) -> None:
-        port = free_ports(1 + NODES)
+        with reserved_ports() as port:
+            self._start(port)
+
+    def _start(self, port: int) -> None:
         munge = self.folder / "munge"
         for name in ("munge", "state", *(f"spool-n{node}" for node in range(NODES))):
             (self.folder / name).mkdir(mode=0o700)

@@ -74,3 +74,20 @@ def test_each_rank_of_an_engine_takes_its_part_of_a_refit(split, folders, engine
         experts = {name: shapes[name] for name in shapes if name.endswith("w13_weight")}
         assert list(experts.values()) == [shape] * len(own)
         assert [int(name.split(".")[2]) for name in experts] == own
+
+
+LATE = """
+import os, time
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if os.environ["RANK"] == "1":
+    time.sleep(2)
+    dist.new_group([1], use_local_synchronization=True)
+"""
+
+
+def test_a_rank_that_ends_first_leaves_the_others_their_store(tmp_path):
+    """As a late rank of a pipeline, which makes its last groups alone."""
+    (tmp_path / "late.py").write_text(LATE)
+    run_ranks(tmp_path / "late.py", [], 2)

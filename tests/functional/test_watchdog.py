@@ -19,7 +19,7 @@ from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.workers.generation import RemoteReplica
 from nemo_rl_lite.workers.reserve import ENGINE_LOOP
 from tests.functional.conftest import PYTHONPATH
-from tests.functional.ranks import free_ports
+from tests.functional.ranks import reserved_ports
 
 pytestmark = pytest.mark.functional
 
@@ -35,8 +35,9 @@ def local_ray():
 def group_of_two(name, folder, limit_s, collective_timeout_s) -> WorkerGroup:
     group = WorkerGroup(name, [{}, {}], str(folder), {"PYTHONPATH": PYTHONPATH}, limit_s=limit_s)
     wait(group.load("tests.functional.workers.Rank", [{}, {}]), timeout_s=600)
-    common = {"size": 2, "port": free_ports(1), "timeout_s": collective_timeout_s}
-    wait(group.start([{"rank": rank} | common for rank in range(2)]), timeout_s=600)
+    with reserved_ports() as port:
+        common = {"size": 2, "port": port, "timeout_s": collective_timeout_s}
+        wait(group.start([{"rank": rank} | common for rank in range(2)]), timeout_s=600)
     return group
 
 
