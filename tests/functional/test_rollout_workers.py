@@ -28,6 +28,8 @@ GRPO = [
     "algorithm.use_dynamic_sampling=true",
     # Otherwise, timing decides how many prompts are sampled in vain.
     "algorithm.oversample=1.0",
+    # It reads tokens, which a rollout worker counts.
+    "algorithm.loss_fn.policy_loss=kl_cov",
     *TASK,
 ]
 ONE_STEP_OFF = [
@@ -35,6 +37,7 @@ ONE_STEP_OFF = [
     "algorithm.loss_fn.use_importance_sampling_correction=true",
     "algorithm.loss_fn.truncated_importance_sampling_ratio=2",
 ]
+TRAIN = "nemo_rl_lite.train"
 TWO = ["algorithm.rollouts.num_workers=2", "generation.data_parallel_size=2"]
 
 
@@ -52,10 +55,13 @@ def assert_same_run(folder: Path, other: Path) -> None:
     assert_same_weights(folder / "hf", other / "hf")
 
 
-def hit(folder: Path, model: Path, victims: tuple[str, ...], *overrides: str) -> str:
+def hit(
+    folder: Path, model: Path, victims: tuple[str, ...], *overrides: str, program: tuple[str, ...] = ("-m", TRAIN)
+) -> str:
     """Train, and kill the processes of these logs after the first step; standard output."""
     gate, output = Gate(folder), ""
     command = run_command(folder, model, "logger.plots=false", *GRPO, *overrides, *gate.overrides)
+    command[1:3] = program
     environ = os.environ | gate.environment | {"PYTHONPATH": PYTHONPATH}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     try:
@@ -74,15 +80,6 @@ def hit(folder: Path, model: Path, victims: tuple[str, ...], *overrides: str) ->
     return output
 
 
-def test_two_rollout_workers_train_like_the_launcher(tmp_path, model_folder):
-    """The loss reads tokens, which a rollout worker counts."""
-    own = [*GRPO, "algorithm.max_num_steps=2", "algorithm.loss_fn.policy_loss=kl_cov"]
-    train_here(tmp_path / "alone", model_folder, *own)
-    train(tmp_path / "run", model_folder, *own, *TWO)
-    assert_same_run(tmp_path / "run", tmp_path / "alone")
-    assert len(list((tmp_path / "run" / "rollouts").glob("step-00000001-*-train.parquet"))) == 2
-
-
 @pytest.mark.slow
 def test_a_killed_rollout_worker_is_named_and_costs_nothing(tmp_path, model_folder, alone):
     said = hit(tmp_path / "run", model_folder, ("rollouts-1.log",), *TWO)
@@ -91,7 +88,15 @@ def test_a_killed_rollout_worker_is_named_and_costs_nothing(tmp_path, model_fold
     assert_same_run(tmp_path / "run", alone)
 
 
-# Runs the command. It kills rollout worker 1 in the second call of one function, and worker 0 in the fourth of another.
+@pytest.mark.slow
+def test_a_rollout_worker_that_loses_its_engine_gives_its_groups_away(tmp_path, model_folder, alone):
+    said = hit(tmp_path / "run", model_folder, ("generation-0.log",), *TWO)
+    assert re.search(r"generation rank 0 failed in phase '\w+': the process died", said)
+    assert "the engine has restarted" in said and "restarting from the last checkpoint" not in said
+    assert_same_run(tmp_path / "run", alone)
+
+
+# Runs the command. It kills rollout worker 1 in the third call of one function, and worker 0 in the fourth of another.
 KILLING = """
 import os, re, runpy, signal, sys
 from pathlib import Path
@@ -113,40 +118,24 @@ def kill_in(owner, name, call, worker):
 
     setattr(owner, name, killing)
 
-kill_in(GRPO, "_advantages", 2, 1)
+kill_in(GRPO, "_advantages", 3, 1)
 kill_in(RemotePolicy, "put_batch", 4, 0)
 runpy.run_module("nemo_rl_lite.train", run_name="__main__")
 """
 
 
-def test_rollout_workers_may_die_before_the_policy_has_their_rows(tmp_path, model_folder, alone):
+def test_rollout_workers_and_an_engine_may_die_and_the_run_is_that_of_the_launcher(tmp_path, model_folder, alone):
+    """A worker together with its engine, and both workers before the policy has their rows."""
     folder = tmp_path / "run"
-    command = run_command(folder, model_folder, "logger.plots=false", *GRPO, *TWO)
-    program = [command[0], "-c", KILLING, str(folder / "logs"), *command[3:]]
-    environ = os.environ | {"PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=600, env=environ)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "rollouts rank 1 has restarted" in done.stdout and "rollouts rank 0 has restarted" in done.stdout
-    assert "restarting from the last checkpoint" not in done.stdout
-    assert_same_run(folder, alone)
-
-
-@pytest.mark.slow
-def test_a_rollout_worker_that_loses_its_engine_gives_its_groups_away(tmp_path, model_folder, alone):
-    said = hit(tmp_path / "run", model_folder, ("generation-0.log",), *TWO)
-    assert re.search(r"generation rank 0 failed in phase '\w+': the process died", said)
+    program = ("-c", KILLING, str(folder / "logs"))
+    said = hit(folder, model_folder, ("rollouts-0.log", "generation-0.log"), *TWO, program=program)
     assert "the engine has restarted" in said and "restarting from the last checkpoint" not in said
-    assert_same_run(tmp_path / "run", alone)
+    assert said.count("rollouts rank 0 has restarted") == 2 and said.count("rollouts rank 1 has restarted") == 1
+    assert_same_run(folder, alone)
+    assert len(list((folder / "rollouts").glob("step-00000001-*-train.parquet"))) == 2
 
 
-def test_a_rollout_worker_and_its_engine_may_die_together(tmp_path, model_folder, alone):
-    said = hit(tmp_path / "run", model_folder, ("rollouts-0.log", "generation-0.log"), *TWO)
-    assert "rollouts rank 0 has restarted" in said and "the engine has restarted" in said
-    assert "restarting from the last checkpoint" not in said
-    assert_same_run(tmp_path / "run", alone)
-
-
-def test_one_step_off_rollout_workers_train_like_the_launcher_and_resume_with_any_number(tmp_path, model_folder):
+def test_one_step_off_runs_resume_with_any_number_of_rollout_workers(tmp_path, model_folder):
     own = [
         *GRPO,
         *ONE_STEP_OFF,
@@ -154,19 +143,16 @@ def test_one_step_off_rollout_workers_train_like_the_launcher_and_resume_with_an
         "checkpoint.keep_newest=9",
         "generation.data_parallel_size=2",
     ]
-    alone, folder = tmp_path / "alone", tmp_path / "run"
+    alone = tmp_path / "alone"
     train_here(alone, model_folder, *own, elsewhere=["generation"])
-    train(folder, model_folder, *own, "algorithm.rollouts.num_workers=1")
-    assert_same_run(folder, alone)
 
-    again = resumable(folder, tmp_path / "two", done=1)
-    saved = saved_rows(again, done=1, step=2)
-    assert set(saved) == {"rollout-00000002", "rollout-00000002-0"} and saved.pop("rollout-00000002") == 0
-    assert sum(saved.values()) >= 64
-    train(again, model_folder, *own, "algorithm.rollouts.num_workers=2")
-    assert_same_run(again, alone)
+    two = resumable(alone, tmp_path / "two", done=1)
+    saved = saved_rows(two, done=1, step=2)
+    assert set(saved) == {"rollout-00000002"} and sum(saved.values()) >= 64
+    train(two, model_folder, *own, "algorithm.rollouts.num_workers=2")
+    assert_same_run(two, alone)
 
-    last = resumable(again, tmp_path / "none", done=2)
+    last = resumable(two, tmp_path / "none", done=2)
     saved = saved_rows(last, done=2, step=3)
     assert saved.pop("rollout-00000003") == 0 and len(saved) == 2 and sum(saved.values()) >= 64
     train_here(last, model_folder, *own, elsewhere=["generation"])
