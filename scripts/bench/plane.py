@@ -14,9 +14,10 @@ import statistics
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,11 @@ class InLauncher:
         player = GroupPlayer(tokenizer, make_judge(self._task.reward), SingleTurn(), 2 * LONGEST)
         return LocalPlayers(queue, {"": player})  # pyrefly: ignore
 
+    @property
+    def episodes(self) -> int:
+        """Return the episodes of a step."""
+        return self._config.num_prompts_per_step * SAMPLES
+
     def follow(self, script: Script) -> None:
         """Change what engines do."""
         wait(self._banks.banks.call("follow", script))
@@ -250,29 +256,38 @@ def large_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def measure_launcher(prompts: int, lengths: tuple[int, int], reps: int) -> list[dict[str, Any]]:
-    """Measure rollouts with short and with long responses, and fit the costs of a token and of an episode."""
-    results, units = (
-        [],
-        {"CPU per token": "ns", "CPU per episode": "us", "bytes per token": "B", "bytes per episode": "B"},
-    )
+Measure = Callable[[str, InLauncher], list[dict[str, Any]]]
+
+
+def measure_ways(prompts: int, *measures: Measure) -> list[list[dict[str, Any]]]:
+    """Start the processes of each way once; return the results of each measurement."""
+    results: list[list[dict[str, Any]]] = [[] for _ in measures]
     for name, way in WAYS.items():
-        scripts = [Script(0.01, max(length // 20, 1), length) for length in lengths]
         with Actors() as actors:
             launcher = way(actors, prompts)
-            costs = [list(_steps(launcher, script, reps)) for script in scripts]
-        fitted: dict[str, list[float]] = {unit: [] for unit in units}
-        for (tokens, *short), (more_tokens, *long) in zip(*costs, strict=True):
-            for what, scale, low, high in zip(("CPU", "bytes"), (1e-9, 1), short, long, strict=True):
-                per_token = (high - low) / (more_tokens - tokens)
-                per_episode = (low - per_token * tokens) / (prompts * SAMPLES)
-                fitted[f"{what} per token"].append(per_token / scale)
-                fitted[f"{what} per episode"].append(per_episode / (1e3 * scale if what == "CPU" else 1))
-        results += [record.result(what, name, units[what], values) for what, values in fitted.items()]
-        for length, steps in zip(lengths, costs, strict=True):
-            setting = f"{name}, {prompts * SAMPLES} responses of {length:,} tokens on average"
-            results.append(record.result("CPU of a rollout", setting, "s", [cpu_s for _, cpu_s, _ in steps]))
-        print({(one["name"], one["config"]): one["reps"] for one in results}, flush=True)
+            for found, measure in zip(results, measures, strict=True):
+                found += measure(name, launcher)
+                print(name, {(one["name"], one["config"]): one["reps"] for one in found}, flush=True)
+    return results
+
+
+def measure_launcher(lengths: tuple[int, int], reps: int, name: str, launcher: InLauncher) -> list[dict[str, Any]]:
+    """Measure rollouts with short and with long responses, and fit the costs of a token and of an episode."""
+    units = {"CPU per token": "ns", "CPU per episode": "us", "bytes per token": "B", "bytes per episode": "B"}
+    scripts = [Script(0.01, max(length // 20, 1), length) for length in lengths]
+    costs = [list(_steps(launcher, script, reps)) for script in scripts]
+    fitted: dict[str, list[float]] = {unit: [] for unit in units}
+    episodes = launcher.episodes
+    for (tokens, *short), (more_tokens, *long) in zip(*costs, strict=True):
+        for what, scale, low, high in zip(("CPU", "bytes"), (1e-9, 1), short, long, strict=True):
+            per_token = (high - low) / (more_tokens - tokens)
+            per_episode = (low - per_token * tokens) / episodes
+            fitted[f"{what} per token"].append(per_token / scale)
+            fitted[f"{what} per episode"].append(per_episode / (1e3 * scale if what == "CPU" else 1))
+    results = [record.result(what, name, units[what], values) for what, values in fitted.items()]
+    for length, steps in zip(lengths, costs, strict=True):
+        setting = f"{name}, {episodes} responses of {length:,} tokens on average"
+        results.append(record.result("CPU of a rollout", setting, "s", [cpu_s for _, cpu_s, _ in steps]))
     return results
 
 
@@ -293,18 +308,14 @@ def _warmed_up(launcher: InLauncher, script: Script, reps: int) -> range:
     return range(2, reps + 2)
 
 
-def measure_replay(prompts: int, length: int, reps: int) -> list[dict[str, Any]]:
+def measure_replay(length: int, reps: int, name: str, launcher: InLauncher) -> list[dict[str, Any]]:
     """Measure the bytes that rollouts with routed experts have more than those without."""
     plain = Script(0.01, max(length // 20, 1), length)
+    without, experts = (list(_sizes(launcher, one, reps)) for one in (plain, replace(plain, experts=EXPERTS)))
     results = []
-    for name, way in WAYS.items():
-        with Actors() as actors:
-            launcher = way(actors, prompts)
-            without, experts = (list(_sizes(launcher, one, reps)) for one in (plain, replace(plain, experts=EXPERTS)))
-        for place, what in enumerate(("messages", "peak of memory")):
-            more = [(much[place + 1] - one[place + 1]) / one[0] for one, much in zip(without, experts, strict=True)]
-            results.append(record.result(what, name, "B per token", more))
-        print({one["name"]: one["reps"] for one in results}, flush=True)
+    for place, what in enumerate(("messages", "peak of memory")):
+        more = [(much[place + 1] - one[place + 1]) / one[0] for one, much in zip(without, experts, strict=True)]
+        results.append(record.result(what, name, "B per token", more))
     return results
 
 
@@ -336,9 +347,10 @@ def main(arguments: list[str]) -> None:
                 results = [measure_engines(*kind, script, given.seconds, given.reps) for kind in kinds]
                 write_engines(list(chain.from_iterable(results)), script)
             case "launcher":
-                write_launcher(measure_launcher(128, (given.tokens // 8, given.tokens), given.reps))
+                lengths = (given.tokens // 8, given.tokens)
+                write_launcher(*measure_ways(128, partial(measure_launcher, lengths, given.reps)))
             case "replay":
-                write_replay(measure_replay(8, given.tokens // 16, given.reps))
+                write_replay(*measure_ways(8, partial(measure_replay, given.tokens // 16, given.reps)))
 
 
 def write_engines(results: list[dict[str, Any]], script: Script) -> None:
@@ -365,8 +377,9 @@ def trial() -> None:
     with runtime():
         script = Script(0.02, 4, 100)
         write_engines(measure_engines(4, 2, script, 0.5, 1), script)
-        write_launcher(measure_launcher(2, (20, 200), 1))
-        write_replay(measure_replay(2, 50, 1))
+        launcher, replay = measure_ways(2, partial(measure_launcher, (20, 200), 1), partial(measure_replay, 50, 1))
+        write_launcher(launcher)
+        write_replay(replay)
 
 
 if __name__ == "__main__":
