@@ -173,7 +173,7 @@ def test_a_process_of_ray_that_dies_is_a_lost_worker(start, tmp_path, model_fold
         # Ray's client has used the object store of its raylet first.
         assert name == "raylet" and MESSAGE in run.end() and run.process.returncode == 1 and run.survivors() == []
         run = begin()
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < SOON_S
     run.wait_for("step +[4-9]/5000")
     os.killpg(run.process.pid, signal.SIGTERM)
     errors = run.end()
@@ -208,7 +208,7 @@ def test_sigterm_to_the_whole_group_saves_and_leaves_nothing(start, tmp_path, mo
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "stopped"
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
     ended = time.monotonic()
-    assert run.survivors() == [] and time.monotonic() - ended < 15
+    assert run.survivors() == [] and time.monotonic() - ended < SOON_S
 
 
 class Hangs:

@@ -206,7 +206,7 @@ def test_neither_training_nor_the_end_of_a_run_waits_for_an_mlflow_that_hangs(ml
     began = time.monotonic()
     fill(mlflow_sink)
     mlflow_sink.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 45
     # Two batches, samples, the status.
     assert "MLflow did not get 4 of 4 messages; the run's end waited 0.5 s for it" in caplog.text
     # The run may have gone on by the time that it answers: nothing more is sent then.

@@ -135,7 +135,7 @@ def test_many_calls_run_at_a_time_and_are_given_out_fast():
     began = time.perf_counter()
     futures = [pool.submit("echo", number) for number in range(3000)]
     assert [future.result(60) for future in futures] == list(range(3000))
-    assert time.perf_counter() - began < 20
+    assert time.perf_counter() - began < 60
 
 
 LAUNCHER = f"""

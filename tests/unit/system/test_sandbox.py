@@ -78,7 +78,7 @@ def test_the_machines_setting_stays():
 def test_limits_of_all_processes_together(run, code, limit):
     started = time.monotonic()
     ran = run(code, FAST if limit == "time" else replace(FAST, seconds=30.0))
-    assert (ran.status, ran.limit) == (None, limit) and time.monotonic() - started < 25
+    assert (ran.status, ran.limit) == (None, limit) and time.monotonic() - started < 55
 
 
 def test_limits_of_one_process(run):
@@ -120,7 +120,7 @@ DAEMON = f"{FORKS}\nos.wait(); time.sleep(0.2)"
 def test_no_process_is_left(run, end):
     started = time.monotonic()
     run(f"{DAEMON}\n{end}")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 45
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and left():
         time.sleep(0.05)
