@@ -25,6 +25,7 @@ from nemo_rl_lite.compat.vllm import (
 )
 from nemo_rl_lite.config.engines import VLLM_LORA_RANKS, VLLM_QUANTIZATIONS
 from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.config.sizes import adapted_layers, linear_layers
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.engine import CopyReplayLoader, EngineLoader, Source, connect
@@ -54,7 +55,7 @@ def engine_options(lora: LoraConfig, ranks: int) -> dict[str, Any]:
         "max_loras": 1,
         "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= lora.dim and rank % ranks == 0),
         "fully_sharded_loras": ranks > 1,
-        "lora_target_modules": [part for name in lora.target_modules for part in _PARTS[name]],
+        "lora_target_modules": [part for name in adapted_layers(lora, linear_layers()) for part in _PARTS[name]],
     }
 
 
