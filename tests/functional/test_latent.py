@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.models.shape import find_shape
+from nemo_rl_lite.planning.memory import whole_trained_parameters
 from tests.functional.here import train_here
 from tests.functional.rank import path_of
 from tests.functional.ranks import run_ranks
@@ -190,10 +193,16 @@ def test_by_default_each_projection_of_attention_gets_an_adapter(name, queries, 
     run = tmp_path / "run"
     _, metrics = train_here(run, models[name], *SFT, *write_data(tmp_path), *LORA)
     assert series(metrics, "validation/val_loss")[-1] < series(metrics, "validation/val_loss")[0]
-    targets = set(json.loads((run / "adapter" / "adapter_config.json").read_text())["target_modules"])
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    targets = set(config["target_modules"])
     attention = {*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     assert targets == attention | {"gate_proj", "up_proj", "down_proj"}
     before, after = (load_file(folder / "model.safetensors") for folder in (models[name], run / "hf"))
     changed = {name.split(".")[-2] for name, weight in after.items() if not torch.equal(weight, before[name])}
     assert changed == targets
     adapters_give_the_merged_weights(run, models[name])
+    # The policy's gate and up projection share A.
+    adapters = load_file(run / "adapter" / "adapter_model.safetensors")
+    trained = sum(one.numel() for name, one in adapters.items() if "up_proj.lora_A" not in name)
+    peft = LoraConfig(enabled=True, dim=config["r"], alpha=1, dropout=0, target_modules=[])
+    assert trained == whole_trained_parameters(find_shape(str(models[name])), peft, grouped=False)
