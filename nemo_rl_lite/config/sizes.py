@@ -60,15 +60,15 @@ def enough_tokens(policy: PolicyConfig) -> int:
 
 def linear_layers(latent: bool = False, compresses_queries: bool = False) -> list[LoraTarget]:
     """Return Megatron's names of the linear layers of attention, which may be `latent`, and of the MLP last."""
-    attention: list[LoraTarget] = ["linear_qkv"]
-    if latent:
-        attention = ["linear_q_down_proj", "linear_q_up_proj"] if compresses_queries else ["linear_q_proj"]
-        attention += ["linear_kv_down_proj", "linear_kv_up_proj"]
-    return [*attention, "linear_proj", "linear_fc1", "linear_fc2"]
+    others: list[LoraTarget] = ["linear_proj", "linear_fc1", "linear_fc2"]
+    if not latent:
+        return ["linear_qkv", *others]
+    queries: list[LoraTarget] = ["linear_q_down_proj", "linear_q_up_proj"] if compresses_queries else ["linear_q_proj"]
+    return [*queries, "linear_kv_down_proj", "linear_kv_up_proj", *others]
 
 
 def adapted_layers(peft: LoraConfig, layers: list[LoraTarget]) -> list[LoraTarget]:
-    """Return which of a model's linear `layers` get adapters: all if the list is empty, or megatron-bridge's default."""
+    """Return which of a model's linear `layers` get adapters: all if none are given, or megatron-bridge's default."""
     given = peft.target_modules
     return layers if not given or set(given) == set(linear_layers()) else given
 

@@ -260,7 +260,7 @@ def build_model(
 
         latent = provider.multi_latent_attention
         targets = adapted_layers(peft, linear_layers(latent, latent and provider.q_lora_rank is not None))
-        lora = LoRA(target_modules=targets, dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
+        lora = LoRA(target_modules=list[str](targets), dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
     model = MegatronModel(
         bridge,
         _build_chunks(bridge, provider, parallel, lora, on_gpu, trains, reads, on_meta),

@@ -239,7 +239,7 @@ def memory(one: Record) -> Picture:
 
 
 def refit(direct: Record, broadcast: Record) -> Picture:
-    """Draw the transports of weights from policy to engine: three with their seconds for the same model, and windows."""
+    """Draw the transports of weights from policy to engine: three with seconds for the same model, and windows."""
     buckets = "1 GB buckets, 2 buffers"
     gigabytes = medians(broadcast, buckets)["bytes of a refit"]
     picture = Picture(860, 500, "Transports of a refit: direct copies, shared buckets, broadcast, windows")

@@ -144,7 +144,7 @@ CASES = {
     f"{GPU} {PEFT}.enabled=true {ACTIVATIONS}=true {MODULES}=[core_attn]": ACTIVATIONS,
     f"cluster.cpu_ranks=2 {TP}=2 {PEFT}.enabled=true {PEFT}.dim=3": f"{PEFT}.dim=4",
     f"{PEFT}.enabled=true {EP}=2 cluster.cpu_ranks=2": f"{PEFT}.enabled",
-    f"policy.model_name=LATENT {TARGETS}=[linear_qkv,linear_proj]": "no linear_qkv; its linear layers are linear_q_down",
+    f"policy.model_name=LATENT {TARGETS}=[linear_qkv,linear_proj]": "no linear_qkv; its linear layers are linear_q_",
     f"policy.model_name=MODEL {TARGETS}=[linear_q_proj]": "no linear_q_proj; its linear layers are linear_qkv, linear",
     f"{SERVED} {PEFT}.dim=513": f"{PEFT}.dim",
     f"{SERVED} policy.model_name=MOE": LORA,
