@@ -131,8 +131,18 @@ OffloadModule = Literal[
 ]
 # Parts of a layer that selective recomputation can recompute.
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
-# Linear layers that can have an adapter.
-LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+# Linear layers that can have an adapter. Those of queries, keys and values depend on the model's attention.
+LoraTarget = Literal[
+    "linear_qkv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+]
 # Components that can be offloaded while engines generate.
 OffloadedComponent = Literal["parameters", "gradients", "optimizer_states"]
 TokenLimit = PositiveInt | Auto
@@ -174,7 +184,7 @@ class LoraConfig:
     dim: PositiveInt
     alpha: PositiveInt
     dropout: Annotated[float, Field(ge=0, lt=1)]
-    target_modules: Annotated[list[LoraTarget], Field(min_length=1)]
+    target_modules: list[LoraTarget]
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -14,6 +14,8 @@ from nemo_rl_lite.config.schema import (
     Config,
     DynamicBatchingConfig,
     GenerationConfig,
+    LoraConfig,
+    LoraTarget,
     MegatronConfig,
     OffloadedComponent,
     PolicyConfig,
@@ -54,6 +56,21 @@ def mb_tokens(policy: PolicyConfig, mode: Literal["packed", "dynamic"], training
 def enough_tokens(policy: PolicyConfig) -> int:
     """Return the tokens per micro-batch that keep its GPUs busy."""
     return ENOUGH_TOKENS * policy.megatron_cfg.context_parallel_size
+
+
+def linear_layers(latent: bool = False, compresses_queries: bool = False) -> list[LoraTarget]:
+    """Return Megatron's names of the linear layers of attention, which may be `latent`, and of the MLP last."""
+    others: list[LoraTarget] = ["linear_proj", "linear_fc1", "linear_fc2"]
+    if not latent:
+        return ["linear_qkv", *others]
+    queries: list[LoraTarget] = ["linear_q_down_proj", "linear_q_up_proj"] if compresses_queries else ["linear_q_proj"]
+    return [*queries, "linear_kv_down_proj", "linear_kv_up_proj", *others]
+
+
+def adapted_layers(peft: LoraConfig, layers: list[LoraTarget]) -> list[LoraTarget]:
+    """Return which of a model's linear `layers` get adapters: all if none are given, or megatron-bridge's default."""
+    given = peft.target_modules
+    return layers if not given or set(given) == set(linear_layers()) else given
 
 
 def keeps_logits(policy: PolicyConfig) -> bool:

@@ -13,6 +13,9 @@ from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLo
 # Seconds for which a conversation keeps its place in a full cache between its turns. Computing its prefix again then
 # costs less than the unused part of the cache. That is about the time in which an engine prefills its whole cache.
 _KEPT_S = 15.0
+# A conversation leaves an engine with this many more than twice the conversations of another. Below, the larger batch
+# costs less than computing the prefix again.
+_MOVED = 8
 # Seconds after which newly known lengths change the order.
 _SORTED_S = 1.0
 # Turns that the mean wait remembers.
@@ -97,6 +100,11 @@ class ReplicaLoad:
         return len(self._new) + len(self._unfinished)
 
     @property
+    def conversations(self) -> int:
+        """Return the number of requests, and of conversations between two turns."""
+        return self.load + sum(not one.ended for one in self.between_turns)
+
+    @property
     def room(self) -> int:
         """Return how many more requests the engine may have."""
         return self.admission.most - self.load
@@ -162,7 +170,7 @@ class ReplicaLoad:
 
 class Assignment:
     """Assigns each request to the replica with the fewest unfinished ones, at most `capacity` to each, and fewer where
-    the KV cache has no room.
+    the KV cache has no room. Later turns stay with their replica, unless another has far fewer conversations.
 
     Of the waiting requests, the earliest step comes first. Within a step, conversations that have begun come first, and
     then those with the longest expected responses.
@@ -254,16 +262,32 @@ class Assignment:
     def _give(self, asked: PendingRequest) -> bool:
         """Give a request to a replica with room, preferably to the one that has the prompt's prefix in its cache.
         Return whether there is one."""
-        chosen = asked.conversation.engine
-        if chosen not in self.alive or not self.held[chosen].takes(asked.conversation):
-            able = [replica for replica in self.alive if self.held[replica].takes()]
-            chosen = min(able, key=lambda replica: (self.held[replica].load, replica), default=None)
+        home = asked.conversation.engine
+        if home in self.alive and self.held[home].takes(asked.conversation):
+            chosen = self._for_next_turn(home)
+        else:
+            chosen = min(self._able, key=lambda replica: (self.held[replica].load, replica), default=None)
         if chosen is None:
             return False
-        if asked.conversation.engine is not None:
-            self.held[asked.conversation.engine].between_turns.discard(asked.conversation)
+        if home is not None:
+            self.held[home].between_turns.discard(asked.conversation)
         self._hand(chosen, asked)
         return True
+
+    @property
+    def _able(self) -> list[int]:
+        """Return the replicas that take a new request."""
+        return [replica for replica in self.alive if self.held[replica].takes()]
+
+    def _for_next_turn(self, home: int) -> int:
+        """Return `home`, or a replica with so few conversations that computing a prefix there again pays, such as a new
+        engine."""
+        here = self.held[home].conversations
+        if here <= _MOVED:
+            return home
+        conversations = {replica: self.held[replica].conversations for replica in self._able}
+        fewest = min(conversations, key=lambda replica: (conversations[replica], replica), default=home)
+        return fewest if here > 2 * conversations.get(fewest, here) + _MOVED else home
 
     def _hand(self, replica: int, asked: PendingRequest) -> None:
         self.held[replica].give(asked)
@@ -308,7 +332,7 @@ class Assignment:
         self.alive.add(replica)
         share = -(-sum(self.held[one].load for one in self.alive) // len(self.alive))
         for one in self.alive - {replica}:
-            # The newest have the fewest tokens. Later turns stay with the engine that has their prefix.
+            # The newest have the fewest tokens. Other conversations may move at their next turn.
             movable = [asked for asked in self.held[one].requests if asked.conversation.engine is None]
             for asked in nlargest(self.held[one].load - share, movable, key=lambda asked: asked.number):
                 self.held[one].drop(asked)

@@ -111,6 +111,9 @@ class TransformersEngine:
         """Do nothing: the engine was never asleep."""
 
     def join_refit(self, sources: Sequence[Source]) -> None:
+        # Free the buckets of an earlier connection, which its loader refers to.
+        for earlier in ("_receiver", "_loader"):
+            vars(self).pop(earlier, None)
         self._receiver = connect(sources[0], self._device)
         self._loader = CopyReplayLoader(self._load, [*self._model.parameters(), *self._model.buffers()])
 

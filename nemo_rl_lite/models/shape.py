@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_lite.config.schema import LoraTarget
+from nemo_rl_lite.config.sizes import linear_layers
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.models import embedded
 
@@ -61,6 +63,11 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     latent: LatentShape | None = None
+
+    @property
+    def linear_layers(self) -> list[LoraTarget]:
+        """Megatron's names of the layers that can have adapters."""
+        return linear_layers(self.latent is not None, self.latent is not None and self.latent.queries > 0)
 
     @property
     def value_dim(self) -> int:

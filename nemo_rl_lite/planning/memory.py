@@ -39,6 +39,7 @@ from nemo_rl_lite.config.schema import Config, LoraConfig
 from nemo_rl_lite.config.sizes import (
     VOCABULARY_SLICE,
     ParallelDims,
+    adapted_layers,
     as_teacher,
     batch_mode,
     engine_ranks,
@@ -354,24 +355,39 @@ def trained_parameters(
     GPUs."""
     if not peft.enabled:
         return rank_parameters(shape, dims, stage)
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    targets = adapted_layers(peft, shape.linear_layers)
 
     def of_mlp(width: int) -> dict[str, int]:
         return {"linear_fc1": shape.hidden + 2 * width, "linear_fc2": width + shape.hidden}
 
-    attention = {"linear_proj": shape.heads * shape.value_dim + shape.hidden}
-    attention |= {} if shape.latent else {"linear_qkv": shape.hidden + queries + 2 * keys}
+    attention = _attention_widths(shape)
     sparse = shape.layers - shape.dense_layers
     widths = [(shape.layers, attention), (shape.dense_layers, of_mlp(shape.ffn))]
     widths += [(sparse, of_mlp(shape.shared_ffn))] if shape.shared_ffn else []
     dense, experts = (
-        sum(layers * sizes.get(name, 0) for layers, sizes in kinds for name in peft.target_modules)
+        sum(layers * sizes.get(name, 0) for layers, sizes in kinds for name in targets)
         for kinds in (widths, [(sparse, of_mlp(shape.expert_ffn))])
     )
     experts *= 1 if grouped else shape.experts // dims.ep
     own = dims.stage_layers(shape.layers)[stage]
     dense, experts = (count * peft.dim * own // shape.layers for count in (dense, experts))
     return Parameters(dense // dims.tp, experts)
+
+
+def _attention_widths(shape: ModelShape) -> dict[str, int]:
+    """Return inputs plus outputs of attention's linear layers, by their names."""
+    hidden, latent, queries = shape.hidden, shape.latent, shape.heads * shape.head_dim
+    widths = {"linear_proj": shape.heads * shape.value_dim + hidden}
+    if latent is None:
+        return widths | {"linear_qkv": hidden + queries + 2 * shape.kv_heads * shape.head_dim}
+    keys_and_values = shape.heads * (shape.head_dim - latent.rotary + latent.values)
+    return widths | {
+        "linear_q_proj": hidden + queries,
+        "linear_q_down_proj": hidden + latent.queries,
+        "linear_q_up_proj": latent.queries + queries,
+        "linear_kv_down_proj": hidden + latent.cached,
+        "linear_kv_up_proj": latent.keys + keys_and_values,
+    }
 
 
 def whole_trained_parameters(shape: ModelShape, peft: LoraConfig, grouped: bool) -> int:
@@ -383,8 +399,9 @@ def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
     """Count the elements of the adapters in engines. Each projection has its own A; in the policy, projections that
     Megatron fuses share one."""
     whole = trained_parameters(shape, _ONE_RANK, peft, stage=0, grouped=True).total
-    again = {"linear_qkv": 0 if shape.latent else 2, "linear_fc1": 1}
-    return whole + sum(again.get(name, 0) for name in peft.target_modules) * shape.layers * shape.hidden * peft.dim
+    again = {"linear_qkv": 2, "linear_fc1": 1}
+    targets = adapted_layers(peft, shape.linear_layers)
+    return whole + sum(again.get(name, 0) for name in targets) * shape.layers * shape.hidden * peft.dim
 
 
 def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tuple[int, int]:

@@ -25,7 +25,15 @@ from nemo_rl_lite.compat.megatron import (
 )
 from nemo_rl_lite.compat.megatron_fields import field_value
 from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
-from nemo_rl_lite.config.sizes import ParallelDims, keeps_logits, model_chunks, recomputed_modules, shares_prompts
+from nemo_rl_lite.config.sizes import (
+    ParallelDims,
+    adapted_layers,
+    keeps_logits,
+    linear_layers,
+    model_chunks,
+    recomputed_modules,
+    shares_prompts,
+)
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.policy import activation_offload, moe, shared_prompts
 from nemo_rl_lite.policy.context import ContextRanks, check_shareable
@@ -250,7 +258,9 @@ def build_model(
     if peft.enabled:
         from megatron.bridge.peft.lora import LoRA
 
-        lora = LoRA(target_modules=list(peft.target_modules), dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
+        latent = provider.multi_latent_attention
+        targets = adapted_layers(peft, linear_layers(latent, latent and provider.q_lora_rank is not None))
+        lora = LoRA(target_modules=list[str](targets), dim=peft.dim, alpha=peft.alpha, dropout=peft.dropout)
     model = MegatronModel(
         bridge,
         _build_chunks(bridge, provider, parallel, lora, on_gpu, trains, reads, on_meta),

@@ -309,6 +309,7 @@ class MegatronWorker:
         return self._store.port, self._offer
 
     def join_refit(self, consumers: int) -> None:
+        self._leave_refit()
         self._sender = self._producer.join(self._store, self._offer, consumers)
 
     def refit_recipe(self) -> Recipe | None:
@@ -323,8 +324,13 @@ class MegatronWorker:
     def join_windows(self, routes: WindowRoutes) -> RefitReport | None:
         """Join the receivers of this rank's windows, and send the current weights to be compared."""
         require_weights(self._model, self._phases)
+        self._leave_refit()
         self._sender = self._producer.require_windows().join(routes)
         return self._sender.send()
+
+    def _leave_refit(self) -> None:
+        """Free the groups and buckets of an earlier connection before the next one allocates its own."""
+        vars(self).pop("_sender", None)
 
     def send_weights(self) -> RefitReport | None:
         with self._memory.phase("refit"):

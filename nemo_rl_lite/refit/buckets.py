@@ -306,7 +306,7 @@ class BucketReceiver:
             if len(transfers) < len(buckets):
                 transfers.append(channel.start(len(transfers)))
         channel.end()
-        report.checksums = checksums.values()
+        report.checksums, report.nbytes = checksums.values(), channel.plan.nbytes
         return report
 
 

@@ -83,10 +83,11 @@ PROBE_TOLERANCE_QUANTIZED = 0.8
 
 @dataclass
 class RefitReport:
-    """One side's seconds by stage, and checksums of buckets, if enabled."""
+    """One side's seconds by stage, checksums of buckets, if enabled, and the bytes that a receiver has received."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     checksums: list[int] = field(default_factory=list)
+    nbytes: int = 0
 
     def add(self, stage: str, started: float) -> float:
         """Add the time since `started` to a stage. Returns the current time."""

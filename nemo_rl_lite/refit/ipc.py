@@ -249,8 +249,8 @@ class DirectReceiver:
 
     def receive(self, loader: Loader) -> RefitReport:
         """See `Receiver.receive`. Also raises RefitError: memory cannot be opened, or a copied weight differs."""
-        report, clock = RefitReport(), time.perf_counter()
-        direct = self._direct
+        clock, direct = time.perf_counter(), self._direct
+        report = RefitReport(nbytes=self._plan.nbytes if direct is None else direct.nbytes)
         self._group.expect(self._plan.digest)
         addresses = self._group.receive_message()
         report.add("transfer", clock)
@@ -311,6 +311,7 @@ class _Copies:
         found = dict.fromkeys((segment.rank, segment.parameter) for _, segment, _ in copies)
         self.keys = {key: number for number, key in enumerate(found)}
         """Numbers of the parameters that the copies read."""
+        self.nbytes = sum(target.nbytes for _, _, target in copies)
 
         def table(some: Sequence[Copy]) -> CopyTable:
             return CopyTable([(self.keys[one.rank, one.parameter], one.source, target) for _, one, target in some])

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -267,6 +267,10 @@ class PieceExport:
         """Do nothing: other ranks wait for none of this rank's collectives."""
 
 
+Stored = Callable[[Tensor, Tensor], Tensor]
+"""Returns, for the target of a received tensor and that tensor, what the engine stores."""
+
+
 class WindowReceiver:
     """`Receiver` that copies pieces to an engine rank's weights, without its loader."""
 
@@ -280,19 +284,24 @@ class WindowReceiver:
     def receive(self, loader: Loader) -> RefitReport:
         return self._receiver.receive(self._pieces)
 
-    def first_differing(self) -> str | None:
-        """Receive the weights that the engine has; return the first tensor with other or missing bytes, or None."""
-        self._pieces.compares = True
+    def first_differing(self, stored: Stored = lambda _, received: received) -> str | None:
+        """Receive the weights that the engine has; return the first tensor with other or missing bytes, or None.
+
+        `stored`: what the engine makes of a received tensor, by the memory that has it.
+        """
+        self._pieces.stored = stored
         self._receiver.receive(self._pieces)
-        self._pieces.compares = False
+        self._pieces.stored = None
         return next(iter(self._pieces.differing), None)
 
 
 class _PieceLoader(Loader):
-    """Copies pieces to their targets, or compares them."""
+    """Copies pieces to their targets, or compares what the engine would store there."""
 
     def __init__(self, transfers: Sequence[Transfer], needed: Needed):
-        self._transfers, self.compares = transfers, False
+        self._transfers = transfers
+        self.stored: Stored | None = None
+        """Given while pieces are compared."""
         self._targets: dict[Piece, list[Tensor]] = defaultdict(list)
         for piece, target in needed:
             self._targets[piece].append(target)
@@ -301,8 +310,9 @@ class _PieceLoader(Loader):
         self._copies: dict[int, tuple[int, CopyList]] = {}
 
     def fill(self, arrived: ReceivedBucket) -> None:
-        if self.compares:
-            self.differing += [name for name, target, source in self._pairs(arrived) if not same_bytes(target, source)]
+        if (stored := self.stored) is not None:
+            pairs = self._pairs(arrived)
+            self.differing += [name for name, target, source in pairs if not same_bytes(target, stored(target, source))]
             return
         kept = self._copies.get(arrived.index)
         if kept is None or kept[0] != arrived.buffer.data_ptr():

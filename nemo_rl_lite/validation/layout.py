@@ -11,10 +11,12 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     ParallelDims,
+    adapted_layers,
     all_gpus,
     batch_mode,
     generation_gpus,
     leaving_for_generation,
+    linear_layers,
     mb_tokens,
     micro_batch_sizes,
     model_chunks,
@@ -448,11 +450,18 @@ def check_adapters(config: Config) -> Iterator[Violation]:
     if not peft.enabled:
         return
     spread = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size > 1
-    tensor = parallel.tensor_model_parallel_size
-    if spread and {"linear_fc1", "linear_fc2"} & set(peft.target_modules):
+    tensor, shape = parallel.tensor_model_parallel_size, known_shape(config.policy.model_name)
+    layers = shape.linear_layers if shape is not None else linear_layers()
+    targets = adapted_layers(peft, layers)
+    if shape is not None and (missing := [name for name in targets if name not in layers]):
+        rule_text = f"the model has no {' and no '.join(missing)}; its linear layers are {', '.join(layers)}"
+        fix = f"'{_PEFT}.target_modules=[]' for all of them, or a list of some"
+        yield Violation(f"{_PEFT}.target_modules", targets, rule_text, fix)
+    if spread and {"linear_fc1", "linear_fc2"} & set(targets):
         # megatron-bridge would merge one rank's adapters into the experts of all.
         rule_text = "adapters of experts need expert parallel sizes of 1"
-        fix = f"'{_PEFT}.target_modules=[linear_qkv,linear_proj]', or {_EXPERTS}=1 {_SPLIT_EXPERTS}=1"
+        attention = ",".join(name for name in layers if name not in ("linear_fc1", "linear_fc2"))
+        fix = f"'{_PEFT}.target_modules=[{attention}]', or {_EXPERTS}=1 {_SPLIT_EXPERTS}=1"
         yield Violation(f"{_PEFT}.enabled", True, rule_text, fix)
     if peft.dim % tensor:
         fix = f"{_PEFT}.dim={-(-peft.dim // tensor) * tensor}"

@@ -145,11 +145,13 @@ class WeightSync:
             f"{stage}_s": max(report.seconds.get(stage, 0.0) for report in reports if report is not None)
             for stage, reports in (("iterate", sent), ("pack", sent), ("transfer", sent), ("load", received))
         }
+        # An engine rank receives a part with windows, and with direct copies.
+        nbytes = max(report.nbytes for report in received)
         metrics |= {
-            "bytes": float(self._plan.nbytes),
+            "bytes": float(nbytes),
             "buckets": float(len(transfers or self._plan.buckets)),
             "seconds": seconds,
-            "gb_per_s": self._plan.nbytes / seconds / 1e9,
+            "gb_per_s": nbytes / seconds / 1e9,
             "wake_s": woken,
         }
         # Of windows, if there are any, so that a refit after a new connection has the same.

@@ -239,10 +239,10 @@ def memory(one: Record) -> Picture:
 
 
 def refit(direct: Record, broadcast: Record) -> Picture:
-    """Draw the three ways of weights from policy to engine, with their seconds for the same model."""
+    """Draw the transports of weights from policy to engine: three with seconds for the same model, and windows."""
     buckets = "1 GB buckets, 2 buffers"
     gigabytes = medians(broadcast, buckets)["bytes of a refit"]
-    picture = Picture(860, 250, "Transports of a refit: direct copies, shared buckets, broadcast")
+    picture = Picture(860, 500, "Transports of a refit: direct copies, shared buckets, broadcast, windows")
     columns = (
         ("direct copies", "CUDA IPC", medians(direct, "direct")["refit time"]),
         ("shared buckets", "pack, CUDA IPC, load", medians(direct, buckets)["refit time"]),
@@ -272,7 +272,29 @@ def refit(direct: Record, broadcast: Record) -> Picture:
     _slices(picture, 775, 66, "a", "weights")
     for begin, end in ((386, 410), (450, 474), (653, 666), (702, 724), (760, 773)):
         picture.line(begin, _middle(1.5), end, _middle(1.5), arrow=True)
+    _windows(picture, 278)
     return picture
+
+
+def _windows(picture: Picture, top: float) -> None:
+    """Draw two policy ranks, of which each sends its parts to two engine ranks."""
+    picture.text(430, top, "windows, after the first refit", "bold middle")
+    for rank in (0, 1):
+        y = top + 14 + 92 * rank
+        for x, owner in ((150, "policy"), (460, "engine")):
+            picture.box(x, y, 250, 84, "box")
+            picture.text(x + 125, y + 18, f"GPU of {owner} rank {rank}", "small middle")
+        first, middle = y + 46, y + 60
+        _slices(picture, 166, 90, "c", "parameters", 2, first, 32)
+        _slices(picture, 348, 40, "b", "", 2, first, 32)
+        _slices(picture, 472, 40, "b", "", 2, first, 32)
+        _slices(picture, 604, 90, "a", "weights", 2, first, 32)
+        for begin, end in ((258, 346), (514, 602)):
+            picture.line(begin, middle, end, middle, arrow=True)
+        for receiver in (0, 1):
+            picture.line(390, middle, 470, middle + 92 * (receiver - rank), arrow=True)
+    words = "all ranks send at once, each only the parts that an engine rank needs: pack, NCCL, load"
+    picture.text(430, top + 214, words, "small middle")
 
 
 ROWS, FIRST, HEIGHT = 4, 88, 104
@@ -283,8 +305,17 @@ def _middle(row: float) -> float:
     return FIRST + HEIGHT / ROWS * (row + 0.5)
 
 
-def _slices(picture: Picture, x: float, width: float, kind: str, words: str, rows: int = ROWS) -> None:
+def _slices(
+    picture: Picture,
+    x: float,
+    width: float,
+    kind: str,
+    words: str,
+    rows: int = ROWS,
+    first: float = FIRST,
+    height: float = HEIGHT,
+) -> None:
     """Draw a name above slices of weights, or above buckets."""
-    picture.text(x + width / 2, FIRST - 8, words, "small middle")
+    picture.text(x + width / 2, first - 8, words, "small middle")
     for row in range(rows):
-        picture.box(x, FIRST + HEIGHT / rows * row, width, HEIGHT / rows - 4, kind)
+        picture.box(x, first + height / rows * row, width, height / rows - 4, kind)

@@ -99,6 +99,23 @@ def test_so_do_they_with_shards_of_some_adapters(shared, tmp_path, model_folder)
     assert first == 1 and set(others) == {1 if shared else 2}
 
 
+@pytest.mark.slow
+def test_a_resumed_run_sends_windows_of_adapters_that_the_engine_has_scaled(tmp_path, model_folder):
+    run, ranks = tmp_path / "run", ["cluster.cpu_ranks=2", TENSOR, f"{PEFT}.dim=8"]
+    apart = ["generation.colocated.enabled=false", "generation.vllm_cfg.lora=adapters", "checkpoint.save_period=2"]
+    for steps in (2, 4):
+        common = [*SMALL, *LORA, *ranks, *apart, f"algorithm.max_num_steps={steps}"]
+        output, metrics = train_here(run, model_folder, *common, elsewhere=["policy", "generation"])
+    assert "resuming after step 2" in output and "windows of" not in output
+    buckets, nbytes = series(metrics, "refit/buckets"), series(metrics, "refit/bytes")
+    # Of two times three refits, the first goes through rank 0. Then both policy ranks send.
+    assert buckets == [1, 2, 2] * 2
+    # Queries, keys and values have one A in the policy, which is sent once.
+    whole, part = nbytes[:2]
+    assert nbytes == [whole, part, part] * 2 and part < whole
+    check(metrics, model_folder)
+
+
 def check(metrics: list[dict], model_folder: Path) -> None:
     penalties = series(metrics, "train/kl_penalty")
     # A KL of 1e-4 is a difference of about 0.01 of logprobs, which an engine without the adapters would have.

@@ -10,9 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.models.shape import find_shape
+from nemo_rl_lite.planning.memory import whole_trained_parameters
 from tests.functional.here import train_here
 from tests.functional.rank import path_of
 from tests.functional.ranks import run_ranks
+from tests.functional.supervised import LORA, SFT, series, write_data
+from tests.functional.test_lora import adapters_give_the_merged_weights
 from tests.functional.test_parallel_parity import BATCHES, PACKED, Outcome, read
 
 pytestmark = pytest.mark.functional
@@ -179,3 +184,25 @@ def test_engines_compute_with_the_weights_of_each_refit(name, models, tmp_path):
     )
     differences = [line["refit/probe_logprob_diff"] for line in metrics if "refit/probe_logprob_diff" in line]
     assert len(differences) == 3 and max(differences) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "queries"), [("whole", ["q_a_proj", "q_b_proj"]), ("queries not compressed", ["q_proj"])]
+)
+def test_by_default_each_projection_of_attention_gets_an_adapter(name, queries, models, tmp_path):
+    run = tmp_path / "run"
+    _, metrics = train_here(run, models[name], *SFT, *write_data(tmp_path), *LORA)
+    assert series(metrics, "validation/val_loss")[-1] < series(metrics, "validation/val_loss")[0]
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    targets = set(config["target_modules"])
+    attention = {*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    assert targets == attention | {"gate_proj", "up_proj", "down_proj"}
+    before, after = (load_file(folder / "model.safetensors") for folder in (models[name], run / "hf"))
+    changed = {name.split(".")[-2] for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert changed == targets
+    adapters_give_the_merged_weights(run, models[name])
+    # The policy's gate and up projection share A.
+    adapters = load_file(run / "adapter" / "adapter_model.safetensors")
+    trained = sum(one.numel() for name, one in adapters.items() if "up_proj.lora_A" not in name)
+    peft = LoraConfig(enabled=True, dim=config["r"], alpha=1, dropout=0, target_modules=[])
+    assert trained == whole_trained_parameters(find_shape(str(models[name])), peft, grouped=False)

@@ -155,10 +155,11 @@ def check_windows(folder: Path, metrics: list[dict], share: float) -> None:
     logs = "".join(path.read_text() for path in sorted((folder / "logs").iterdir()))
     sent = [int(one) for one in re.findall(r"windows, (\d+) bytes to", logs)]
     received = [int(one) for one in re.findall(r"windows, (\d+) bytes from", logs)]
-    (whole,) = {line["refit/bytes"] for line in metrics if "refit/bytes" in line}
+    whole, *later = [line["refit/bytes"] for line in metrics if "refit/bytes" in line]
     assert len(sent) == len(received) == 2
     assert sum(sent) == pytest.approx(whole, rel=0.05)
     assert max(received) <= 1.05 * share * whole
+    assert later == pytest.approx([max(received)] * len(later), rel=0.01)
     assert "every refit goes through policy rank 0" not in logs
 
 

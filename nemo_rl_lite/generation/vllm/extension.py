@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.compat.torch import foreach_mul
+from nemo_rl_lite.compat.torch import foreach_mul, storage_id
 from nemo_rl_lite.compat.vllm import (
     absorb_weights,
     absorbed_weights,
@@ -25,6 +25,7 @@ from nemo_rl_lite.compat.vllm import (
 )
 from nemo_rl_lite.config.engines import VLLM_LORA_RANKS, VLLM_QUANTIZATIONS
 from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.config.sizes import adapted_layers, linear_layers
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.engine import CopyReplayLoader, EngineLoader, Source, connect
@@ -54,7 +55,7 @@ def engine_options(lora: LoraConfig, ranks: int) -> dict[str, Any]:
         "max_loras": 1,
         "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= lora.dim and rank % ranks == 0),
         "fully_sharded_loras": ranks > 1,
-        "lora_target_modules": [part for name in lora.target_modules for part in _PARTS[name]],
+        "lora_target_modules": [part for name in adapted_layers(lora, linear_layers()) for part in _PARTS[name]],
     }
 
 
@@ -145,7 +146,19 @@ class AdapterSlot:
     def scale(self) -> None:
         """Multiply B by the scaling, which vLLM does not apply."""
         if self._scaling != 1:
-            foreach_mul([part.target(False) for part in self._parts.values()], self._scaling)
+            foreach_mul(self._scaled, self._scaling)
+
+    def stored(self, target: Tensor, received: Tensor) -> Tensor:
+        """Return what `target`, a part of the memory, has after `received` was copied to it and scaled."""
+        if self._scaling == 1 or storage_id(target) not in map(storage_id, self._scaled):
+            return received
+        scaled = received.clone()
+        foreach_mul([scaled], self._scaling)
+        return scaled
+
+    @property
+    def _scaled(self) -> list[Tensor]:
+        return [part.target(False) for part in self._parts.values()]
 
 
 def _parts(manager: Any) -> Iterator[tuple[str, _Part]]:
@@ -182,6 +195,9 @@ class RefitExtension:
         log_to_stderr()
         self._is_first_refit, self._quantizes = True, False
         self._slot: AdapterSlot | None = None
+        # Free the buckets of an earlier connection, which its loader refers to.
+        for earlier in ("_receiver", "_destinations"):
+            vars(self).pop(earlier, None)
         if scaling is not None:
             self._slot = AdapterSlot(adapter_manager(self.model_runner), scaling)
             self._receiver = connect(sources[self.rank], torch.device(self.device))
@@ -246,8 +262,9 @@ class RefitExtension:
         # Free the buckets of the first refit.
         self._destinations.forget_buffers()
         del self._receiver
-        self._receiver = WindowReceiver(routes[self.rank], self._needed or (), torch.device(self.device))
-        return self._receiver.first_differing()
+        receiver = WindowReceiver(routes[self.rank], self._needed or (), torch.device(self.device))
+        self._receiver = receiver
+        return receiver.first_differing() if self._slot is None else receiver.first_differing(self._slot.stored)
 
     def share_weights(self) -> SharedWeights:
         """Share this rank's weights, which refits of adapters do not change."""

@@ -34,9 +34,9 @@ class Queue:
     def finish(self, number: int, length: int, engine: int = 0) -> None:
         self.assignment.finish(engine, number, Completion((0,) * length, (), "stop", (0,) * length))
 
-    def is_full_of(self, running: int, tokens: int) -> None:
+    def is_full_of(self, running: int, tokens: int, engine: int = 0) -> None:
         """The engine preempts while it runs `running` requests."""
-        self.assignment.observe(0, EngineLoad(0, running, 1, running * tokens, 0.8, 1))
+        self.assignment.observe(engine, EngineLoad(0, running, 1, running * tokens, 0.8, 1))
 
 
 def test_requests_that_all_fit_keep_their_order():
@@ -147,6 +147,49 @@ def test_requests_go_to_an_engine_whose_cache_has_room():
     for prompt in range(4):
         queue.ask(prompt)
     assert queue.given() == [] and queue.given(1) == [0, 1, 2, 3]
+
+
+def talking(queue: Queue, conversations: list[Conversation]) -> list[int]:
+    """The engines of conversations, of which each takes one turn and then waits for its environment."""
+    for number, talk in enumerate(conversations):
+        queue.ask(number, talk)
+        for engine in queue.assignment.alive:
+            for _ in queue.given(engine):
+                queue.finish(queue.asked - 1, 1, engine)
+    return [talk.engine for talk in conversations]  # pyrefly: ignore
+
+
+def test_conversations_move_to_a_new_engine_with_far_fewer_and_stay_there():
+    queue, talks = Queue(engines=2, most=64), [Conversation() for _ in range(40)]
+    queue.assignment.lose(1)
+    assert talking(queue, talks) == [0] * 40
+    queue.assignment.replace(1)
+    engines = talking(queue, talks)
+    # 29 = 2 * 11 + 7.
+    assert engines == [1] * 11 + [0] * 29
+    assert talking(queue, talks) == engines
+    # Conversations that have ended do not count, and a few are not worth it.
+    for talk in talks[3:]:
+        talk.ended = True
+    assert talking(queue, talks[:3]) == [1] * 3
+    queue = Queue(engines=2, most=64)
+    queue.assignment.lose(1)
+    talking(queue, talks := [Conversation() for _ in range(8)])
+    queue.assignment.replace(1)
+    assert talking(queue, talks) == [0] * 8
+
+
+def test_conversations_do_not_move_to_an_engine_without_room():
+    queue, talks = Queue(engines=2, most=16), [Conversation() for _ in range(16)]
+    queue.assignment.lose(1)
+    talking(queue, talks)
+    queue.assignment.replace(1)
+    queue.ask(1)
+    queue.ask(2)
+    assert queue.given(0) == [1] and queue.given(1) == [2]
+    queue.finish(16, 1)
+    queue.is_full_of(1, 1000, engine=1)
+    assert talking(queue, talks) == [0] * 16
 
 
 @pytest.fixture

@@ -1,15 +1,22 @@
 """Adapters in the memory of vLLM's own layers, whole and as one rank of two."""
 
+import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from nemo_rl_lite.config.schema import LoraConfig
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.vllm.extension import AdapterSlot, engine_options
+from nemo_rl_lite.generation.vllm import extension
+from nemo_rl_lite.generation.vllm.extension import AdapterSlot, RefitExtension, engine_options
+from nemo_rl_lite.refit import windows
 from nemo_rl_lite.refit.engine import CopyReplayLoader
-from nemo_rl_lite.refit.layout import ReceivedBucket, make_plan, view
+from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.refit.layout import CopyList, ReceivedBucket, make_plan, view
+from nemo_rl_lite.refit.trace import Segment, StridedView
+from nemo_rl_lite.refit.windows import WindowRoutes, route
 
 # The second of two ranks has fewer of the adapters' dimensions than the first.
 DIM, MOST, HIDDEN, HEADS, KV_HEADS, HEAD = 6, 8, 16, 4, 2, 8
@@ -152,3 +159,77 @@ def test_later_refits_are_copies_alone(tp_size, tp_rank, dim):
         assert all(map(torch.equal, slot.memory, theirs.memory)) and any(one.any() for one in slot.memory)
     assert (destinations.windows() is not None) == (dim == MOST)
     assert destinations.filled == slot.wanted and not destinations.left
+
+
+def in_order(tensor: torch.Tensor) -> StridedView:
+    return StridedView(0, (tensor.numel(),), (1,))
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_windows_are_compared_with_scaled_adapters(factor, monkeypatch):
+    """An engine whose adapters are not zero, as after a resume, has scaled its B. `factor`: of what arrives later."""
+    slot, named = AdapterSlot(Manager(), scaling=1.5), adapters(MOST)
+    slot.load(list(named.items()))
+    parameters = {number: factor * one for number, one in enumerate(named.values())}
+    recipe = {
+        name: [Segment(0, number, in_order(one), in_order(one))] for number, (name, one) in enumerate(named.items())
+    }
+    plan = make_plan([(name, tuple(one.shape), "float32") for name, one in named.items()], bucket_bytes=10**6)
+    destinations = CopyReplayLoader(slot.load, slot.memory)
+    buffer = torch.zeros(plan.nbytes, dtype=torch.uint8)
+    CopyList([view(buffer, one) for one in plan.buckets[0].slots], list(named.values())).run()
+    destinations.fill(ReceivedBucket(0, plan.buckets[0], buffer))
+    slot.scale()
+    before = [one.clone() for one in slot.memory]
+
+    class Receiver:
+        """What arrives, without a process group."""
+
+        def __init__(self, channel, verify):
+            pass
+
+        def receive(self, loader) -> RefitReport:
+            for index, one in enumerate(transfers):
+                buffer = torch.zeros(one.bucket.nbytes, dtype=torch.uint8)
+                sent = [piece.source.of(parameters[piece.parameter]) for piece in one.pieces]
+                CopyList([view(buffer, slot) for slot in one.bucket.slots], sent).run()
+                loader.fill(ReceivedBucket(index, one.bucket, buffer))
+            return RefitReport()
+
+    monkeypatch.setattr(windows, "BucketReceiver", Receiver)
+    monkeypatch.setattr(WindowRoutes, "channel", lambda *_: None)
+    worker: Any = object.__new__(RefitExtension)
+    worker.rank, worker.device = 0, torch.device("cpu")
+    worker._destinations, worker._slot, worker._receiver = destinations, slot, None
+    pieces = worker.refit_pieces(recipe)
+    transfers = route({0: pieces}, {(0, number): [0] for number in parameters}, 2000)
+    routes = WindowRoutes(transfers, 0, ("", 0), SimpleNamespace(verify="off"))  # pyrefly: ignore
+    assert (worker.refit_join_windows([routes]) is None) == (factor == 1)
+    # Nothing is changed before the next refit, which brings all of it.
+    assert all(map(torch.equal, slot.memory, before))
+    worker._receiver.receive(destinations)
+    slot.scale()
+    assert all(torch.equal(own, factor * one) for own, one in zip(slot.memory, before, strict=True))
+
+
+def test_an_engine_frees_its_buckets_before_it_connects_again(monkeypatch):
+    monkeypatch.setattr(extension, "adapter_manager", lambda runner: Manager())
+    monkeypatch.setattr(extension, "log_to_stderr", lambda: None)
+    alive = []
+
+    class Receiver:
+        pass
+
+    def connect(source, device) -> Receiver:
+        assert not [one for one in alive if one() is not None]
+        receiver = Receiver()
+        alive.append(weakref.ref(receiver))
+        return receiver
+
+    monkeypatch.setattr(extension, "connect", connect)
+    worker: Any = object.__new__(RefitExtension)
+    worker.rank, worker.device, worker.model_runner = 0, "cpu", None
+    for _ in range(2):
+        worker.refit_join([None], scaling=2.0)
+        alive.append(weakref.ref(worker._destinations))
+    assert len(alive) == 4

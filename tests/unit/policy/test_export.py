@@ -1,8 +1,10 @@
 """What a producer sends: by what it has found of megatron-bridge's export, or by the bridge. With a made-up bridge."""
 
 import logging
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch.distributed as dist
 
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.policy import export as producer_module
+from nemo_rl_lite.policy import worker as worker_module
 from nemo_rl_lite.policy.export import Producer, export_weights, plan_refit
+from nemo_rl_lite.policy.worker import MegatronWorker
 from nemo_rl_lite.refit.buckets import BucketSender
 from nemo_rl_lite.refit.layout import same_bytes, view
 from nemo_rl_lite.validation.compose import compose_config
@@ -221,3 +225,27 @@ def test_what_the_bridge_exports_is_gathered_to_its_end_where_several_ranks_gath
         before = len(ended)
         assert producer.join(*producer.open("127.0.0.1"), consumers=0).send() is None
     assert len(ended) == before + (not is_whole)
+
+
+def test_a_rank_frees_its_sender_before_it_connects_again(monkeypatch):
+    """A sender has process groups, and buckets of windows."""
+    monkeypatch.setattr(worker_module, "require_weights", lambda *_: None)
+    alive = list[weakref.ref]()
+
+    class Sender:
+        def send(self):
+            pass
+
+    def join(*_) -> Sender:
+        assert not [one for one in alive if one() is not None]
+        sender = Sender()
+        alive.append(weakref.ref(sender))
+        return sender
+
+    worker: Any = object.__new__(MegatronWorker)
+    worker._producer = SimpleNamespace(join=join, require_windows=lambda: SimpleNamespace(join=join))
+    worker._store = worker._offer = worker._model = worker._phases = None
+    for _ in range(2):
+        worker.join_refit(1)
+        worker.join_windows(None)
+    assert len(alive) == 4

@@ -9,7 +9,7 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.errors import EngineError, RefitError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.refit.interface import PROBE_TOLERANCE, PROBE_TOLERANCE_QUANTIZED, RefitReport
-from nemo_rl_lite.refit.layout import Bucket
+from nemo_rl_lite.refit.layout import Bucket, make_plan
 from nemo_rl_lite.refit.windows import Transfer
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.validation.compose import compose_config
@@ -181,6 +181,39 @@ def starting(monkeypatch, both: Apart) -> WeightSync:
     sync._ranks_per_engine, sync._address, sync._config, sync._limit_s = 1, ("127.0.0.1", 1), None, 1
     sync._has_windows, sync._transfers, sync._connected = True, [], both.live
     return sync
+
+
+class Refitted:
+    """A policy of one rank and two engines, whose ranks receive these bytes in a refit."""
+
+    ranks, live = 1, [0, 1]
+
+    def __init__(self, *received: int):
+        self.received = received
+
+    def only(self, live):
+        return self
+
+    def send_weights(self):
+        return [RefitReport()]
+
+    def receive_weights(self, version):
+        return [[RefitReport(nbytes=nbytes)] for nbytes in self.received]
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+def test_the_bytes_of_a_refit_are_those_of_the_engine_rank_that_received_most(monkeypatch):
+    monkeypatch.setattr(weight_sync, "wait", lambda *calls: [one for call in calls for one in call])
+    sync: Any = object.__new__(WeightSync)
+    sync._policy = sync._generation = Refitted(300, 500)
+    sync._config, sync._connected, sync._transfers, sync._has_windows = SimpleNamespace(verify="off"), [0, 1], [], False
+    sync._engine_bytes, sync._ranks_per_engine, sync._producers = 0, 1, [0, 0]
+    sync._plan = make_plan([("weights", (1000,), "uint8")], 1000)
+    metrics = sync.refit(1)
+    assert metrics["bytes"] == 500 and metrics["buckets"] == 1
+    assert metrics["gb_per_s"] == pytest.approx(500 / metrics["seconds"] / 1e9)
 
 
 def test_windows_go_from_each_policy_rank_to_every_engine_that_lives(monkeypatch):

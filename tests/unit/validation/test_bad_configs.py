@@ -23,6 +23,7 @@ MODEL = {
     "vocab_size": 90,
     "max_position_embeddings": 64,
 }
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 MEGATRON, LOSS = "policy.megatron_cfg", "algorithm.loss_fn"
 OPTIMIZER, SCHEDULER, PEFT = f"{MEGATRON}.optimizer", f"{MEGATRON}.scheduler", f"{MEGATRON}.peft"
 TP, PP = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
@@ -48,6 +49,7 @@ JUDGE = "reward=judge reward.kwargs.base_url=http://localhost:8000/v1 reward.kwa
 SHORT = "policy.max_total_sequence_length=64 generation.max_new_tokens=16"
 GPU = f"cluster.gpus_per_node=1 policy=megatron_gpu generation=transformers {SHORT}"
 VLLM = f"cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu {SHORT}"
+TARGETS = f"{PEFT}.enabled=true {PEFT}.target_modules"
 SERVED = f"{VLLM} {PEFT}.enabled=true {LORA}=adapters"
 
 # Arguments -> the key that the message names. Words in capitals are files of `places`.
@@ -142,6 +144,8 @@ CASES = {
     f"{GPU} {PEFT}.enabled=true {ACTIVATIONS}=true {MODULES}=[core_attn]": ACTIVATIONS,
     f"cluster.cpu_ranks=2 {TP}=2 {PEFT}.enabled=true {PEFT}.dim=3": f"{PEFT}.dim=4",
     f"{PEFT}.enabled=true {EP}=2 cluster.cpu_ranks=2": f"{PEFT}.enabled",
+    f"policy.model_name=LATENT {TARGETS}=[linear_qkv,linear_proj]": "no linear_qkv; its linear layers are linear_q_",
+    f"policy.model_name=MODEL {TARGETS}=[linear_q_proj]": "no linear_q_proj; its linear layers are linear_qkv, linear",
     f"{SERVED} {PEFT}.dim=513": f"{PEFT}.dim",
     f"{SERVED} policy.model_name=MOE": LORA,
     f"{SERVED} +{KWARGS}.load_format=dummy": f"{KWARGS}.load_format",
@@ -284,7 +288,7 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     monkeypatch.syspath_prepend(tmp_path)
     experts = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8, "vocab_size": 128}
     changes = {"MODEL": {}, "MOE": experts, "QUANTIZED": {"quantization_config": {"quant_method": "fp8"}}}
-    changes |= {"CLASSIFIER": {"architectures": ["LlamaForSequenceClassification"]}, "PICKLED": {}}
+    changes |= {"LATENT": LATENT, "CLASSIFIER": {"architectures": ["LlamaForSequenceClassification"]}, "PICKLED": {}}
     for name, change in changes.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(MODEL | change))
@@ -304,6 +308,12 @@ def problems(arguments: list[str]) -> ConfigError:
         compose_config(arguments)
     assert all(one.fix for one in caught.value.violations)
     return caught.value
+
+
+@pytest.mark.parametrize("targets", ["[]", "[linear_qkv,linear_proj,linear_fc1,linear_fc2]", "[linear_kv_up_proj]"])
+def test_adapters_of_latent_attention(targets, places):
+    """megatron-bridge's default, which names a layer that the model does not have, means all layers."""
+    compose_config([f"policy.model_name={places['LATENT']}", *f"{TARGETS}={targets}".split()])
 
 
 @pytest.mark.parametrize("arguments", CASES)
