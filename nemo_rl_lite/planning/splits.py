@@ -5,7 +5,7 @@ There are four kinds of splits:
 - Engines and policy share all GPUs and take turns.
 - They take turns, and engines also generate for later steps (partial rollouts).
 - They share all GPUs, and engines generate while the policy trains.
-- Engines have k GPUs and the policy has n (`k + n`). Engines generate one step ahead.
+- Engines have k GPUs and the policy has n (`k + n`). Engines generate one step ahead, or several if they are slow.
 
 Phases of a step are predicted (`planning/time.py`). For a run that has measured them (`planning/advice.py`), the
 prediction of each phase is scaled by measured over predicted time of the present split. So only ratios between splits
@@ -48,6 +48,8 @@ MOST_NAMES = 8
 HEADERS = ["GPUs", "rollouts", "generation", "logprob", "train", "refit", "step", "idle"]
 _COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
 _PARTIAL, _IN_FLIGHT = "partial", "algorithm.rollouts.in_flight_weight_updates"
+# Sources of engines with their own GPUs.
+_AHEAD = "one_step_off", "queue"
 # What follows the name of shared GPUs.
 _SAID = {"on_policy": "", _PARTIAL: ", partial", "one_step_off": ", async", "queue": ", async"}
 _RESOURCES = [f"{_COLOCATED}.resources.{name}" for name in ("num_nodes", "gpus_per_node")]
@@ -87,7 +89,7 @@ class GpuSplit:
 
     @property
     def kind(self) -> tuple[int, bool, bool, bool]:
-        """Splits of equal kind have equal times."""
+        """A run is compared with splits of other kinds."""
         return self.engine_gpus, self.colocated, self.is_async, self.overlaps
 
     @property
@@ -144,15 +146,12 @@ class GpuSplits:
         by_node, by_gpu = _RESOURCES
         key, other, count = (by_node, by_gpu, nodes) if nodes > 1 else (by_gpu, by_node, total)
         shared = "on_policy", _PARTIAL, "one_step_off"
-        wanted = [(GpuSplit(total, total, True, source), list[str]()) for source in shared]
-        wanted += [
-            (
-                GpuSplit(number * total // count, total - number * total // count, colocated=False),
-                [f"{key}={number}", f"{other}=null"],
-            )
-            for number in range(1, count)
-        ]
-        return [self._tried(split, own) for split, own in wanted if split.kind != self.present.kind]
+        tried = [self._tried(GpuSplit(total, total, True, source), []) for source in shared]
+        for number in range(1, count):
+            engine_gpus, own = number * total // count, [f"{key}={number}", f"{other}=null"]
+            split = GpuSplit(engine_gpus, total - engine_gpus, colocated=False)
+            tried.append(min((self._tried(replace(split, source=one), own) for one in _AHEAD), key=_handicapped))
+        return [split for split in tried if split.kind != self.present.kind]
 
     @property
     def best(self) -> GpuSplit:
@@ -208,7 +207,7 @@ class GpuSplits:
         if self.present.overlaps:
             # `auto` may let engines of a queue sleep.
             return [f"{asleep}{'false' if split.colocated and self.present.source == 'queue' else 'auto'}"]
-        return [f"{_SOURCE}=one_step_off", f"{asleep}auto", *corrected]
+        return [f"{_SOURCE}={split.source}", f"{asleep}auto", *corrected]
 
     def _scaled(self, time: StepTime) -> StepTime:
         """Scale predicted phases by what the present split measured. Work between the phases does not scale, so the
@@ -230,6 +229,11 @@ class GpuSplits:
             self.shape, self.lengths, sequences_per_optimizer_step(config), parallel_dims(config).dp
         )
         return GpuSplit(gpus, policy_ranks(config), colocated, source, time, slowest)
+
+
+def _handicapped(split: GpuSplit) -> float:
+    """Return the step time with what more than one stale step must save."""
+    return split.seconds * (1 + STALE * (split.source == "queue"))
 
 
 def rows(splits: GpuSplits) -> list[list[str]]:

@@ -93,9 +93,9 @@ def test_engines_with_a_long_tail_generate_for_several_steps_or_get_their_own_gp
     packs = [f"policy.sequence_packing.{phase}_mb_tokens=8192" for phase in ("train", "logprob")]
     found = splits_of(f"{TENSOR}=2", *longest, *packs)
     assert found.present.colocated and not found.present.is_async
-    of_one_step = min((one for one in found.others if one.source != "partial"), key=lambda one: one.seconds)
-    assert not of_one_step.colocated and of_one_step.seconds < 0.9 * found.present.seconds
-    assert "algorithm.rollouts.source=one_step_off" in of_one_step.overrides
+    apart = min((one for one in found.others if one.source != "partial"), key=lambda one: one.seconds)
+    assert not apart.colocated and apart.seconds < 0.9 * found.present.seconds
+    assert "algorithm.rollouts.source=queue" in apart.overrides
     # Three rollouts fill the engines' batches, and the longest response has three steps.
     partial = found.best
     assert partial.source == "partial" and "with 8 shared GPUs and partial rollouts" in said_of(found)
