@@ -2,7 +2,7 @@
 
 python scripts/bench/partial_rollouts.py [seed ...]
 
-The engine has room for all responses of three steps, so most tokens are as old as a queue allows.
+The engine has room for all responses of three steps, so tokens are nearly as stale as the limit allows.
 """
 
 import math
