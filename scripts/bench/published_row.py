@@ -132,6 +132,12 @@ def policy_gpus(gpus: int, rollouts: str) -> int:
     return gpus // 2 if rollouts == "one step off" else gpus
 
 
+def record_name(gpus: int, batch: int, rollouts: str) -> str:
+    """The name of a variant's record, without its hardware."""
+    way = "" if rollouts == "sync" else f"-{rollouts.replace(' ', '-')}"
+    return f"published-row-{gpus}{way}-{batch}"
+
+
 def step_seconds(time: StepTime, rollouts: str) -> float:
     """The step time with these phases."""
     return time.overlapped if rollouts == "one step off" else time.synchronous
@@ -218,8 +224,7 @@ def write(given: argparse.Namespace, config: Config, overrides: list[str], steps
             results += [measured(what, unit, [one[name] / by for one in steps])] if name in steps[0] else []
     if on_gpus(config):
         results += beside(overrides, find_shape(config.policy.model_name), given.rollouts)
-    way = "" if given.rollouts == "sync" else f"-{given.rollouts.replace(' ', '-')}"
-    name = f"published-row-{given.gpus}{way}-{given.batch}"
+    name = record_name(given.gpus, given.batch, given.rollouts)
     return record.write(name, results, [], f"model: {given.model.name}, random weights")
 
 
