@@ -273,6 +273,8 @@ class AsyncRolloutSource:
         self._validation: RolloutTask | None = None
         self._memory: dict[str, float] = {}
         self._idle_before = 0.0
+        # Since when the engines are paused, and how long they took to stop; None while they work.
+        self._paused: tuple[float, float] | None = None
 
     def take(self, step: int, show: Show) -> Rollout:
         rollout = self._wait(self._prefetcher.take(step), show)
@@ -285,11 +287,12 @@ class AsyncRolloutSource:
             # The engines may have released their weights.
             self._engines.refit(self._prefetcher.version)
             self._run(self._prefetcher.wake())
+            self._paused = None
         return self._wait(self._prefetcher.take_again(step), show)
 
     def finish_generation(self) -> dict[str, float]:
         if self._staleness.is_partial:
-            self._run(self._prefetcher.pause())
+            self._pause()
             self._memory = self._engines.finish_generation()
         return self._memory
 
@@ -299,17 +302,19 @@ class AsyncRolloutSource:
 
     def publish(self, step: int) -> dict[str, float]:
         if self._prefetcher.players is None:
-            metrics, stopped = self._engines.refit(step), 0.0
+            metrics = self._engines.refit(step)
             self._prefetcher.players = self._thread_loop.start()
         else:
-            began = time.perf_counter()
-            self._run(self._prefetcher.pause())
-            stopped = time.perf_counter() - began
+            self._pause()
             metrics = self._engines.refit(step)
         if not self._staleness.is_partial:
             self._memory = self._engines.finish_generation()
         self._run(self._prefetcher.resume(step))
-        return metrics | {"pause_s": stopped}
+        if self._paused is not None:
+            since, took_s = self._paused
+            metrics |= {"pause_s": took_s, "paused_s": time.perf_counter() - since}
+            self._paused = None
+        return metrics
 
     def held_out(self, step: int, show: Show) -> Rollout:
         self.wait_until_idle(show)
@@ -328,6 +333,14 @@ class AsyncRolloutSource:
 
     def close(self) -> None:
         self._thread_loop.close()
+
+    def _pause(self) -> None:
+        """Pause the engines, unless they are paused."""
+        if self._paused is None:
+            began = time.perf_counter()
+            self._run(self._prefetcher.pause())
+            since = time.perf_counter()
+            self._paused = since, since - began
 
     def _run[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._thread_loop.wait(coroutine, lambda: None)

@@ -142,7 +142,7 @@ def test_partial_rollouts_leave_the_device_to_the_policy_and_lose_no_token(begin
         sampled = engine.sampled
         time.sleep(0.05)
         assert engine.sampled == sampled, "the engine has worked while the policy trained"
-        source.publish(step)
+        assert source.publish(step)["paused_s"] >= 0.05
     assert fleet.refitted == list(range(STEPS + 1))
     trained = sum(len(turn.tokens) for rollout in found for one in rollout.episodes for _, turn in one.turns)
     assert engine.sampled == trained, "a token was sampled twice"
