@@ -385,6 +385,18 @@ def saves_unfinished(config: Config) -> bool:
     return rollouts.source == "queue" and rollouts.in_flight_weight_updates and rollouts.checkpoint_inflight
 
 
+def engine_capacity(config: Config) -> int:
+    """Return the maximum number of requests that an engine has at a time.
+
+    With partial rollouts these are its share of one rollout. More would not decode faster than a synchronous step, and
+    tokens of later steps would be more stale. Dynamic sampling needs more.
+    """
+    most = config.generation.vllm_cfg.max_num_seqs
+    if not keeps_partial_rollouts(config) or config.options(GRPOConfig).use_dynamic_sampling:
+        return most
+    return min(most, -(-samples_per_step(config) // engines(config)))
+
+
 def engine_ranks(config: Config) -> int:
     """Return the processes per engine, one per GPU."""
     settings = config.generation.vllm_cfg

@@ -25,6 +25,7 @@ from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     as_teacher,
     batch_mode,
+    engine_capacity,
     engine_ranks,
     engines,
     keeps_partial_rollouts,
@@ -206,7 +207,7 @@ def _decoding(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Length
     weights = engine_parameters(config, shape) * item_bytes(config)
     token_bytes = token_cache_bytes(config, shape)
     cache = engine_of(config).kv_bytes(config, token_bytes, weights, gpu_bytes)
-    room = min(config.generation.vllm_cfg.max_num_seqs, int(cache / (token_bytes * (lengths.prompt + lengths.mean))))
+    room = min(engine_capacity(config), int(cache / (token_bytes * (lengths.prompt + lengths.mean))))
     requests = -(-samples_per_step(config) // engines(config))
     waves, together = requests / max(1, room), rollouts_in_flight(config)
     if together > 1:

@@ -1,8 +1,6 @@
 """Compare what synchronous and partial rollouts learn on the default task, with the same seeds.
 
 python scripts/bench/partial_rollouts.py [seed ...]
-
-The engine has room for all responses of three steps, so tokens are nearly as stale as the limit allows.
 """
 
 import math
@@ -18,7 +16,7 @@ STEPS = 60
 # Student's 97.5 % quantile with seven degrees of freedom, those of eight pairs.
 QUANTILE = 2.36
 COMMON = [
-    *(f"algorithm.max_num_steps={STEPS}", "algorithm.val_period=0", "generation.vllm_cfg.max_num_seqs=768"),
+    *(f"algorithm.max_num_steps={STEPS}", "algorithm.val_period=0"),
     *("logger.plots=false", "checkpoint.save_period=0", "checkpoint.export_hf_at_end=false"),
 ]
 WAYS = {"synchronous": [], "partial rollouts": ["async=partial"]}
