@@ -108,7 +108,7 @@ def bucket_size(refit: RefitConfig, memory_bytes: int) -> int:
 
 
 def generates_ahead(config: Config) -> bool:
-    """Return whether rollouts are asynchronous: engines generate while the policy trains."""
+    """Return whether engines begin rollouts before the step that trains on them."""
     return isinstance(config.algorithm, GRPOConfig) and config.algorithm.rollouts.source != "on_policy"
 
 
@@ -116,6 +116,31 @@ def sleep_is_wanted(config: Config) -> bool:
     """Return whether colocated engines sleep. With unresolved `auto` they do unless rollouts are asynchronous."""
     sleep = config.generation.colocated.sleep
     return not generates_ahead(config) if sleep == "auto" else sleep
+
+
+def engines_may_sleep(config: Config) -> bool:
+    """Return whether engines need not generate while the policy trains: rollouts are synchronous, or unfinished
+    responses continue with new weights."""
+    if not isinstance(config.algorithm, GRPOConfig):
+        return True
+    rollouts = config.algorithm.rollouts
+    return rollouts.source == "on_policy" or (rollouts.source == "queue" and rollouts.in_flight_weight_updates)
+
+
+def rollouts_in_flight(config: Config) -> int:
+    """Return for how many steps engines generate at a time. With one, a rollout's longest response runs alone."""
+    if not isinstance(config.algorithm, GRPOConfig):
+        return 1
+    rollouts = config.algorithm.rollouts
+    in_flight = rollouts.source == "queue" and rollouts.in_flight_weight_updates
+    return rollouts.max_trajectory_age_steps + 1 if in_flight else 1
+
+
+def keeps_partial_rollouts(config: Config) -> bool:
+    """Return whether the engines of a queue stop while the policy trains, and continue unfinished responses after the
+    refit (partial rollouts)."""
+    queues = isinstance(config.algorithm, GRPOConfig) and config.algorithm.rollouts.source == "queue"
+    return queues and config.generation.colocated.enabled and sleep_is_wanted(config)
 
 
 @dataclass(frozen=True)
@@ -375,6 +400,18 @@ def saves_unfinished(config: Config) -> bool:
         return False
     rollouts = config.algorithm.rollouts
     return rollouts.source == "queue" and rollouts.in_flight_weight_updates and rollouts.checkpoint_inflight
+
+
+def engine_capacity(config: Config) -> int:
+    """Return the maximum number of requests that an engine has at a time.
+
+    With partial rollouts these are its share of one rollout. More would not decode faster than a synchronous step, and
+    tokens of later steps would be more stale. Dynamic sampling needs more.
+    """
+    most = config.generation.vllm_cfg.max_num_seqs
+    if not keeps_partial_rollouts(config) or config.options(GRPOConfig).use_dynamic_sampling:
+        return most
+    return min(most, -(-samples_per_step(config) // engines(config)))
 
 
 def engine_ranks(config: Config) -> int:

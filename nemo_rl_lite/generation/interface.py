@@ -356,7 +356,8 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free the device's memory for the policy, if they share it."""
+        """Free the device's memory for the policy, if they share it. Unfinished requests keep their tokens, and
+        continue after the next refit."""
         ...
 
     def wake_weights(self) -> None:

@@ -204,7 +204,7 @@ def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, tit
         waited = [("policy waited", waits.policy_seconds), ("engines were idle", waits.engines_seconds)]
         rows = [(what, f"{seconds:.3f} s") for what, seconds in waited]
         rows.append(("mean staleness", f"{waits.token_age:.2f} steps"))
-        console.table("policy and engines in parallel", ("", "median"), rows)
+        console.table("asynchronous rollouts", ("", "median"), rows)
     for sentence in summary.advice:
         console.say(sentence)
     for label, written in (("model", folder / "hf"), ("adapter", folder / "adapter")):

@@ -70,7 +70,7 @@ def measured_phases(
     `present` are scaled to the measured step then.
     """
     predicted, rest = present.time or StepTime(0, 0, 0, 0), whole - waits - logprob - train
-    if not present.is_async:
+    if not present.overlaps:
         generation = waits
     elif present.colocated:
         scale = (whole - rest) / (present.seconds - predicted.refit)

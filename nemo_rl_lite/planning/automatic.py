@@ -20,8 +20,8 @@ from nemo_rl_lite.config.schema import Config, OffloadedComponent
 from nemo_rl_lite.config.sizes import (
     batch_mode,
     engine_share,
+    engines_may_sleep,
     enough_tokens,
-    generates_ahead,
     leaving_for_generation,
     on_gpus,
     parallel_dims,
@@ -101,8 +101,8 @@ def _ways(config: Config) -> Iterator[Config]:
     shared = Residency.of(config).engines_share_device
     sleeps = [colocated.sleep]
     if colocated.sleep == "auto":
-        can_sleep = shared and engine_of(config).can_sleep
-        sleeps = [False] if not can_sleep or generates_ahead(config) else [False, True]
+        can_sleep = shared and engine_of(config).can_sleep and engines_may_sleep(config)
+        sleeps = [False, True] if can_sleep else [False]
     away = ("optimizer_states",) if policy.megatron_cfg.optimizer.optimizer_cpu_offload else ()
     # Captured passes hold the addresses of weights and gradients.
     away += ("gradients", "parameters") if records_training(config) else ()

@@ -11,11 +11,13 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     SHARE_COLOCATED,
     bucket_size,
+    engine_capacity,
     engine_share,
     engines,
     on_gpus,
     parallel_dims,
     policy_ranks,
+    rollouts_in_flight,
     samples_per_step,
 )
 from nemo_rl_lite.models.shape import ModelShape
@@ -269,7 +271,8 @@ def with_more_share(config: Config, shape: ModelShape, gpu_bytes: int, used: flo
 
 def _running(config: Config) -> int:
     """Return the number of sequences that an engine decodes at a time."""
-    return min(config.generation.vllm_cfg.max_num_seqs, -(-samples_per_step(config) // engines(config)))
+    samples = samples_per_step(config) * rollouts_in_flight(config)
+    return min(engine_capacity(config), -(-samples // engines(config)))
 
 
 def _needed(config: Config, shape: ModelShape, tokens: int) -> int:

@@ -1,10 +1,11 @@
 """Compares splits of a run's GPUs between engines and policy by step time, and finds the fastest.
 
-There are three kinds of splits:
+There are four kinds of splits:
 
 - Engines and policy share all GPUs and take turns.
+- They take turns, and engines also generate for later steps (partial rollouts).
 - They share all GPUs, and engines generate while the policy trains.
-- Engines have k GPUs and the policy has n (`k + n`). Engines generate one step ahead.
+- Engines have k GPUs and the policy has n (`k + n`). Engines generate one step ahead, or several if they are slow.
 
 Phases of a step are predicted (`planning/time.py`). For a run that has measured them (`planning/advice.py`), the
 prediction of each phase is scaled by measured over predicted time of the present split. So only ratios between splits
@@ -23,8 +24,8 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import (
     all_gpus,
-    generates_ahead,
     generation_gpus,
+    keeps_partial_rollouts,
     parallel_dims,
     policy_ranks,
     sequences_per_optimizer_step,
@@ -46,6 +47,11 @@ FEWEST_IDLE, MUCH_IDLE = 0.01, 0.1
 MOST_NAMES = 8
 HEADERS = ["GPUs", "rollouts", "generation", "logprob", "train", "refit", "step", "idle"]
 _COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
+_PARTIAL, _IN_FLIGHT = "partial", "algorithm.rollouts.in_flight_weight_updates"
+# Sources of engines with their own GPUs.
+_AHEAD = "one_step_off", "queue"
+# What follows the name of shared GPUs.
+_SAID = {"on_policy": "", _PARTIAL: ", partial", "one_step_off": ", async", "queue": ", async"}
 _RESOURCES = [f"{_COLOCATED}.resources.{name}" for name in ("num_nodes", "gpus_per_node")]
 _AWAY, _SHARE = "policy.offload_for_generation", "generation.vllm_cfg.gpu_memory_utilization"
 _CORRECTED = [f"{_LOSS}.use_importance_sampling_correction=true", f"{_LOSS}.truncated_importance_sampling_ratio=2"]
@@ -60,7 +66,7 @@ class GpuSplit:
     policy_gpus: int
     colocated: bool
     source: str = "one_step_off"
-    """Value of `algorithm.rollouts.source`."""
+    """Value of `algorithm.rollouts.source`, or `partial`: a queue with sleeping engines."""
     time: StepTime | None = None
     """None if the split is invalid or does not fit."""
     slowest: float = 1.0
@@ -73,13 +79,18 @@ class GpuSplit:
 
     @property
     def is_async(self) -> bool:
-        """True if engines generate while the policy trains."""
+        """True if rollouts begin before the step that trains on them."""
         return self.source != "on_policy"
 
     @property
-    def kind(self) -> tuple[int, bool, bool]:
-        """Splits of equal kind have equal times."""
-        return self.engine_gpus, self.colocated, self.is_async
+    def overlaps(self) -> bool:
+        """True if engines generate while the policy trains."""
+        return self.source not in ("on_policy", _PARTIAL)
+
+    @property
+    def kind(self) -> tuple[int, bool, bool, bool]:
+        """A run is compared with splits of other kinds."""
+        return self.engine_gpus, self.colocated, self.is_async, self.overlaps
 
     @property
     def name(self) -> str:
@@ -91,7 +102,7 @@ class GpuSplit:
         """Step time in seconds; infinite if refused."""
         if self.time is None:
             return float("inf")
-        if not self.is_async:
+        if not self.overlaps:
             return self.time.synchronous
         return self.time.contended if self.colocated else self.time.overlapped
 
@@ -104,8 +115,8 @@ class GpuSplit:
         waits = {"replicas": self.time.policy * (1 - 1 / self.slowest)}
         if not self.colocated:
             late = self.time.policy - self.time.generation
-            waits["engines"] = max(0.0, late) if self.is_async else self.time.policy
-            waits["policy"] = max(0.0, -late) if self.is_async else self.time.generation
+            waits["engines"] = max(0.0, late) if self.overlaps else self.time.policy
+            waits["policy"] = max(0.0, -late) if self.overlaps else self.time.generation
         return {who: seconds / self.seconds for who, seconds in waits.items() if seconds >= FEWEST_IDLE * self.seconds}
 
 
@@ -129,20 +140,18 @@ class GpuSplits:
 
     @cached_property
     def others(self) -> Sequence[GpuSplit]:
-        """The other splits: colocated, colocated and async, and each number of engine GPUs, or engine machines if
-        there are several."""
+        """The other splits: colocated, with partial rollouts, or async, and each number of engine GPUs, or engine
+        machines if there are several."""
         total, nodes = all_gpus(self.config), self.config.cluster.num_nodes
         by_node, by_gpu = _RESOURCES
         key, other, count = (by_node, by_gpu, nodes) if nodes > 1 else (by_gpu, by_node, total)
-        wanted = [(GpuSplit(total, total, True, source), list[str]()) for source in ("on_policy", "one_step_off")]
-        wanted += [
-            (
-                GpuSplit(number * total // count, total - number * total // count, colocated=False),
-                [f"{key}={number}", f"{other}=null"],
-            )
-            for number in range(1, count)
-        ]
-        return [self._tried(split, own) for split, own in wanted if split.kind != self.present.kind]
+        shared = "on_policy", _PARTIAL, "one_step_off"
+        tried = [self._tried(GpuSplit(total, total, True, source), []) for source in shared]
+        for number in range(1, count):
+            engine_gpus, own = number * total // count, [f"{key}={number}", f"{other}=null"]
+            split = GpuSplit(engine_gpus, total - engine_gpus, colocated=False)
+            tried.append(min((self._tried(replace(split, source=one), own) for one in _AHEAD), key=_handicapped))
+        return [split for split in tried if split.kind != self.present.kind]
 
     @property
     def best(self) -> GpuSplit:
@@ -163,9 +172,9 @@ class GpuSplits:
     def _tried(self, split: GpuSplit, own: Sequence[str]) -> GpuSplit:
         """Return a split with its time and overrides, or with the reason why it is refused. `own`: overrides of its
         GPUs."""
-        wanted = [f"{_COLOCATED}.enabled={str(split.colocated).lower()}", *own, *self._rollouts(split.is_async)]
+        wanted = [f"{_COLOCATED}.enabled={str(split.colocated).lower()}", *own, *self._rollouts(split)]
         # Only engines that sleep make room for the policy, and only a policy that shares their GPUs for engines.
-        wanted += [f"{_COLOCATED}.sleep=auto", f"{_AWAY}={'[]' if split.is_async else 'auto'}"]
+        wanted.append(f"{_AWAY}={'[]' if split.overlaps else 'auto'}")
         if split.colocated != self.present.colocated:
             wanted.append(f"{_SHARE}=auto")
         changes, values = [], dict(flatten(asdict(self.config)))
@@ -186,15 +195,19 @@ class GpuSplits:
         found = self._with_time(config, self._scaled(self.predicted(config)))
         return replace(found, overrides=changes, instead_of=gone)
 
-    def _rollouts(self, is_async: bool) -> list[str]:
-        """Return the overrides for synchronous or asynchronous rollouts."""
-        options = self.config.options(GRPOConfig)
-        if not is_async:
-            return [f"{_SOURCE}=on_policy"]
-        if generates_ahead(self.config):
-            return []
+    def _rollouts(self, split: GpuSplit) -> list[str]:
+        """Return the overrides for the rollouts and the sleep mode of a split."""
+        options, asleep = self.config.options(GRPOConfig), f"{_COLOCATED}.sleep="
+        if not split.is_async:
+            return [f"{_SOURCE}=on_policy", f"{asleep}auto"]
         corrects = options.loss is not None or corrects_staleness(options.loss_fn)
-        return [f"{_SOURCE}=one_step_off", *([] if corrects else _CORRECTED)]
+        corrected = [] if corrects else _CORRECTED
+        if split.source == _PARTIAL:
+            return [f"{_SOURCE}=queue", f"{_IN_FLIGHT}=true", f"{asleep}true", *corrected]
+        if self.present.overlaps:
+            # `auto` may let engines of a queue sleep.
+            return [f"{asleep}{'false' if split.colocated and self.present.source == 'queue' else 'auto'}"]
+        return [f"{_SOURCE}={split.source}", f"{asleep}auto", *corrected]
 
     def _scaled(self, time: StepTime) -> StepTime:
         """Scale predicted phases by what the present split measured. Work between the phases does not scale, so the
@@ -210,10 +223,17 @@ class GpuSplits:
     def _with_time(self, config: Config, time: StepTime) -> GpuSplit:
         gpus, colocated = generation_gpus(config), config.generation.colocated.enabled
         source = config.options(GRPOConfig).rollouts.source
+        if source == "queue" and keeps_partial_rollouts(resolve_auto(config, self.shape, self.gpu_bytes).config):
+            source = _PARTIAL
         slowest = slowest_replica(
             self.shape, self.lengths, sequences_per_optimizer_step(config), parallel_dims(config).dp
         )
         return GpuSplit(gpus, policy_ranks(config), colocated, source, time, slowest)
+
+
+def _handicapped(split: GpuSplit) -> float:
+    """Return the step time with what more than one stale step must save."""
+    return split.seconds * (1 + STALE * (split.source == "queue"))
 
 
 def rows(splits: GpuSplits) -> list[list[str]]:
@@ -242,7 +262,7 @@ def lines(splits: GpuSplits) -> Iterator[str]:
     refused = [one for one in splits.others if one.time is None]
     for key in dict.fromkeys(one.refusal.split()[0] for one in refused):
         alike = [one for one in refused if one.refusal.startswith(f"{key} ")]
-        names = [f"{one.name}{', async' * (one.colocated and one.is_async)}" for one in alike]
+        names = [f"{one.name}{_SAID[one.source] if one.colocated else ''}" for one in alike]
         more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
         yield f"refused: {', '.join([*names[:MOST_NAMES], *more])}: {alike[0].refusal}"
     best = splits.best
@@ -257,9 +277,11 @@ def lines(splits: GpuSplits) -> Iterator[str]:
 
 
 def described(split: GpuSplit) -> str:
-    """Name the GPUs, and say whether engines generate while the policy trains."""
+    """Name the GPUs, and say when engines generate for later steps."""
     gpus = f"{split.name} GPU{'s' * (split.policy_gpus > 1)}"
     gpus += "" if split.colocated else " for engines and policy"
+    if split.source == _PARTIAL:
+        return f"{gpus} and partial rollouts"
     return f"{gpus}, where engines generate while the policy trains" if split.is_async else gpus
 
 

@@ -15,7 +15,7 @@ predicted: offload moves, FP8, context parallel communication, environments, rew
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.algorithms import compares
@@ -25,13 +25,16 @@ from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     as_teacher,
     batch_mode,
+    engine_capacity,
     engine_ranks,
     engines,
+    keeps_partial_rollouts,
     on_gpus,
     optimizer_steps,
     parallel_dims,
     policy_ranks,
     previous_passes,
+    rollouts_in_flight,
     samples_per_step,
     sequences_per_optimizer_step,
     with_overlap,
@@ -39,7 +42,7 @@ from nemo_rl_lite.config.sizes import (
 from nemo_rl_lite.config.sources import teacher_configs
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.budget import Gpu, merges_adapters, refit_bytes, speed_of
-from nemo_rl_lite.planning.lengths import Lengths, slowest_replica
+from nemo_rl_lite.planning.lengths import SIGMA, Lengths, quantiles, slowest_replica
 from nemo_rl_lite.planning.memory import (
     SequenceFlops,
     engine_parameters,
@@ -172,9 +175,10 @@ def free_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, le
 
 
 def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:
-    """Return the time of an engine's GPUs. A prompt is prefilled once for all its samples."""
+    """Return the time of an engine's GPUs. A prompt is prefilled once for all its samples, and an unfinished response
+    again after each refit that drops its KV cache."""
     item, wide, token_bytes = item_bytes(config), engine_ranks(config), token_cache_bytes(config, shape)
-    steps, requests = _decoding(config, shape, gpu_bytes, lengths)
+    decoding = steps, requests = _decoding(config, shape, gpu_bytes, lengths)
     caches = requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
     experts = matrix_weights(shape, shape.experts) - matrix_weights(shape, 0)
     dense = matrix_weights(shape, 0) + experts * READS / READS_EXPERTS
@@ -183,6 +187,8 @@ def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: in
     samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
     whole = lengths.prompt + lengths.mean
     prompts = requests / samples * forward_flops(shape, lengths.prompt)
+    if keeps_partial_rollouts(config):
+        prompts += sum(forward_flops(shape, lengths.prompt + own) for own in _unfinished(config, lengths, *decoding))
     tokens = requests * lengths.mean / whole * forward_flops(shape, whole)
     return prompts / rate + max(read / (READS * gpu.bandwidth), tokens / rate)
 
@@ -193,14 +199,29 @@ def _scheduling_seconds(config: Config, shape: ModelShape, gpu_bytes: int, lengt
 
 
 def _decoding(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> tuple[float, int]:
-    """Return the decoding steps of an engine and its requests. Requests without room in the cache wait."""
+    """Return the decoding steps of an engine per rollout, and its requests. Requests without room in the cache wait.
+
+    Engines that generate for several steps at a time fill their batches, and the longest response has several times as
+    long.
+    """
     weights = engine_parameters(config, shape) * item_bytes(config)
     token_bytes = token_cache_bytes(config, shape)
     cache = engine_of(config).kv_bytes(config, token_bytes, weights, gpu_bytes)
-    room = min(config.generation.vllm_cfg.max_num_seqs, int(cache / (token_bytes * (lengths.prompt + lengths.mean))))
+    room = min(engine_capacity(config), int(cache / (token_bytes * (lengths.prompt + lengths.mean))))
     requests = -(-samples_per_step(config) // engines(config))
-    waves = max(1, requests / max(1, room))
-    return waves * lengths.mean + max(0, lengths.longest - lengths.mean), requests
+    waves, together = requests / max(1, room), rollouts_in_flight(config)
+    if together > 1:
+        return max(waves * lengths.mean, lengths.longest / together), requests
+    return max(1, waves) * lengths.mean + max(0, lengths.longest - lengths.mean), requests
+
+
+def _unfinished(config: Config, lengths: Lengths, steps: float, requests: int) -> Iterator[float]:
+    """Yield the tokens so far of each unfinished response of an engine, when a step's rollout is complete. `steps`:
+    decoding steps per rollout."""
+    if lengths.mean < lengths.longest:
+        responses = quantiles(requests, max(1.0, lengths.mean), SIGMA, round(lengths.longest))
+        for number in range(1, rollouts_in_flight(config)):
+            yield from (number * steps for one in responses if one > number * steps)
 
 
 def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, sequences: int, training: bool) -> float:

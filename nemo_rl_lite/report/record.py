@@ -262,7 +262,7 @@ def waits(folder: Path, metrics: Sequence[Entry], is_done: bool) -> dict[str, An
     """Return the work of policy and engines in the last steps; None without samples, and for earlier versions' runs.
 
     Times are seconds since the first step shown. There are the `steps`, the `policy`'s activities, and each rollout's
-    `requests` in PARTS intervals. Engines were `paused` for a refit or `idle`; `shares` are those of the whole time.
+    `requests` in PARTS intervals. Engines were `paused` or `idle`; `shares` are those of the whole time.
 
     A rollout is written when it is complete. So steps that ended after the last rollout started are left out, unless
     the run `is_done`. Raises OSError or pyarrow.ArrowException: a file cannot be read.
@@ -316,10 +316,11 @@ def _known(files: Sequence[_Recorded], is_done: bool) -> list[_Recorded]:
 
 
 def _paused(steps: Sequence[_Recorded], metrics: Sequence[Entry], zero: float) -> list[Interval]:
-    """Return the times in which the engines were paused for a refit."""
-    stopping = {entry["step"]: entry.get("refit/pause_s") or 0.0 for entry in metrics if "refit/seconds" in entry}
+    """Return the times in which the engines were paused, which end with a refit."""
+    paused = {entry["step"]: entry.get("refit/paused_s") for entry in metrics if "refit/seconds" in entry}
     refits = [(one.step, *interval) for one in steps for interval in one.phases("refit")]
-    return [(begin + stopping.get(step, 0.0) - zero, end - zero) for step, begin, end in refits]
+    # A synchronous run has no requests then.
+    return [(end - (paused.get(step) or end - begin) - zero, end - zero) for step, begin, end in refits]
 
 
 def _generating(one: _Recorded, zero: float, end: float) -> Iterator[Interval]:

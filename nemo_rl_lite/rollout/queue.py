@@ -1,4 +1,4 @@
-"""Asynchronous rollouts: engines generate for later steps while the policy trains."""
+"""Asynchronous rollouts: engines generate for later steps, while the policy trains or between its phases."""
 
 import asyncio
 import logging
@@ -58,6 +58,8 @@ class Staleness:
     in_flight: bool
     """True if responses in flight continue with new weights. Otherwise one rollout at a time is sampled, with one
     version of the weights."""
+    is_partial: bool = False
+    """True if engines stop as soon as a step's rollout is complete, and continue the others after the refit."""
 
 
 @dataclass(eq=False)
@@ -136,8 +138,12 @@ class _RolloutPrefetcher:
     async def resume(self, version: int) -> None:
         """Resume the engines with this step's weights."""
         self.version, self._taken = version, None
-        self._queue.resume()
+        await self.wake()
         await self.release()
+
+    async def wake(self) -> None:
+        """Resume the engines after `pause`."""
+        self._queue.resume()
 
     async def release(self) -> None:
         """Start rollouts again."""
@@ -243,6 +249,8 @@ class AsyncRolloutSource:
 
     With an age of 1, and not in flight, this is one-step-off training. The rollout of step k + 1 is generated while
     step k trains; seed, step and the previous weights determine it.
+
+    Partial rollouts leave the devices to the policy while it works. Unfinished responses keep their tokens.
     """
 
     def __init__(
@@ -265,6 +273,8 @@ class AsyncRolloutSource:
         self._validation: RolloutTask | None = None
         self._memory: dict[str, float] = {}
         self._idle_before = 0.0
+        # Since when the engines are paused, and how long they took to stop; None while they work.
+        self._paused: tuple[float, float] | None = None
 
     def take(self, step: int, show: Show) -> Rollout:
         rollout = self._wait(self._prefetcher.take(step), show)
@@ -273,9 +283,17 @@ class AsyncRolloutSource:
         return rollout
 
     def take_again(self, step: int, show: Show) -> Rollout:
+        if self._staleness.is_partial:
+            # The engines may have released their weights.
+            self._engines.refit(self._prefetcher.version)
+            self._run(self._prefetcher.wake())
+            self._paused = None
         return self._wait(self._prefetcher.take_again(step), show)
 
     def finish_generation(self) -> dict[str, float]:
+        if self._staleness.is_partial:
+            self._pause()
+            self._memory = self._engines.finish_generation()
         return self._memory
 
     def wait_until_idle(self, show: Show) -> None:
@@ -284,16 +302,19 @@ class AsyncRolloutSource:
 
     def publish(self, step: int) -> dict[str, float]:
         if self._prefetcher.players is None:
-            metrics, stopped = self._engines.refit(step), 0.0
+            metrics = self._engines.refit(step)
             self._prefetcher.players = self._thread_loop.start()
         else:
-            began = time.perf_counter()
-            self._run(self._prefetcher.pause())
-            stopped = time.perf_counter() - began
+            self._pause()
             metrics = self._engines.refit(step)
-        self._memory = self._engines.finish_generation()
+        if not self._staleness.is_partial:
+            self._memory = self._engines.finish_generation()
         self._run(self._prefetcher.resume(step))
-        return metrics | {"pause_s": stopped}
+        if self._paused is not None:
+            since, took_s = self._paused
+            metrics |= {"pause_s": took_s, "paused_s": time.perf_counter() - since}
+            self._paused = None
+        return metrics
 
     def held_out(self, step: int, show: Show) -> Rollout:
         self.wait_until_idle(show)
@@ -312,6 +333,14 @@ class AsyncRolloutSource:
 
     def close(self) -> None:
         self._thread_loop.close()
+
+    def _pause(self) -> None:
+        """Pause the engines, unless they are paused."""
+        if self._paused is None:
+            began = time.perf_counter()
+            self._run(self._prefetcher.pause())
+            since = time.perf_counter()
+            self._paused = since, since - began
 
     def _run[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._thread_loop.wait(coroutine, lambda: None)

@@ -25,6 +25,7 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import (
     all_gpus,
     generates_ahead,
+    keeps_partial_rollouts,
     policy_ranks,
     previous_passes,
     repeats_first_pass,
@@ -325,7 +326,7 @@ class GRPOJob(_AlgorithmJob):
 
     def _source(self, sampler: Sampler, generation: RecoveringGeneration, start: Start) -> RolloutSource:
         options = self._config.options(GRPOConfig)
-        staleness = _staleness(options)
+        staleness = _staleness(self._config)
         # Keys may have changed since the checkpoint.
         changed = any(f"{line.partition(':')[0]}.".startswith(OF_ROLLOUTS) for line in start.changes)
         ahead = load_rollouts(start.folder) if staleness and start.folder and not changed else []
@@ -347,14 +348,15 @@ def _scored(config: Config) -> list[Scored]:
     return [*own, "reference"] if compares(config) else own
 
 
-def _staleness(options: GRPOConfig) -> Staleness | None:
+def _staleness(config: Config) -> Staleness | None:
     """Return the allowed staleness of rollouts; None for synchronous training."""
-    rollouts = options.rollouts
+    rollouts = config.options(GRPOConfig).rollouts
     if rollouts.source == "on_policy":
         return None
     if rollouts.source == "one_step_off":
         return Staleness(max_age=1, in_flight=False)
-    return Staleness(rollouts.max_trajectory_age_steps, rollouts.in_flight_weight_updates)
+    partial_ones = keeps_partial_rollouts(config)
+    return Staleness(rollouts.max_trajectory_age_steps, rollouts.in_flight_weight_updates, partial_ones)
 
 
 class SupervisedJob(_AlgorithmJob):

@@ -17,7 +17,15 @@ from nemo_rl_lite.config.schema_algorithm import (
     KTOConfig,
     LossConfig,
 )
-from nemo_rl_lite.config.sizes import as_teacher, iterations, optimizer_steps, samples_per_step, validates
+from nemo_rl_lite.config.sizes import (
+    as_teacher,
+    engines_may_sleep,
+    iterations,
+    keeps_partial_rollouts,
+    optimizer_steps,
+    samples_per_step,
+    validates,
+)
 from nemo_rl_lite.config.sources import of_source, source_configs, teacher_configs
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
@@ -87,9 +95,11 @@ def check_stale_rollouts(config: Config) -> Iterator[Violation]:
     options, key = config.options(GRPOConfig), "algorithm.rollouts.source"
     if options.rollouts.source == "on_policy":
         return
-    if engines_sleep(config):
+    sleeps = engines_sleep(config) or keeps_partial_rollouts(config)
+    if sleeps and not engines_may_sleep(config):
         rule_text = "needs engines that stay awake during training"
-        fix = "generation.colocated.enabled=false, or generation.colocated.sleep=false if both fit on a GPU"
+        asleep = f"{key}=queue algorithm.rollouts.in_flight_weight_updates=true, whose engines may sleep"
+        fix = f"generation.colocated.enabled=false, generation.colocated.sleep=false if both fit on a GPU, or {asleep}"
         yield Violation(key, options.rollouts.source, rule_text, fix)
     if options.loss is None and reads_ratios(config) and not corrects_staleness(options.loss_fn):
         rule_text = "trains on stale samples and needs importance sampling correction"

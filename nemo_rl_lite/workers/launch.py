@@ -9,6 +9,7 @@ from nemo_rl_lite.checkpoint.store import explained
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.sizes import (
+    engine_capacity,
     generates_ahead,
     iterations,
     least_engines,
@@ -127,7 +128,7 @@ def launch(
         on_worker_loss: Callable[[WorkerError], None],
     ) -> RequestQueue | RolloutWorkers:
         if begun.rollouts is None:
-            capacity = config.generation.vllm_cfg.max_num_seqs
+            capacity = engine_capacity(config)
             return RequestQueue(remote_generation.replicas, capacity, on_loss, restore, list(starting))
         groups, folders = (begun.rollouts, generation), (begun.model_path, begun.folder)
         own = on_loss, restore, on_worker_loss, say, starting

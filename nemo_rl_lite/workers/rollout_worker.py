@@ -20,6 +20,7 @@ import ray
 
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import engine_capacity
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import EngineError, LauncherError, WorkerError
 from nemo_rl_lite.generation.queue import RequestQueue
@@ -112,7 +113,7 @@ class RolloutWorker:
         self._replicas = [RemoteReplica(group, rank) for rank, group in engines.items()]
         gone = [self._ranks.index(rank) for rank in dead]
         gone += asyncio.run(self._clear(gone))
-        capacity = self._config.generation.vllm_cfg.max_num_seqs
+        capacity = engine_capacity(self._config)
         self._queue = RequestQueue(self._replicas, capacity, self._note_loss, lambda: None, gone, first)
         machine = ray.util.get_node_ip_address()
         playing = self._playing.players(self, self._tokenizer, self._folder, log.info, machine)

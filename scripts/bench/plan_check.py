@@ -111,9 +111,9 @@ class Recorded:
         return GpuSplits(config, shape, nbytes, self.lengths).present
 
 
-def _published(gpus: int, layers: int, hardware: str, fitted: bool, apart: bool = False) -> Recorded:
-    name = f"published-row-{gpus}{'-one-step-off' if apart else ''}-512-{gpus}x-{hardware}"
-    overrides, lengths = published_row.settings(gpus, 512, apart), Lengths(126, 795, 3840)
+def _published(gpus: int, layers: int, hardware: str, fitted: bool, rollouts: str = "sync") -> Recorded:
+    name = f"{published_row.record_name(gpus, 512, rollouts)}-{gpus}x-{hardware}"
+    overrides, lengths = published_row.settings(gpus, 512, rollouts), Lengths(126, 795, 3840)
     return Recorded(name, "measured", overrides, f"llama3.1-8b:{layers}", lengths, fitted)
 
 
@@ -129,7 +129,7 @@ LONG, MIDDLE, SHORT = Lengths(10, 512, 512), Lengths(10, 256, 256), Lengths(10, 
 RECORDS = [
     _published(1, 8, "h100", fitted=True),
     _published(2, 16, "h100", fitted=True),
-    _published(2, 8, "h100", fitted=False, apart=True),
+    _published(2, 8, "h100", fitted=False, rollouts="one step off"),
     _published(4, 32, "h200", fitted=False),
     _way("plane-step-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, fitted=True, setting="now"),
     _way("rollout-workers-large-1x-h200", "rollout_workers", "0 rollout workers", "qwen3-1.7b", LONG, fitted=True),

@@ -1,6 +1,6 @@
 """NeMo-RL's published step of an 8 B model on 8 H100 GPUs, with random weights: what our step takes, or should take.
 
-published_row.py MODEL [--gpus 8] [--batch 512] [--apart] [--steps 3] [--dry-run] [-- OVERRIDE ...]
+published_row.py MODEL [--gpus 8] [--batch 512] [--apart | --partial] [--steps 3] [--dry-run] [-- OVERRIDE ...]
 published_row.py --predict
 published_row.py forced MEAN SIGMA [OVERRIDE ...]
 
@@ -14,8 +14,9 @@ distribution, with MEAN as their mean after the cut. Each step deals the same le
 MODEL: a folder with random weights, random_model.py llama3.1-8b[:LAYERS]. With weights, gradients and optimizer states,
 80 GB hold 32 layers on four policy GPUs or more, 16 on two, 8 on one. Fewer GPUs than eight have a share of the prompts
 and of the batch, so that a colocated engine always has 256 responses. `--apart`: half of the GPUs are for engines,
-which are one step ahead. Trials on CPUs: `--gpus 0` with the model llama-tiny. The first step of a run does not count;
-where rollouts are made ahead, neither do the second and the last.
+which are one step ahead. `--partial`: partial rollouts on shared GPUs. Trials on CPUs: `--gpus 0` with the model
+llama-tiny. The first step of a run does not count. With asynchronous rollouts, neither do further steps at both ends,
+until as many rollouts are in flight as later, and when fewer are left.
 """
 
 import argparse
@@ -75,10 +76,9 @@ LENGTHS = {
     "mean response": "train/mean_gen_tokens_per_sample",
     "longest response": "train/max_gen_tokens_per_sample",
 }
-ONE_STEP_OFF = [
-    *("algorithm.rollouts.source=one_step_off", "algorithm.loss_fn.use_importance_sampling_correction=true"),
-    *("algorithm.loss_fn.truncated_importance_sampling_ratio=2", "generation.colocated.enabled=false"),
-]
+ROLLOUTS = {"sync": [], "one step off": ["async=one_step_off"], "partial": ["async=partial"]}
+ENDS = {"sync": (1, 0), "one step off": (2, 1), "partial": (3, 2)}
+"""Steps at both ends of a run that do not count."""
 # Some responses of a prompt end with a vowel, so that there are advantages and gradients.
 REWARD = ["reward=format", "reward.kwargs.pattern='.*[aeiou]'"]
 # A trial of everything on two cores; what it measures means nothing.
@@ -97,7 +97,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--gpus", type=int, default=GPUS, choices=(0, 1, 2, 4, 8))
     parser.add_argument("--batch", type=int, default=512, choices=(512, 2048), help="that of eight GPUs")
-    parser.add_argument("--apart", action="store_true")
+    ahead = parser.add_mutually_exclusive_group()
+    parser.set_defaults(rollouts="sync")
+    ahead.add_argument("--apart", dest="rollouts", action="store_const", const="one step off")
+    ahead.add_argument("--partial", dest="rollouts", action="store_const", const="partial")
     parser.add_argument("--steps", type=int, default=3, help="that count")
     parser.add_argument("--dry-run", action="store_true", help="do everything up to the first process")
     parser.add_argument("--predict", action="store_true", help="write what nrl-lite plan's rules say of all variants")
@@ -111,17 +114,33 @@ def main(arguments: list[str]) -> None:
         measure(given)
 
 
-def settings(gpus: int, batch: int, apart: bool) -> list[str]:
-    """The overrides of a variant."""
+def settings(gpus: int, batch: int, rollouts: str) -> list[str]:
+    """The overrides of a variant. `rollouts`: a key of `ROLLOUTS`."""
     if not gpus:
-        own = [f"policy.train_global_batch_size={16 * batch // 2048}", *(ONE_STEP_OFF if apart else [])]
+        own = [f"policy.train_global_batch_size={16 * batch // 2048}", *ROLLOUTS[rollouts]]
         return [f"recipes={RECIPE}", *ON_CPUS, *own, *REWARD, *STEPS_ALONE]
-    policy = gpus // 2 if apart else gpus
+    policy = policy_gpus(gpus, rollouts)
     own = [f"cluster.gpus_per_node={gpus}", f"algorithm.num_prompts_per_step={64 * gpus // GPUS}"]
     own += [f"policy.train_global_batch_size={batch * gpus // GPUS}"]
     own += [f"policy.megatron_cfg.pipeline_model_parallel_size={min(2, policy)}"]
-    own += [*ONE_STEP_OFF, f"generation.colocated.resources.gpus_per_node={gpus - policy}"] if apart else []
-    return [f"recipes={RECIPE}", *own, *REWARD, *STEPS_ALONE]
+    own += [f"generation.colocated.resources.gpus_per_node={gpus - policy}"] if gpus > policy else []
+    return [f"recipes={RECIPE}", *own, *ROLLOUTS[rollouts], *REWARD, *STEPS_ALONE]
+
+
+def policy_gpus(gpus: int, rollouts: str) -> int:
+    """The policy's GPUs, which it may share with engines."""
+    return gpus // 2 if rollouts == "one step off" else gpus
+
+
+def record_name(gpus: int, batch: int, rollouts: str) -> str:
+    """The name of a variant's record, without its hardware."""
+    way = "" if rollouts == "sync" else f"-{rollouts.replace(' ', '-')}"
+    return f"published-row-{gpus}{way}-{batch}"
+
+
+def step_seconds(time: StepTime, rollouts: str) -> float:
+    """The step time with these phases."""
+    return time.overlapped if rollouts == "one step off" else time.synchronous
 
 
 def planned(overrides: list[str], shape: ModelShape, gpu_bytes: int) -> tuple[Config, Budget, StepTime]:
@@ -131,16 +150,16 @@ def planned(overrides: list[str], shape: ModelShape, gpu_bytes: int) -> tuple[Co
     return config, budget(config, shape, gpu_bytes), predict_step(config, shape, gpu_bytes, lengths)
 
 
-def predicted_rows(gpu: str, gpus: int, batch: int, apart: bool) -> Iterator[dict[str, Any]]:
+def predicted_rows(gpu: str, gpus: int, batch: int, rollouts: str) -> Iterator[dict[str, Any]]:
     """The plan of a variant on GPUs of this name."""
-    layers = LAYERS.get(gpus // 2 if apart else gpus, 32)
+    layers = LAYERS.get(policy_gpus(gpus, rollouts), 32)
     shape = replace(find_shape(PUBLISHED), layers=layers, dense_layers=layers)
     config, memory, time = planned(
-        [*settings(gpus, batch, apart), f"policy.model_name={PUBLISHED}"], shape, size_of(gpu)[1]
+        [*settings(gpus, batch, rollouts), f"policy.model_name={PUBLISHED}"], shape, size_of(gpu)[1]
     )
-    name = f"{gpus} x {gpu}{', one step off' if apart else ''}, batches of {batch * gpus // GPUS}"
+    name = f"{gpus} x {gpu}{f', {rollouts}' if rollouts != 'sync' else ''}, batches of {batch * gpus // GPUS}"
     name += f", {layers} layers" if layers < 32 else ""
-    step = time.overlapped if apart else time.synchronous
+    step = step_seconds(time, rollouts)
     for phase in PHASES:
         yield record.result(phase, name, "s", [getattr(time, phase)])
     yield record.result("step time", name, "s", [step])
@@ -151,8 +170,9 @@ def predicted_rows(gpu: str, gpus: int, batch: int, apart: bool) -> Iterator[dic
 
 def predict() -> Path:
     """Write the record of the predictions."""
-    variants = [(gpus, batch, apart) for batch in (512, 2048) for gpus, apart in ((8, False), (8, True))]
-    variants += [(4, 512, False), (4, 512, True), (2, 512, False), (2, 512, True), (1, 512, False)]
+    variants = [(8, batch, rollouts) for batch in (512, 2048) for rollouts in ROLLOUTS]
+    variants += [(gpus, 512, rollouts) for gpus in (4, 2) for rollouts in ROLLOUTS]
+    variants += [(1, 512, rollouts) for rollouts in ("sync", "partial")]
     results = [one for gpu in ("H100", "H200") for variant in variants for one in predicted_rows(gpu, *variant)]
     note = f"Predicted for prompts of {PROMPT} tokens and responses of {MEAN}, the longest of 3840."
     return record.write("published-row-predicted", results, [], note)
@@ -164,8 +184,8 @@ def measure(given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         questions = Path(folder) / "questions.jsonl"
         questions.write_text("".join(f"{json.dumps(row)}\n" for row in rows()))
-        warm, drained = (2, 1) if given.apart else (1, 0)
-        overrides = settings(given.gpus, given.batch, given.apart)
+        warm, drained = ENDS[given.rollouts]
+        overrides = settings(given.gpus, given.batch, given.rollouts)
         overrides += [f"policy.model_name={model}", "data.name=file", f"data.train_path={questions}"]
         overrides += [f"algorithm.max_num_steps={warm + given.steps + drained}", *given.overrides]
         config, mean = compose_config(overrides), MEAN if given.gpus else 40
@@ -195,7 +215,7 @@ def write(given: argparse.Namespace, config: Config, overrides: list[str], steps
     step = [one[STEP] for one in steps]
     results = [measured("step time", "s", step)]
     for phase, names in PHASES.items():
-        what = "policy idle" if given.apart and phase == "generation" else phase
+        what = "policy idle" if given.rollouts == "one step off" and phase == "generation" else phase
         results.append(measured(what, "s", [sum(one[name] for name in names) for one in steps]))
     rates = [one["train/total_num_tokens"] / one[STEP] / max(1, all_gpus(config)) for one in steps]
     results.append(measured("throughput per GPU", "tokens/s", rates))
@@ -203,15 +223,15 @@ def write(given: argparse.Namespace, config: Config, overrides: list[str], steps
         for what, name in names.items():
             results += [measured(what, unit, [one[name] / by for one in steps])] if name in steps[0] else []
     if on_gpus(config):
-        results += beside(overrides, find_shape(config.policy.model_name), given.apart)
-    name = f"published-row-{given.gpus}{'-one-step-off' if given.apart else ''}-{given.batch}"
+        results += beside(overrides, find_shape(config.policy.model_name), given.rollouts)
+    name = record_name(given.gpus, given.batch, given.rollouts)
     return record.write(name, results, [], f"model: {given.model.name}, random weights")
 
 
-def beside(overrides: list[str], shape: ModelShape, apart: bool) -> Iterator[dict[str, Any]]:
+def beside(overrides: list[str], shape: ModelShape, rollouts: str) -> Iterator[dict[str, Any]]:
     """What the plan says of this machine."""
     _, memory, time = planned(overrides, shape, size_of(None)[1])
-    yield record.result("step time", "planned", "s", [time.overlapped if apart else time.synchronous])
+    yield record.result("step time", "planned", "s", [step_seconds(time, rollouts)])
     for phase in PHASES:
         yield record.result(phase, "planned", "s", [getattr(time, phase)])
     nbytes = [memory.policy[Phase.TRAIN], memory.policy[Phase.LOGPROB]]
@@ -249,13 +269,13 @@ def train_forced(mean: str, sigma: str, *arguments: str) -> None:
 
 def trial() -> None:
     """Compose a forced run, deal its lengths, and make the records of a run's steps."""
-    overrides = [*settings(0, 2048, apart=False), f"policy.model_name={KNOWN_MODEL}"]
+    overrides = [*settings(0, 2048, "sync"), f"policy.model_name={KNOWN_MODEL}"]
     config = compose_config(overrides)
     with patch.object(SingleTurn, "play", SingleTurn.play):
         force(40, SIGMA, 4, samples_per_step(config))
-    given = argparse.Namespace(model=Path(KNOWN_MODEL), gpus=0, apart=False, batch=2048)
+    given = argparse.Namespace(model=Path(KNOWN_MODEL), gpus=0, rollouts="sync", batch=2048)
     print(write(given, config, overrides, steps_of(tiny_run())))
-    results = [*predicted_rows("H100", 4, 512, False), *predicted_rows("H200", 2, 512, True)]
+    results = [*predicted_rows("H100", 4, 512, "partial"), *predicted_rows("H200", 2, 512, "one step off")]
     print(record.write("published-row-predicted", results, []))
 
 

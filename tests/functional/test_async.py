@@ -16,7 +16,7 @@ from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
 from nemo_rl_lite.validation.compose import compose_config
 from tests.functional.conftest import run_command
-from tests.functional.here import run_here
+from tests.functional.here import run_here, train_here
 from tests.functional.rewards import Gate
 from tests.functional.test_failures import Run
 
@@ -66,6 +66,21 @@ def first_of_the_data(count: int) -> list[str]:
     config = compose_config()
     data = training_set(config.data, config.options(GRPOConfig).seed, problems())
     return [data.problem(position).messages[0]["content"] for position in range(count)]
+
+
+def test_partial_rollouts_train_every_prompt_once_and_responses_continue_after_a_refit(tmp_path, model_folder):
+    """The engine has few responses at a time, so a step leaves some of later steps unfinished."""
+    colocated = [one for one in QUEUE if not one.startswith(("generation.data_parallel", "generation.colocated"))]
+    folder, steps = tmp_path / "run", 4
+    own = *colocated, "generation.colocated.sleep=true", f"algorithm.max_num_steps={steps}"
+    _, metrics = train_here(folder, model_folder, *own, elsewhere=["generation"])
+    found = trained(folder)
+    assert [prompt for step in range(1, steps + 1) for prompt in found[step]] == first_of_the_data(steps * PROMPTS)
+    measured = [line for line in metrics if "train/loss" in line]
+    assert [line["train/trajectory_age_max"] for line in measured[:2]] == [0, 1]
+    means = [line["train/trajectory_age_mean"] for line in measured]
+    assert any(mean % 1 for mean in means) and max(means) <= MAX_AGE
+    assert all(line["train/gen_kl_error"] < 0.05 for line in measured)
 
 
 def test_an_engine_dies_and_the_run_is_stopped_and_every_prompt_is_trained_once(run, gate, model_folder):

@@ -40,6 +40,21 @@ def test_an_engine_that_stays_awake_generates_while_the_policy_trains(gpu_model,
     assert len(prompts) == len(trained) / 8 == 6 * 8
 
 
+@pytest.mark.gpu
+def test_an_engine_that_sleeps_continues_its_responses_after_the_refit(gpu_model, tmp_path):
+    """Its KV cache is lost with each sleep, and the KL compares every token with the policy."""
+    folder = tmp_path / "run"
+    own = [*SMALL, *LONG, *CORRECTED, *QUEUE, "cluster.gpus_per_node=1", "generation.colocated.sleep=true"]
+    # The engine decodes half of a step's responses at a time, so a step leaves many unfinished.
+    _, metrics = train(folder, gpu_model, *own, "generation.vllm_cfg.max_num_seqs=32", timeout_s=400)
+    check(metrics, oldest=2)
+    steps = [line for line in metrics if "train/loss" in line]
+    assert any(line["train/trajectory_age_mean"] % 1 for line in steps)
+    assert all(line["train/gen_kl_error"] < 0.05 for line in steps)
+    taken = [row for file in rollout_files(folder) if "train" in file.stem for row in read_rollout(file)]
+    assert len({row["prompt"][-1]["content"] for row in taken}) == len(taken) / 8 == 6 * 8
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("source", ["one_step_off", "queue"])
 def test_engines_on_their_own_gpu_generate_while_the_policy_trains(gpu_model, tmp_path, source):

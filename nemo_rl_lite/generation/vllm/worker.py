@@ -203,13 +203,19 @@ class VLLMEngine:
         return max(self._engine.collective_rpc("memory"), key=lambda held: held.get("device", 0))
 
     def sleep(self) -> None:
-        """Free the GPU's memory for the policy; does nothing on a CPU or if the engine has its own GPU."""
+        """Free the GPU's memory for the policy; unfinished requests keep their tokens. Does nothing on a CPU or if the
+        engine has its own GPU."""
         if self._sleeps and not self._engine.is_sleeping():
+            if self._unfinished:
+                finish_begun_steps(self._engine, self._step)
+                # The KV caches are lost, so the next steps compute them again.
+                self._cache.drop_all()
             if self._lora is None:
                 self._weights.discard()
             if self._has_draft and self._lora is None:
                 self._engine.collective_rpc("keep_draft")
-            self._engine.sleep(level=KEEPS_NOTHING if self._lora is None else KEEPS_WEIGHTS)
+            # Unfinished requests stay.
+            self._engine.sleep(level=KEEPS_NOTHING if self._lora is None else KEEPS_WEIGHTS, mode="keep")
 
     def wake_weights(self) -> None:
         if self._wake("weights", "generation_weights") and self._has_draft:

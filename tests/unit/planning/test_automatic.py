@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import engine_share, with_overlap
+from nemo_rl_lite.config.sizes import engine_share, keeps_partial_rollouts, with_overlap
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.automatic import KEEPING_SHARE, MOST_TOKENS, USED, resolve_auto
@@ -97,9 +97,19 @@ def test_recorded_training_passes_have_room_in_all_phases_and_what_they_use_stay
 
 @pytest.mark.parametrize("model", [SMALL, LARGE])
 def test_engines_that_generate_ahead_stay_awake(model):
-    config, (moves, *_) = settled(model, "algorithm.rollouts.source=queue", *CORRECTED)
+    config, (moves, *_) = settled(model, "algorithm.rollouts.source=one_step_off", *CORRECTED)
     assert config.generation.colocated.sleep is False
     assert ("although" in moves) == (model == LARGE)
+
+
+@pytest.mark.parametrize("model", [SMALL, LARGE])
+def test_engines_of_a_queue_sleep_if_they_do_not_fit_beside_the_policy(model):
+    config, (moves, *_) = settled(model, "algorithm.rollouts.source=queue", *CORRECTED)
+    assert keeps_partial_rollouts(config) is config.generation.colocated.sleep is (model == LARGE)
+    assert ("because policy and awake engines need" in moves) == (model == LARGE)
+    own = "algorithm.rollouts.in_flight_weight_updates=false"
+    of_one_version, _ = settled(model, "algorithm.rollouts.source=queue", own, *CORRECTED)
+    assert of_one_version.generation.colocated.sleep is False
 
 
 def test_what_a_command_says_stays():

@@ -34,6 +34,7 @@ OFF = [
     *("algorithm.rollouts.source=one_step_off", "algorithm.loss_fn.use_importance_sampling_correction=true"),
     "algorithm.loss_fn.truncated_importance_sampling_ratio=2",
 ]
+PARTIAL = ["algorithm.rollouts.source=queue", *OFF[1:], "generation.colocated.sleep=true"]
 TENSOR = "policy.megatron_cfg.tensor_model_parallel_size"
 H200 = 143771 * 2**20
 
@@ -54,8 +55,8 @@ def said_of(splits: GpuSplits) -> str:
 )
 def test_overrides_give_the_split_that_they_belong_to(own):
     found = splits_of(*SIZES, *own)
-    # Of nine, without the present one.
-    assert len(found.others) == 9 - (own != APART)
+    # Of ten, without the present one.
+    assert len(found.others) == 10 - (own != APART)
     fitting = [one for one in found.others if one.time]
     assert len(fitting) >= 5
     for split in fitting:
@@ -74,7 +75,7 @@ def test_several_machines_are_split_by_machine():
     apart = [one for one in splits_of("cluster.num_nodes=4", SIZES[1], SIZES[0]).others if not one.colocated]
     assert [one.engine_gpus for one in apart] == [8, 16, 24]
     many = said_of(splits_of("cluster.num_nodes=16", f"{TENSOR}=4", gib=20))
-    assert re.search(r"refused: 128 shared, async, (\d+ \+ \d+, ){7}\d+ more: ", many)
+    assert re.search(r"refused: 128 shared, partial, 128 shared, async, (\d+ \+ \d+, ){6}\d+ more: ", many)
     assert list(apart[1].overrides[:2]) == [APART[0], "generation.colocated.resources.num_nodes=2"]
 
 
@@ -82,17 +83,28 @@ def test_a_refused_split_has_its_reason():
     found = splits_of(f"{TENSOR}=4", "policy.train_global_batch_size=512", gib=20)
     assert [row[0] for row in rows(found)] == ["8 shared (now)"]
     said = said_of(found)
-    assert "refused: 8 shared, async, 4 + 4: it needs more than 90% of a GPU's memory" in said
+    assert "refused: 8 shared, partial, 8 shared, async, 4 + 4: it needs more than 90% of a GPU's memory" in said
     assert "must divide the number of policy ranks (7)" in said and "no other split" in said
 
 
-def test_engines_with_a_long_tail_get_their_own_gpus():
+def test_engines_with_a_long_tail_generate_for_several_steps_or_get_their_own_gpus():
     """The longest response decides how long engines take, so half of them take hardly longer."""
     longest = ["generation.max_new_tokens=7000", "policy.max_total_sequence_length=8192", "offload=pinned"]
     packs = [f"policy.sequence_packing.{phase}_mb_tokens=8192" for phase in ("train", "logprob")]
     found = splits_of(f"{TENSOR}=2", *longest, *packs)
-    assert found.present.colocated and not found.best.colocated and found.best.seconds < 0.9 * found.present.seconds
-    assert "algorithm.rollouts.source=one_step_off" in said_of(found)
+    assert found.present.colocated and not found.present.is_async
+    apart = min((one for one in found.others if one.source != "partial"), key=lambda one: one.seconds)
+    assert not apart.colocated and apart.seconds < 0.9 * found.present.seconds
+    assert "algorithm.rollouts.source=queue" in apart.overrides
+    # Three rollouts fill the engines' batches, and the longest response has three steps.
+    partial = found.best
+    assert partial.source == "partial" and "with 8 shared GPUs and partial rollouts" in said_of(found)
+    assert found.present.time.generation / 3 < partial.time.generation < found.present.time.generation / 2
+    assert (partial.time.logprob, partial.time.train) == (found.present.time.logprob, found.present.time.train)
+    younger = splits_of(
+        f"{TENSOR}=2", *longest, *packs, *PARTIAL, "algorithm.rollouts.max_trajectory_age_steps=1"
+    ).present
+    assert younger.kind == partial.kind and younger.time.generation > 1.2 * partial.time.generation
 
 
 def test_a_policy_that_takes_the_step_shares_all_gpus():
@@ -108,7 +120,7 @@ def test_stale_rollouts_must_save_more():
     small = model_shape(KNOWN_MODELS["Qwen/Qwen3-0.6B"])
     batch = ["algorithm.num_prompts_per_step=128", "policy.train_global_batch_size=1024"]
     sync = replace(splits_of(*batch, "generation.max_new_tokens=400"), shape=small)
-    faster = next(one for one in sync.others if one.colocated)
+    faster = next(one for one in sync.others if one.colocated and one.overlaps)
     assert 0.85 * sync.present.seconds < faster.seconds < 0.95 * sync.present.seconds
     assert sync.best is sync.present and "or by 15% with stale rollouts" in said_of(sync)
     stale = replace(splits_of(*batch, *OFF, "generation.max_new_tokens=400"), shape=small)
@@ -142,7 +154,7 @@ def test_shared_gpus_overlap_only_in_free_time():
 
 def test_one_gpu_can_only_be_shared():
     found = splits_of("cluster.gpus_per_node=1", "generation.colocated.sleep=false", *OFF, gib=80)
-    assert [one.kind for one in found.others] == [(1, True, False)]
+    assert [one.kind for one in found.others] == [(1, True, False, False), (1, True, True, False)]
     assert found.present.is_async and found.present.seconds == found.present.time.contended
 
 
@@ -163,7 +175,10 @@ def test_the_choice_is_near_the_best_of_a_measured_grid(own, measured_s):
     config = compose_config([*ROW, *own])
     found = GpuSplits(config, find_shape(LLAMA), H200, Lengths(126, 795, 3840), [*ROW, *own])
     assert found.present.seconds == pytest.approx(measured_s, rel=0.1)
-    assert found.best.kind == (4, True, False)
+    measured = [one for one in (found.present, *found.others) if one.name in ("4 shared", "2 + 2")]
+    # Partial rollouts are not in the grid.
+    best = min((one for one in measured if one.source != "partial"), key=lambda one: one.seconds)
+    assert best.kind == (4, True, False, False)
     assert 1.05 * min(COLOCATED_S, HALVES_S) >= COLOCATED_S
 
 
@@ -177,17 +192,13 @@ def entries(count: int, **own: float) -> list[dict[str, float]]:
 
 
 def test_measured_phases_decide():
-    """Engines that are idle for half of the step pay where the policy is fast, and not where it is slow."""
+    """Engines that are idle for half of the step are better shared, and shared ones stay so."""
     config, shape = compose_config([*ROW, *HALVES]), find_shape(LLAMA)
     sentence = faster_split(config, shape, H200, measured_steps(entries(FEWEST_STEPS + 1)))
-    assert "a step takes 70 s (median of 3 steps); with 4 shared GPUs it would take" in sentence
-    assert "generation.colocated.enabled=true algorithm.rollouts.source=on_policy" in sentence
-    slow_engines = entries(
-        9, total_step_time=70.3, generation=40.0, policy_and_reference_logprobs=10, policy_training=19
-    )
-    for entry in slow_engines:
-        entry[ENGINES_IDLE] = 0.0
-    assert faster_split(config, shape, H200, slow_engines) is None
+    assert "a step takes 70 s (median of 3 steps); with 4 shared GPUs and partial rollouts it would take" in sentence
+    assert "generation.colocated.enabled=true algorithm.rollouts.source=queue" in sentence
+    partial = entries(9, total_step_time=52.0, generation=14.5, policy_and_reference_logprobs=12.5, policy_training=24)
+    assert faster_split(compose_config([*ROW, *PARTIAL]), shape, H200, partial) is None
     assert not measured_steps(entries(FEWEST_STEPS))
 
 

@@ -18,6 +18,7 @@ from tests.unit.rollout.fleet import Fleet, asked, sampler, versions
 
 STEPS = 6
 ONE_STEP_OFF, IN_FLIGHT = Staleness(1, in_flight=False), Staleness(2, in_flight=True)
+PARTIAL = Staleness(2, in_flight=True, is_partial=True)
 
 
 def silent(_: str) -> None: ...
@@ -119,9 +120,10 @@ def test_the_next_rollout_is_generated_while_a_step_trains(begin, staleness):
     assert len(source.take(2, silent).episodes) == 6 and time.monotonic() - begun < 30
 
 
-def test_in_flight_responses_continue_with_new_weights_and_none_is_older_than_allowed(begin):
+@pytest.mark.parametrize("staleness", [IN_FLIGHT, PARTIAL])
+def test_in_flight_responses_continue_with_new_weights_and_none_is_older_than_allowed(begin, staleness):
     """The weights of a token are named, whoever sampled the ones before it."""
-    found = taken(begin(Fleet(2), IN_FLIGHT, steps=12), range(1, 13), trains_s=0.003)
+    found = taken(begin(Fleet(2), staleness, steps=12), range(1, 13), trains_s=0.003)
     assert prompts(found) == first(36)
     sampled = [turn for rollout in found for one in rollout.episodes for _, turn in one.turns]
     assert all(list(turn.versions) == sorted(turn.versions) for turn in sampled)
@@ -129,6 +131,29 @@ def test_in_flight_responses_continue_with_new_weights_and_none_is_older_than_al
     for step, rollout in enumerate(found, start=1):
         ages = rollout.ages(step - 1)
         assert 0 <= ages["trajectory_age_mean"] <= ages["trajectory_age_max"] <= 2
+
+
+def test_partial_rollouts_leave_the_device_to_the_policy_and_lose_no_token(begin):
+    fleet = Fleet()
+    source, found, engine = begin(fleet, PARTIAL), [], fleet.replicas[0]
+    for step in range(1, STEPS + 1):
+        found.append(source.take(step, silent))
+        assert source.finish_generation() == {"engine/kv_cache": 4.0}
+        sampled = engine.sampled
+        time.sleep(0.05)
+        assert engine.sampled == sampled, "the engine has worked while the policy trained"
+        assert source.publish(step)["paused_s"] >= 0.05
+    assert fleet.refitted == list(range(STEPS + 1))
+    trained = sum(len(turn.tokens) for rollout in found for one in rollout.episodes for _, turn in one.turns)
+    assert engine.sampled == trained, "a token was sampled twice"
+
+
+def test_partial_rollouts_wake_the_engines_for_what_a_rollout_has_lost(begin):
+    fleet = Fleet()
+    source = begin(fleet, PARTIAL)
+    source.take(1, silent)
+    source.finish_generation()
+    assert len(source.take_again(1, silent).episodes) == 6 and fleet.refitted == [0, 0]
 
 
 def test_no_more_rollouts_exist_than_the_age_allows(begin):
@@ -142,7 +167,7 @@ def test_no_more_rollouts_exist_than_the_age_allows(begin):
 
 
 @pytest.mark.parametrize("published", [False, True])
-@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
+@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT, PARTIAL])
 def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, begin, published, staleness):
     """A checkpoint is saved before the step's weights are published, or, where a signal ends the run, after it."""
     source = begin(Fleet(), staleness)
@@ -209,7 +234,7 @@ def test_rollouts_that_are_older_than_the_run_allows_are_sampled_again(tmp_path,
     assert "the saved rollout of step 3 is 2 steps stale: it is sampled again" in caplog.text
 
 
-@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
+@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT, PARTIAL])
 def test_held_out_problems_get_the_newest_weights(begin, staleness):
     source = begin(Fleet(), staleness)
     before = taken(source, range(1, 3))
@@ -217,7 +242,7 @@ def test_held_out_problems_get_the_newest_weights(begin, staleness):
     assert prompts([*before, *taken(source, range(3, 7))]) == first(18)
 
 
-@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
+@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT, PARTIAL])
 def test_an_error_reaches_the_step_that_waits(begin, staleness):
     fleet = Fleet()
     source = begin(fleet, staleness)
@@ -229,7 +254,7 @@ def test_an_error_reaches_the_step_that_waits(begin, staleness):
             source.take(step, silent)
 
 
-@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
+@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT, PARTIAL])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_prompt_is_lost_or_trained_twice_when_engines_die_and_runs_resume(tmp_path, begin, staleness, seed):
     """Whatever happens between two steps: engines die, one or all of them, and the run resumes from its checkpoint."""

@@ -67,7 +67,7 @@ def make_asynchronous_run(folder: Path, steps: int = 3, state: str = "done") -> 
     with (folder / METRICS_FILE).open("a") as file:
         for step in range(1, steps + 1):
             began, age = 10.0 * (step - 1), min(step - 1, 1)
-            entry = {"step": step, "time": 1000.0 + 10 * step, "refit/seconds": 1.0, "refit/pause_s": 0.5}
+            entry = {"step": step, "time": 1000.0 + 10 * step, "refit/seconds": 1.0, "refit/paused_s": 1.5}
             entry |= {"timing/train/total_step_time": 10.0, "timing/train/generation": 1.0, ENGINES_IDLE: 5.5}
             entry |= {"train/trajectory_age_mean": float(age), f"train/age_{age}/tokens_share": 1.0}
             entry |= {f"train/age_{age}/gen_kl_error": 0.01 * age, "train/correction/ess": 0.9}

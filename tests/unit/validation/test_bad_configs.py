@@ -180,7 +180,9 @@ CASES = {
     f"{LOSS}.force_on_policy_ratio=true policy.train_global_batch_size=32": f"{LOSS}.force_on_policy_ratio",
     f"{LOSS}.force_on_policy_ratio=true {BATCH}=512 algorithm.num_iterations=2": "algorithm.num_iterations=1",
     "algorithm.rollouts.source=one_step_off": "algorithm.rollouts.source",
-    f"{VLLM} algorithm.rollouts.source=queue generation.colocated.sleep=true": "generation.colocated.sleep=false",
+    f"{VLLM} algorithm.rollouts.source=one_step_off generation.colocated.sleep=true": "source=queue",
+    "algorithm.rollouts.source=queue algorithm.rollouts.in_flight_weight_updates=false "
+    "generation.colocated.sleep=true": "algorithm.rollouts.in_flight_weight_updates=true",
     "algorithm.use_leave_one_out_baseline=batch": "algorithm.normalize_rewards",
     "algorithm.reward_shaping.overlong_buffer_length=9": "algorithm.reward_shaping.overlong_buffer_length",
     "algorithm.val_metric=pass_at_k": "algorithm.val_samples_per_problem=4",
