@@ -10,8 +10,8 @@ from math import exp
 from statistics import NormalDist, fmean
 
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.models.flops import forward_flops
 from nemo_rl_lite.models.shape import ModelShape
-from nemo_rl_lite.planning.memory import forward_flops
 from nemo_rl_lite.policy.balance import even_work
 
 # Standard deviation of the logarithm of a response's length.
