@@ -133,8 +133,8 @@ def cut_by_length(
     """Split right-padded sequences into packs that the ranks share, then packs that this rank has in the layout
     `whole`.
 
-    The ranks share sequences that do not fit one rank, and the longest others if one rank would take longer than the
-    rest. All ranks have the same number of packs: `at_least` many, if there are enough sequences. Fillers are the last.
+    The ranks share sequences that do not fit one rank, and others as `split_longest` chooses. All ranks have the same
+    number of packs: `at_least` many, if there are enough sequences. Fillers are the last.
     """
     lengths = lengths_B.tolist()
     groups = [*batched(range(len(lengths)), layout.together)]

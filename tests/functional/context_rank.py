@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,17 @@ prepare_import()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
+from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow  # noqa: E402
 from nemo_rl_lite.losses.interface import combine_metrics, floats, masked_sum  # noqa: E402
 from nemo_rl_lite.losses.supervised import SFTLoss  # noqa: E402
-from nemo_rl_lite.policy.context import ContextRanks, own_places  # noqa: E402
+from nemo_rl_lite.policy.context import ContextRanks, Shard, follow_groups, own_places  # noqa: E402
 from nemo_rl_lite.policy.micro_batches import Layout  # noqa: E402
 from nemo_rl_lite.policy.model import (  # noqa: E402
     MegatronModel,
@@ -36,7 +40,7 @@ from nemo_rl_lite.policy.model import (  # noqa: E402
     context_ranks,
     ddp_config,
 )
-from nemo_rl_lite.policy.passes import cut_batch, forward_backward, forward_scores, put_rows  # noqa: E402
+from nemo_rl_lite.policy.passes import cut_batch, forward, forward_backward, forward_scores, put_rows, view_of  # noqa: E402
 from nemo_rl_lite.validation.compose import compose_config  # noqa: E402
 
 VOCABULARY, HIDDEN, TEMPERATURE = 32, 16, 0.7
@@ -50,7 +54,7 @@ CASES = {
     "both kinds": (2, 19, 7, 48, 3, 36, 11, 13),
     "all short": (2, 11, 7, 12, 3, 9, 11, 10, 4, 2, 6, 3),
     "all long": (40, 33, 48, 29),
-    "fewer short ones than ranks": (48, 48, 48, 2, 2, 2),
+    "fewer than ranks": (7, 48),
     "one": (19,),
 }
 
@@ -164,6 +168,7 @@ def passes(tensor: int, context: int, rows: list[TokenRow], hybrid: bool) -> lis
     kept = torch.zeros(own.tokens.shape)
     for part in trained:
         put_rows(kept, part.rows, part.scores["logprobs"])
+    scored |= {"kept": kept, "queries": rotated(model, own, layout)}
     metrics = combine_metrics(floats([part.metrics for part in trained]))
     gradients = {name: parameter.main_grad.clone() for name, parameter in model.chunks[0].module.named_parameters()}
     packs = [
@@ -171,8 +176,48 @@ def passes(tensor: int, context: int, rows: list[TokenRow], hybrid: bool) -> lis
         for micro in cut_batch(model, own.tokens, own.lengths, layout)
     ]
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (model.place, scored | {"kept": kept}, metrics, gradients, packs))
+    dist.all_gather_object(found, (model.place, scored, metrics, gradients, packs))
     return found
+
+
+def rotated(model: MegatronModel, batch: Batch, layout: Layout) -> torch.Tensor:
+    """The queries of all tokens, [B, T, width], that megatron-core's attention gives to Transformer Engine."""
+    torch.manual_seed(3)
+    config, of_tokens = model.chunks[0].config, 10 * torch.randn(VOCABULARY, HIDDEN)
+    spec = get_gpt_layer_local_spec().submodules.self_attention
+    spec.submodules.core_attention = Queries
+    attention = build_module(spec, config=config, layer_number=1)
+    if model.context.by_length:
+        decoder = SimpleNamespace(layers=[SimpleNamespace(self_attention=attention)])
+        follow_groups([SimpleNamespace(decoder=decoder, position_embedding_type="rope")])
+    embedding = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True)
+
+    def chunk(tokens_nS, positions, packed_seq_params, **_):
+        angles = embedding(packed_seq_params.max_seqlen_q, packed_seq=True)
+        attention(of_tokens[tokens_nS[0]][:, None], None, rotary_pos_emb=angles, packed_seq_params=packed_seq_params)
+        return attention.core_attention.seen.flatten(1)
+
+    found = torch.zeros(*batch.tokens.shape, HIDDEN // config.tensor_model_parallel_size)
+    for micro in cut_batch(model, batch.tokens, batch.lengths, layout):
+        shard = Shard.of(micro, model.context.of(micro), model.device)
+        # As on a GPU, which gets boundaries instead of a mask.
+        seen = view_of(micro, torch.device("cuda"), shard.context)
+        queries = shard.unpack(forward(model, chunk, shard, seen, micro.longest, None))
+        if model.context.reports(micro):
+            put_rows(found, micro.rows, queries.detach())
+    model.context.complete(found, model.device)
+    return found
+
+
+class Queries(torch.nn.Module):
+    """Keeps the queries, in place of attention."""
+
+    def __init__(self, **_):
+        super().__init__()
+
+    def forward(self, query, *_, **options):
+        self.seen = query
+        return query
 
 
 def built(tensor: int, context: int, hybrid: bool) -> MegatronModel:

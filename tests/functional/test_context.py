@@ -111,7 +111,3 @@ def test_ranks_share_the_same_micro_batches_and_each_row_counts_once(case, conte
 )
 def test_long_sequences_are_shared_and_short_ones_whole(context, case, kinds, found):
     assert {is_shared for own in packs(context, case, found) for is_shared, _, _ in own} == kinds
-
-
-def test_a_rank_without_a_sequence_repeats_another(found):
-    assert any(is_filler for own in packs(4, "fewer short ones than ranks", found) for _, is_filler, _ in own)
