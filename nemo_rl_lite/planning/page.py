@@ -286,7 +286,7 @@ def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row
     ranks = parallel_dims(config).cp
     split = f", split over {ranks} context-parallel ranks" if ranks > 1 else ""
     if ranks > 1 and policy.megatron_cfg.hybrid_context_parallel:
-        own = mb_tokens(policy, mode, training=True) // ranks
+        own = mb_tokens(policy, "packed", training=True) // ranks
         split += f"; packs of shorter sequences, up to {own} tokens, are on one rank"
         if generates(config):
             shared = shared_work(shape, assumed_lengths(config), batch, replicas, ranks, own)

@@ -166,7 +166,7 @@ def follow_groups(chunks: Sequence[Any]) -> None:
     from megatron.core.utils import unwrap_model
 
     for chunk in map(unwrap_model, chunks):
-        layers = [getattr(layer, "self_attention", None) for layer in chunk.decoder.layers]
+        layers: list[Any] = [getattr(layer, "self_attention", None) for layer in chunk.decoder.layers]
         if any(type(one) is not SelfAttention for one in layers) or chunk.position_embedding_type == "mrope":
             raise TrainingError(
                 "policy.megatron_cfg.hybrid_context_parallel: needs standard attention in all layers, with rotary "

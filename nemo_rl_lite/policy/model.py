@@ -365,7 +365,7 @@ def context_ranks(hybrid: bool = False) -> ContextRanks:
     group = parallel_state.get_context_parallel_group()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True) if hybrid and size > 1 else None
-    return ContextRanks(rank, size, group, alone)
+    return ContextRanks(rank, size, group, alone)  # pyrefly: ignore  # a member gets its group
 
 
 def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:

@@ -103,7 +103,8 @@ def test_ranks_share_the_same_micro_batches_and_each_row_counts_once(case, conte
     [
         (2, SHARED, {True}),
         (2, "both kinds", {True, False}),
-        (4, "both kinds", {True, False}),
+        # The others would wait for 11 tokens on one rank.
+        (4, "both kinds", {True}),
         (2, "all short", {False}),
         (4, "all long", {True}),
         (2, "one", {True}),
