@@ -40,8 +40,8 @@ def forward_flops(shape: ModelShape, tokens: float) -> float:
 
 
 def forward_cost(folder: Path) -> Callable[[int], float]:
-    """Return the work of a sequence by its number of tokens: FLOPs of a forward pass of the model in `folder`, or the
-    tokens if its sizes are unknown."""
+    """Return the work of a sequence by its number of tokens: the FLOPs of a forward pass of the model in `folder`. If
+    its sizes are unknown, the work is the tokens."""
     shape = described_shape(folder)
     return float if shape is None else partial(forward_flops, shape)
 
