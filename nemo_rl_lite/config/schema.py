@@ -223,6 +223,7 @@ class MegatronConfig(TeacherParallelConfig):
     virtual_pipeline_model_parallel_size: StageLayers
     context_parallel_size: PositiveInt
     cp_comm_type: Annotated[Literal["p2p", "a2a"], ActiveIf(".context_parallel_size", above=1)]
+    hybrid_context_parallel: Annotated[bool, ActiveIf(".context_parallel_size", above=1)]
     expert_tensor_parallel_size: PositiveInt
     freeze_moe_router: bool
     moe_router_bias_update_rate: NonNegativeFloat

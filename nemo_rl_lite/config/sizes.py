@@ -465,11 +465,10 @@ def least_saved(policy: PolicyConfig) -> float:
     return LEAST_SAVED if policy.sequence_packing.shared_prompts == "auto" else 0.0
 
 
-def row_round(policy: PolicyConfig) -> int:
-    """Return the number of tokens to round rows up to. A context-parallel rank's share is a multiple of
-    `sequence_length_round` and has two equal halves. FP8 needs blocks on each rank."""
+def row_round(policy: PolicyConfig, context: int) -> int:
+    """Return the number of tokens to round rows of `context` context-parallel ranks up to. A rank's share is a multiple
+    of `sequence_length_round` and has two equal halves. FP8 needs blocks on each rank."""
     parallel, own = policy.megatron_cfg, policy.sequence_length_round
-    context = parallel.context_parallel_size
     if parallel.fp8_cfg.enabled:
         own = lcm(own, FP8_BLOCK * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1))
     return own if context == 1 else context * lcm(own, 2)

@@ -10,9 +10,9 @@ from math import exp
 from statistics import NormalDist, fmean
 
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.models.flops import forward_flops
 from nemo_rl_lite.models.shape import ModelShape
-from nemo_rl_lite.planning.memory import forward_flops
-from nemo_rl_lite.policy.balance import even_work
+from nemo_rl_lite.policy.balance import even_work, split_longest
 
 # Standard deviation of the logarithm of a response's length.
 SIGMA = 1.0
@@ -40,10 +40,31 @@ def slowest_replica(shape: ModelShape, lengths: Lengths, sequences: int, replica
     """Return the FLOPs of the replica with the most, as a multiple of the mean."""
     if lengths.mean >= lengths.longest or sequences < replicas:
         return 1.0
-    responses = quantiles(sequences, max(1.0, lengths.mean), SIGMA, round(lengths.longest))
-    costs = [forward_flops(shape, lengths.prompt + one) for one in responses]
+    _, costs = _sequences(shape, lengths, sequences)
     work = [sum(costs[index] for index in share) for share in even_work(costs, replicas)]
     return max(work) / fmean(work)
+
+
+@cache
+def shared_work(shape: ModelShape, lengths: Lengths, sequences: int, replicas: int, ranks: int, most: int) -> float:
+    """Return the share of the FLOPs in sequences that context-parallel `ranks` split, if one has up to `most` tokens
+    whole (`hybrid_context_parallel`)."""
+    if lengths.mean >= lengths.longest:
+        return 1.0
+    tokens, costs = _sequences(shape, lengths, sequences)
+    shared = 0.0
+    for share in even_work(costs, replicas):
+        own = [costs[index] for index in share]
+        longest, _ = split_longest(own, ranks, [tokens[index] > most for index in share])
+        shared += sum(own[place] for place in longest)
+    return shared / sum(costs)
+
+
+def _sequences(shape: ModelShape, lengths: Lengths, count: int) -> tuple[list[float], list[float]]:
+    """Return the tokens of sequences with these lengths, and their FLOPs."""
+    responses = quantiles(count, max(1.0, lengths.mean), SIGMA, round(lengths.longest))
+    tokens = [lengths.prompt + one for one in responses]
+    return tokens, [forward_flops(shape, one) for one in tokens]
 
 
 @cache

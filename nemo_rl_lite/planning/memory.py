@@ -1,4 +1,4 @@
-"""Predicts the bytes of each component and phase on the policy rank with the highest peak; counts parameters and FLOPs.
+"""Predicts the bytes of each component and phase on the policy rank with the highest peak; counts parameters.
 
 **Activations** follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section
 4: the tensors that each operation of a layer keeps for its backward pass. The layer has no dropout, and has
@@ -15,10 +15,6 @@ pipeline stages and CPUs were not measured.
 
 **Parameters** are counted for models like Llama, Qwen2, Qwen3 and Mixtral, with or without experts: grouped-query
 or latent attention, RMSNorm, gated MLPs. Latent attention keeps its compressed queries, keys and values in addition.
-
-**FLOPs** are 2 per token and weight of each matrix: attention's projections, the MLP or the router and the chosen
-experts, and the LM head. Causal attention adds the products for scores and for the weighted sum. Not counted: norms,
-biases, activations, rotary embeddings, softmax, the loss, embedding lookups, padding and recomputation.
 """
 
 import logging
@@ -60,6 +56,7 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.config.sources import teacher_configs
 from nemo_rl_lite.models.draft import DraftShape, draft_shape, own_draft_layers
+from nemo_rl_lite.models.flops import attention_flops, attention_weights, forward_flops, matrix_flops, matrix_weights
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, find_shape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 
@@ -93,7 +90,7 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
     if training or generates(config):
         sequences = sequences_per_optimizer_step(config) if training else samples_per_step(config)
         tokens = min(tokens, -(-sequences // parallel_dims(config).dp) * longest)
-    round_to = row_round(policy)
+    round_to = row_round(policy, parallel_dims(config).cp)
     tokens = -(-tokens // round_to) * round_to
     return MicroBatch(tokens, tokens if mode == "packed" else longest)
 
@@ -407,7 +404,7 @@ def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
 def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tuple[int, int]:
     """Count a rank's parameters in `layers` layers: outside and inside experts."""
     hidden, sparse, latent = shape.hidden, shape.layers - shape.dense_layers, shape.latent
-    split, whole = _attention(shape)
+    split, whole = attention_weights(shape)
     split += (shape.heads + 2 * shape.kv_heads) * shape.head_dim if shape.qkv_bias and not latent else 0
     whole += 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0) + (latent.keys + latent.queries if latent else 0)
     dense = shape.layers * (split // tensor + whole) + shape.dense_layers * 3 * hidden * shape.ffn // tensor
@@ -416,18 +413,6 @@ def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tupl
         dense += sparse * (hidden * shape.experts + shared)
     experts = sparse * shape.experts * 3 * hidden * shape.expert_ffn // expert
     return dense * layers // shape.layers, experts * layers // shape.layers
-
-
-def _attention(shape: ModelShape) -> tuple[int, int]:
-    """Count the weights of an attention layer's matrices: those that tensor-parallel ranks split, and those that each
-    rank has."""
-    hidden, latent = shape.hidden, shape.latent
-    queries, attended = shape.heads * shape.head_dim, shape.heads * shape.value_dim
-    if latent is None:
-        return hidden * (queries + 2 * shape.kv_heads * shape.head_dim + attended), 0
-    keys_and_values = shape.heads * (shape.head_dim - latent.rotary + latent.values)
-    split = (latent.queries or hidden) * queries + latent.keys * keys_and_values + attended * hidden
-    return split, hidden * (latent.queries + latent.cached)
 
 
 @dataclass(frozen=True)
@@ -562,7 +547,7 @@ def engine_weights(config: Config, shape: ModelShape) -> int:
 def engine_parameters(config: Config, shape: ModelShape) -> int:
     """Count the parameters on one of an engine's devices. Each tensor-parallel rank has all matrices that compress for
     latent attention."""
-    whole = shape.layers * _attention(shape)[1]
+    whole = shape.layers * attention_weights(shape)[1]
     split = (parameter_count(shape) - whole) // engine_ranks(config)
     return split + whole // config.generation.vllm_cfg.pipeline_parallel_size
 
@@ -648,26 +633,6 @@ def _shape(name: str) -> ModelShape | None:
         return None
 
 
-def matrix_weights(shape: ModelShape, experts: int) -> int:
-    """Count the weights of all matrices, with `experts` experts per layer."""
-    hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
-    attention = sum(_attention(shape))
-    shared = 3 * hidden * shape.shared_ffn + (hidden if shape.shared_gate else 0)
-    mixture = hidden * shape.experts + shared + 3 * hidden * shape.expert_ffn * experts
-    layers = shape.layers * attention + shape.dense_layers * 3 * hidden * shape.ffn + sparse * mixture
-    return layers + shape.vocabulary * hidden
-
-
-def forward_flops(shape: ModelShape, tokens: float) -> float:
-    """Return the FLOPs of a forward pass over a sequence, without adapters."""
-    return _matrices(shape, tokens) + attention_flops(shape, tokens)
-
-
-def attention_flops(shape: ModelShape, tokens: float) -> float:
-    """Return the FLOPs of causal attention's two products over a sequence, in all layers."""
-    return shape.layers * shape.heads * (shape.head_dim + shape.value_dim) * tokens * (tokens + 1)
-
-
 @dataclass(frozen=True)
 class SequenceFlops:
     """FLOPs of the policy's passes over a sequence, by its number of tokens.
@@ -689,7 +654,7 @@ class SequenceFlops:
 
     def training(self, tokens: float) -> float:
         """Return the FLOPs of a forward and a backward pass of the policy."""
-        frozen = _matrices(self.shape, tokens) if self.peft.enabled else 0.0
+        frozen = matrix_flops(self.shape, tokens) if self.peft.enabled else 0.0
         return 3 * self.forward(tokens) - frozen
 
     @cached_property
@@ -714,7 +679,3 @@ class DecodingBytes:
     def of(cls, config: Config, shape: ModelShape) -> "DecodingBytes":
         weights = matrix_weights(shape, shape.experts) * item_bytes(config)
         return cls(weights / engine_ranks(config), token_cache_bytes(config, shape))
-
-
-def _matrices(shape: ModelShape, tokens: float) -> float:
-    return 2 * matrix_weights(shape, shape.experts_per_token) * tokens

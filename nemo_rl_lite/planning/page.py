@@ -16,6 +16,7 @@ from nemo_rl_lite.config.sizes import (
     engines,
     generation_gpus,
     has_agent,
+    mb_tokens,
     micro_batch_sizes,
     on_gpus,
     parallel_dims,
@@ -32,7 +33,7 @@ from nemo_rl_lite.planning import splits
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import Budget, budget, headers, last_that, refit_bytes, render, size, speed_of, title
 from nemo_rl_lite.planning.disk import DiskUse
-from nemo_rl_lite.planning.lengths import assumed_lengths
+from nemo_rl_lite.planning.lengths import assumed_lengths, shared_work
 from nemo_rl_lite.planning.memory import micro_batch, token_cache_bytes
 from nemo_rl_lite.validation.compose import compose_config
 
@@ -284,6 +285,12 @@ def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row
     kind = {"packed": "packed into one row", "dynamic": "padded, of similar length", "fixed": "padded"}[mode]
     ranks = parallel_dims(config).cp
     split = f", split over {ranks} context-parallel ranks" if ranks > 1 else ""
+    if ranks > 1 and policy.megatron_cfg.hybrid_context_parallel:
+        own = mb_tokens(policy, "packed", training=True) // ranks
+        split += f"; packs of shorter sequences, up to {own} tokens, are on one rank"
+        if generates(config):
+            shared = shared_work(shape, assumed_lengths(config), batch, replicas, ranks, own)
+            split += f"; about {shared:.0%} of the work is split"
     yield "micro-batch", f"up to {tokens.tokens} tokens, {kind}{split}; up to {count} per rank and optimizer step"
 
 

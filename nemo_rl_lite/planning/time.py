@@ -40,16 +40,15 @@ from nemo_rl_lite.config.sizes import (
     with_overlap,
 )
 from nemo_rl_lite.config.sources import teacher_configs
+from nemo_rl_lite.models.flops import forward_flops, matrix_weights
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.budget import Gpu, merges_adapters, refit_bytes, speed_of
 from nemo_rl_lite.planning.lengths import SIGMA, Lengths, quantiles, slowest_replica
 from nemo_rl_lite.planning.memory import (
     SequenceFlops,
     engine_parameters,
-    forward_flops,
     gradient_bytes,
     item_bytes,
-    matrix_weights,
     micro_batch,
     rank_parameters,
     recomputed_share,

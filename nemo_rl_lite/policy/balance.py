@@ -7,6 +7,8 @@ from heapq import heappop, heapreplace
 NEAR, MOST_SWAPS = 0.01, 64
 # Candidates for each swap, and the largest difference of rank by size between its two items.
 TRIED, APART = 128, 4
+# Assumed time of an item that ranks share, as a multiple of its work: padding and communication.
+SHARED = 1.1
 
 
 def even_work(costs: Sequence[float], replicas: int, most: int | None = None) -> list[list[int]]:
@@ -25,6 +27,28 @@ def even_work(costs: Sequence[float], replicas: int, most: int | None = None) ->
         else:
             heapreplace(emptiest, (total + costs[index], count + 1, replica))
     return [sorted(share) for share in shares]
+
+
+def split_longest(costs: Sequence[float], ranks: int, too_long: Sequence[bool]) -> tuple[list[int], list[list[int]]]:
+    """Return the indices of the items that all ranks share, and of each rank's other items, in ascending order.
+
+    Ranks share the items that are `too_long` for one, and as many of the most expensive others as give the shortest
+    time: that of shared items, and of the rank with the most work of others.
+    """
+    order = sorted(range(len(costs)), key=lambda index: (not too_long[index], -costs[index], index))
+    found, shortest = (order, [list[int]() for _ in range(ranks)]), SHARED * sum(costs) / ranks
+    for count in range(sum(too_long), len(order)):
+        shared, rest = SHARED * sum(costs[index] for index in order[:count]), sorted(order[count:])
+        left = [costs[index] for index in rest]
+        if shared + sum(left) >= shortest * ranks:
+            # More shared items only take longer.
+            break
+        shares = even_work(left, ranks)
+        time = shared / ranks + max(sum(left[place] for place in share) for share in shares)
+        if time < shortest:
+            found, shortest = (order[:count], [[rest[place] for place in share] for share in shares]), time
+    shared_items, of_ranks = found
+    return sorted(shared_items), of_ranks
 
 
 def swapped(

@@ -58,8 +58,9 @@ class MicroBatchPass:
         own = Batch(**{one.name: given.get(f"batch.{one.name}") for one in fields(Batch)})  # pyrefly: ignore
         counts, mismatch = (_as_counts(given, *one) for one in zip(_COUNTS, self._of_counts, strict=True))
         wait_for, ids = self._model.gather.wait_for, own.teacher_topk_ids
-        scores = scores_of(Shard.whole(micro), self._temperature, self._loss, wait_for, ids, self._model.keep_logits)
-        found = forward(self._model, chunk, micro.tokens_nS, given, micro.longest, scores)
+        shard = Shard.whole(micro)
+        scores = scores_of(shard, self._temperature, self._loss, wait_for, ids, self._model.keep_logits)
+        found = forward(self._model, chunk, shard, given, micro.longest, scores)
         value, trained = trained_on(found, micro.rows, own, self._loss, counts, mismatch)  # pyrefly: ignore  # counts are there
         # megatron-core averages over data-parallel ranks, but losses are shares of a sum.
         scaled = get_model_config(chunk).grad_scale_func(value * self._model.place.data_size)

@@ -95,6 +95,8 @@ class Layout:
     """Packed sequences are padded to a multiple of this many tokens, for context-parallel ranks."""
     least_saved: float | None = None
     """Packed sequences share prefixes if they save more than this share of a batch's tokens; None if they never do."""
+    whole: "Layout | None" = None
+    """Layout of packs that one context-parallel rank has whole; None if the ranks share all packs."""
 
     @classmethod
     def configured(
@@ -112,8 +114,12 @@ class Layout:
             return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, together)
         in_buckets, context = training and on_gpu and parallel.cuda_graph_impl != "none", parallel.context_parallel_size
         piece = 2 * context if context > 1 else 1
-        least = least_saved(config) if can_share else None
-        return cls(mode, mb_tokens(config, mode, training), row_round(config), together, in_buckets, piece, least)
+        least, size = least_saved(config) if can_share else None, mb_tokens(config, mode, training)
+        layout = cls(mode, size, row_round(config, context), together, in_buckets, piece, least)
+        if context == 1 or not parallel.hybrid_context_parallel:
+            return layout
+        # A rank has as many tokens as of a shared pack.
+        return replace(layout, whole=replace(layout, size=size // context, round_to=row_round(config, 1), piece=1))
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
         """Return the indices of each micro-batch's sequences: `at_least` micro-batches, if there are that many
@@ -176,7 +182,8 @@ class ModelInput:
     packed: bool
     bucket: Bucket | None = None
     piece: int = 1
-    """See `Layout`. A sequence's padding attends to the sequence, but not the reverse."""
+    """See `Layout`. A sequence's padding attends to the sequence, but not the reverse. 1 if one rank has the whole
+    pack."""
     prefixes: Prefixes | None = None
     """None if no sequences share any."""
     is_filler: bool = False

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +36,11 @@ from nemo_rl_lite.config.sizes import (
     shares_prompts,
 )
 from nemo_rl_lite.errors import TrainingError
+from nemo_rl_lite.models.flops import forward_cost
 from nemo_rl_lite.policy import activation_offload, moe, shared_prompts
-from nemo_rl_lite.policy.context import ContextRanks, check_shareable
+from nemo_rl_lite.policy.context import ContextRanks, check_shareable, follow_groups
 from nemo_rl_lite.policy.logprobs import check_scorable
+from nemo_rl_lite.policy.micro_batches import Cost
 from nemo_rl_lite.policy.moe import RouterReplay
 from nemo_rl_lite.refit.ipc import SharedFrozenParams
 
@@ -174,6 +177,7 @@ class MegatronModel:
     trains: bool = True
     """Chunks are wrapped in megatron-core's DistributedDataParallel."""
     context: ContextRanks = field(default_factory=ContextRanks)
+    cost: Cost = float
     replay: RouterReplay | None = None
     shares_prompts: bool = False
     """Packed rows may share prefixes (`shared_prompts.py`)."""
@@ -270,7 +274,8 @@ def build_model(
         keep_logits=keeps_logits(config),
         lora=lora,
         trains=trains,
-        context=context_ranks(),
+        context=context_ranks(parallel.hybrid_context_parallel),
+        cost=forward_cost(Path(path)),
         multiple=parallel.pipeline_model_parallel_size if model_chunks(parallel) > 1 else 1,
     )
     if lora is not None:
@@ -280,6 +285,8 @@ def build_model(
     if config.router_replay.enabled:
         model.replay = moe.replaying(model.chunks, parallel, model.context, device)
         model.place = replace(model.place, replayed_layers=model.replay.layers)
+    if model.context.by_length:
+        follow_groups(model.bare_chunks)
     if shares_prompts(config, on_gpu):
         model.shares_prompts = shared_prompts.install(model.bare_chunks, config, device)
     if model.place.has_logits:
@@ -361,11 +368,14 @@ def is_adapter(name: str) -> bool:
     return ".adapter." in name
 
 
-def context_ranks() -> ContextRanks:
+def context_ranks(hybrid: bool = False) -> ContextRanks:
+    """Return this rank's context-parallel group. `hybrid`: single ranks may have micro-batches whole."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
-    return ContextRanks(dist.get_rank(group), dist.get_world_size(group), group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True) if hybrid and size > 1 else None
+    return ContextRanks(rank, size, group, alone)  # pyrefly: ignore  # a member gets its group
 
 
 def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:

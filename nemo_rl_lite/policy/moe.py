@@ -97,7 +97,7 @@ class RouterReplay:
         laid_nSLk = micro.lay(
             torch.tensor(own.values[:, layers], dtype=torch.int16), torch.from_numpy(own.counts), NO_EXPERT
         )
-        laid_nSLk = self.context.own(laid_nSLk, micro)
+        laid_nSLk = self.context.of(micro).own(laid_nSLk, micro)
         laid_SnLk = laid_nSLk.transpose(0, 1).chunk(self.sequence_size)[self.sequence_rank]
         return sent(laid_SnLk.flatten(0, 1).transpose(0, 1).contiguous(), self.device).unbind()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of, n
 from nemo_rl_lite.observability.liveness import note_progress
 from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.policy import activation_offload
-from nemo_rl_lite.policy.context import ContextRanks, Shard
+from nemo_rl_lite.policy.context import ContextRanks, Shard, cut_by_length
 from nemo_rl_lite.policy.logprobs import TopLogits, scores_of
 from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut, round_up, sent_together
 from nemo_rl_lite.policy.model import MegatronModel
@@ -38,6 +39,13 @@ class Trained:
     mismatch: Metrics
     scores: Mapping[str, Tensor]
     """The pass's `logprobs` and, if the loss needs it, `entropy`, [b, T]; in a bucket, padded to the bucket."""
+
+    def on_host(self) -> "Trained":
+        metrics, mismatch, scores = (
+            {name: value.detach().cpu() for name, value in values.items()}
+            for values in (self.metrics, self.mismatch, self.scores)
+        )
+        return Trained(self.rows, metrics, mismatch, scores)
 
 
 class Pace:
@@ -105,8 +113,10 @@ def forward_scores(
         for name, values in parts[0].items()
     }
     for micro, part in zip(micro_batches, parts, strict=True):
-        for name, values in part.items():
+        for name, values in part.items() if model.context.reports(micro) else ():
             put_rows(whole[name], micro.rows, values)
+    for values_BT in whole.values():
+        model.context.complete(values_BT, model.device)
     return whole
 
 
@@ -126,7 +136,7 @@ def forward_backward(
     experts: RoutedExperts | None = None,
 ) -> list[Trained]:
     """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks. Returns the metrics of
-    each micro-batch.
+    each micro-batch of the replica, in the micro-batches' order.
 
     `mismatch_counts` means that the policy has not changed since sampling. Then this pass's logprobs are the previous
     ones: importance ratios are exactly 1 (NeMo-RL's `force_on_policy_ratio`), and they are compared with the engines'.
@@ -155,15 +165,21 @@ def forward_backward(
 
     with activation_offload.training_pass(model.chunks, len(micro_batches) * len(model.chunks)):
         trained = _run(model, announced(micro_batches), micro_batches, train, experts, trains=True)
-    # In the micro-batches' order, or none on other stages. Fillers are the last.
-    return trained[: sum(not micro.is_filler for micro in micro_batches)]
+    # None on other stages.
+    done = [one for micro, one in zip(micro_batches, trained, strict=False) if model.context.reports(micro)]
+    if not model.context.by_length or not model.place.has_logits:
+        return done
+    return model.context.joined([one.on_host() for one in done])
 
 
 def cut_batch(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
     """Split into a multiple of `model.multiple` micro-batches. Replicas of a model with experts make the same number,
     because each micro-batch has collectives of expert-parallel ranks. Fillers complete it if there are too few
     sequences."""
-    micro_batches = cut(tokens_BT, lengths_B, layout)
+    cut_own = partial(cut, tokens_BT, lengths_B, layout)
+    if layout.whole is not None:
+        cut_own = partial(cut_by_length, tokens_BT, lengths_B, layout, layout.whole, model.context, model.cost)
+    micro_batches = cut_own()
     wanted = len(micro_batches)
     if model.place.data_size > 1 and model.chunks[0].config.num_moe_experts:
         most = torch.tensor(wanted, device=model.device)
@@ -171,8 +187,9 @@ def cut_batch(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout
         wanted = int(most)
     wanted = round_up(wanted, model.multiple)
     if len(micro_batches) < wanted:
-        micro_batches = cut(tokens_BT, lengths_B, layout, at_least=wanted)
-        shortest = min(micro_batches, key=lambda micro: micro.tokens_nS.numel())
+        micro_batches = cut_own(at_least=wanted)
+        # Context-parallel ranks all take a shared one, or each a whole one.
+        shortest = min(micro_batches, key=lambda micro: (micro.piece, micro.tokens_nS.numel()))
         micro_batches += [replace(shortest, is_filler=True)] * (wanted - len(micro_batches))
     return micro_batches
 
@@ -205,10 +222,10 @@ def _run(
         host = next(own)
         if model.replay is not None:
             model.replay.begin(host, experts, trains, model.chunks.index(chunk))
-        shard = Shard.of(host, model.context, model.device)
-        seen = sent_together(view_of(host, model.device, model.context), model.device)
+        shard = Shard.of(host, model.context.of(host), model.device)
+        seen = sent_together(view_of(host, model.device, shard.context), model.device)
         scores, on_scores = last(shard)
-        return forward(model, chunk, shard.tokens_nS, seen, host.longest, scores), on_scores
+        return forward(model, chunk, shard, seen, host.longest, scores), on_scores
 
     first = micro_batches[0].tokens_nS
     return get_forward_backward_func()(
@@ -267,7 +284,7 @@ def view_of(micro: ModelInput, device: torch.device, context: ContextRanks) -> d
 def forward(
     model: MegatronModel,
     chunk: Any,
-    tokens_nS: Tensor,
+    shard: Shard,
     seen: dict[str, Tensor],
     longest: tuple[int, int],
     scores: Callable[..., dict[str, Tensor]],
@@ -281,7 +298,7 @@ def forward(
     elif "boundaries" in seen:
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        padded = seen["boundaries"] if model.context.splits else None
+        padded = seen["boundaries"] if shard.context.splits else None
         options["packed_seq_params"] = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=seen["boundaries"],
@@ -293,6 +310,7 @@ def forward(
             cu_seqlens_q_padded=padded,  # pyrefly: ignore
             cu_seqlens_kv_padded=padded,  # pyrefly: ignore
             pad_between_seqs=False,
+            cp_group=shard.context.group if model.context.by_length else None,  # pyrefly: ignore
         )
     mask = seen.get("attention_mask")
-    return chunk(tokens_nS, seen["positions"], attention_mask=mask, output_processor=scores, **options)
+    return chunk(shard.tokens_nS, seen["positions"], attention_mask=mask, output_processor=scores, **options)

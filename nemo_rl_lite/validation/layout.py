@@ -39,6 +39,7 @@ _CPU, _SHARDED = f"{_OPTIMIZER}.optimizer_cpu_offload", f"{_OPTIMIZER}.use_distr
 _TENSOR, _EXPERTS = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
 _SPLIT_EXPERTS = f"{MEGATRON}.expert_tensor_parallel_size"
 _PIPELINE, _CONTEXT = f"{MEGATRON}.pipeline_model_parallel_size", f"{MEGATRON}.context_parallel_size"
+_HYBRID = f"{MEGATRON}.hybrid_context_parallel"
 _SEQUENCE, _PACKING = f"{MEGATRON}.sequence_parallel", "policy.sequence_packing.enabled"
 _SHARED = "policy.sequence_packing.shared_prompts"
 _ACTIVATIONS, _MODULES = f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.offload_modules"
@@ -125,6 +126,11 @@ def check_context_parallel(config: Config) -> Iterator[Violation]:
     elif config.policy.sequence_packing.shared_prompts is True:
         rule_text = f"excludes context parallelism ({_CONTEXT}={size})"
         yield Violation(_SHARED, True, rule_text, f"{_SHARED}=auto, or {_CONTEXT}=1")
+    rate = config.policy.megatron_cfg.moe_router_bias_update_rate
+    if config.policy.megatron_cfg.hybrid_context_parallel and rate:
+        # Ranks with fewer sequences repeat some.
+        rule_text = f"makes routers count tokens twice ({MEGATRON}.moe_router_bias_update_rate={rate:g})"
+        yield Violation(_HYBRID, True, rule_text, f"{_HYBRID}=false")
 
 
 @rule("cluster", "policy", "generation")

@@ -30,9 +30,9 @@ from nemo_rl_lite.losses.batch import (
     trained_of_episodes,
 )
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, counts_of, mean_of_steps, summary
-from nemo_rl_lite.models.shape import described_shape
+from nemo_rl_lite.models.flops import forward_cost
 from nemo_rl_lite.offload.mover import Move
-from nemo_rl_lite.planning.memory import SequenceFlops, forward_flops
+from nemo_rl_lite.planning.memory import SequenceFlops
 from nemo_rl_lite.policy.balance import even_work
 from nemo_rl_lite.policy.interface import BatchRef, Scored, Work, with_scores
 from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares
@@ -320,7 +320,7 @@ class RemoteTeacher:
         """Create the teachers of a run. Each `teacher.model_name` must be a folder."""
         models = [str(one.teacher.model_name) for one in teacher_configs(config).values()]
         numbers = {name: models.index(str(one.teacher.model_name)) for name, one in source_configs(config).items()}
-        return cls(group, numbers, [_forward_cost(Path(model)) for model in models])
+        return cls(group, numbers, [forward_cost(Path(model)) for model in models])
 
     def scored(self, rows: RowBatch, sources: Sequence[str]) -> RowBatch:
         """See `Teacher.scored`. The teachers take turns. Scores of rows that are elsewhere stay with their teacher,
@@ -408,12 +408,6 @@ class _ScoredRows:
             numbers = [found[place][2] for place in own]
             calls.append(self.replicas.ask(replica, "scores", teacher, numbers, phase=_SCORING))
         return calls, tuple(places)
-
-
-def _forward_cost(model: Path) -> Cost:
-    """Return the FLOPs of a forward pass over a sequence by its number of tokens; the tokens for an unknown model."""
-    shape = described_shape(model)
-    return float if shape is None else partial(forward_flops, shape)
 
 
 def _applied(

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
+from nemo_rl_lite.models.flops import matrix_weights
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.memory import matrix_weights
 from tests.functional.here import run_here, train_here
 from tests.functional.supervised import SFT, Scorer, packed, read_rows, series, write_data
 from tests.metric_names import not_logged, undocumented

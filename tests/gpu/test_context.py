@@ -43,6 +43,7 @@ SHARDED = [
 LAYOUTS = {
     "alone": (1, WHOLE),
     "ring": (2, [*WHOLE, CONTEXT]),
+    "hybrid": (2, [*WHOLE, CONTEXT, f"{MEGATRON}.hybrid_context_parallel=true"]),
     "heads": (2, [*WHOLE, CONTEXT, f"{MEGATRON}.cp_comm_type=a2a"]),
     "recomputed": (2, [*WHOLE, CONTEXT, f"{MEGATRON}.activation_checkpointing=true"]),
     "sharded optimizer": (2, [CONTEXT, *SHARDED]),
@@ -54,14 +55,28 @@ LAYOUTS = {
     "pipeline 2": (4, [*WHOLE, CONTEXT, f"{MEGATRON}.pipeline_model_parallel_size=2"]),
     "context 4": (4, [*WHOLE, f"{MEGATRON}.context_parallel_size=4"]),
     "experts alone": (1, [*WHOLE, REPLAY]),
+    "hybrid 4": (4, [*WHOLE, f"{MEGATRON}.context_parallel_size=4", f"{MEGATRON}.hybrid_context_parallel=true"]),
+    "hybrid heads": (2, [*WHOLE, CONTEXT, f"{MEGATRON}.cp_comm_type=a2a", f"{MEGATRON}.hybrid_context_parallel=true"]),
     "experts 2": (2, [*WHOLE, REPLAY, CONTEXT, f"{MEGATRON}.expert_model_parallel_size=2"]),
+    "experts hybrid": (
+        2,
+        [
+            *WHOLE,
+            REPLAY,
+            CONTEXT,
+            f"{MEGATRON}.hybrid_context_parallel=true",
+            f"{MEGATRON}.expert_model_parallel_size=2",
+        ],
+    ),
 }
 SHARED = [name for name in LAYOUTS if not name.endswith("alone")]
 CASES = [pytest.param(name, marks=pytest.mark.gpu(LAYOUTS[name][0])) for name in SHARED]
 
 # Layouts in which rank 0 has whole gradients of some parameters, and those in which it has all.
 WITH_GRADIENTS = [case for case in CASES if case.values[0] not in ("sharded optimizer", "tensor 2")]
-OF_WHOLE_MODELS = [case for case in WITH_GRADIENTS if case.values[0] not in ("pipeline 2", "experts 2")]
+OF_WHOLE_MODELS = [
+    case for case in WITH_GRADIENTS if case.values[0] not in ("pipeline 2", "experts 2", "experts hybrid")
+]
 
 
 @pytest.fixture(scope="module")

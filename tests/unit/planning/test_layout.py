@@ -65,6 +65,13 @@ def test_context_parallel_ranks_share_a_replica():
     assert "over 4 context-parallel ranks" in dict(batch_rows(config, 0, SHAPE))["micro-batch"]
 
 
+def test_context_parallel_ranks_have_short_sequences_whole():
+    own = [f"{PARALLEL}.context_parallel_size=2", f"{PARALLEL}.hybrid_context_parallel=true", "cluster.gpus_per_node=2"]
+    config = compose_config([*GPUS, *own, "policy.sequence_packing.train_mb_tokens=4096"])
+    row = dict(batch_rows(config, 0, SHAPE))["micro-batch"]
+    assert "up to 2048 tokens, are on one rank; about 0% of the work is split" in row
+
+
 def test_batches_add_up():
     sizes = ["algorithm.num_prompts_per_step=32", "algorithm.num_generations_per_prompt=8"]
     sizes += ["policy.train_global_batch_size=128", "policy.max_total_sequence_length=1024"]

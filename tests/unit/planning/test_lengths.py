@@ -5,7 +5,7 @@ from statistics import fmean
 import pytest
 
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
-from nemo_rl_lite.planning.lengths import SIGMA, Lengths, quantiles, slowest_replica
+from nemo_rl_lite.planning.lengths import SIGMA, Lengths, quantiles, shared_work, slowest_replica
 
 SHAPE = model_shape(KNOWN_MODELS["meta-llama/Llama-3.1-8B-Instruct"])
 TAIL = Lengths(prompt=130, mean=795, longest=3840)
@@ -33,3 +33,12 @@ def test_replicas_wait_for_the_longest_sequence(replicas, idle):
 
 def test_equal_sequences_leave_no_replica_idle():
     assert slowest_replica(SHAPE, Lengths(130, 512, 512), 512, 512) == 1
+
+
+@pytest.mark.parametrize(
+    ("sequences", "ranks", "most", "shared"),
+    [(512, 2, 8192, 0.86), (512, 8, 8192, 1.0), (2048, 2, 8192, 0.11), (2048, 8, 8192, 0.17), (2048, 8, 2048, 0.31)],
+)
+def test_context_parallel_ranks_share_what_would_make_one_wait(sequences, ranks, most, shared):
+    """On 512 GPUs, with one or four sequences each. One rank has up to `most` tokens."""
+    assert shared_work(SHAPE, TAIL, sequences, 512 // ranks, ranks, most) == pytest.approx(shared, abs=0.03)

@@ -5,7 +5,7 @@ from itertools import batched
 
 import pytest
 
-from nemo_rl_lite.policy.balance import even_work, swapped
+from nemo_rl_lite.policy.balance import even_work, split_longest, swapped
 from nemo_rl_lite.policy.micro_batches import Layout, balanced_shares, work
 
 
@@ -83,3 +83,22 @@ def test_the_work_of_a_padded_share_counts_its_padding():
     assert work([5, 3, 3, 1], Layout("dynamic", 10, 1), float) == 2 * 5 + 2 * 3
     assert work([5, 3, 3, 1], Layout("dynamic", 16, 4), float) == 2 * 8 + 2 * 4
     assert work([5, 3, 3, 1], Layout("packed", 10, 1), float) == 12
+
+
+@pytest.mark.parametrize(
+    ("costs", "ranks", "too_long", "shared", "of_ranks"),
+    [
+        # One item, or one for which the other rank would wait, is shared.
+        ([5.0], 2, [], [0], [[], []]),
+        ([9.0, 1.0, 1.0, 1.0], 2, [], [0, 1], [[2], [3]]),
+        # A long item is whole if others fill the other rank meanwhile.
+        ([9.0, 4.0, 5.0], 2, [], [], [[0], [1, 2]]),
+        ([9.0, 4.0, 4.5, 0.5], 2, [0], [0], [[2], [1, 3]]),
+        # Sharing gains less than it costs.
+        ([1.0] * 11, 12, [], [], [[place] for place in range(11)] + [[]]),
+        ([3.0, 2.0], 2, [0, 1], [0, 1], [[], []]),
+    ],
+)
+def test_ranks_share_the_longest_items_if_this_is_faster(costs, ranks, too_long, shared, of_ranks):
+    found = split_longest(costs, ranks, [place in too_long for place in range(len(costs))])
+    assert found == (shared, of_ranks)

@@ -1,10 +1,12 @@
 """How context-parallel ranks share packed sequences."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from nemo_rl_lite.policy.context import ContextRanks, Shard, own_places
-from nemo_rl_lite.policy.micro_batches import Layout, cut
+from nemo_rl_lite.policy.context import ContextRanks, Shard, cut_by_length, own_places
+from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut
 from nemo_rl_lite.validation.compose import compose_config
 
 CPU = torch.device("cpu")
@@ -89,3 +91,61 @@ def test_the_configured_layout_gives_each_rank_halves_of_whole_tokens(size, roun
     config = compose_config([*own, f"{MEGATRON}.context_parallel_size={size}"])
     layout = Layout.configured(config.policy, "train", on_gpu=True)
     assert (layout.mode, layout.round_to, layout.piece) == ("packed", round_to, 2 * size if size > 1 else 1)
+
+
+# Not used, but not None: single ranks may have micro-batches whole.
+ALONE: Any = "group of one rank"
+
+
+def by_length(size: int, lengths: list[int], together: int = 1, at_least: int = 1) -> list[list[ModelInput]]:
+    """Each rank's micro-batches."""
+    layout = Layout("packed", 32 * size, 8 * size, together, piece=2 * size)
+    tokens = torch.arange(len(lengths) * 64).view(len(lengths), 64)
+    given = tokens, torch.tensor(lengths), layout, Layout("packed", 32, 8, together)
+    return [cut_by_length(*given, ContextRanks(rank, size, alone=ALONE), float, at_least) for rank in range(size)]
+
+
+def counted(of_ranks: list[list[ModelInput]]) -> list[int]:
+    """The rows whose results ranks report."""
+    ranks = [ContextRanks(rank, len(of_ranks), alone=ALONE) for rank in range(len(of_ranks))]
+    pairs = [(rank, micro) for rank, own in zip(ranks, of_ranks, strict=True) for micro in own]
+    return sorted(row for rank, micro in pairs if rank.reports(micro) for row in micro.rows.tolist())
+
+
+def test_pairs_stay_together_and_fill_single_ranks_by_tokens():
+    of_ranks = by_length(2, [9, 8, 20, 20, 12, 4, 7, 7, 5, 9], together=2)
+    assert counted(of_ranks) == list(range(10))
+    # A pair of 40 tokens does not fit one rank.
+    assert [[micro.rows.tolist() for micro in own] for own in of_ranks] == [
+        [[2, 3], [0, 1, 8, 9]],
+        [[2, 3], [4, 5, 6, 7]],
+    ]
+    assert [micro.piece for micro in of_ranks[0]] == [4, 1]
+    first = of_ranks[0][1]
+    assert first.tokens_nS[0, : first.own_lengths[0]].tolist() == list(range(9))
+
+
+def test_a_rank_without_a_sequence_repeats_another():
+    of_ranks = by_length(12, [6] * 11)
+    assert [[(micro.rows.tolist(), micro.is_filler) for micro in own] for own in of_ranks] == [
+        *[[([row], False)] for row in range(11)],
+        [([0], True)],
+    ]
+    assert counted(of_ranks) == list(range(11))
+
+
+@pytest.mark.parametrize("at_least", [1, 3, 5])
+def test_all_ranks_make_the_same_number_of_micro_batches(at_least):
+    of_ranks = by_length(2, [50, 6, 6, 6, 6, 18], at_least=at_least)
+    assert len({len(own) for own in of_ranks}) == 1 and len(of_ranks[0]) >= at_least
+    assert counted(of_ranks) == list(range(6))
+    # Experts may be spread over the ranks, and shared ones communicate.
+    assert all(one.piece == other.piece for one, other in zip(*of_ranks, strict=True))
+
+
+def test_one_rank_has_as_many_tokens_as_its_part_of_a_shared_pack():
+    own = ["policy=megatron_gpu", "cluster.gpus_per_node=4", "policy.sequence_packing.train_mb_tokens=8192"]
+    own += [f"{MEGATRON}.context_parallel_size=4", f"{MEGATRON}.hybrid_context_parallel=true"]
+    layout = Layout.configured(compose_config(own).policy, "train", on_gpu=True)
+    assert layout.whole is not None and (layout.size, layout.whole.size, layout.whole.piece) == (8192, 2048, 1)
+    assert layout.round_to == 4 * layout.whole.round_to

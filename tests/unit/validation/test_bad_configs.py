@@ -28,6 +28,7 @@ MEGATRON, LOSS = "policy.megatron_cfg", "algorithm.loss_fn"
 OPTIMIZER, SCHEDULER, PEFT = f"{MEGATRON}.optimizer", f"{MEGATRON}.scheduler", f"{MEGATRON}.peft"
 TP, PP = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
 CP, EP = f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
+HYBRID = f"{MEGATRON}.hybrid_context_parallel"
 LAST_STAGE, DDP = f"{MEGATRON}.num_layers_in_last_pipeline_stage", f"{MEGATRON}.distributed_data_parallel_config"
 ACTIVATIONS, MODULES = f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.offload_modules"
 GRAPHS, FUSION = f"{MEGATRON}.cuda_graph_impl=full_iteration", f"{MEGATRON}.moe_router_fusion"
@@ -86,6 +87,7 @@ CASES = {
     f"cluster.cpu_ranks=2 {CP}=2": CP,
     f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 policy.dynamic_batching.enabled=true": CP,
     f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 {SHARED}=true": SHARED,
+    f"{VLLM} cluster.gpus_per_node=2 {CP}=2 {HYBRID}=true {MEGATRON}.moe_router_bias_update_rate=0.1": HYBRID,
     f"{GPU} {GRAPHS} {SHARED}=true": SHARED,
     # Fields of Megatron's own.
     f"{OVERRIDES}.attention_dropot=0.1": "did you mean attention_dropout",
