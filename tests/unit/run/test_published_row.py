@@ -8,7 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_rl_lite.config.sizes import ParallelDims, engines, optimizer_steps, parallel_dims, samples_per_step
+from nemo_rl_lite.config.sizes import (
+    ParallelDims,
+    engines,
+    keeps_partial_rollouts,
+    optimizer_steps,
+    parallel_dims,
+    samples_per_step,
+)
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.models.shape import find_shape, model_shape
 from nemo_rl_lite.rollout.play import SingleTurn
@@ -48,12 +55,16 @@ def test_each_step_deals_the_same_lengths_to_other_responses(scripts, monkeypatc
     assert Counter(first) == Counter(second) == Counter(forced.quantiles(32, 30, 1.0, 128))
 
 
-@pytest.mark.parametrize(("gpus", "apart", "batch"), [(8, True, 512), (2, False, 2048), (1, False, 512)])
-def test_every_variant_composes_with_its_share_of_the_batch(scripts, gpus, apart, batch):
-    config = compose_config([*scripts("published_row").settings(gpus, batch, apart), MODEL])
+@pytest.mark.parametrize(
+    ("gpus", "rollouts", "batch"),
+    [(8, "one step off", 512), (2, "sync", 2048), (1, "sync", 512), (4, "partial", 512)],
+)
+def test_every_variant_composes_with_its_share_of_the_batch(scripts, gpus, rollouts, batch):
+    config = compose_config([*scripts("published_row").settings(gpus, batch, rollouts), MODEL])
+    assert keeps_partial_rollouts(config) == (rollouts == "partial")
     assert samples_per_step(config) == 256 * gpus
     assert optimizer_steps(config) == 2048 // batch
-    policy = gpus // 2 if apart else gpus
+    policy = gpus // 2 if rollouts == "one step off" else gpus
     assert engines(config) == (gpus - policy or gpus)
     stages = min(2, policy)
     assert parallel_dims(config) == ParallelDims(tp=1, pp=stages, cp=1, ep=1, world=policy)
