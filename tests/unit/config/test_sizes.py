@@ -5,6 +5,7 @@ import pytest
 from nemo_rl_lite.config.sizes import (
     batch_mode,
     bucket_size,
+    engine_capacity,
     engine_hosts,
     engine_ranks,
     engines,
@@ -128,3 +129,18 @@ def test_communication_between_hosts_overlaps_by_default(overrides, expected):
     options = with_overlap(config).policy.megatron_cfg.distributed_data_parallel_config
     assert (options.overlap_grad_reduce, options.overlap_param_gather) == expected
     assert spans_hosts(config) or not expected[1] or f"{WEIGHTS}=true" in overrides
+
+
+def test_engines_with_partial_rollouts_have_a_share_of_one_rollout():
+    partial = [
+        *("algorithm.rollouts.source=queue", "generation.colocated.sleep=true", "generation.data_parallel_size=2"),
+        "algorithm.loss_fn.use_importance_sampling_correction=true",
+        "algorithm.loss_fn.truncated_importance_sampling_ratio=2",
+        *("algorithm.num_prompts_per_step=6", "policy.train_global_batch_size=48"),
+        *("policy.train_micro_batch_size=48", "policy.logprob_batch_size=48"),
+    ]
+    most = compose_config().generation.vllm_cfg.max_num_seqs
+    assert engine_capacity(compose_config(partial)) == 24 < most
+    assert engine_capacity(compose_config([*partial, "generation.colocated.sleep=false"])) == most
+    assert engine_capacity(compose_config([*partial, "algorithm.use_dynamic_sampling=true"])) == most
+    assert engine_capacity(compose_config([*partial, f"{ENGINE}.max_num_seqs=8"])) == 8
