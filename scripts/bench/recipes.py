@@ -26,7 +26,7 @@ from typing import Any
 import random_model
 import record
 from transformers import AutoTokenizer
-from whole_runs import PHASES, STEPS_ALONE, results_of, run_in, steps_of, tiny_model, tiny_run
+from whole_runs import PHASES, STEPS_ALONE, WORDS, results_of, run_in, steps_of, tiny_model, tiny_run
 
 MEGATRON = "policy.megatron_cfg"
 STEPS = 3
@@ -96,7 +96,6 @@ CASES = {
     "dpo-qwen3-8b-1n8g-tp2": Case("qwen3-8b", TP2, ROWS),
     "sft-qwen3-8b-1n8g-lora": Case("qwen3-8b", WHOLE, ROWS),
 }
-WORDS = ["north", "river", "apple", "seven", "stone", "light", "under", "green", "house", "paper", "window", "early"]
 
 
 def main(arguments: list[str]) -> None:

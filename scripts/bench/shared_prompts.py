@@ -1,21 +1,40 @@
-"""Measure the policy's passes over groups of responses, with a prompt in each row and with shared prompts:
+"""Measure groups of responses with a prompt in each row and with shared prompts, in passes or in whole runs:
 shared_prompts.py MODEL
 
 shared_prompts.py MODEL [--prompts 64] [--samples 8] [--prompt 2048] [--response 512] [--mb-tokens 12800] [--reps 2]
+shared_prompts.py MODEL --whole [the same]
 
-Tokens are random. One policy rank computes previous logprobs, and takes a GRPO optimizer step, without Ray. Each way
-has its own process, whose first passes are over few groups and do not count. The record also has the mean difference of
-the two ways' logprobs of responses.
+Passes: tokens are random. One policy rank computes previous logprobs, and takes a GRPO optimizer step, without Ray.
+Each way has its own process, whose first passes are over few groups and do not count. The record also has the mean
+difference of the two ways' logprobs of responses.
+
+`--whole`: steps of the train command on one GPU, with prompts of random words. The first does not count.
 """
 
 import argparse
+import json
 import os
+import random
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import record
-from whole_runs import processes, tiny_model
+from whole_runs import (
+    KNOWN_MODEL,
+    PHASES,
+    STEPS_ALONE,
+    WORDS,
+    Quantity,
+    model_key,
+    one_run,
+    processes,
+    results_of,
+    tiny_model,
+    tried,
+)
 
 from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.system.machine import free_port, gpu_count
@@ -23,8 +42,16 @@ from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.workers.reserve import policy_arguments, policy_environment
 
 WAYS = {"a prompt in each row": "false", "shared prompts": "true"}
-# Groups of the passes that do not count.
-FIRST_GROUPS = 4
+# Groups of the passes that do not count, and steps of a whole run.
+FIRST_GROUPS, FIRST_STEPS = 4, 1
+# Tokens of a chat template around the words of a prompt, at most.
+TEMPLATE = 48
+QUANTITIES: list[Quantity] = [
+    *PHASES,
+    ("policy's memory in training", "GiB", "memory/policy_peak_bytes/train", 2**30),
+    ("mean prompt", "tokens", "train/mean_prompt_length", 1),
+    ("loss", "nats", "train/loss", 1),
+]
 
 
 def main(arguments: list[str]) -> None:
@@ -33,7 +60,13 @@ def main(arguments: list[str]) -> None:
     for name, default in (("prompts", 64), ("samples", 8), ("prompt", 2048), ("response", 512), ("reps", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mb-tokens", type=int, default=12800)
+    parser.add_argument("--whole", action="store_true")
     given = parser.parse_args(arguments)
+    sizes = f"{given.prompts} prompts of {given.prompt} tokens, {given.samples} responses of {given.response} each"
+    note = f"{sizes}; packs of {given.mb_tokens} tokens"
+    if given.whole:
+        print(record.write(f"shared-prompts-run-{given.model.name}", list(whole(given)), [], note))
+        return
     context, results, logprobs = processes(gpu_count() > 0), [], []
     for way, value in WAYS.items():
         answers = context.Queue()
@@ -53,15 +86,31 @@ def main(arguments: list[str]) -> None:
     plain, shared = logprobs
     results.append(record.result("mean logprob difference", "both", "nats", [float(abs(plain - shared).mean())]))
     print(results[-1]["name"], results[-1]["median"])
-    sizes = f"{given.prompts} prompts of {given.prompt} tokens, {given.samples} responses of {given.response} each"
-    record.write(f"shared-prompts-{given.model.name}", results, [], f"{sizes}; packs of {given.mb_tokens} tokens")
+    record.write(f"shared-prompts-{given.model.name}", results, [], note)
+
+
+def whole(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run the command both ways, and yield the results of its steps."""
+    chosen, count = random.Random(0), given.prompt - TEMPLATE
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.jsonl"
+        questions = (" ".join(chosen.choices(WORDS, k=count)) for _ in range(given.prompts * 8))
+        rows.write_text("".join(f"{json.dumps({'prompt': one, 'answer': '1'})}\n" for one in questions))
+        own = ["data.name=file", f"data.train_path={rows}", "reward=format", "reward.kwargs.pattern='.*[aeiou]'"]
+        own += ["generation=vllm_gpu"] if gpu_count() else []
+        own += [*STEPS_ALONE, f"algorithm.max_num_steps={FIRST_STEPS + given.reps}"]
+        for way, value in WAYS.items():
+            steps, _ = one_run([*overrides(given, value), *own], FIRST_STEPS)
+            results = results_of(steps, way, QUANTITIES)
+            print(way, {one["name"]: round(one["median"], 3) for one in results}, flush=True)
+            yield from results
 
 
 def overrides(given: argparse.Namespace, shared: str) -> list[str]:
     place = ["policy=megatron_gpu", "cluster.gpus_per_node=1"] if gpu_count() else ["cluster.cpu_ranks=1"]
     return [
         *place,
-        f"policy.model_name={given.model.resolve()}",
+        model_key(given.model),
         f"algorithm.num_prompts_per_step={given.prompts}",
         f"algorithm.num_generations_per_prompt={given.samples}",
         f"policy.train_global_batch_size={given.prompts * given.samples}",
@@ -130,7 +179,9 @@ def measure(given: argparse.Namespace, shared: str, port: str, answers: Any) -> 
 
 
 def trial() -> None:
-    """Measure a rank on CPUs with a tiny model."""
+    """Compose whole runs, and measure a rank on CPUs with a tiny model."""
+    with tried():
+        main([KNOWN_MODEL, "--whole", "--reps", "1"])
     sizes = {"prompts": 4, "samples": 4, "prompt": 24, "response": 8, "mb-tokens": 64, "reps": 1}
     main([str(tiny_model()), *(text for name, size in sizes.items() for text in (f"--{name}", str(size)))])
 

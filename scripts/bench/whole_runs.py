@@ -23,6 +23,8 @@ STEPS_ALONE = [
     *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"),
     *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"),
 ]
+WORDS = ["north", "river", "apple", "seven", "stone", "light", "under", "green", "house", "paper", "window", "early"]
+"""For random texts of a known number of tokens, about one for each word."""
 STEP = "timing/train/total_step_time"
 Quantity = tuple[str, str, str, float]
 """Name, unit, metric, and the number that the metric is divided by."""

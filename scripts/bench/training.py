@@ -1,0 +1,186 @@
+"""Compare settings of the training pass, by SFT with random weights on one machine.
+
+training.py COMPARISON MODEL [--steps 3] [--only WAY ...] [--record NAME] [-- OVERRIDE ...]
+
+COMPARISON   MODEL, and what the ways change
+experts      qwen3-30b-a3b:8; size of packs, kernels of experts and routers, each way adding to those before it
+precision    llama3.1-8b:8; matrix products in bfloat16 or FP8
+fusion       qwen3-1.7b; gradients added in the GEMM
+
+MODEL is a folder with random weights (random_model.py). A step has 64 chats of 600 to 3,600 random words. The first two
+steps do not count, and neither does the last, which is profiled: the record has the seconds of its longest kernels. A
+record is written after each run.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import record
+from whole_runs import (
+    KNOWN_EXPERTS,
+    KNOWN_MODEL,
+    STEP,
+    STEPS_ALONE,
+    WORDS,
+    Quantity,
+    model_key,
+    results_of,
+    run_in,
+    tried,
+)
+
+from nemo_rl_lite.observability.profiling import FOLDER, SUFFIX
+
+WARM, ROWS, BATCH = 2, 512, 64
+LONGEST_KERNELS = 20
+MEGATRON, PACKS = "policy.megatron_cfg", "policy.sequence_packing.train_mb_tokens"
+TASK = [
+    *("algorithm=sft", "policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.max_total_sequence_length=4096"),
+    *(f"policy.train_global_batch_size={BATCH}", "algorithm.max_num_epochs=null", "offload=none"),
+    *("data.name=file", "data.validation_split=null", "data.validation_fraction=0", *STEPS_ALONE),
+]
+QUANTITIES: list[Quantity] = [
+    ("step time", "s", STEP, 1),
+    ("train", "s", "timing/train/policy_training", 1),
+    ("MFU of training", "share", "performance/train_fp_utilization", 1),
+    ("policy's memory in training", "GiB", "memory/policy_peak_bytes/train", 2**30),
+    ("loss", "nats", "train/loss", 1),
+]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Overrides, and environment variables of all processes."""
+
+    overrides: list[str] = field(default_factory=list[str])
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __add__(self, other: "Way") -> "Way":
+        return Way([*self.overrides, *other.overrides], {**self.environment, **other.environment})
+
+
+def cumulative(ways: dict[str, Way]) -> dict[str, Way]:
+    return dict(zip(ways, accumulate(ways.values()), strict=True))
+
+
+COMPARISONS = {
+    "experts": cumulative(
+        {
+            "packs of 8,192": Way([f"{PACKS}=8192"]),
+            "packs of 32,768": Way([f"{PACKS}=32768"]),
+            "CUTLASS grouped GEMM": Way(environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}),
+            "router fusion": Way([f"{MEGATRON}.moe_router_dtype=fp32", f"{MEGATRON}.moe_router_fusion=true"]),
+            "gradient accumulation fusion": Way([f"{MEGATRON}.gradient_accumulation_fusion=true"]),
+        }
+    ),
+    "precision": {
+        "bfloat16": Way([f"{PACKS}=16384"]),
+        "FP8, blockwise": Way([f"{PACKS}=16384", f"{MEGATRON}.fp8_cfg.enabled=true"]),
+    },
+    "fusion": cumulative(
+        {
+            "gradients added apart": Way([f"{PACKS}=16384"]),
+            "gradient accumulation fusion": Way([f"{MEGATRON}.gradient_accumulation_fusion=true"]),
+        }
+    ),
+}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("comparison", choices=COMPARISONS)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--steps", type=int, default=3, help="that count")
+    parser.add_argument("--only", nargs="+", metavar="WAY")
+    parser.add_argument("--record", help="the name of the record, where it is to be another")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args(arguments)
+    ways = COMPARISONS[given.comparison]
+    if unknown := set(given.only or ()) - ways.keys():
+        parser.error(f"--only {', '.join(unknown)}: there are {', '.join(ways)}")
+    results: list[dict[str, Any]] = []
+    failures: dict[str, str] = {}
+    for name in given.only or ways:
+        try:
+            results += measured(name, ways[name], given)
+        except SystemExit as error:
+            failures[name] = str(error)[-2000:]
+        more = {"overrides": given.overrides, "failures": failures}
+        kept = given.record or f"training-{given.comparison}"
+        print(record.write(kept, results, [], f"model: {given.model.name}", more), flush=True)
+
+
+def measured(name: str, way: Way, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run a way. Return the results of its steps, and the seconds of its kernels. Raises SystemExit: it failed."""
+    last = WARM + given.steps + 1
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.jsonl"
+        rows.write_text("".join(f"{json.dumps(row)}\n" for row in chats()))
+        own = [f"data.train_path={rows}", f"algorithm.max_num_steps={last}", f"profile.steps=[{last}]"]
+        before = dict(os.environ)
+        os.environ.update(way.environment)
+        try:
+            run = Path(folder) / "run"
+            steps = run_in(run, [*TASK, model_key(given.model), *own, *way.overrides, *given.overrides])
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        results = results_of(steps[WARM : WARM + given.steps], name, QUANTITIES)
+        print(name, {one["name"]: float(f"{one['median']:.4g}") for one in results}, flush=True)
+        return results + list(kernels(run / FOLDER, name))
+
+
+def chats() -> Iterator[dict[str, Any]]:
+    """Yield rows of random words."""
+    chosen = random.Random(0)
+    for _ in range(ROWS):
+        question, answer = (" ".join(chosen.choices(WORDS, k=count)) for count in (100, chosen.randint(500, 3500)))
+        yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def kernels(profile: Path, way: str) -> Iterator[dict[str, Any]]:
+    """Yield the seconds and launches of the longest kernels of a profiled step, of all ranks together."""
+    seconds, launches = Counter[str](), Counter[str]()
+    for file in profile.glob(f"*/policy*{SUFFIX}"):
+        with gzip.open(file) as opened:
+            events = json.load(opened)["traceEvents"]
+        for event in events:
+            if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+                seconds[event["name"][:160]] += event["dur"] / 1e6
+                launches[event["name"][:160]] += 1
+    if seconds:
+        yield record.result("all kernels", way, "s", [sum(seconds.values())])
+        yield record.result("all kernels", way, "launches", [sum(launches.values())])
+    for name, value in seconds.most_common(LONGEST_KERNELS):
+        yield record.result(f"kernel {name}", way, "s", [value])
+        yield record.result(f"kernel {name}", way, "launches", [launches[name]])
+
+
+def trial() -> None:
+    """Compose each way, and read a trace of two kernels."""
+    with tried():
+        for name in COMPARISONS:
+            main([name, KNOWN_EXPERTS if name == "experts" else KNOWN_MODEL, "--steps", "1"])
+    with tempfile.TemporaryDirectory() as folder:
+        step = Path(folder) / "step-00000003"
+        step.mkdir()
+        events = [{"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 1e6}] * 2
+        with gzip.open(step / f"policy-0{SUFFIX}", "wt") as opened:
+            json.dump({"traceEvents": events}, opened)
+        found = {(one["name"], one["unit"]): one["median"] for one in kernels(Path(folder), "trial")}
+        if found["kernel gemm", "s"] != 2 or found["all kernels", "launches"] != 2:
+            raise SystemExit(f"kernels: {found}")
+
+
+if __name__ == "__main__":
+    record.start(main, trial)
