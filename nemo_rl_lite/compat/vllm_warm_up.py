@@ -1,4 +1,4 @@
-"""What vLLM compiles at an engine's start: only the kernels that the run's own requests use.
+"""Warm-up of vLLM's engines with the run's own requests, so that only their kernels are compiled.
 
 vLLM compiles the sampling kernels of every kind of request, and the router kernels of four published models. All of
 them also compile at their first use, so a request with other sampling waits only for its own.

@@ -23,6 +23,7 @@ from ways import LARGE
 from whole_runs import KNOWN_MODEL, STEP, STEPS_ALONE, model_key, run_in, tried
 
 SETUP = "timing/setup/"
+# By the number of GPUs.
 TASKS = {
     0: [
         *("generation=vllm", "cluster.cpu_ranks=1", "policy.max_total_sequence_length=96"),
@@ -31,7 +32,6 @@ TASKS = {
     ],
     1: LARGE,
 }
-"""By the number of GPUs."""
 # Caches of compiled kernels: Triton, vLLM, torch, FlashInfer, the driver, and CuTe.
 CACHES = (
     *("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"),
