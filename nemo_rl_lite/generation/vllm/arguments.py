@@ -11,8 +11,10 @@ from nemo_rl_lite.compat.vllm import (
     decode_scheduler,
     import_model_class,
     keep_first_scales,
+    lengthen_head,
     repair_cpu_build,
 )
+from nemo_rl_lite.compat.vllm_warm_up import warm_up_with
 from nemo_rl_lite.config.engines import (
     EngineHost,
     engines_quantize,
@@ -22,12 +24,13 @@ from nemo_rl_lite.config.engines import (
 )
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import engine_share
+from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.generation.vllm import extension
 
 # Share of the KV cache that must stay free when a new or preempted request starts. Without it, vLLM starts a preempted
 # request as soon as it fits, and preempts it again a few tokens later.
 WATERMARK = 0.05
-EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
+EXTENSION = "nemo_rl_lite.generation.vllm.rank.RefitExtension"
 DRAFT_EXTENSION = "nemo_rl_lite.generation.vllm.drafts.DraftExtension"
 # Load formats whose weights the first refit replaces.
 RANDOM = ("dummy", DRAFT_ONLY)
@@ -81,6 +84,31 @@ def engine_arguments(
         enable_return_routed_experts=policy.router_replay.enabled,
         **own,
     )
+
+
+def engine_config(arguments: Any, generation: GenerationConfig, **more: Any) -> Any:
+    """Return vLLM's configuration of the engine. `more`: arguments of `create_engine_config`."""
+    from vllm.usage.usage_lib import UsageContext
+
+    config = arguments.create_engine_config(UsageContext.LLM_CLASS, **more)
+    lengthen_head(config)
+    warm_up_with(config, sampling_arguments(Sampling.of(generation, ())))
+    return config
+
+
+def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
+    """Return the arguments of vLLM's `SamplingParams` that decide what it computes for each token."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "min_p": sampling.min_p,
+        # 0: the logprob of the sampled token only.
+        "logprobs": sampling.options.top_logprobs,
+        "presence_penalty": sampling.options.presence_penalty,
+        "frequency_penalty": sampling.options.frequency_penalty,
+        "repetition_penalty": sampling.options.repetition_penalty,
+    }
 
 
 def _own_options(generation: GenerationConfig, policy: PolicyConfig, folder: Path, on_gpu: bool) -> dict[str, Any]:

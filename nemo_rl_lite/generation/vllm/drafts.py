@@ -15,7 +15,7 @@ from nemo_rl_lite.compat.vllm import (
     rebuild_draft_buffers,
     shorten_drafts,
 )
-from nemo_rl_lite.generation.vllm.extension import RefitExtension
+from nemo_rl_lite.generation.vllm.rank import RefitExtension
 
 load_only_drafts()
 if torch.cuda.is_available():

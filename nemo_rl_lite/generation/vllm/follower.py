@@ -2,10 +2,9 @@
 
 from functools import partial
 
-from nemo_rl_lite.compat.vllm import lengthen_head
 from nemo_rl_lite.config.engines import EngineHost
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
-from nemo_rl_lite.generation.vllm.arguments import engine_arguments
+from nemo_rl_lite.generation.vllm.arguments import engine_arguments, engine_config
 from nemo_rl_lite.generation.vllm.worker import preload
 from nemo_rl_lite.system.peers import end_process, end_with_first
 
@@ -28,12 +27,10 @@ class VLLMFollower:
         on_gpu: bool,
         host: EngineHost,
     ):
-        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor import Executor
 
         end_with_first(host.addresses[host.index][1])
         arguments = engine_arguments(generation, policy, model_path, seed, on_gpu, host)
-        config = arguments.create_engine_config(UsageContext.LLM_CLASS, headless=True)
-        lengthen_head(config)
+        config = engine_config(arguments, generation, headless=True)
         self._executor = Executor.get_class(config)(config)
         self._executor.register_failure_callback(partial(end_process, "a rank of this host has ended"))

@@ -24,7 +24,6 @@ from nemo_rl_lite.compat.vllm import (
     SchedulerCache,
     continued_draws,
     finish_begun_steps,
-    lengthen_head,
     on_lost_rank,
     record_cpu_experts,
     request_errors,
@@ -46,7 +45,7 @@ from nemo_rl_lite.generation.interface import (
     joined_versions,
 )
 from nemo_rl_lite.generation.vllm import extension
-from nemo_rl_lite.generation.vllm.arguments import RANDOM, engine_arguments
+from nemo_rl_lite.generation.vllm.arguments import RANDOM, engine_arguments, engine_config, sampling_arguments
 from nemo_rl_lite.generation.vllm.switch import DecodeStep, Drafting
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.refit.engine import Source, WeightsState
@@ -100,8 +99,7 @@ class VLLMEngine:
         self._lora = policy.megatron_cfg.peft if engines_serve_adapters(generation, policy) else None
         self._weights = WeightsState(complete=arguments.load_format not in RANDOM and self._lora is None)
         with StartTimer():
-            configured = arguments.create_engine_config(UsageContext.LLM_CLASS)
-            lengthen_head(configured)
+            configured = engine_config(arguments, generation)
             # vLLM's statistics have the accepted draft tokens.
             quiet = drafts is None
             # Stepped in this thread: a separate process for the engine core is slower.
@@ -412,10 +410,7 @@ def _parameters(engine: Any, request: Request) -> Any:
     schema, drawn = options.json_schema, 0 if request.begun is None else len(request.begun.tokens)
     seed, skipped = continued_draws(engine, request.seed, drawn)
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k or 0,
-        min_p=sampling.min_p,
+        **sampling_arguments(sampling),
         max_tokens=sampling.max_new_tokens - drawn,
         seed=seed,
         extra_args=skipped,
@@ -424,11 +419,6 @@ def _parameters(engine: Any, request: Request) -> Any:
         detokenize=bool(sampling.stop_strings),
         # vLLM adds the end tokens of generation_config.json, which must not end a probe.
         ignore_eos=not sampling.stop_token_ids,
-        # 0: the logprob of the sampled token only.
-        logprobs=options.top_logprobs,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        repetition_penalty=options.repetition_penalty,
         structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
         output_kind=RequestOutputKind.FINAL_ONLY,
         # The object is not shared, so vLLM need not copy it.
