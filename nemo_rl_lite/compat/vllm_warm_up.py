@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from nemo_rl_lite.compat.versions import written_for
+from nemo_rl_lite.compat.versions import since, written_for
 
 written_for(__name__, "vllm", "0.26", "0.31")
 
@@ -75,7 +75,12 @@ def _filter_as_requests() -> None:
 
 
 def _route_as_the_model() -> None:
-    """Compile the router kernels of four published models only for a model with such a router."""
+    """Compile the router kernels of four published models only for a model with such a router.
+
+    From 0.31 on, vLLM compiles those of the engine's model alone.
+    """
+    if since("vllm", "0.31"):
+        return
     from vllm.model_executor.warmup import kernel_warmup
     from vllm.v1.worker import gpu_worker
 
