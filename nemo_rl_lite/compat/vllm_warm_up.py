@@ -4,26 +4,29 @@ vLLM compiles the sampling kernels of every kind of request, and the router kern
 them also compile at their first use, so a request with other sampling waits only for its own.
 """
 
+import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from nemo_rl_lite.compat.versions import written_for
+from nemo_rl_lite.compat.versions import since, written_for
 
 written_for(__name__, "vllm", "0.26", "0.31")
 
 log = logging.getLogger(__name__)
 
-# Attribute of an engine's configuration. It is no field, so the key of torch.compile's cache does not depend on it.
-_SAMPLING = "own_sampling"
+# Environment variable from an engine's process to those of its ranks. In vLLM's configuration, the key of
+# torch.compile's cache would depend on it.
+_SAMPLING = "NRL_WARM_UP_SAMPLING"
 # Values of `SamplingParams` with which a request keeps the whole distribution.
 _UNFILTERED = {"top_p": 1, "top_k": 0}
 
 
-def warm_up_with(vllm_config: Any, sampling: Mapping[str, Any]) -> None:
-    """Make the ranks of an engine warm up with these arguments of `SamplingParams`."""
-    setattr(vllm_config, _SAMPLING, dict(sampling))
+def warm_up_with(sampling: Mapping[str, Any]) -> None:
+    """Make the ranks of this process's engine warm up with these arguments of `SamplingParams`."""
+    os.environ[_SAMPLING] = json.dumps(dict(sampling))
 
 
 def warm_up_own_kernels() -> None:
@@ -47,8 +50,8 @@ def _sample_as_requests() -> None:
     warm_up, replaced = worker.warmup_kernels, _replaceable(SamplingParams, "for_sampler_warmup")
 
     def warm_up_as_requests(model_runner: Any, execute_model: Callable[..., Any], sample: Callable[..., Any]) -> None:
-        sampling = _own_sampling(model_runner)
-        if sampling is None:
+        sampling = _own_sampling()
+        if not sampling:
             return warm_up(model_runner, execute_model, sample)
         with replaced(staticmethod(lambda: SamplingParams(**sampling))):
             # None: without a grammar.
@@ -66,7 +69,7 @@ def _filter_as_requests() -> None:
     replaced = _replaceable(gpu_model_runner, "SamplingMetadata")
 
     def warm_up_as_requests(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
-        sampling = _own_sampling(model_runner) or {}
+        sampling = _own_sampling()
         off: dict[str, Any] = {name: None for name, unused in _UNFILTERED.items() if sampling.get(name) == unused}
         with replaced(lambda **given: metadata(**given | off)):
             return warm_up(model_runner, *args, **kwargs)
@@ -75,7 +78,12 @@ def _filter_as_requests() -> None:
 
 
 def _route_as_the_model() -> None:
-    """Compile the router kernels of four published models only for a model with such a router."""
+    """Compile the router kernels of four published models only for a model with such a router.
+
+    From 0.31 on, vLLM compiles those of the engine's model alone.
+    """
+    if since("vllm", "0.31"):
+        return
     from vllm.model_executor.warmup import kernel_warmup
     from vllm.v1.worker import gpu_worker
 
@@ -90,8 +98,8 @@ def _route_as_the_model() -> None:
     worker.kernel_warmup = warm_up_as_the_model
 
 
-def _own_sampling(model_runner: Any) -> dict[str, Any] | None:
-    return getattr(model_runner.vllm_config, _SAMPLING, None)
+def _own_sampling() -> dict[str, Any]:
+    return json.loads(os.environ.get(_SAMPLING, "{}"))
 
 
 def _replaceable(owner: Any, name: str) -> Callable[[Any], Any]:

@@ -92,7 +92,7 @@ def engine_config(arguments: Any, generation: GenerationConfig, **more: Any) -> 
 
     config = arguments.create_engine_config(UsageContext.LLM_CLASS, **more)
     lengthen_head(config)
-    warm_up_with(config, sampling_arguments(Sampling.of(generation, ())))
+    warm_up_with(sampling_arguments(Sampling.of(generation, ())))
     return config
 
 
