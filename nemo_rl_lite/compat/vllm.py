@@ -124,6 +124,12 @@ class SchedulerCache:
         """Return the tokens of the running requests: prompts and responses so far."""
         return sum(request.num_tokens for request in self._scheduler.running)
 
+    def put_first(self, name: str) -> None:
+        """Move a new request before all others that wait, such as those whose caches were dropped."""
+        waiting, request = self._scheduler.waiting, self._scheduler.requests[name]
+        waiting.remove_request(request)
+        waiting.prepend_request(request)
+
     def drop_all(self) -> None:
         """Drop all prefixes and the caches of running requests, which are computed again. Counts no preemption.
 

@@ -66,7 +66,7 @@ class GenerationResources:
 @dataclass(frozen=True, config=STRICT)
 class ColocationConfig:
     enabled: bool
-    sleep: Annotated[bool | Auto, ActiveIf(".enabled"), ActiveIf("generation.backend", "vllm"), ActiveIf("GPUs")]
+    sleep: Annotated[bool | Auto, ActiveIf(".enabled"), ActiveIf("vLLM on GPUs, or a queue of rollouts")]
     resources: Annotated[GenerationResources, ActiveIf(".enabled", False), ActiveIf("GPUs")]
 
 

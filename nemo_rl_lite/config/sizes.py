@@ -403,9 +403,9 @@ def saves_unfinished(config: Config) -> bool:
 
 
 def engine_capacity(config: Config) -> int:
-    """Return the maximum number of requests that an engine has at a time.
+    """Return the number of requests with which an engine begins no further responses to train on.
 
-    With partial rollouts these are its share of one rollout. More would not decode faster than a synchronous step, and
+    With partial rollouts this is its share of one rollout. More would not decode faster than a synchronous step, and
     tokens of later steps would be more stale. Dynamic sampling needs more.
     """
     most = config.generation.vllm_cfg.max_num_seqs

@@ -39,6 +39,11 @@ class PendingRequest:
         if self.request.begun is not None:
             self._parts = [self.request.begun]
 
+    @property
+    def begins_rollout(self) -> bool:
+        """Return whether the request is the beginning of an episode to train on."""
+        return self.request.step > 0 and not self.conversation.tokens and self.request.begun is None
+
     def add(self, new: Unfinished) -> None:
         """Add tokens of a report."""
         self._parts.append(new)
@@ -172,17 +177,23 @@ class Assignment:
     """Assigns each request to the replica with the fewest unfinished ones, at most `capacity` to each, and fewer where
     the KV cache has no room. Later turns stay with their replica, unless another has far fewer conversations.
 
+    A replica with `share` requests begins no further episodes to train on. Validations, later turns and responses with
+    tokens of a lost replica do not wait for that.
+
     Of the waiting requests, the earliest step comes first. Within a step, conversations that have begun come first, and
     then those with the longest expected responses.
     """
 
-    def __init__(self, replicas: int, capacity: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, replicas: int, capacity: int, clock: Callable[[], float] = time.monotonic, share: int | None = None
+    ):
+        """`share` is None: `capacity`."""
         self.alive = set(range(replicas))
         self.held = [ReplicaLoad(Admission(capacity), capacity) for _ in range(replicas)]
         self._waiting: list[PendingRequest] = []
         # Requests of conversations with a place.
         self._returning: list[PendingRequest] = []
-        self._sorted_s = 0.0
+        self._share, self._sorted_s = capacity if share is None else share, 0.0
         self._lengths, self._clock = ResponseLengths(), clock
         # Mean seconds between a turn's end and the next turn.
         self._wait_s = 0.0
@@ -236,7 +247,7 @@ class Assignment:
             return
         if all(held.is_roomy for held in alive) and len(self._waiting) <= sum(held.room for held in alive):
             # The same requests always give the same batches.
-            self._waiting.sort(key=lambda asked: (asked.request.step, asked.number))
+            self._waiting.sort(key=lambda asked: (asked.request.step, asked.begins_rollout, asked.number))
         elif (now := self._clock()) > self._sorted_s + _SORTED_S:
             self._waiting.sort(key=self._place)
             self._sorted_s = now
@@ -266,7 +277,8 @@ class Assignment:
         if home in self.alive and self.held[home].takes(asked.conversation):
             chosen = self._for_next_turn(home)
         else:
-            chosen = min(self._able, key=lambda replica: (self.held[replica].load, replica), default=None)
+            able = [one for one in self._able if not asked.begins_rollout or self.held[one].load < self._share]
+            chosen = min(able, key=lambda replica: (self.held[replica].load, replica), default=None)
         if chosen is None:
             return False
         if home is not None:

@@ -90,7 +90,7 @@ class Request:
     sampling: Sampling
     seed: int
     step: int = 0
-    """The step that waits for it. Waiting requests start in the order of their steps."""
+    """The step that trains on it; 0 for validations and clients. Waiting requests start in the order of steps."""
     cache_version: int | None = None
     """Weights with which the KV cache of the prompt's beginning was computed; None for the engine's weights."""
     streams: bool = False

@@ -50,8 +50,8 @@ class Replica(Protocol):
 class RequestQueue:
     """Gives each request to the replica with the fewest unfinished ones, so long responses spread over replicas.
 
-    A replica holds at most `capacity` requests, and fewer if they need more KV cache than it has (`Admission`). The
-    others wait in the order of `Assignment`.
+    A replica holds at most `capacity` requests, and fewer if they need more KV cache than it has (`Admission`). With
+    `share` requests, it begins no further responses to train on. The others wait in the order of `Assignment`.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class RequestQueue:
         restore: Callable[[], None],
         dead: Sequence[int] = (),
         first: int = 0,
+        share: int | None = None,
     ):
         """Create a queue.
 
@@ -70,10 +71,11 @@ class RequestQueue:
             restore: is called when no replica is left, and may replace them (see `replaced`). Until then requests wait.
             dead: replicas without an engine, until they are replaced.
             first: number of the first request; engines must have none of these numbers.
+            share: see `Assignment`.
         """
         self._replicas, self._on_loss, self._restore = replicas, on_loss, restore
         self._numbers = itertools.count(first)
-        self._assignment = Assignment(len(replicas), capacity)
+        self._assignment = Assignment(len(replicas), capacity, share=share)
         for replica in dead:
             self._assignment.lose(replica)
         # Messages in flight with their replicas, and those that have ended.

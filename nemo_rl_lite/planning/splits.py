@@ -19,6 +19,7 @@ from functools import cached_property
 
 from nemo_rl_lite.config.composition import overlaid
 from nemo_rl_lite.config.keys import flatten, parse_override
+from nemo_rl_lite.config.names import in_our_names
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
@@ -184,6 +185,8 @@ class GpuSplits:
         # Colocated engines have no separate GPUs.
         replaced = {*given_keys(changes), *(_RESOURCES if split.colocated else [])}
         gone = [one for one in self.overrides if replaced & {*given_keys([one])}]
+        # A short name such as `async` also sets keys that stay.
+        kept = [one for one in in_our_names(gone)[0] if not replaced & {*given_keys([one])}]
         try:
             config = resolve(overlaid(self.config, changes))
         except ConfigError as error:
@@ -193,7 +196,7 @@ class GpuSplits:
         if planned.engine_room < 0 or planned.device[planned.peak_phase] > USED * self.gpu_bytes:
             return replace(split, refusal=_TOO_SMALL)
         found = self._with_time(config, self._scaled(self.predicted(config)))
-        return replace(found, overrides=changes, instead_of=gone)
+        return replace(found, overrides=[*changes, *kept], instead_of=gone)
 
     def _rollouts(self, split: GpuSplit) -> list[str]:
         """Return the overrides for the rollouts and the sleep mode of a split."""

@@ -137,7 +137,7 @@ class RolloutTask:
     spent_s: float = 0.0
     """Seconds that an earlier run has taken."""
     step: int = 0
-    """Step that trains on the rollout."""
+    """Step that trains on the rollout; 0 for a validation, which has priority."""
     turn_discount: float | None = None
     """See `Rollout`."""
     limits: Mapping[str, int] = field(default_factory=dict)

@@ -244,8 +244,7 @@ class Sampler:
         temperature = self.config.val_temperature
         sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
         count, samples = len(self.validation), self.config.val_samples_per_problem
-        of_step = {"step": step, "limits": self.limits}
-        return RolloutTask(self.validation.__getitem__, count, samples, sampling, self._seed(step), **of_step)
+        return RolloutTask(self.validation.__getitem__, count, samples, sampling, self._seed(step), limits=self.limits)
 
     def finish(self, draft: PendingRollout, rollout: Rollout, noted: int = 0) -> Rollout:
         """Note which prompts of a complete rollout had mixed rewards, and shape its rewards. `noted`: number of prompts

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 from nemo_rl_lite.config.algorithms import algorithm_of, compares, generates, has_teacher
+from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.keys import known_variables, unread_variables
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import ActiveIf, GRPOConfig, LossConfig, RolloutAlgorithmConfig
@@ -41,6 +42,7 @@ FACTS: dict[str, Callable[[Config], object]] = {
     "validations": validates,
     "data with epochs": lambda config: any(one.data.name in ROWS for one in source_configs(config).values()),
     "GPUs": on_gpus,
+    "vLLM on GPUs, or a queue of rollouts": lambda config: _sleep_matters(config),
     "CPUs": lambda config: not on_gpus(config),
     "tensor-parallel engines": lambda config: config.generation.vllm_cfg.tensor_parallel_size > 1,
     "data-parallel ranks": lambda config: parallel_dims(config).dense_dp > 1,
@@ -247,6 +249,13 @@ def _adapter_dropout(config: Config) -> Iterator[str]:
     if peft.enabled and peft.dropout:
         why = "training applies it but logprob passes do not, so ratios are not exactly 1 on a fresh rollout"
         yield f"{MEGATRON}.peft.dropout = {peft.dropout:g}: {why}"
+
+
+def _sleep_matters(config: Config) -> bool:
+    """Return whether `generation.colocated.sleep` has an effect. In a queue, other engines pause."""
+    options = config.algorithm
+    queues = isinstance(options, GRPOConfig) and options.rollouts.source == "queue"
+    return queues or (on_gpus(config) and engine_of(config).can_sleep)
 
 
 def idle_note(config: Config, given: Sequence[str]) -> str:

@@ -128,8 +128,9 @@ def launch(
         on_worker_loss: Callable[[WorkerError], None],
     ) -> RequestQueue | RolloutWorkers:
         if begun.rollouts is None:
-            capacity = engine_capacity(config)
-            return RequestQueue(remote_generation.replicas, capacity, on_loss, restore, list(starting))
+            capacity, share = config.generation.vllm_cfg.max_num_seqs, engine_capacity(config)
+            dead = list(starting)
+            return RequestQueue(remote_generation.replicas, capacity, on_loss, restore, dead, share=share)
         groups, folders = (begun.rollouts, generation), (begun.model_path, begun.folder)
         own = on_loss, restore, on_worker_loss, say, starting
         rollouts.append(RolloutWorkers(*groups, config, *folders, *own))

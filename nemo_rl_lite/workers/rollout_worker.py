@@ -113,8 +113,8 @@ class RolloutWorker:
         self._replicas = [RemoteReplica(group, rank) for rank, group in engines.items()]
         gone = [self._ranks.index(rank) for rank in dead]
         gone += asyncio.run(self._clear(gone))
-        capacity = engine_capacity(self._config)
-        self._queue = RequestQueue(self._replicas, capacity, self._note_loss, lambda: None, gone, first)
+        capacity, share = self._config.generation.vllm_cfg.max_num_seqs, engine_capacity(self._config)
+        self._queue = RequestQueue(self._replicas, capacity, self._note_loss, lambda: None, gone, first, share)
         machine = ray.util.get_node_ip_address()
         playing = self._playing.players(self, self._tokenizer, self._folder, log.info, machine)
         self._players: LocalPlayers = self._stack.enter_context(playing)

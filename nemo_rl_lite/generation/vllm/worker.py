@@ -184,6 +184,7 @@ class VLLMEngine:
         """Sample one response while the other requests continue."""
         decoded = self._decoded
         self.submit({_NOW: request})
+        self._cache.put_first(str(_NOW))
         while _NOW not in self._finished:
             self._step()
         # Do not count this as work on submitted requests.

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
 from nemo_rl_lite.compat import versions
 from nemo_rl_lite.compat.vllm import (
@@ -86,6 +87,16 @@ def test_an_engine_pauses_while_its_cache_is_emptied_and_goes_on_as_before(state
         assert cache.preemptions == 0
         engine.scheduler._preempt_request("one", 0.0)
         assert cache.preemptions == 1
+
+
+def test_a_probe_starts_before_requests_whose_caches_were_dropped():
+    engine = _Engine("running", fails=False)
+    waiting = engine.scheduler.waiting = create_request_queue(SchedulingPolicy.FCFS)
+    engine.scheduler.requests = {name: SimpleNamespace(name=name) for name in ("dropped", "other", "probe")}
+    for request in engine.scheduler.requests.values():
+        waiting.add_request(request)
+    SchedulerCache(engine).put_first("probe")
+    assert [request.name for request in waiting] == ["probe", "dropped", "other"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

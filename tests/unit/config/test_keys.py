@@ -16,6 +16,10 @@ from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.validation.notes import FACTS, idle_note
 
 NO_VALIDATION = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
+PARTIAL = (
+    "algorithm.rollouts.source=queue generation.colocated.sleep=true "
+    "algorithm.loss_fn.use_importance_sampling_correction=true"
+)
 
 
 def paths(node: Any, prefix: str = "") -> Iterator[str]:
@@ -148,6 +152,11 @@ def test_a_condition_names_a_key_or_a_fact():
         ("offload=pinned algorithm.seed=1", "offload (needs GPUs)"),
         ("policy.megatron_cfg.peft.enabled=false", ""),
         ("environment=none", ""),
+        (
+            "generation.colocated.sleep=true",
+            "generation.colocated.sleep (needs vLLM on GPUs, or a queue of rollouts)",
+        ),
+        (PARTIAL, ""),
         (
             "policy.sequence_packing.enabled=true policy.train_micro_batch_size=2",
             "policy.train_micro_batch_size (needs fixed batches)",

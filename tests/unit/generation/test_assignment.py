@@ -16,9 +16,9 @@ SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
 class Queue:
     """An assignment of requests to engines that share a clock."""
 
-    def __init__(self, engines: int = 1, most: int = 4):
+    def __init__(self, engines: int = 1, most: int = 4, share: int | None = None):
         self.now, self.asked = 0.0, 0
-        self.assignment = Assignment(engines, most, lambda: self.now)
+        self.assignment = Assignment(engines, most, lambda: self.now, share)
 
     def ask(self, prompt: int, conversation: Conversation | None = None, step: int = 0, tokens: int = 10) -> None:
         conversation = conversation or Conversation(ended=True)
@@ -63,6 +63,19 @@ def test_of_more_requests_the_longest_of_the_earliest_step_start_first():
         seen += queue.given()
         queue.finish(queue.assignment.held[0].unfinished[0], 1)
     assert seen == [1, 2, 7, 0, 1]
+
+
+def test_an_engine_with_its_share_begins_nothing_to_train_on_but_continues_it_and_validates():
+    queue, talk = Queue(engines=2, most=4, share=1), Conversation()
+    queue.ask(1, talk, step=1)
+    assert queue.given() == [1]
+    queue.finish(0, 5)
+    for prompt in (2, 3, 4):
+        queue.ask(prompt, step=1)
+    assert [*queue.given(), *queue.given(1)] == [2, 3]
+    queue.ask(1, talk, step=1)
+    queue.ask(5)
+    assert queue.given() == [5, 1] and not queue.given(1)
 
 
 def test_a_conversation_keeps_its_place_in_a_full_cache_and_its_weights():

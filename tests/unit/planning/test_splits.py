@@ -51,7 +51,15 @@ def said_of(splits: GpuSplits) -> str:
 
 
 @pytest.mark.parametrize(
-    "own", [[*APART], [*APART, *OFF], ["offload=pinned"], ["policy.offload_for_generation=[gradients]"]]
+    "own",
+    [
+        [*APART],
+        [*APART, *OFF],
+        ["offload=pinned"],
+        ["policy.offload_for_generation=[gradients]"],
+        ["async=partial"],
+        ["async=queue", APART[1]],
+    ],
 )
 def test_overrides_give_the_split_that_they_belong_to(own):
     found = splits_of(*SIZES, *own)

@@ -242,6 +242,20 @@ def test_held_out_problems_get_the_newest_weights(begin, staleness):
     assert prompts([*before, *taken(source, range(3, 7))]) == first(18)
 
 
+def test_a_validation_comes_before_every_step(begin):
+    fleet = Fleet()
+    source, steps, send = begin(fleet, PARTIAL), [], fleet.replicas[0].send
+
+    async def noted(requests, aborted):
+        steps.extend(request.step for request in requests.values())
+        await send(requests, aborted)
+
+    taken(source, range(1, 3))
+    fleet.replicas[0].send = noted
+    validated = source.held_out(2, silent)
+    assert steps.count(0) == len(validated.episodes) and all(step == 0 or step > 2 for step in steps)
+
+
 @pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT, PARTIAL])
 def test_an_error_reaches_the_step_that_waits(begin, staleness):
     fleet = Fleet()
