@@ -1,7 +1,7 @@
 """Anthropic's Messages API."""
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
@@ -198,12 +198,12 @@ def _messages(message: Mapping[str, Any]) -> Iterator[Message]:
                 raise _unread(block, f"a message of the {role}")
 
 
-def _result(content: str | Iterable[Any]) -> str:
-    """Return the text of a tool's result."""
+def _result(content: Any) -> str:
+    """Return the text of a tool's result. Raises RefusedError: it has other content."""
     if isinstance(content, str):
         return content
     found = list[str]()
-    for block in content:
+    for block in content if isinstance(content, list) else [content]:
         match block:
             case {"type": "text", "text": str(text)}:
                 found.append(text)
