@@ -267,5 +267,5 @@ def _text(content: Any, kinds: Sequence[str] = _TEXTS) -> str:
 
 def _response_format(text: _TextOptions | None) -> dict[str, Any]:
     """Translate the format of structured output. Other settings, such as the verbosity, have no effect."""
-    form = (text and text.format) or {"type": "text"}
+    form = (text.format if text else None) or {"type": "text"}
     return {"type": form["type"], "json_schema": form} if form.get("type") == "json_schema" else form
