@@ -93,7 +93,15 @@ def test_rows_of_an_episode_are_shown_with_trained_text_in_brackets(capsys):
     assert response == f"{prompt[::-1]}<eos>]"
 
 
-def test_an_algorithm_without_episodes_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["algorithm=sft"], "algorithm = 'sft'"),
+        (["--seconds", "0"], "--seconds = 0.0"),
+        (["--seconds", "nan"], "--seconds = nan"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(capsys, arguments, said):
     with pytest.raises(SystemExit) as ended:
-        main(["algorithm=sft"])
-    assert ended.value.code == 2 and "algorithm = 'sft'" in capsys.readouterr().err
+        main(arguments)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
