@@ -201,6 +201,10 @@ CASES = {
     "algorithm.loss=tests.unit.validation.losses.Topk +algorithm.loss_kwargs.topk=0": "topk",
     "algorithm.loss=tests.unit.validation.losses.OfTeacher": "algorithm.topk_logits_k=64",
     "algorithm.loss=nemo_rl_lite.losses.supervised.DPOLoss": "needs DPOConfig",
+    "agent=codex agent.kwargs.command=[codex,exec]": "agent.kwargs.command",
+    "agent=codex agent.kwargs.command='\\''": "agent.kwargs.command",
+    "agent=codex agent.kwargs.command=null": "agent.kwargs.command",
+    "checkpoint.push_to_hub=true": "checkpoint.push_to_hub=my-name/my-model, or null",
     # A teacher.
     "algorithm=distillation": "teacher.model_name",
     f"{TAUGHT} cluster.cpu_ranks=2 teacher.megatron_cfg.tensor_model_parallel_size=4": "teacher.megatron_cfg.tensor_mo",
