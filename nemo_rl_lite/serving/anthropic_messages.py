@@ -18,6 +18,7 @@ from nemo_rl_lite.serving.protocol import (
     ChatRequest,
     RefusedError,
     Reply,
+    StopString,
     WireRequest,
     joined,
     read_request,
@@ -43,7 +44,7 @@ class _Body(WireRequest):
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     max_tokens: int | None = Field(default=None, gt=0)
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[StopString] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -164,6 +164,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
             "the last message",
         ),
         ({"messages": [{"role": "user", "content": "a" * 5000}]}, 400, "invalid_request_error", "prompt is too long: "),
+        ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences.0: "),
         ({"model": "claude"}, 404, "not_found_error", "unknown model 'claude'"),
     ],
 )
