@@ -101,6 +101,9 @@ async def tool_player(problem, endpoint, bugs=()):
     for _ in range(3):
         said = await ask(endpoint, messages, tools=[TOOL])
         calls = said.get("tool_calls") or []
+        if not calls and "drops texts" in bugs:
+            messages.append(AGAIN)
+            continue
         if not calls:
             break
         if "needs known tools" in bugs:

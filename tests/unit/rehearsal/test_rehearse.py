@@ -13,7 +13,7 @@ AGENTS = "tests.unit.rehearsal.agents"
 PLAYER = f"agent.name={AGENTS}.player policy.max_total_sequence_length=96"
 TOOLS = f"agent.name={AGENTS}.tool_player policy.max_total_sequence_length=128 generation.max_new_tokens=40"
 ROOM = f"environment.name={AGENTS}.Room environment.max_turns=3 policy.max_total_sequence_length=96"
-# The bugs of an agent or environment, and of each what is found. There are 21.
+# The bugs of an agent or environment, and of each what is found. There are 22.
 BUGS = {
     f"{PLAYER} '+agent.kwargs.bugs=[silent]'": ["asked the endpoint for no response"],
     f"{PLAYER} '+agent.kwargs.bugs=[always pays,leaves processes,leaves files,needs text,changes answers]'": [
@@ -39,6 +39,7 @@ BUGS = {
         "AssertionError: unknown tool",
         "a call of add has no result",
     ],
+    f"{TOOLS} '+agent.kwargs.bugs=[drops texts]'": ["because message 2 changes"],
     f"{ROOM} '+environment.kwargs.bugs=[too long]'": ["leave no room for the next response"],
     f"{ROOM} '+environment.kwargs.bugs=[wrong role]'": ["the environment always fails", "human"],
     f"{ROOM} '+environment.kwargs.bugs=[never done]'": ["no episode ends before environment.max_turns"],
@@ -51,6 +52,7 @@ GOOD = (
     "environment=python policy.max_total_sequence_length=112 generation.max_new_tokens=48",
     ROOM,
     PLAYER,
+    f"{PLAYER} agent.concurrency=1",
     f"agent.name={AGENTS}.plain policy.max_total_sequence_length=96",
     TOOLS,
 )
