@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="write only a JSON object to stdout")
     given = parser.parse_intermixed_args(as_words(sys.argv[1:] if arguments is None else arguments))
     with shown_as_message("nrl-lite rehearse"):
+        if not given.seconds > 0:
+            fix = "leave it out for the default"
+            raise ConfigError([Violation("--seconds", given.seconds, "must be positive", fix)])
         config = compose_config(expanded(given.overrides))
         if not isinstance(config.algorithm, GRPOConfig):
             rule = "plays no episodes, so there is nothing to rehearse"

@@ -141,11 +141,13 @@ def _implied(composed: DictConfig, choices: Sequence[str]) -> list[str]:
 
 
 def _complete_sources(composed: DictConfig) -> None:
-    """Complete each source of `data.sources`: its file or the run's section, then its own values."""
-    sources = composed.data.get("sources")
-    if not isinstance(sources, DictConfig):
-        return
+    """Complete each source of `data.sources`: its file or the run's section, then its own values. Null has none."""
     with read_write(composed), open_dict(composed), _readable_errors():
+        if composed.data.get("sources") is None:
+            composed.data.sources = {}
+        sources = composed.data.sources
+        if not isinstance(sources, DictConfig):
+            return
         shared = {name: value for name, value in composed.data.items_ex(resolve=False) if name != "sources"}
         given_sources: Any = OmegaConf.to_container(sources, resolve=False)
         for name, given in given_sources.items():

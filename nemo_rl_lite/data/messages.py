@@ -73,6 +73,8 @@ def _message(value: object, number: int, where: str) -> Message:
         field = "content (value)" if "from" in value else "content"
         raise DataError(f"{where}: its {field} must be text, found {found}")
     more = {key: value[key] for key in _MORE if value.get(key) is not None}
+    if nested := next((key for key, own in more.items() if isinstance(own, Mapping | list)), None):
+        raise DataError(f"{where}: its {nested} must be text, found {more[nested]!r:.80}")
     # Some datasets write the reasoning twice.
     repeated = "".join(content.split()).startswith("".join(f"<think>{''.join(thoughts)}</think>".split()))
     thought = {THOUGHTS[0]: "\n".join(thoughts)} if thoughts and not repeated else {}

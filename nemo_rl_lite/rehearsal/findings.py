@@ -125,19 +125,22 @@ def _other_requests(found: Rehearsal) -> Iterator[Finding]:
 
 
 def _changed_histories(found: Rehearsal) -> Iterator[Finding]:
-    """Yield a finding if each response begins a row, although the requests repeat the conversation."""
-    for one in found.episodes:
-        histories = one.histories()
-        pairs = list(pairwise(histories))
-        if one.turns < 3 or len(histories) < one.turns or not all(_repeats(*pair) for pair in pairs):
-            continue
-        before, after = pairs[0]
-        place = next((at for at, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), 0)
-        what = f"each response begins a training row, because message {place + 1} changes: "
-        what += f"{_brief(before[place])} becomes {_brief(after[place])}"
-        fix = "send the messages back as they were, and append to them; otherwise a row has one response"
-        yield Finding(what, one.script.name, fix)
+    """Yield a finding if each response begins a row, although the requests repeat the conversation. It is a note if the
+    agent repeats it in other episodes: some harnesses drop responses that they cannot use."""
+    long = [one for one in found.episodes if one.turns >= 3]
+    if not (changed := [one for one in long if _changes(one.histories(), one.turns)]):
         return
+    before, after = changed[0].histories()[:2]
+    place = next((at for at, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), 0)
+    what = f"each response begins a training row, because message {place + 1} changes: "
+    what += f"{_brief(before[place])} becomes {_brief(after[place])}"
+    fix = "send the messages back as they were, and append to them; otherwise a row has one response"
+    yield Finding(what, _names(changed), fix, "fault" if len(changed) == len(long) else "note")
+
+
+def _changes(histories: Sequence[Sequence[Message]], turns: int) -> bool:
+    """Return whether each turn has its own row, which repeats the one before with changes."""
+    return len(histories) >= turns and all(_repeats(*pair) for pair in pairwise(histories))
 
 
 def _repeats(before: Sequence[Message], after: Sequence[Message]) -> bool:
@@ -161,6 +164,9 @@ def _unanswered_calls(found: Rehearsal) -> Iterator[Finding]:
 def _blocked_loop(found: Rehearsal) -> Iterator[Finding]:
     name, slow = found.config.agent.name, found.of(SLOW)
     if name is None or not inspect.iscoroutinefunction(imported(name)) or any(one.failure for one in slow):
+        return
+    # Then episodes wait for one another in any case.
+    if found.config.agent.concurrency < AT_ONCE:
         return
     waits = sorted((span.begin, span.end) for one in slow for span in one.episode.spans if span.what == "generate")
     if waits and all(end is not None and end <= begin for (_, end), (begin, _) in pairwise(waits)):

@@ -90,7 +90,8 @@ def _note_reward(episode: Episode, reward: Any) -> None:
 
 
 class _AgentSession:
-    """`CompletionHandler` of one episode. A request continues a segment of the episode, or begins another one."""
+    """`CompletionHandler` of one episode. A request continues a segment of the episode, or begins another one. Each
+    further choice begins one, too."""
 
     def __init__(self, episode: Episode, assistant: Assistant, training: Sampling):
         self._episode, self._assistant, self._training = episode, assistant, training
@@ -132,14 +133,18 @@ class _AgentSession:
             (tokens,) = await tokenized(asked, lambda: asked.prompts(tokenizer), tokenizer, assistant.max_length)
         prompt = (*start.tokens, *tokens)
         sampling = limited(sampling, asked, len(prompt), assistant.max_length)
+        shown = (None if progress is None else partial(progress, index) for index in range(asked.n or 1))
         with self._answering():
-            shown = None if progress is None else partial(progress, 0)
-            segment = await assistant.answer(messages, tools, start, tokens, sampling, shown)
-        _, completion = segment.turns[-1]
-        reply = asked.reply(completion, tokenizer)
-        segment.said[-1] |= {"tool_calls": list(reply.calls)} if reply.calls else {}
-        segment.note([*repeated, _compared(_answered(reply))])
-        return Answer((prompt,), (completion,), (reply,))
+            # The first choice may continue a segment. Meanwhile that is busy, so each other one begins a segment.
+            answers = (assistant.answer(messages, tools, start, tokens, sampling, one) for one in shown)
+            segments = await asyncio.gather(*answers)
+        episode.sort_last_turns(segments)
+        completions = tuple(one.turns[-1][1] for one in segments)
+        replies = tuple(asked.reply(one, tokenizer) for one in completions)
+        for segment, reply in zip(segments, replies, strict=True):
+            segment.said[-1] |= {"tool_calls": list(reply.calls)} if reply.calls else {}
+            segment.note([*repeated, _compared(_answered(reply))])
+        return Answer((prompt,), completions, replies)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -177,9 +182,6 @@ class _AgentSession:
                 raise RefusedError(400, f"{name} = {value}: {rule}; leave it out, or set that key", name)
         if asked.stop:
             raise RefusedError(400, "stop: set generation.stop_strings, which holds for all responses", "stop")
-        if asked.n not in (None, 1):
-            rule = "a request of an agent has one answer, and requests may run at the same time"
-            raise RefusedError(400, f"n = {asked.n}: {rule}; leave it out", "n")
         if changed := asked.options().changed():
             rule = "training samples from the policy's own distribution, and keeps only the sampled token's logprob"
             raise RefusedError(400, f"{', '.join(changed)}: {rule}; leave it out", changed[0])

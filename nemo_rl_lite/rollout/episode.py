@@ -245,6 +245,14 @@ class Episode(_Judged, Segment):
         self.order.append(segment.history.number)
         self.ending = completion.finish_reason
 
+    def sort_last_turns(self, segments: Sequence[Segment]) -> None:
+        """Put the last turns of these segments, which may have ended in another order, into this order."""
+        numbers = [one.history.number for one in segments]
+        places = sorted(len(self.order) - 1 - self.order[::-1].index(number) for number in numbers)
+        for place, number in zip(places, numbers, strict=True):
+            self.order[place] = number
+        self.ending = self.last.turns[-1][1].finish_reason
+
     def note_metrics(self, source: str, metrics: Any) -> None:
         """Add what `source` reports; the same names replace earlier ones. Raises what `checked_metrics` raises."""
         self.metrics = {**self.metrics, **checked_metrics(source, metrics)}

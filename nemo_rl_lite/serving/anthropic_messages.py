@@ -1,7 +1,7 @@
 """Anthropic's Messages API."""
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
@@ -18,6 +18,7 @@ from nemo_rl_lite.serving.protocol import (
     ChatRequest,
     RefusedError,
     Reply,
+    StopString,
     WireRequest,
     joined,
     read_request,
@@ -43,7 +44,7 @@ class _Body(WireRequest):
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     max_tokens: int | None = Field(default=None, gt=0)
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[StopString] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -198,12 +199,12 @@ def _messages(message: Mapping[str, Any]) -> Iterator[Message]:
                 raise _unread(block, f"a message of the {role}")
 
 
-def _result(content: str | Iterable[Any]) -> str:
-    """Return the text of a tool's result."""
+def _result(content: Any) -> str:
+    """Return the text of a tool's result. Raises RefusedError: it has other content."""
     if isinstance(content, str):
         return content
     found = list[str]()
-    for block in content:
+    for block in content if isinstance(content, list) else [content]:
         match block:
             case {"type": "text", "text": str(text)}:
                 found.append(text)

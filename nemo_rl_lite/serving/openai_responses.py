@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -23,6 +23,13 @@ from nemo_rl_lite.serving.protocol import (
 )
 
 _TEXTS = ("input_text", "output_text", "text")
+_THOUGHTS = ("reasoning_text", "summary_text")
+
+
+class _TextOptions(WireRequest):
+    """The form of a response's text."""
+
+    format: dict[str, Any] | None = None
 
 
 class _Body(WireRequest):
@@ -48,7 +55,7 @@ class _Body(WireRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
+    text: _TextOptions | None = None
     stream: bool | None = None
 
 
@@ -218,7 +225,7 @@ def _chat_request(given: _Body) -> ChatRequest:
             "tools": functions or None,
             "tool_choice": given.tool_choice,
             "parallel_tool_calls": given.parallel_tool_calls,
-            "response_format": _response_format(given.text or {}),
+            "response_format": _response_format(given.text),
             "stream": given.stream,
         },
     )
@@ -236,21 +243,21 @@ def _message(item: Mapping[str, Any]) -> Message:
         case {"type": "function_call_output", "call_id": str(call), "output": output}:
             return {"role": "tool", "tool_call_id": call, "content": _text(output)}
         case {"type": "reasoning"}:
-            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
-            thoughts = "\n".join(part["text"] for part in parts if isinstance(part, Mapping) and "text" in part)
-            return {"role": "assistant", "content": "", **({"reasoning_content": thoughts} if thoughts else {})}
+            thoughts = [_text(item.get(name) or [], _THOUGHTS) for name in ("content", "summary")]
+            thought = "\n\n".join(filter(None, thoughts))
+            return {"role": "assistant", "content": "", **({"reasoning_content": thought} if thought else {})}
     what = f"an item of type {item.get('type')!r:.40}"
     raise RefusedError(400, f"input: {what} is not supported: send messages, calls and their outputs", "input")
 
 
-def _text(content: Any) -> str:
-    """Return the text of content that has only texts."""
+def _text(content: Any, kinds: Sequence[str] = _TEXTS) -> str:
+    """Return the text of content that has only texts of these types. Raises RefusedError: it has others."""
     if isinstance(content, str):
         return content
     found = list[str]()
     for part in content if isinstance(content, list) else [content]:
         match part:
-            case {"type": kind, "text": str(text)} if kind in _TEXTS:
+            case {"type": kind, "text": str(text)} if kind in kinds:
                 found.append(text)
             case _:
                 kind = part.get("type") if isinstance(part, Mapping) else part
@@ -258,7 +265,7 @@ def _text(content: Any) -> str:
     return "\n\n".join(found)
 
 
-def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
+def _response_format(text: _TextOptions | None) -> dict[str, Any]:
     """Translate the format of structured output. Other settings, such as the verbosity, have no effect."""
-    form = text.get("format") or {"type": "text"}
+    form = (text.format if text else None) or {"type": "text"}
     return {"type": form["type"], "json_schema": form} if form.get("type") == "json_schema" else form

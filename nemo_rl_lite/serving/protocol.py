@@ -21,6 +21,7 @@ from nemo_rl_lite.data.tools import Tool, callable_tools, checked_calls
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Completion, ServedOptions
 
+StopString = Annotated[str, StringConstraints(min_length=1)]
 # Parameters of all APIs that do not change sampling.
 HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 # Alternatives to refused parameters.
@@ -111,7 +112,7 @@ class ApiRequest(WireRequest):
     seed: int | None = None
     n: int | None = Field(default=None, gt=0, le=128)
     max_tokens: int | None = Field(default=None, gt=0)
-    stop: list[Annotated[str, StringConstraints(min_length=1)]] | None = None
+    stop: list[StopString] | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)

@@ -337,9 +337,13 @@ def _written(event: Event) -> str:
 
 
 def _parsed(body: bytes) -> Any:
-    """Parse a body. Raises RefusedError: not JSON in UTF-8, nested too deeply, or with an unpaired surrogate."""
+    """Parse a body. Raises RefusedError: not JSON in UTF-8, nested too deeply, or with NaN or an unpaired surrogate."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"it has {constant}")
+
     try:
-        content = json.loads(body.decode("utf-8-sig"))
+        content = json.loads(body.decode("utf-8-sig"), parse_constant=refuse)
         if b"\\u" in body:
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

@@ -88,6 +88,7 @@ def is_of(key: str, names: Sequence[str]) -> bool:
 
 # --- From a command line to a configuration
 
+_SECTION = "must be a mapping"
 _EXPECTED = {
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
@@ -95,8 +96,8 @@ _EXPECTED = {
     "bool_type": "must be true or false",
     "string_type": "must be a string",
     "list_type": "must be a list",
-    "dict_type": "must be a mapping",
-    "dataclass_type": "must be a mapping",
+    "dict_type": _SECTION,
+    "dataclass_type": _SECTION,
     "finite_number": "must be a finite number",
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
@@ -143,7 +144,11 @@ def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFA
     expected = context.get("expected")
     if kind == "string_type" and key in _FILES:
         return Violation(key, given, "must be a file name", f"{key}='data/*.jsonl' for several")
+    if kind == "string_type" and key == "checkpoint.push_to_hub":
+        return Violation(key, given, "must be the name of a repository", f"{key}=my-name/my-model, or null for none")
     given = "null" if given is None else given
+    if rule == _SECTION:
+        return Violation(key, given, rule, f"{key}.NAME=..., one override for each of its keys")
     if expected:
         return Violation(key, given, rule, f"choose one of: {expected}")
     noun = rule.removeprefix("must be ").partition(":")[0]
@@ -160,11 +165,11 @@ def _described_source(details: ErrorDetails, known: Sequence[str], algorithm: st
         given = None if {"step", "solve_rate"} & set(own) else details["input"]
         key = f"{source}.weight"
         return Violation(key, given, rule, f"{key}=2.0 or {key}.step={{0:1.0,100:0.2}}")
-    if not own or own[0] in ("max_new_tokens", "teacher"):
+    if not own or own[0] in ("max_new_tokens", "teacher") or own in (["reward"], ["environment"], ["agent"]):
         # pydantic adds the name of a type that the value could have had.
         key = ".".join([source, *map(str, own if own[:1] == ["teacher"] else own[:1])])
         return replace(described({**details, "loc": (key,)}, (*known, key), algorithm), key=key)
-    if len(own) == 1 and f"data.{own[0]}" not in known:
+    if details["type"] == "unexpected_keyword_argument" and len(own) == 1 and f"data.{own[0]}" not in known:
         near = "".join(f"did you mean SOURCE.{one}?" for one in get_close_matches(str(own[0]), _OF_SOURCE, n=1))
         if fix := _SECTIONS_IN_SOURCE.get(str(own[0]), near):
             return Violation(f"{source}.{own[0]}", details["input"], "unknown key", fix.replace("SOURCE", source))
@@ -269,7 +274,8 @@ def _default_fraction(name: object, share: float, *, _root_: DictConfig, _parent
 
 def _default_steps(epochs: object, steps: int, *, _root_: DictConfig) -> int | None:
     """Resolve `${default_steps:EPOCHS,A}`: A, or None if epochs of a finite data set end the run."""
-    data = [*_root_.data.get("sources", {}).values()] or [_root_.data]
+    sources = _root_.data.get("sources")
+    data = [*sources.values()] if sources and isinstance(sources, DictConfig) else [_root_.data]
     return None if epochs and any(one.get("name") in ("file", "hub") for one in data) else steps
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -31,6 +32,7 @@ from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.system import sandbox
 from nemo_rl_lite.validation.algorithm import LOSS, reads_ratios, truncations
 from nemo_rl_lite.validation.layout import BATCH, MEGATRON
+from nemo_rl_lite.validation.rewards import harness_command
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +120,10 @@ def notes_here(config: Config) -> Iterator[str]:
     names = {one.environment.name for one in sources} | {term.name for one in sources for term in terms_of(one.reward)}
     if names & {"program", "python"} and (refused := sandbox.refused()):
         yield f"the kernel refuses {refused}, so {sandbox.OPEN}: {sandbox.ALLOW}, or use a container without secrets"
+    for source, own in source_configs(config).items():
+        if (command := harness_command(own.agent)) and shutil.which(command[0]) is None:
+            key, missing = in_source(source, "agent.kwargs.command"), "is not on the PATH of this machine"
+            yield f"{key}: {command[0]} {missing}, and without it all episodes fail: install the harness"
 
 
 def show_notes(found: Iterable[str]) -> None:

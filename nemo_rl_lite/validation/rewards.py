@@ -1,6 +1,7 @@
 """Rules about rewards, environments and agents. User code is imported; a run also calls it once before it starts."""
 
 import logging
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
@@ -9,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nemo_rl_lite.config.algorithms import has_teacher
-from nemo_rl_lite.config.schema import Config, DataConfig
+from nemo_rl_lite.config.schema import AgentConfig, Config, DataConfig
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.formats import PROBLEMS
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 # These rewards compare a response with the answer of its row.
 _COMPARING = ("exact_match", "last_number", "math")
 HELD_OUT_REWARD = "held-out reward"
+_HARNESSES = "nemo_rl_lite.environments.harnesses."
 # These environments answer a turn, so they need a later one.
 _ANSWERING = ("calculator", "tools", "python")
 
@@ -180,6 +182,19 @@ def check_environment_and_agent(config: Config) -> Iterator[Violation]:
     if agent is not None and environment is not None:
         rule_text = f"excludes environment.name = {environment}"
         yield Violation("agent.name", agent, rule_text, "environment=none, or agent.name=null")
+    if harness_command(config.agent) == []:
+        key, rule_text = "agent.kwargs.command", "must be a text with the program of the harness and its options"
+        yield Violation(key, config.agent.kwargs["command"], rule_text, f"\"{key}='mini -c mini.yaml'\"")
+
+
+def harness_command(agent: AgentConfig) -> list[str] | None:
+    """Return the words of a harness's command, none if it is invalid. None if the configuration has no such command."""
+    if agent.name is None or not agent.name.startswith(_HARNESSES) or "command" not in agent.kwargs:
+        return None
+    try:
+        return shlex.split(agent.kwargs["command"])
+    except (ValueError, AttributeError):  # a quote without end, or no text
+        return []
 
 
 def _own(key: str, path: str, fix: str) -> Iterator[Violation]:

@@ -85,6 +85,12 @@ def test_openais_older_function_call_is_a_tool_call(content, arguments):
     assert second["role"] == "tool" and second["tool_call_id"] == first["tool_calls"][0]["id"]
 
 
+def test_the_call_that_a_tool_answers_is_named_by_text():
+    answer = {"role": "tool", "content": "2", "tool_call_id": ["a"]}
+    with pytest.raises(DataError, match=r"row 1, message 2: its tool_call_id must be text, found \['a'\]"):
+        read_messages([*said("u:1"), answer], "row 1")
+
+
 def test_what_arrow_writes_for_no_call_is_none():
     turns = [*said("u:1"), {"role": "assistant", "content": "2", "function_call": {"name": None, "arguments": None}}]
     assert read_messages(turns, "row 1")[1] == {"role": "assistant", "content": "2"}

@@ -62,7 +62,7 @@ async def player(problem, endpoint, bugs=()):
         elif "retries" in bugs:
             while True:
                 try:
-                    said = await ask(endpoint, messages, n=2)
+                    said = await ask(endpoint, messages, seed=1)
                     break
                 except ValueError:
                     await asyncio.sleep(0.2)
@@ -101,6 +101,9 @@ async def tool_player(problem, endpoint, bugs=()):
     for _ in range(3):
         said = await ask(endpoint, messages, tools=[TOOL])
         calls = said.get("tool_calls") or []
+        if not calls and "drops texts" in bugs:
+            messages.append(AGAIN)
+            continue
         if not calls:
             break
         if "needs known tools" in bugs:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import time
 
 import pytest
 
@@ -12,7 +13,7 @@ AGENTS = "tests.unit.rehearsal.agents"
 PLAYER = f"agent.name={AGENTS}.player policy.max_total_sequence_length=96"
 TOOLS = f"agent.name={AGENTS}.tool_player policy.max_total_sequence_length=128 generation.max_new_tokens=40"
 ROOM = f"environment.name={AGENTS}.Room environment.max_turns=3 policy.max_total_sequence_length=96"
-# The bugs of an agent or environment, and of each what is found.
+# The bugs of an agent or environment, and of each what is found. There are 22.
 BUGS = {
     f"{PLAYER} '+agent.kwargs.bugs=[silent]'": ["asked the endpoint for no response"],
     f"{PLAYER} '+agent.kwargs.bugs=[always pays,leaves processes,leaves files,needs text,changes answers]'": [
@@ -38,16 +39,20 @@ BUGS = {
         "AssertionError: unknown tool",
         "a call of add has no result",
     ],
+    f"{TOOLS} '+agent.kwargs.bugs=[drops texts]'": ["because message 2 changes"],
     f"{ROOM} '+environment.kwargs.bugs=[too long]'": ["leave no room for the next response"],
     f"{ROOM} '+environment.kwargs.bugs=[wrong role]'": ["the environment always fails", "human"],
     f"{ROOM} '+environment.kwargs.bugs=[never done]'": ["no episode ends before environment.max_turns"],
 }
+# A rehearsal with a bug takes less, in seconds.
+AT_MOST_S = 30
 GOOD = (
     "",
     "environment=calculator",
     "environment=python policy.max_total_sequence_length=112 generation.max_new_tokens=48",
     ROOM,
     PLAYER,
+    f"{PLAYER} agent.concurrency=1",
     f"agent.name={AGENTS}.plain policy.max_total_sequence_length=96",
     TOOLS,
 )
@@ -61,8 +66,10 @@ def rehearsed(command: str, capsys) -> tuple[int, dict]:
 
 
 @pytest.mark.parametrize(("command", "what"), BUGS.items(), ids=range(len(BUGS)))
-def test_bugs_are_found(capsys, command, what):
+def test_bugs_are_found_in_seconds(capsys, command, what):
+    begun = time.perf_counter()
     status, record = rehearsed(command, capsys)
+    assert time.perf_counter() - begun < AT_MOST_S
     found = [f"{one['what']} {one['fix']}" for one in record["findings"]]
     assert [one for one in what if not any(one in text for text in found)] == [], found
     assert status == any(one["level"] == "fault" for one in record["findings"])
@@ -93,7 +100,15 @@ def test_rows_of_an_episode_are_shown_with_trained_text_in_brackets(capsys):
     assert response == f"{prompt[::-1]}<eos>]"
 
 
-def test_an_algorithm_without_episodes_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["algorithm=sft"], "algorithm = 'sft'"),
+        (["--seconds", "0"], "--seconds = 0.0"),
+        (["--seconds", "nan"], "--seconds = nan"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(capsys, arguments, said):
     with pytest.raises(SystemExit) as ended:
-        main(["algorithm=sft"])
-    assert ended.value.code == 2 and "algorithm = 'sft'" in capsys.readouterr().err
+        main(arguments)
+    assert ended.value.code == 2 and said in capsys.readouterr().err

@@ -56,7 +56,7 @@ async def player(problem, endpoint, how):
             return Outcome(0.5, {"tool calls": "three"})
         case "hot":
             await ask([*messages, first, TOOL], temperature=0.5)
-        case "several":
+        case "asks for choices":
             await ask([*messages, first, TOOL], n=2)
         case "stops":
             await ask([*messages, first, TOOL], stop="=")
@@ -93,6 +93,21 @@ async def player(problem, endpoint, how):
     if how == "too few":
         return [1.0]
     return float(last["content"] == problem.answer)
+
+
+async def chooser(problem, endpoint, streams):
+    """Ask for three choices; the reward of each is its number."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+    asked = {"model": endpoint.model, "messages": list(problem.messages), "n": 3}
+    if not streams:
+        return [float(one.message.content) for one in (await client.chat.completions.create(**asked)).choices]
+    texts = ["", "", ""]
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    return [float(text) for text in texts]
 
 
 def plain(problem, endpoint):

@@ -127,7 +127,6 @@ def test_an_agents_episode_is_that_of_an_environment_with_the_same_conversation(
         ("silent", "the agent asked the endpoint for no response"),
         ("hot", "temperature = 0.5: training samples with generation.temperature = 1.0"),
         ("reports text", "metric 'tool calls': the agent returned 'three', a str; a metric is one number"),
-        ("several", "n = 2: a request of an agent has one answer, and requests may run at the same time"),
     ],
 )
 def test_an_agent_that_fails_costs_its_episode(how, said, caplog):
@@ -213,6 +212,7 @@ def test_another_history_of_an_agent_with_tools_is_another_row(tmp_path, change)
         ("prefills", [2, 1]),
         ("compacts", [2, 2]),
         ("delegates", [2, 1, 1, 1]),
+        ("asks for choices", [2, 1, 1]),
     ],
 )
 def test_an_agent_may_change_its_history(how, turns):
@@ -224,6 +224,28 @@ def test_an_agent_may_change_its_history(how, turns):
     assert len({request.seed for request in engines.asked}) == sum(turns)
     assert rollout.metrics()["max_segments_per_sample"] == len(turns)
     assert [span.what for span in episode.spans].count("environment") >= 3
+
+
+class Backwards(Book):
+    """Engines that answer the newest request first, each with its number."""
+
+    async def sample(self, request, conversation, progress=None):
+        self.asked.append(request)
+        number = len(self.asked)
+        await asyncio.sleep(0.3 - number / 20)
+        return completion(str(number) if number < 3 else f"{number}..."), 0
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_choices_of_a_request_have_rows_and_rewards_in_their_order(streams):
+    engines = Backwards()
+    rollout = collect(engines, config("chooser", streams=streams))
+    (episode,) = rollout.episodes
+    trained_once(rollout, engines)
+    said = [episode.segments[place].said[-1]["content"] for place in episode.order]
+    assert [len(one.turns) for one in episode.segments] == [1, 1, 1] and episode.turn_rewards == [1, 2, 3]
+    assert said == ["1", "2", "3"] and (episode.response, episode.ending) == ("3", "length")
+    assert len({request.seed for request in engines.asked}) == 3
 
 
 HARNESS = """#!{python}

@@ -71,6 +71,7 @@ NO_JSON = {
     "surrogate": b'{"prompt": "a\\ud800b"}',
     "raw surrogate": b'{"prompt": "a\xed\xa0\x80b"}',
     "Latin-1": b'{"prompt": "\xe9"}',
+    "NaN": b'{"prompt": "a", "metadata": {"a": NaN}}',
     "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
 }
 

@@ -144,6 +144,12 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
             "content of type 'image' in a tool result is not supported",
         ),
         (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": 42}]}]},
+            400,
+            "invalid_request_error",
+            "content 42 in a tool result is not supported",
+        ),
+        (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             400,
             "invalid_request_error",
@@ -158,6 +164,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
             "the last message",
         ),
         ({"messages": [{"role": "user", "content": "a" * 5000}]}, 400, "invalid_request_error", "prompt is too long: "),
+        ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences.0: "),
         ({"model": "claude"}, 404, "not_found_error", "unknown model 'claude'"),
     ],
 )

@@ -139,6 +139,9 @@ def test_a_stream_that_fails_ends_with_a_failed_response():
         ({"input": "a" * 5000}, "input", "exceed"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice", "the engines cannot force a call"),
         ({"text": {"format": {"type": "grammar"}}}, "response_format", "must be"),
+        ({"text": {"format": "json"}}, "text.format", "valid dictionary"),
+        ({"input": [{"type": "reasoning", "summary": [{"type": "image"}]}]}, "input", "content of type 'image'"),
+        ({"input": [{"type": "reasoning", "summary": 3}]}, "input", "content of type 3"),
     ],
 )
 def test_what_is_not_done_is_refused(model, parameters, param, said):

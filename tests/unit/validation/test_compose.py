@@ -296,6 +296,10 @@ def test_sources_of_an_earlier_version_are_read():
     assert restore(json.dumps(recorded)) == config
 
 
+def test_null_removes_the_sources_of_a_file():
+    assert compose_config(["data.sources.a.weight=2", "data.sources=null"]).data.sources == {}
+
+
 def test_errors_of_a_source_keep_the_names_of_files():
     files = ["data.sources.a.train_path=/tmp/rv/data.jsonl", "data.sources.a.name=file"]
     with pytest.raises(ConfigError, match=r"\n +/tmp/rv/data\.jsonl: no such file"):

@@ -88,6 +88,14 @@ def test_programs_that_are_not_isolated_are_told(arguments, refused, is_told, mo
     assert len(found) == is_told and all(refused in one and "network" in one for one in found)
 
 
+@pytest.mark.parametrize(("command", "is_told"), [("sh -c", False), ("no-such-harness exec", True)])
+def test_a_harness_that_is_not_installed_is_told(command, is_told):
+    found = [
+        *notes_here(compose_config(["data.sources.a.agent=codex", f"data.sources.a.agent.kwargs.command={command}"]))
+    ]
+    assert len(found) == is_told and all("data.sources.a.agent.kwargs.command: no-such" in one for one in found)
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "rloo"])
 def test_only_k1_has_the_gradient_of_the_kl_as_a_reward(algorithm):
     # Without a reward's KL, k1 needs the correction, which reinforce_pp switches off.
