@@ -1,14 +1,13 @@
-"""Compare settings of the training pass, by SFT with random weights on one machine.
+"""Compare settings of the training pass in SFT runs with random weights on one machine.
 
 training.py COMPARISON MODEL [--steps 3] [--only WAY ...] [--record NAME] [-- OVERRIDE ...]
 
-COMPARISON   MODEL, and what the ways change
-experts      qwen3-30b-a3b:8; size of packs, kernels of experts and routers, each way adding to those before it
-precision    llama3.1-8b:8; matrix products in bfloat16 or FP8
-fusion       qwen3-1.7b; gradients added in the GEMM
+experts: qwen3-30b-a3b:8. Size of packs, kernels of experts and routers, each way adding to those before it.
+precision: llama3.1-8b:8. Matrix products in bfloat16 or FP8.
+fusion: qwen3-1.7b. Gradients added in the GEMM.
 
 MODEL is a folder with random weights (random_model.py). A step has 64 chats of 600 to 3,600 random words. The first two
-steps do not count, and neither does the last, which is profiled: the record has the seconds of its longest kernels. A
+steps do not count. The last is profiled and does not count either: the record has times of its longest kernels. A
 record is written after each run.
 """
 
@@ -121,7 +120,7 @@ def main(arguments: list[str]) -> None:
 
 
 def measured(name: str, way: Way, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run a way. Return the results of its steps, and the seconds of its kernels. Raises SystemExit: it failed."""
+    """Run a way. Return the results of its steps and the times of its kernels. Raises SystemExit: it failed."""
     last = WARM + given.steps + 1
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"

@@ -24,7 +24,7 @@ STEPS_ALONE = [
     *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"),
 ]
 WORDS = ["north", "river", "apple", "seven", "stone", "light", "under", "green", "house", "paper", "window", "early"]
-"""For random texts of a known number of tokens, about one for each word."""
+"""Words of random texts, of about one token each."""
 STEP = "timing/train/total_step_time"
 Quantity = tuple[str, str, str, float]
 """Name, unit, metric, and the number that the metric is divided by."""
