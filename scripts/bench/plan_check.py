@@ -131,6 +131,8 @@ RECORDS = [
     _published(2, 16, "h100", fitted=True),
     _published(2, 8, "h100", fitted=False, rollouts="one step off"),
     _published(4, 32, "h200", fitted=False),
+    _published(1, 8, "h200", fitted=False),
+    _published(1, 8, "h200", fitted=False, rollouts="partial"),
     _way("plane-step-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, fitted=True, setting="now"),
     _way("rollout-workers-large-1x-h200", "rollout_workers", "0 rollout workers", "qwen3-1.7b", LONG, fitted=True),
     _way("experts-rate-2x-h100", "experts", "the launcher's", "qwen3-30b-a3b:4", LONG, True, "default"),

@@ -225,6 +225,10 @@ TABLES = {
     ),
     "peers table": Table("performance", figures.SPEED, columns=("step time",)),
     "published table": Table("analysis/published_row", "published-row-4-512-4x-h200", columns=PUBLISHED),
+    "published one table": Table("analysis/published_row", "published-row-1-512-1x-h200", columns=PUBLISHED),
+    "published partial table": Table(
+        "analysis/published_row", "published-row-1-partial-512-1x-h200", columns=PUBLISHED
+    ),
     "layouts table": Table("choosing", "choosing-predicted-cpu"),
     "longest table": Table("analysis/long_sequences", "context-longest-qwen3-8b-1x-h100", columns=LONGEST),
     "longest shared table": Table(
