@@ -76,6 +76,7 @@ LENGTHS = {
     "mean response": "train/mean_gen_tokens_per_sample",
     "longest response": "train/max_gen_tokens_per_sample",
 }
+STALENESS = {"mean staleness": "train/trajectory_age_mean"}
 ROLLOUTS = {"sync": [], "one step off": ["async=one_step_off"], "partial": ["async=partial"]}
 ENDS = {"sync": (1, 0), "one step off": (2, 1), "partial": (3, 2)}
 """Steps at both ends of a run that do not count."""
@@ -219,7 +220,12 @@ def write(given: argparse.Namespace, config: Config, overrides: list[str], steps
         results.append(measured(what, "s", [sum(one[name] for name in names) for one in steps]))
     rates = [one["train/total_num_tokens"] / one[STEP] / max(1, all_gpus(config)) for one in steps]
     results.append(measured("throughput per GPU", "tokens/s", rates))
-    for names, unit, by in ((SHARES, "share", 1), (MEMORY, "GiB", 2**30), (LENGTHS, "tokens", 1)):
+    for names, unit, by in (
+        (SHARES, "share", 1),
+        (MEMORY, "GiB", 2**30),
+        (LENGTHS, "tokens", 1),
+        (STALENESS, "steps", 1),
+    ):
         for what, name in names.items():
             results += [measured(what, unit, [one[name] / by for one in steps])] if name in steps[0] else []
     if on_gpus(config):
