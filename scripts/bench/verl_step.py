@@ -3,10 +3,10 @@
 verl_step.py MODEL --times FILE [--settings JSON ...] [--steps 1] [--lora DIM] [--dry-run]
 
 Needs `verl` in addition to this project's packages. A setting has `tokens` (limit of a micro-batch), `recompute`,
-`attention`, `fused` (loss from hidden states) and `backend` (`fsdp`, `fsdp2` or `megatron`). FlashAttention trains
-without padding. Settings that differ in tokens alone share a launch. FILE gets the step times of each setting without
-its first step, and the errors of settings. Sampling logprobs serve as old logprobs, so there is no logprob pass. Master
-weights are float32.
+`attention`, `fused` (loss from hidden states) and `backend` (`fsdp`, `fsdp2` or `megatron`). Megatron and
+FlashAttention train without padding. Settings that differ in tokens alone share a launch. FILE gets the step times of
+each setting without its first step, and the errors of settings. Sampling logprobs serve as old logprobs, so there is no
+logprob pass. Master weights are float32.
 """
 
 import argparse
@@ -24,8 +24,10 @@ from trl_step import NEW, PROMPTS, RESPONSES
 from whole_runs import Times, label, tiny_model
 
 RATE, LONGEST_PROMPT = 5e-6, 128
-PLAIN = {"recompute": False, "attention": "flash_attention_4", "fused": True, "backend": "fsdp"}
-SETTINGS = [PLAIN | {"tokens": tokens} for tokens in (8192, 16384, 32768)]
+# cuDNN's attention, by Transformer Engine.
+PLAIN = {"recompute": False, "attention": "fused", "fused": True, "backend": "megatron"}
+SHARDED = PLAIN | {"attention": "flash_attention_4", "backend": "fsdp"}
+SETTINGS = [one | {"tokens": tokens} for one in (PLAIN, SHARDED) for tokens in (16384, 32768)]
 PHASES = {"gen": "generation", "update_actor": "train", "update_weights": "refit"}
 
 
@@ -114,7 +116,12 @@ def _overrides(given: argparse.Namespace, setting: dict[str, Any], steps: int, r
         *("trainer.val_before_train=false", "trainer.resume_mode=disable", "trainer.total_epochs=1"),
     ]
     if megatron:
-        keys += [f"{actor}.megatron.use_mbridge=true"]
+        transformer = f"{actor}.megatron.override_transformer_config"
+        keys += [f"{actor}.megatron.use_mbridge=true", f"{model}.use_fused_kernels={setting['fused']}"]
+        keys += [f"{transformer}.attention_backend={setting['attention']}"]
+        if setting["recompute"]:
+            keys += [f"{transformer}.recompute_granularity=full", f"{transformer}.recompute_method=uniform"]
+            keys += [f"{transformer}.recompute_num_layers=1"]
     else:
         keys += [
             f"{actor}.strategy={setting['backend']}",
