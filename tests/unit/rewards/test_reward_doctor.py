@@ -60,10 +60,9 @@ def examined(command: str, capsys) -> tuple[int, dict]:
 
 @pytest.mark.parametrize(("name", "attack"), EXPLOITS.items(), ids=EXPLOITS)
 def test_exploits_are_named(capsys, rows, name, attack):
-    limit = 2 if name in ("is_slow", "of_code") else 60
-    status, record = examined(
-        f"reward.name={REWARDS}.{name} reward.timeout_s={limit} reward.processes=1 --problems 4 {rows}", capsys
-    )
+    # They compute until the time limit, for each problem.
+    limits = "reward.timeout_s=2 --problems 1" if name in ("is_slow", "of_code") else "reward.timeout_s=60"
+    status, record = examined(f"reward.name={REWARDS}.{name} {limits} reward.processes=1 {rows}", capsys)
     found = {one["attack"]: one for one in record["findings"] if one["level"] == "fault"}
     assert status == 1 and attack in found, record["findings"]
     assert found[attack]["fix"] and found[attack]["response"]
