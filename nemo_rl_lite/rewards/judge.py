@@ -5,9 +5,8 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
@@ -24,6 +23,9 @@ from nemo_rl_lite.rewards.registry import (
 )
 from nemo_rl_lite.system.pool import CallPool, CallTimeout, PoolTarget
 from nemo_rl_lite.system.user_errors import CallError, as_call_error
+
+if TYPE_CHECKING:
+    from nemo_rl_lite.config.schema import RewardConfig
 
 # Seconds that an incomplete batch waits for more responses.
 _WAIT_S = 0.05
@@ -57,7 +59,7 @@ class Term:
     batch_size: int | None = None
 
 
-def terms_of(config: RewardConfig) -> list[Term]:
+def terms_of(config: "RewardConfig") -> list[Term]:
     """Return the configured reward with weight 1, and the terms that are added to it."""
     found = [Term(own_name(config.name), config.name, config.kwargs, 1.0, "reward", config.batch_size)]
     for label, one in config.terms.items():
@@ -163,7 +165,7 @@ class Batches:
                 one.reward.set_result(reward)
 
 
-def make_judge(config: RewardConfig) -> Judge:
+def make_judge(config: "RewardConfig") -> Judge:
     """Return the function that scores by the configured reward. Raises ConfigError: there is no such reward, or it does
     not take its kwargs."""
     terms = terms_of(config)
@@ -211,7 +213,7 @@ def _batched(
 class _RemoteCalls:
     """`RewardCalls` in at most `reward.processes` processes, with the time limit `reward.timeout_s` per call."""
 
-    def __init__(self, config: RewardConfig, terms: Sequence[Term]):
+    def __init__(self, config: "RewardConfig", terms: Sequence[Term]):
         path = f"{RewardCalls.__module__}.{RewardCalls.__qualname__}"
         self._wrong_if_late = all(term.name in WRONG_IF_LATE for term in terms)
         target = PoolTarget(

@@ -67,6 +67,8 @@ _NO_PRODUCT = re.compile(
     r"(?<![\d_])\d+ \d|\d'|^\(?\d[\dA-F]*\)?_|\b0[xbo][\da-fA-F]+"
     r"|^[A-Za-z' -]*(?:[A-Za-z]{3}|\b(?:[Nn]o|[Oo]n|[Uu]p|[Uu]s)\b)[A-Za-z' -]*$"
 )
+# Maximum characters of an expression: 3000 open brackets take math-verify half a minute.
+_LONGEST = 2000
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
 # A choice and its value. "(A) or (B)" does not count.
 _CHOICE = re.compile(
@@ -340,7 +342,7 @@ def _equation(text: str) -> tuple[str, str] | None:
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> list[Any]:
     """Parse a normalised expression with math-verify; [] if that fails."""
-    if _NO_PRODUCT.search(text):
+    if len(text) > _LONGEST or _NO_PRODUCT.search(text):
         return []
     latex = re.sub(r"\band\b|\bor\b", ",", text.replace("%", r"\%"))
     latex = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"\1 \\cdot 10^{\2}", latex)

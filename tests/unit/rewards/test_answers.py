@@ -71,6 +71,7 @@ def test_long_responses_are_read_fast(piece):
         "5 m" + "^2" * 1000 + "?",
         "1:" * 1000,
         "\\boxed{1}," + " " * 9000 + "x\\boxed{2}",
+        "(" * 3000,
     ],
 )
 def test_long_answers_are_compared_fast_and_raise_nothing(answer):

@@ -60,10 +60,9 @@ def examined(command: str, capsys) -> tuple[int, dict]:
 
 @pytest.mark.parametrize(("name", "attack"), EXPLOITS.items(), ids=EXPLOITS)
 def test_exploits_are_named(capsys, rows, name, attack):
-    limit = 2 if name in ("is_slow", "of_code") else 60
-    status, record = examined(
-        f"reward.name={REWARDS}.{name} reward.timeout_s={limit} reward.processes=1 --problems 4 {rows}", capsys
-    )
+    # They compute until the time limit, for each problem.
+    limits = "reward.timeout_s=2 --problems 1" if name in ("is_slow", "of_code") else "reward.timeout_s=60"
+    status, record = examined(f"reward.name={REWARDS}.{name} {limits} reward.processes=1 {rows}", capsys)
     found = {one["attack"]: one for one in record["findings"] if one["level"] == "fault"}
     assert status == 1 and attack in found, record["findings"]
     assert found[attack]["fix"] and found[attack]["response"]
@@ -80,7 +79,7 @@ def test_exploits_are_named(capsys, rows, name, attack):
     ],
 )
 def test_good_rewards_have_no_fault(capsys, rows, reward):
-    status, record = examined(f"{reward} {rows}", capsys)
+    status, record = examined(f"{reward} {rows} reward.processes=1", capsys)
     assert status == 0 and not [one for one in record["findings"] if one["level"] == "fault"], record["findings"]
 
 
@@ -94,7 +93,7 @@ def test_good_rewards_have_no_fault(capsys, rows, reward):
     ],
 )
 def test_layouts_that_a_reward_does_not_accept_are_shown(capsys, rows, reward, unpaid):
-    _, record = examined(f"{reward} {rows} data.shuffle=false", capsys)
+    _, record = examined(f"{reward} {rows} data.shuffle=false reward.processes=1 --problems 2", capsys)
     assert unpaid <= {*record["unpaid_layouts"]} and bool(unpaid) == bool(record["unpaid_layouts"])
     assert "42" not in record["unpaid_layouts"]
 
@@ -102,7 +101,8 @@ def test_layouts_that_a_reward_does_not_accept_are_shown(capsys, rows, reward, u
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "word_sorting"])
 def test_scorers_of_tasks_have_no_fault(capsys, task):
     pytest.importorskip("reasoning_gym")
-    status, record = examined(f"reward=reasoning_gym data=reasoning_gym data.task={task}", capsys)
+    command = f"reward=reasoning_gym data=reasoning_gym data.task={task} reward.processes=1"
+    status, record = examined(command, capsys)
     assert status == 0, record["findings"]
 
 

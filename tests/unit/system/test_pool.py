@@ -160,3 +160,10 @@ def test_no_process_is_left_after_a_launcher_that_was_killed(busy):
         launcher.kill()
     _, alive = psutil.wait_procs(left, timeout=20)
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize("module", ["rewards.judge", "environments.registry", "environments.agents"])
+def test_processes_start_without_the_schema(module):
+    """Its classes take three times as long as the rest."""
+    code = f"import sys, nemo_rl_lite.{module}; sys.exit('pydantic' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
