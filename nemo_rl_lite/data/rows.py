@@ -13,10 +13,13 @@ from decimal import Decimal
 from math import isfinite
 from pathlib import Path
 from string import Formatter
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.errors import DataError
+
+if TYPE_CHECKING:
+    # Takes most of the start of a process of user code.
+    from nemo_rl_lite.config.schema import DataConfig
 
 Row = Mapping[str, object]
 _JSON, _CSV, _PARQUET = (".jsonl", ".json"), ".csv", ".parquet"
@@ -73,7 +76,7 @@ def file_rows(path: str) -> Iterator[tuple[str, Row]]:
             raise DataError(f"{shown}: cannot be read: {error}") from None
 
 
-def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Row]]:
+def hub_rows(config: "DataConfig", split: str, key: str) -> Iterator[tuple[str, Row]]:
     """Yield the rows of one split of `data.path`: a hub dataset, or a folder that `datasets` saved. `key` names the
     split's configuration key. Raises DataError: the hub cannot be reached, or has no such dataset, subset or split."""
     import datasets

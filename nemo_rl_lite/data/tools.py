@@ -5,13 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.messages import without_nulls, writable
 from nemo_rl_lite.data.rows import Row, find_column
 from nemo_rl_lite.data.tool_format import WrittenCall
 from nemo_rl_lite.errors import DataError
+
+if TYPE_CHECKING:
+    # Takes most of the start of a process of user code.
+    from nemo_rl_lite.config.schema import DataConfig
 
 # Number of errors of a call to choose from, and maximum characters of the chosen one.
 _MOST_ERRORS, _LONGEST_ERROR = 50, 300
@@ -21,7 +24,7 @@ _DEEPEST, _TOO_DEEP = 100, "the arguments are nested too deeply"
 Tool = Mapping[str, Any]
 
 
-def row_tools(config: DataConfig, row: Row, where: str) -> tuple[Tool, ...]:
+def row_tools(config: "DataConfig", row: Row, where: str) -> tuple[Tool, ...]:
     """Return the tools in a row's column `data.tools_column`; none if it is null or missing. Raises DataError: the
     column does not hold tools."""
     name = config.tools_column

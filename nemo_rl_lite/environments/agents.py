@@ -5,13 +5,16 @@ import inspect
 import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_rl_lite.config.schema import AgentConfig
 from nemo_rl_lite.config.user_code import imported, imported_for
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.registry import user_pool
 from nemo_rl_lite.errors import ConfigError, Violation
+
+if TYPE_CHECKING:
+    # Takes most of the start of a process of user code.
+    from nemo_rl_lite.config.schema import AgentConfig
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Agent(Protocol):
         ...
 
 
-def check_agent(config: AgentConfig) -> None:
+def check_agent(config: "AgentConfig") -> None:
     """Import the configured agent, and check its signature. Raises ConfigError: there is no such function, or it does
     not take `agent.kwargs`."""
     if config.name is None:
@@ -71,7 +74,7 @@ def check_agent(config: AgentConfig) -> None:
 class Agents:
     """Plays episodes in the agent's processes."""
 
-    def __init__(self, config: AgentConfig, host: str):
+    def __init__(self, config: "AgentConfig", host: str):
         """`host`: host of the endpoint."""
         self._pool = user_pool("agent", config, _Calls, host=host)
 

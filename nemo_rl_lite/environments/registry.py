@@ -6,9 +6,8 @@ import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from nemo_rl_lite.config.schema import AgentConfig, EnvironmentConfig
 from nemo_rl_lite.config.user_code import imported, imported_for
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
@@ -17,6 +16,10 @@ from nemo_rl_lite.environments.interface import Environment, Observation
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.system.pool import CallPool, PoolTarget
 from nemo_rl_lite.system.user_errors import CallError, as_call_error, report_once
+
+if TYPE_CHECKING:
+    # Takes most of the start of a process of user code.
+    from nemo_rl_lite.config.schema import AgentConfig, EnvironmentConfig
 
 ENVIRONMENTS = {
     "calculator": "nemo_rl_lite.environments.tools.Calculator",
@@ -34,7 +37,7 @@ def find_environment(name: str) -> Callable[..., Environment]:
     return imported(ENVIRONMENTS.get(name, name))
 
 
-def check_environment(config: EnvironmentConfig) -> tuple[Tool, ...]:
+def check_environment(config: "EnvironmentConfig") -> tuple[Tool, ...]:
     """Instantiate the configured environment, call its `check`, and return its tools. Raises ConfigError: the class
     cannot be imported or instantiated with `environment.kwargs`, or its tools are invalid."""
     if config.name is None:
@@ -112,7 +115,7 @@ class Environments(ABC):
     async def _ask(self, method: str, session: int, *arguments: Any) -> Any: ...
 
 
-def make_environments(config: EnvironmentConfig) -> Environments | None:
+def make_environments(config: "EnvironmentConfig") -> Environments | None:
     """Create the run's environments; None without an environment."""
     if config.name is None:
         return None
@@ -203,7 +206,7 @@ class InThisProcess(Environments):
         await _awaited(self._sessions.close(session))
 
 
-def user_pool(section: str, config: EnvironmentConfig | AgentConfig, kind: type, **others: Any) -> CallPool:
+def user_pool(section: str, config: "EnvironmentConfig | AgentConfig", kind: type, **others: Any) -> CallPool:
     """Start the pool of a section's user code: objects of `kind`, with the configured name, kwargs and `others`."""
     arguments = {"name": config.name, "kwargs": config.kwargs, **others}
     path, key = f"{kind.__module__}.{kind.__qualname__}", f"{section}.name = {config.name}"
@@ -215,7 +218,7 @@ def user_pool(section: str, config: EnvironmentConfig | AgentConfig, kind: type,
 class InProcesses(Environments):
     """Runs environments in separate processes."""
 
-    def __init__(self, config: EnvironmentConfig):
+    def __init__(self, config: "EnvironmentConfig"):
         super().__init__(config.name or "")
         self._pool = user_pool("environment", config, Sessions)
 

@@ -30,7 +30,7 @@ BUGS = {
     f"{PLAYER} '+agent.kwargs.bugs=[temperature]'": ["a request is refused: temperature = 0.3"],
     f"{PLAYER} '+agent.kwargs.bugs=[retries]' --seconds 2": ["a refused request is sent again and again"],
     f"{PLAYER} '+agent.kwargs.bugs=[shares state]'": ["a response of another episode"],
-    f"{PLAYER} '+agent.kwargs.bugs=[endless]' --seconds 2": ["the agent does not end"],
+    f"{PLAYER} '+agent.kwargs.bugs=[endless]' --seconds 1": ["the agent does not end"],
     f"{PLAYER} '+agent.kwargs.bugs=[goes on]' --seconds 2": ["the agent still runs 1 s after its episode ended"],
     f"{PLAYER} '+agent.kwargs.bugs=[ends its process only after a response,locks]'": [
         "an agent whose request fails leaves behind sleep",
