@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
@@ -78,9 +79,10 @@ def _played(source: str, config: Config, console: RunConsole) -> _Part:
     """Play the episodes of a source."""
     with tempfile.TemporaryDirectory() as own, temporary_folder() as temporary, ending_pools(), naming_source(source):
         folder = Path(own)
-        model = starting_model(config, console, untrained=folder)
-        model = with_chosen_template(config, model, folder, console.say)
-        job = GRPOJob(config, folder, console, model)
+        with quick_imports():
+            model = starting_model(config, console, untrained=folder)
+            model = with_chosen_template(config, model, folder, console.say)
+            job = GRPOJob(config, folder, console, model)
         with console.busy("playing episodes with a scripted policy"):
             found = rehearse(job, config, temporary)
     return _Part(source, found.episodes, findings(found), job.tokenizer)

@@ -20,6 +20,25 @@ rows), or of the reference policy (`reference`)."""
 
 
 @dataclass(frozen=True)
+class ParallelPlace:
+    """A rank's place in the parallel layout."""
+
+    data_rank: int
+    data_size: int
+    tensor_rank: int
+    has_logits: bool
+    is_whole: bool
+    context_rank: int = 0
+    replayed_layers: tuple[int, ...] = ()
+    """Layers whose routers replay the engine's experts."""
+
+    @property
+    def reports(self) -> bool:
+        """True if this rank reports its replica's results."""
+        return self.has_logits and self.tensor_rank == 0 and self.context_rank == 0
+
+
+@dataclass(frozen=True)
 class BatchRef:
     """Batch on the workers: each replica has its rows and their scores, in the order of the optimizer steps."""
 

@@ -39,6 +39,7 @@ from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.models.flops import forward_cost
 from nemo_rl_lite.policy import activation_offload, moe, shared_prompts
 from nemo_rl_lite.policy.context import ContextRanks, check_shareable, follow_groups
+from nemo_rl_lite.policy.interface import ParallelPlace
 from nemo_rl_lite.policy.logprobs import check_scorable
 from nemo_rl_lite.policy.micro_batches import Cost
 from nemo_rl_lite.policy.moe import RouterReplay
@@ -140,25 +141,6 @@ class PassClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-@dataclass(frozen=True)
-class ParallelPlace:
-    """A rank's place in the parallel layout."""
-
-    data_rank: int
-    data_size: int
-    tensor_rank: int
-    has_logits: bool
-    is_whole: bool
-    context_rank: int = 0
-    replayed_layers: tuple[int, ...] = ()
-    """Layers whose routers replay the engine's experts."""
-
-    @property
-    def reports(self) -> bool:
-        """True if this rank reports its replica's results."""
-        return self.has_logits and self.tensor_rank == 0 and self.context_rank == 0
 
 
 @dataclass

@@ -29,10 +29,10 @@ from nemo_rl_lite.policy.checkpoint import PolicyState
 from nemo_rl_lite.policy.export import plan_refit
 from nemo_rl_lite.policy.graphs import CudaRecorder, MicroBatchGraphs
 from nemo_rl_lite.policy.hf_folder import export_folder, exported_adapters
-from nemo_rl_lite.policy.interface import with_scores
+from nemo_rl_lite.policy.interface import ParallelPlace, with_scores
 from nemo_rl_lite.policy.memory import clear_module_caches, phase_memory, require_weights
 from nemo_rl_lite.policy.micro_batches import Layout
-from nemo_rl_lite.policy.model import ParallelPlace, build_model, leave_groups
+from nemo_rl_lite.policy.model import build_model, leave_groups
 from nemo_rl_lite.policy.moe import expert_biases
 from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, step_threads
 from nemo_rl_lite.policy.passes import forward_backward, forward_scores, put_rows

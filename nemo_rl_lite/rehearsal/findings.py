@@ -11,7 +11,7 @@ from typing import Literal
 
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.messages import Message
-from nemo_rl_lite.rehearsal.script import OTHERS, PLAIN, SLOW, TWICE
+from nemo_rl_lite.rehearsal.script import AFTER_KILL, KILLED, OTHERS, PLAIN, SLOW, TWICE, UNANSWERED
 from nemo_rl_lite.rehearsal.stage import AT_ONCE, Played, Rehearsal
 
 # In the error of a request that is too long, which is no fault.
@@ -36,7 +36,8 @@ def findings(found: Rehearsal) -> list[Finding]:
     """Return the faults of a rehearsal, then its notes."""
     checks: Sequence[Callable[[Rehearsal], Iterator[Finding]]] = (
         *(_failures, _refusals, _rewards, _shared_state, _other_requests, _changed_histories),
-        *(_unanswered_calls, _blocked_loop, _left_behind, _no_room, _endless, _slow_code),
+        *(_unanswered_calls, _blocked_loop, _left_behind, _no_response, _after_kill),
+        *(_no_room, _endless, _slow_code),
     )
     every = [one for check in checks for one in check(found)]
     return sorted(every, key=lambda one: one.level)
@@ -46,7 +47,7 @@ def _failures(found: Rehearsal) -> Iterator[Finding]:
     """Yield failures of agent, environment and reward. Those of all scripts are one fault."""
     by_text = defaultdict[str, list[Played]](list)
     for one in found.episodes:
-        if one.failure is not None:
+        if one.failure is not None and one.script not in (KILLED, AFTER_KILL):
             by_text[_kind_of(one.failure.text)].append(one)
     for own in by_text.values():
         kind, text = own[0].failure.kind, own[0].failure.text  # pyrefly: ignore
@@ -180,6 +181,26 @@ def _left_behind(found: Rehearsal) -> Iterator[Finding]:
         if len(left) >= AT_ONCE:
             what = f"{len(left)} {kind} are left behind, such as {left[0]}"
             yield Finding(what, "all episodes", "end or remove them in a `finally` block")
+
+
+def _no_response(found: Rehearsal) -> Iterator[Finding]:
+    """Yield what an agent does wrong whose episode ends while it waits for a response."""
+    if found.late_s is not None:
+        what = f"the agent still runs {found.late_s:g} s after its episode ended without a response"
+        fix = "let the error of its request end it: until then it keeps the agent's process from new episodes"
+        yield Finding(what, UNANSWERED.name, fix)
+    left, usual = found.left_unanswered, (*found.left_processes, *found.left_files)
+    if left and len(usual) < AT_ONCE:
+        what = f"an agent whose request fails leaves behind {left[0]}"
+        yield Finding(what, UNANSWERED.name, "end processes and remove files in a `finally` block")
+
+
+def _after_kill(found: Rehearsal) -> Iterator[Finding]:
+    before = any(one.failure for one in found.of(PLAIN[0]))
+    for one in found.of(AFTER_KILL):
+        if one.failure is not None and not before:
+            what = f"episodes fail after a process of user code was killed: {one.failure.text}"
+            yield Finding(what, one.script.name, "let a new process take over what it left, such as a lock file")
 
 
 def _no_room(found: Rehearsal) -> Iterator[Finding]:

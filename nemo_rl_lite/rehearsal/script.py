@@ -40,15 +40,21 @@ class Script:
     name: str
     turns: Sequence[Turn]
     needs_tools: bool = False
-    delay_s: float = 0.0
-    """Time of each response."""
+    is_held: bool = False
+    """Responses wait until the stage releases them."""
 
 
 PLAIN = (Script("right answer", ["answer"]), Script("wrong answer", ["wrong"]))
 """Scripts that say whether tools are offered."""
 TWICE = Script("repeated", ["wrong", "wrong", "answer"])
 """Played twice, with the same responses."""
-SLOW = Script("slow responses", ["answer"], delay_s=0.4)
+SLOW = Script("slow responses", ["answer"], is_held=True)
+"""Played by several episodes at once."""
+UNANSWERED = Script("no response", ["answer"], is_held=True)
+"""The episode ends while it waits for its first response."""
+KILLED = Script("killed", ["answer"], is_held=True)
+"""The processes of user code are killed while it waits for its first response."""
+AFTER_KILL = Script("after the kill", ["answer"])
 OTHERS = (
     Script("tool, then answer", ["call", "answer"], needs_tools=True),
     Script("tools forever", ["call"], needs_tools=True),
@@ -73,9 +79,18 @@ class ScriptedRequests(Requests):
         """`mark`: first of the numbers that wrong answers consist of."""
         self._script, self._tokenizer = script, tokenizer
         self._marks = itertools.count(mark)
+        self._released = asyncio.Event()
+        if not script.is_held:
+            self._released.set()
+        self.are_reached = False
+        """True if a request has come."""
         self.episode: Episode
         self.texts: list[str] = []
         """The wrong answers so far."""
+
+    def release(self) -> None:
+        """Answer requests, also the held ones."""
+        self._released.set()
 
     def submit_as_batch(self) -> AbstractContextManager[None]:
         """See `Requests.submit_as_batch`."""
@@ -85,8 +100,8 @@ class ScriptedRequests(Requests):
         self, request: Request, conversation: Conversation | None = None, progress: Progress | None = None
     ) -> tuple[Completion, int]:
         """See `Requests.sample`."""
-        # A response in no time would hide that requests wait for one another.
-        await asyncio.sleep(self._script.delay_s)
+        self.are_reached = True
+        await self._released.wait()
         done = sum(len(segment.turns) for segment in self.episode.segments)
         turn = self._script.turns[min(done, len(self._script.turns) - 1)]
         segment = next(one for one in self.episode.segments if one.history.conversation is conversation)

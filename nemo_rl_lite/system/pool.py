@@ -99,6 +99,11 @@ def ending_pools() -> Iterator[None]:
             pool.end()
 
 
+def running_calls() -> int:
+    """Return the number of calls in processes of all pools, also of those whose callers no longer wait."""
+    return sum(pool.running_calls for pool in list(_pools))
+
+
 class CallPool:
     """At most `processes` processes with at most `at_once` concurrent calls each. The first starts immediately, the
     others on demand; they live as long as the pool.
@@ -131,6 +136,11 @@ class CallPool:
             return await asyncio.wrap_future(self.submit(method, *arguments, session=session))
         except StartError as error:
             raise DataError(f"{self._source}: {error}") from error
+
+    @property
+    def running_calls(self) -> int:
+        """Number of calls in the processes."""
+        return self._manager.running_calls
 
     def close(self, session: int) -> None:
         """End a session: its process calls the target's `close(session)`."""
@@ -327,6 +337,11 @@ class _Manager:
         self._stopping = True
         self._wake_up()
         self._stopped.wait(_STOP_S)
+
+    @property
+    def running_calls(self) -> int:
+        # Another thread asks.
+        return sum(len(one.calls) for one in list(self._processes))
 
     def _wake_up(self) -> None:
         # A full buffer wakes the thread, too.

@@ -34,9 +34,8 @@ from nemo_rl_lite.models.flops import forward_cost
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.memory import SequenceFlops
 from nemo_rl_lite.policy.balance import even_work
-from nemo_rl_lite.policy.interface import BatchRef, Scored, Work, with_scores
+from nemo_rl_lite.policy.interface import BatchRef, ParallelPlace, Scored, Work, with_scores
 from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares
-from nemo_rl_lite.policy.model import ParallelPlace
 from nemo_rl_lite.policy.score_files import ScoreFile
 from nemo_rl_lite.refit.interface import WeightSource
 from nemo_rl_lite.refit.ipc import SharedWeights

@@ -219,7 +219,7 @@ class CountingPolicy:
     """A policy rank that only counts the bytes of its batches."""
 
     def place(self) -> Any:
-        from nemo_rl_lite.policy.model import ParallelPlace
+        from nemo_rl_lite.policy.interface import ParallelPlace
 
         return ParallelPlace(data_rank=0, data_size=1, tensor_rank=0, has_logits=True, is_whole=True)
 

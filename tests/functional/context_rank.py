@@ -33,10 +33,10 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow  # noqa: E402
 from nemo_rl_lite.losses.interface import combine_metrics, floats, masked_sum  # noqa: E402
 from nemo_rl_lite.losses.supervised import SFTLoss  # noqa: E402
 from nemo_rl_lite.policy.context import ContextRanks, Shard, follow_groups, own_places  # noqa: E402
+from nemo_rl_lite.policy.interface import ParallelPlace  # noqa: E402
 from nemo_rl_lite.policy.micro_batches import Layout  # noqa: E402
 from nemo_rl_lite.policy.model import (  # noqa: E402
     MegatronModel,
-    ParallelPlace,
     context_ranks,
     ddp_config,
 )

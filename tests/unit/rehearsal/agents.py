@@ -7,6 +7,7 @@ import random
 import subprocess
 import tempfile
 import urllib.request
+from pathlib import Path
 
 import httpx
 
@@ -22,6 +23,7 @@ TOOL = {
 }
 AGAIN = {"role": "user", "content": "again"}
 MEMORY: list[dict] = []
+LOCKED: list = []
 
 
 async def ask(endpoint, messages, **more):
@@ -50,19 +52,22 @@ async def player(problem, endpoint, bugs=()):
     if "shares state" in bugs:
         MEMORY.extend(messages)
         messages = MEMORY
+    if "locks" in bugs and not LOCKED:
+        LOCKED.append((Path(tempfile.gettempdir()) / "lock").open("x"))
     if "leaves processes" in bugs:
         subprocess.Popen(["sleep", "60"])
     if "leaves files" in bugs:
         tempfile.mkdtemp()
+    helper = subprocess.Popen(["sleep", "60"]) if "ends its process only after a response" in bugs else None
     for _ in itertools.count() if "endless" in bugs else range(3):
         if "random" in bugs:
             messages.append({"role": "user", "content": str(random.random())})
         if "temperature" in bugs:
             said = await ask(endpoint, messages, temperature=0.3)
-        elif "retries" in bugs:
+        elif "retries" in bugs or "goes on" in bugs:
             while True:
                 try:
-                    said = await ask(endpoint, messages, seed=1)
+                    said = await ask(endpoint, messages, **({"seed": 1} if "retries" in bugs else {}))
                     break
                 except ValueError:
                     await asyncio.sleep(0.2)
@@ -83,6 +88,9 @@ async def player(problem, endpoint, bugs=()):
             messages[0] = {"role": "user", "content": f"{problem.messages[0]['content']} ({len(messages)} messages)"}
         if "endless" in bugs:
             messages = messages[:1]
+    if helper is not None:
+        helper.kill()
+        helper.wait()
     if "no number" in bugs:
         return "well done"
     if "not finite" in bugs:

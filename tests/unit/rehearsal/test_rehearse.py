@@ -13,7 +13,7 @@ AGENTS = "tests.unit.rehearsal.agents"
 PLAYER = f"agent.name={AGENTS}.player policy.max_total_sequence_length=96"
 TOOLS = f"agent.name={AGENTS}.tool_player policy.max_total_sequence_length=128 generation.max_new_tokens=40"
 ROOM = f"environment.name={AGENTS}.Room environment.max_turns=3 policy.max_total_sequence_length=96"
-# The bugs of an agent or environment, and of each what is found. There are 22.
+# The bugs of an agent or environment, and of each what is found. There are 25.
 BUGS = {
     f"{PLAYER} '+agent.kwargs.bugs=[silent]'": ["asked the endpoint for no response"],
     f"{PLAYER} '+agent.kwargs.bugs=[always pays,leaves processes,leaves files,needs text,changes answers]'": [
@@ -30,7 +30,12 @@ BUGS = {
     f"{PLAYER} '+agent.kwargs.bugs=[temperature]'": ["a request is refused: temperature = 0.3"],
     f"{PLAYER} '+agent.kwargs.bugs=[retries]' --seconds 2": ["a refused request is sent again and again"],
     f"{PLAYER} '+agent.kwargs.bugs=[shares state]'": ["a response of another episode"],
-    f"{PLAYER} '+agent.kwargs.bugs=[endless]' --seconds 2": ["the agent does not end"],
+    f"{PLAYER} '+agent.kwargs.bugs=[endless]' --seconds 1": ["the agent does not end"],
+    f"{PLAYER} '+agent.kwargs.bugs=[goes on]' --seconds 2": ["the agent still runs 1 s after its episode ended"],
+    f"{PLAYER} '+agent.kwargs.bugs=[ends its process only after a response,locks]'": [
+        "an agent whose request fails leaves behind sleep",
+        "episodes fail after a process of user code was killed: FileExistsError",
+    ],
     f"{PLAYER} '+agent.kwargs.bugs=[blocks]'": ["a blocking client"],
     f"{PLAYER} '+agent.kwargs.bugs=[changes the first message]'": ["because message 1 changes"],
     f"{PLAYER} '+agent.kwargs.bugs=[no number]'": ["a reward is one number"],

@@ -11,8 +11,7 @@ import torch
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.supervised import SFTLoss
-from nemo_rl_lite.policy.interface import Work
-from nemo_rl_lite.policy.model import ParallelPlace
+from nemo_rl_lite.policy.interface import ParallelPlace, Work
 from nemo_rl_lite.policy.score_files import ScoreFile
 from nemo_rl_lite.workers import policy as policy_module
 from nemo_rl_lite.workers.policy import RemotePolicy

@@ -5,8 +5,7 @@ import pytest
 
 from nemo_rl_lite.cluster.calls import Call
 from nemo_rl_lite.losses.batch import Batch, CountedRows, SharedRows, TokenRow, TokenRows
-from nemo_rl_lite.policy.interface import TeacherScores, with_scores
-from nemo_rl_lite.policy.model import ParallelPlace
+from nemo_rl_lite.policy.interface import ParallelPlace, TeacherScores, with_scores
 from nemo_rl_lite.policy.teacher import TeacherWorker
 from nemo_rl_lite.workers import policy as policy_module
 from nemo_rl_lite.workers.policy import RemoteTeacher
