@@ -20,6 +20,8 @@ _MOVED = 8
 _SORTED_S = 1.0
 # Turns that the mean wait remembers.
 _WAITS = 64
+# Added to the number of a request for each further engine. An engine may still have the request of an earlier number.
+_AGAIN = 2**40
 
 
 @dataclass(eq=False)
@@ -27,15 +29,19 @@ class PendingRequest:
     """A request that waits for its completion and the replica that sampled it."""
 
     number: int
+    """Unique for each engine that gets the request."""
     request: Request
     answer: asyncio.Future[tuple[Completion, int]]
     conversation: Conversation
     progress: Progress | None = None
     recovered: int = field(default=0, init=False)
     """Tokens of a lost engine that the next one takes over."""
+    order: int = field(init=False)
+    """Place among all requests."""
     _parts: list[Unfinished] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        self.order = self.number
         if self.request.begun is not None:
             self._parts = [self.request.begun]
 
@@ -59,7 +65,8 @@ class PendingRequest:
         return self._parts[0]
 
     def requeue(self) -> None:
-        """Prepare the request for another engine."""
+        """Prepare the request for another engine, or again for the same."""
+        self.number += _AGAIN
         # Schemas, penalties and alternative tokens would begin again.
         if not self.request.continues or self.request.sampling.options.changed():
             self._parts = []
@@ -247,7 +254,7 @@ class Assignment:
             return
         if all(held.is_roomy for held in alive) and len(self._waiting) <= sum(held.room for held in alive):
             # The same requests always give the same batches.
-            self._waiting.sort(key=lambda asked: (asked.request.step, asked.begins_rollout, asked.number))
+            self._waiting.sort(key=lambda asked: (asked.request.step, asked.begins_rollout, asked.order))
         elif (now := self._clock()) > self._sorted_s + _SORTED_S:
             self._waiting.sort(key=self._place)
             self._sorted_s = now
@@ -261,10 +268,10 @@ class Assignment:
         step, conversation = asked.request.step, asked.conversation
         if not self._keeps_places:
             # Without prefixes to save, no conversation should fall behind.
-            return step, False, 0.0, asked.number
+            return step, False, 0.0, asked.order
         if conversation.tokens:
-            return step, False, -conversation.tokens, asked.number
-        return step, True, -self._lengths.expected(conversation.prompt), asked.number
+            return step, False, -conversation.tokens, asked.order
+        return step, True, -self._lengths.expected(conversation.prompt), asked.order
 
     @property
     def _keeps_places(self) -> bool:
@@ -346,7 +353,7 @@ class Assignment:
         for one in self.alive - {replica}:
             # The newest have the fewest tokens. Other conversations may move at their next turn.
             movable = [asked for asked in self.held[one].requests if asked.conversation.engine is None]
-            for asked in nlargest(self.held[one].load - share, movable, key=lambda asked: asked.number):
+            for asked in nlargest(self.held[one].load - share, movable, key=lambda asked: asked.order):
                 self.held[one].drop(asked)
                 asked.requeue()
                 self._hand(replica, asked)

@@ -162,6 +162,20 @@ def test_requests_go_to_an_engine_whose_cache_has_room():
     assert queue.given() == [] and queue.given(1) == [0, 1, 2, 3]
 
 
+def test_a_request_that_returns_to_an_engine_is_not_aborted_with_its_earlier_number():
+    """It moves to a new engine, which is lost before the first has heard of the abort."""
+    queue = Queue(engines=2)
+    queue.assignment.lose(0)
+    for prompt in (1, 2):
+        queue.ask(prompt)
+    assert queue.given(1) == [1, 2]
+    queue.assignment.replace(0)
+    queue.assignment.lose(0)
+    queue.assignment.assign()
+    new, aborted = queue.assignment.held[1].hand_over()
+    assert [request.prompt[0] for request in new.values()] == [2] and aborted == [1] and not {*new} & {*aborted}
+
+
 def talking(queue: Queue, conversations: list[Conversation]) -> list[int]:
     """The engines of conversations, of which each takes one turn and then waits for its environment."""
     for number, talk in enumerate(conversations):

@@ -83,7 +83,8 @@ class Fleet:
         assert not any(replica.under_way for replica in self.replicas), "new weights while an engine works"
         for number, replica in enumerate(self.replicas):
             if replica.is_dead:
-                replica.is_dead, replica.held = False, {}
+                # A new engine has nothing of the lost one.
+                replica.is_dead, replica.held, replica.pending, replica.unreported = False, {}, ({}, []), {}
                 self.queue.replaced([number])
             replica.weights = version
         self.refitted.append(version)
