@@ -80,14 +80,18 @@ class HeartbeatThread:
         try:
             yield
         finally:
-            faulthandler.cancel_dump_traceback_later()
             self._phase, self._since = "idle", time.time()
-            self._watch_background()
+            # Replaced and not cancelled where a background thread may keep the GIL from now on.
+            if not self._watch_background():
+                faulthandler.cancel_dump_traceback_later()
 
-    def _watch_background(self) -> None:
-        """Write all stacks to the log if a background thread keeps Python, heartbeats included, from running."""
-        if background_work() is not None and self._limit_s is not None:
-            faulthandler.dump_traceback_later(self._limit_s, file=sys.stderr)
+    def _watch_background(self) -> bool:
+        """Write all stacks to the log if a background thread keeps the GIL for longer than the time limit. Return
+        whether there is such a thread, and a limit."""
+        if background_work() is None or self._limit_s is None:
+            return False
+        faulthandler.dump_traceback_later(self._limit_s, file=sys.stderr)
+        return True
 
     def _write_all(self) -> None:
         while True:

@@ -1,5 +1,7 @@
 """Heartbeats: the worker that is named where some do not come to an end, and the use of machines and GPUs."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from nemo_rl_lite.cluster import heartbeat
@@ -83,3 +85,21 @@ def test_a_step_has_the_mean_of_its_own_samples_or_what_was_last_seen(beats):
     assert usage.take() == usage.take() == {"node.0.cpu_util": 50.0}
     beats[:] = [usage_beat("policy rank 0", "a", 3, cpu_util=110.0)]
     assert usage.take() == {"node.0.cpu_util": 10.0}
+
+
+def test_a_call_never_leaves_a_background_thread_without_its_time_limit(monkeypatch):
+    """Between a cancellation and the next limit, the thread could take the GIL for ever."""
+    limits = []
+    monkeypatch.setattr(heartbeat.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(heartbeat.threading.Thread, "start", lambda thread: None)
+    monkeypatch.setattr(heartbeat.faulthandler, "dump_traceback_later", lambda limit_s, file: limits.append(limit_s))
+    monkeypatch.setattr(heartbeat.faulthandler, "cancel_dump_traceback_later", lambda: limits.append(None))
+    beats = heartbeat.HeartbeatThread("generation rank 0")
+    monkeypatch.setattr(heartbeat, "background_work", lambda: None)
+    with beats.during("load", 4.0):
+        pass
+    assert limits == [4.0, None]
+    monkeypatch.setattr(heartbeat, "background_work", object)
+    with beats.during("send", 3.0):
+        pass
+    assert limits[2:] == [3.0, 3.0]
