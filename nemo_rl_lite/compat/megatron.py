@@ -265,6 +265,35 @@ def fuse_accumulation_without_apex() -> None:
     layers._grad_accum_fusion_available = True
 
 
+def leave_sorted_tokens(chunks: Sequence[Any]) -> None:
+    """Skip the sort of tokens by expert on ranks that have all experts, where permuted tokens are sorted already.
+
+    megatron-core's all-to-all dispatcher sorts, which copies all tokens twice in each direction.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.sort_chunks_by_idxs = _sorted_chunks  # pyrefly: ignore[bad-assignment]
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        own: Any = getattr(module, "token_dispatcher", None)
+        if type(own) is token_dispatcher.MoEAlltoAllTokenDispatcher and own.tp_size * own.ep_size == 1:
+            own.sort_input_by_local_experts = None  # pyrefly: ignore[bad-assignment]
+            own.restore_output_by_local_experts = None  # pyrefly: ignore[bad-assignment]
+
+
+def _sorted_chunks(
+    input: Tensor,
+    split_sizes: Tensor,
+    sorted_idxs: Tensor | None,
+    probs: Tensor | None = None,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
+
+    if sorted_idxs is None:
+        return input, probs
+    return sort_chunks_by_idxs(input, split_sizes, sorted_idxs, probs, fused)
+
+
 def leave_queries_unnormalized() -> None:
     """Build latent attention without compressed queries as published models have it: their query projection has no
     norm. megatron-core would fuse one into it, with a weight that megatron-bridge does not know."""

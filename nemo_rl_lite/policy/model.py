@@ -23,6 +23,7 @@ from nemo_rl_lite.compat.megatron import (
     forget_groups,
     fuse_accumulation_without_apex,
     leave_queries_unnormalized,
+    leave_sorted_tokens,
 )
 from nemo_rl_lite.compat.megatron_fields import field_value
 from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
@@ -313,6 +314,7 @@ def _build_chunks(
     if in_graphs:
         _check_dropout(chunks)
     moe.keep_biases_in_float32(chunks)
+    leave_sorted_tokens(chunks)
     if lora is None and reads and not on_meta:
         _load_weights(bridge, chunks, on_gpu)
     activation_offload.add_mlps(chunks, parallel)

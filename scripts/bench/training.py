@@ -7,8 +7,8 @@ precision: llama3.1-8b:8. Matrix products in bfloat16 or FP8.
 fusion: qwen3-1.7b. Gradients added in the GEMM.
 
 MODEL is a folder with random weights (random_model.py). A step has 64 chats of 600 to 3,600 random words. The first two
-steps do not count. The last is profiled and does not count either: the record has times of its longest kernels. A
-record is written after each run.
+steps do not count. The last is profiled and does not count either: the record has times of its longest kernels, and the
+seconds between the first and the last kernel in which none runs. A record is written after each run.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from whole_runs import (
 from nemo_rl_lite.observability.profiling import FOLDER, SUFFIX
 
 WARM, ROWS, BATCH = 2, 512, 64
-LONGEST_KERNELS = 20
+LONGEST_KERNELS = 40
 MEGATRON, PACKS = "policy.megatron_cfg", "policy.sequence_packing.train_mb_tokens"
 TASK = [
     *("algorithm=sft", "policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.max_total_sequence_length=4096"),
@@ -77,9 +78,9 @@ COMPARISONS = {
         {
             "packs of 8,192": Way([f"{PACKS}=8192"]),
             "packs of 32,768": Way([f"{PACKS}=32768"]),
+            "gradient accumulation fusion": Way([f"{MEGATRON}.gradient_accumulation_fusion=true"]),
             "CUTLASS grouped GEMM": Way(environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}),
             "router fusion": Way([f"{MEGATRON}.moe_router_dtype=fp32", f"{MEGATRON}.moe_router_fusion=true"]),
-            "gradient accumulation fusion": Way([f"{MEGATRON}.gradient_accumulation_fusion=true"]),
         }
     ),
     "precision": {
@@ -148,21 +149,30 @@ def chats() -> Iterator[dict[str, Any]]:
 
 
 def kernels(profile: Path, way: str) -> Iterator[dict[str, Any]]:
-    """Yield the seconds and launches of the longest kernels of a profiled step, of all ranks together."""
-    seconds, launches = Counter[str](), Counter[str]()
+    """Yield the seconds and launches of the longest kernels of a profiled step, and the idle time between kernels, of
+    all ranks together."""
+    seconds, launches, idle = Counter[str](), Counter[str](), 0.0
     for file in profile.glob(f"*/policy*{SUFFIX}"):
         with gzip.open(file) as opened:
             events = json.load(opened)["traceEvents"]
-        for event in events:
-            if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-                seconds[event["name"][:160]] += event["dur"] / 1e6
-                launches[event["name"][:160]] += 1
+        launched = sorted(filter(is_kernel, events), key=itemgetter("ts"))
+        end = launched[0]["ts"] if launched else 0
+        for event in launched:
+            seconds[event["name"][:160]] += event["dur"] / 1e6
+            launches[event["name"][:160]] += 1
+            idle += max(event["ts"] - end, 0) / 1e6
+            end = max(end, event["ts"] + event["dur"])
     if seconds:
+        yield record.result("no kernel", way, "s", [idle])
         yield record.result("all kernels", way, "s", [sum(seconds.values())])
         yield record.result("all kernels", way, "launches", [sum(launches.values())])
     for name, value in seconds.most_common(LONGEST_KERNELS):
         yield record.result(f"kernel {name}", way, "s", [value])
         yield record.result(f"kernel {name}", way, "launches", [launches[name]])
+
+
+def is_kernel(event: Mapping[str, Any]) -> bool:
+    return event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def trial() -> None:
@@ -173,11 +183,12 @@ def trial() -> None:
     with tempfile.TemporaryDirectory() as folder:
         step = Path(folder) / "step-00000003"
         step.mkdir()
-        events = [{"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 1e6}] * 2
+        gemm = {"ph": "X", "cat": "kernel", "name": "gemm", "dur": 1e6}
+        events = [gemm | {"ts": 3e6}, {"ph": "M"}, gemm | {"ts": 0}]
         with gzip.open(step / f"policy-0{SUFFIX}", "wt") as opened:
             json.dump({"traceEvents": events}, opened)
         found = {(one["name"], one["unit"]): one["median"] for one in kernels(Path(folder), "trial")}
-        if found["kernel gemm", "s"] != 2 or found["all kernels", "launches"] != 2:
+        if found["kernel gemm", "s"] != 2 or found["all kernels", "launches"] != 2 or found["no kernel", "s"] != 2:
             raise SystemExit(f"kernels: {found}")
 
 
