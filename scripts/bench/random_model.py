@@ -50,6 +50,11 @@ SHAPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         ("llama", 4096, 14336, 32, 32, 8),
         UNTIED | {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500_000.0},
     ),
+    # 0.86 B parameters a layer, and 2.1 B outside of layers.
+    "llama3.1-70b": (
+        ("llama", 8192, 28672, 80, 64, 8),
+        UNTIED | {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500_000.0},
+    ),
     # For checkpoints on a CPU: 113 M parameters.
     "llama-0.1b": (("llama", 768, 2048, 6, 12, 4), UNTIED | {"head_dim": 64, "vocab_size": 49152}),
     # For trials on a CPU: 15 M parameters, and 3 M.

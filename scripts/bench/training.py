@@ -5,6 +5,9 @@ training.py COMPARISON MODEL [--steps 3] [--only WAY ...] [--record NAME] [-- OV
 experts: qwen3-30b-a3b:8. Size of packs, kernels of experts and routers, each way adding to those before it.
 precision: llama3.1-8b:8. Matrix products in bfloat16 or FP8.
 fusion: qwen3-1.7b. Gradients added in the GEMM.
+layouts: llama3.1-8b:16, two GPUs. Data, tensor and pipeline parallel.
+tensor: llama3.1-70b:4, two GPUs. Tensor parallel; what is recomputed, and FP8.
+expert_parallel: qwen3-235b-a22b:4, two GPUs. Experts split over both.
 
 MODEL is a folder with random weights (random_model.py). A step has 64 chats of 600 to 3,600 random words. The first two
 steps do not count. The last is profiled and does not count either: the record has times of its longest kernels, and the
@@ -45,7 +48,7 @@ WARM, ROWS, BATCH = 2, 512, 64
 LONGEST_KERNELS = 40
 MEGATRON, PACKS = "policy.megatron_cfg", "policy.sequence_packing.train_mb_tokens"
 TASK = [
-    *("algorithm=sft", "policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.max_total_sequence_length=4096"),
+    *("algorithm=sft", "policy=megatron_gpu", "policy.max_total_sequence_length=4096"),
     *(f"policy.train_global_batch_size={BATCH}", "algorithm.max_num_epochs=null", "offload=none"),
     *("data.name=file", "data.validation_split=null", "data.validation_fraction=0", *STEPS_ALONE),
 ]
@@ -55,6 +58,7 @@ QUANTITIES: list[Quantity] = [
     ("MFU of training", "share", "performance/train_fp_utilization", 1),
     ("policy's memory in training", "GiB", "memory/policy_peak_bytes/train", 2**30),
     ("loss", "nats", "train/loss", 1),
+    ("tokens of a step", "", "train/total_num_tokens", 1),
 ]
 
 
@@ -69,29 +73,83 @@ class Way:
         return Way([*self.overrides, *other.overrides], {**self.environment, **other.environment})
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Ways to train on this number of GPUs. A trial composes them with a known model of this name."""
+
+    ways: Mapping[str, Way]
+    known: str = KNOWN_MODEL
+    gpus: int = 1
+
+    def task(self, way: str) -> list[str]:
+        return [*TASK, f"cluster.gpus_per_node={self.gpus}", *self.ways[way].overrides]
+
+
 def cumulative(ways: dict[str, Way]) -> dict[str, Way]:
     return dict(zip(ways, accumulate(ways.values()), strict=True))
 
 
+def recomputed(*modules: str) -> Way:
+    chosen = f"{MEGATRON}.recompute_modules=[{','.join(modules)}]"
+    return Way([f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective", chosen])
+
+
+LONG, FUSION = Way([f"{PACKS}=16384"]), Way([f"{MEGATRON}.gradient_accumulation_fusion=true"])
+FP8 = Way([f"{MEGATRON}.fp8_cfg.enabled=true"])
+CUTLASS = Way(environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"})
+ROUTER = Way([f"{MEGATRON}.moe_router_dtype=fp32", f"{MEGATRON}.moe_router_fusion=true"])
+TENSOR = Way([f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=true"])
+PIPELINE = Way([f"{MEGATRON}.pipeline_model_parallel_size=2"])
+SPREAD = Way([f"{MEGATRON}.expert_model_parallel_size=2"])
 COMPARISONS = {
-    "experts": cumulative(
-        {
-            "packs of 8,192": Way([f"{PACKS}=8192"]),
-            "packs of 32,768": Way([f"{PACKS}=32768"]),
-            "gradient accumulation fusion": Way([f"{MEGATRON}.gradient_accumulation_fusion=true"]),
-            "CUTLASS grouped GEMM": Way(environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}),
-            "router fusion": Way([f"{MEGATRON}.moe_router_dtype=fp32", f"{MEGATRON}.moe_router_fusion=true"]),
-        }
+    "experts": Comparison(
+        cumulative(
+            {
+                "packs of 8,192": Way([f"{PACKS}=8192"]),
+                "packs of 32,768": Way([f"{PACKS}=32768"]),
+                "gradient accumulation fusion": FUSION,
+                "CUTLASS grouped GEMM": CUTLASS,
+                "router fusion": ROUTER,
+            }
+        ),
+        KNOWN_EXPERTS,
     ),
-    "precision": {
-        "bfloat16": Way([f"{PACKS}=16384"]),
-        "FP8, blockwise": Way([f"{PACKS}=16384", f"{MEGATRON}.fp8_cfg.enabled=true"]),
-    },
-    "fusion": cumulative(
+    "precision": Comparison({"bfloat16": LONG, "FP8, blockwise": LONG + FP8}),
+    "fusion": Comparison({"gradients added apart": LONG, "gradient accumulation fusion": LONG + FUSION}),
+    "layouts": Comparison(
         {
-            "gradients added apart": Way([f"{PACKS}=16384"]),
-            "gradient accumulation fusion": Way([f"{MEGATRON}.gradient_accumulation_fusion=true"]),
-        }
+            "data parallel": LONG,
+            "tensor parallel": LONG + TENSOR,
+            "pipeline": LONG + PIPELINE,
+            "pipeline, packs of 8,192": Way([f"{PACKS}=8192"]) + PIPELINE,
+            "pipeline, a layer less in the last stage": LONG
+            + PIPELINE
+            + Way([f"{MEGATRON}.num_layers_in_last_pipeline_stage=7"]),
+        },
+        "meta-llama/Llama-3.1-8B-Instruct",
+        gpus=2,
+    ),
+    "tensor": Comparison(
+        {
+            "no recomputation": LONG + TENSOR,
+            "norms recomputed": LONG + TENSOR + recomputed("layernorm"),
+            "MLPs recomputed": LONG + TENSOR + recomputed("mlp"),
+            "FP8, blockwise": LONG + TENSOR + FP8,
+        },
+        "meta-llama/Llama-3.1-70B-Instruct",
+        gpus=2,
+    ),
+    "expert_parallel": Comparison(
+        cumulative(
+            {
+                "packs of 16,384": LONG + SPREAD,
+                "gradient accumulation fusion": FUSION,
+                "CUTLASS grouped GEMM": CUTLASS,
+                "activations of experts recomputed": recomputed("moe_act"),
+            }
+        ),
+        "Qwen/Qwen3-235B-A22B",
+        gpus=2,
     ),
 }
 
@@ -105,14 +163,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--record", help="the name of the record, where it is to be another")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args(arguments)
-    ways = COMPARISONS[given.comparison]
+    ways = COMPARISONS[given.comparison].ways
     if unknown := set(given.only or ()) - ways.keys():
         parser.error(f"--only {', '.join(unknown)}: there are {', '.join(ways)}")
     results: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
     for name in given.only or ways:
         try:
-            results += measured(name, ways[name], given)
+            results += measured(name, given)
         except SystemExit as error:
             failures[name] = str(error)[-2000:]
         more = {"overrides": given.overrides, "failures": failures}
@@ -120,18 +178,18 @@ def main(arguments: list[str]) -> None:
         print(record.write(kept, results, [], f"model: {given.model.name}", more), flush=True)
 
 
-def measured(name: str, way: Way, given: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Run a way. Return the results of its steps and the times of its kernels. Raises SystemExit: it failed."""
-    last = WARM + given.steps + 1
+    comparison, last = COMPARISONS[given.comparison], WARM + given.steps + 1
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
         rows.write_text("".join(f"{json.dumps(row)}\n" for row in chats()))
         own = [f"data.train_path={rows}", f"algorithm.max_num_steps={last}", f"profile.steps=[{last}]"]
         before = dict(os.environ)
-        os.environ.update(way.environment)
+        os.environ.update(comparison.ways[name].environment)
         try:
             run = Path(folder) / "run"
-            steps = run_in(run, [*TASK, model_key(given.model), *own, *way.overrides, *given.overrides])
+            steps = run_in(run, [*comparison.task(name), model_key(given.model), *own, *given.overrides])
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -178,8 +236,8 @@ def is_kernel(event: Mapping[str, Any]) -> bool:
 def trial() -> None:
     """Compose each way, and read a trace of two kernels."""
     with tried():
-        for name in COMPARISONS:
-            main([name, KNOWN_EXPERTS if name == "experts" else KNOWN_MODEL, "--steps", "1"])
+        for name, comparison in COMPARISONS.items():
+            main([name, comparison.known, "--steps", "1"])
     with tempfile.TemporaryDirectory() as folder:
         step = Path(folder) / "step-00000003"
         step.mkdir()
