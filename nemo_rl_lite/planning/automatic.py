@@ -6,13 +6,17 @@ The first option that is predicted to fit the GPU is chosen:
     engines sleep while the policy works
     in addition, gradients, then weights, then optimizer states are offloaded during generation
 
+A later option is chosen if it is predicted to save `WORTH` of the step: its larger KV cache lets fewer requests wait.
+
 Engines stay awake only if micro-batches of `enough_tokens` fit next to them. Micro-batches are as large as the GPU
 holds, up to `MOST_TOKENS`. Both are tokens per GPU; context-parallel ranks share larger micro-batches. Logits are kept
 if they fit too, or if micro-batches that leave room for them are at least `KEEPING_SHARE` as large.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from nemo_rl_lite.config.engines import engine_of, engines_sleep
@@ -42,7 +46,9 @@ from nemo_rl_lite.planning.budget import (
     with_first_share,
     with_more_share,
 )
-from nemo_rl_lite.planning.memory import kept_logits, micro_batch, own_part
+from nemo_rl_lite.planning.lengths import assumed_lengths
+from nemo_rl_lite.planning.memory import kept_logits, micro_batch, own_part, totals
+from nemo_rl_lite.planning.time import predict_step
 
 # Gradients are dropped, weights copied; optimizer states are six times as large.
 CHEAPEST_FIRST: tuple[OffloadedComponent, ...] = ("gradients", "parameters", "optimizer_states")
@@ -51,6 +57,8 @@ MOST_TOKENS, GRAIN = 65536, 1024
 USED = 0.9
 # Kept logits save more time than slightly larger micro-batches.
 KEEPING_SHARE = 0.8
+# The share of a step that more offload must save, and bytes/s between a GPU and its host, in pinned memory (assumed).
+WORTH, RATE_HOST = 0.05, 2.5e10
 # Phases with and without bytes that depend on the micro-batch.
 WORK, AROUND = (Phase.LOGPROB, Phase.TRAIN), (Phase.GENERATE, Phase.REFIT)
 
@@ -63,8 +71,13 @@ class Resolved:
     reasons: Sequence[str]
 
 
-def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> Resolved:
-    """Replace `auto`. On CPUs, or for an unknown model or GPU, most of it stays; `config.sizes` has its values then."""
+def resolve_auto(
+    config: Config, shape: ModelShape | None, gpu_bytes: int | None, host_bytes: int | None = None
+) -> Resolved:
+    """Replace `auto`. On CPUs, or for an unknown model or GPU, most of it stays; `config.sizes` has its values then.
+
+    `host_bytes`: host memory of a machine, which limits offload that only saves time; None if it is unknown.
+    """
     given, config = config, with_overlap(config)
     options = config.policy.megatron_cfg.distributed_data_parallel_config
     about_replicas = []
@@ -72,16 +85,24 @@ def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None
         about_replicas = ["communication between replicas overlaps with training, because they are on several hosts"]
     if shape is None or gpu_bytes is None or not on_gpus(config):
         return Resolved(config, about_replicas)
-    less = None
+    less, fitting, chosen = None, list[Config](), config
     for way in (with_first_share(one, shape, gpu_bytes) for one in _ways(config)):
         tokens = _most_tokens(way, shape, gpu_bytes)
         chosen, enough = _with_tokens(way, tokens), min(enough_tokens(way.policy), _most_useful(way))
         wanted = budget(_with_tokens(way, max(tokens, enough)), shape, gpu_bytes)
+        if chooses_share(config):
+            chosen = with_more_share(chosen, shape, gpu_bytes, USED)
         if _fits(wanted, AROUND) and (engines_sleep(way) or _fits(wanted, WORK)):
-            break
-        less = less or wanted
-    if chooses_share(config):
-        chosen = with_more_share(chosen, shape, gpu_bytes, USED)
+            fitting.append(chosen)
+            if not chooses_share(config):
+                break
+        elif not fitting:
+            less = less or wanted
+    about_cache = []
+    if fitting:
+        chosen = _fastest(fitting, shape, gpu_bytes, host_bytes)
+        if chosen is not fitting[0]:
+            about_cache = ["more is offloaded than necessary, for a larger KV cache: fewer requests wait"]
     about_logits = []
     if config.policy.megatron_cfg.keep_logits == "auto":
         chosen, reason = _with_kept_logits(chosen, config, shape, gpu_bytes)
@@ -92,7 +113,25 @@ def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None
     if mode != "fixed" and token_limits(config.policy, mode).train_mb_tokens == "auto":
         tokens = token_limits(chosen.policy, mode).train_mb_tokens
         reasons.append(f"training micro-batches have up to {tokens:,} tokens")
-    return Resolved(chosen, [*reasons, *about_logits, *about_replicas])
+    return Resolved(chosen, [*reasons, *about_cache, *about_logits, *about_replicas])
+
+
+def _fastest(fitting: Sequence[Config], shape: ModelShape, gpu_bytes: int, host_bytes: int | None) -> Config:
+    """Return the first option, or one whose step is predicted to be much shorter: on average over responses of the
+    assumed lengths and responses that are all as long as possible."""
+    # Awake engines are not put to sleep for a larger cache: with a queue, that would change the staleness.
+    alike = [one for one in fitting if engines_sleep(one) == engines_sleep(fitting[0])]
+
+    def seconds(config: Config) -> float:
+        planned, lengths = budget(config, shape, gpu_bytes), assumed_lengths(config)
+        if config is not fitting[0] and host_bytes is not None and planned.host > host_bytes:
+            return math.inf
+        means = lengths.mean, lengths.longest
+        steps = [predict_step(config, shape, gpu_bytes, replace(lengths, mean=mean)).synchronous for mean in means]
+        moved = 2 * totals(planned.prediction)[Phase.GENERATE].host / RATE_HOST
+        return (fmean(steps) + moved) * (1 if config is fitting[0] else 1 + WORTH)
+
+    return min(alike, key=seconds) if len(alike) > 1 else fitting[0]
 
 
 def _ways(config: Config) -> Iterator[Config]:

@@ -72,7 +72,7 @@ def make_plan(
 ) -> Plan:
     """Plan `config`, composed from `overrides`. `gpu`: name and bytes, ignored on CPUs."""
     name, nbytes = gpu if on_gpus(config) else ("CPUs", None)
-    found = resolve_auto(config, shape, nbytes)
+    found = resolve_auto(config, shape, nbytes, host_bytes)
     given, config = config, found.config
     limit = largest_micro_batch(config, shape, nbytes)
     return Plan(config, given, overrides, shape, name, host_bytes, budget(config, shape, nbytes), limit, found.reasons)
@@ -104,7 +104,7 @@ def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None)
     console.table(f"{title(config, shape, one.gpu_bytes)}; {plan.gpu}", headers(residency), memory)
     for reason in plan.automatic:
         console.say(f"auto: {reason}")
-    presets = dict(preset_budgets(plan.overrides, shape, one.gpu_bytes)) if on_gpus(config) else {}
+    presets = dict(preset_budgets(plan.overrides, shape, one.gpu_bytes, plan.host_bytes)) if on_gpus(config) else {}
     for line in _verdict(plan, presets):
         console.say(line)
     if presets:
@@ -119,7 +119,7 @@ def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None)
 
 def _show_time(plan: Plan, gpu_bytes: int, mean_length: float | None, console: RunConsole) -> None:
     config, lengths = plan.config, assumed_lengths(plan.config, mean_length)
-    found = splits.GpuSplits(plan.given, plan.shape, gpu_bytes, lengths, plan.overrides)
+    found = splits.GpuSplits(plan.given, plan.shape, gpu_bytes, lengths, plan.overrides, host_bytes=plan.host_bytes)
     console.table("step time in seconds", splits.HEADERS, splits.rows(found))
     said = "assumed; set --mean-length N" if mean_length is None else "from --mean-length"
     console.say(
@@ -200,14 +200,14 @@ def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None
 
 
 def preset_budgets(
-    overrides: Sequence[str], shape: ModelShape, gpu_bytes: int | None
+    overrides: Sequence[str], shape: ModelShape, gpu_bytes: int | None, host_bytes: int | None
 ) -> Iterator[tuple[str, Budget | str]]:
     """Yield each offload preset with its budget, or with the reason why it is invalid here."""
     others = [override for override in overrides if not override.startswith("offload=")]
     for preset in groups()["offload"]:
         try:
             config = compose_config([*others, f"offload={preset}"])
-            yield preset, budget(resolve_auto(config, shape, gpu_bytes).config, shape, gpu_bytes)
+            yield preset, budget(resolve_auto(config, shape, gpu_bytes, host_bytes).config, shape, gpu_bytes)
         except ConfigError as error:
             first = error.violations[0]
             yield preset, f"{first.key} {first.rule}"

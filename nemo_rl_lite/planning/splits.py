@@ -133,6 +133,8 @@ class GpuSplits:
     """The command's overrides, some of which a split may replace."""
     measured: StepTime | None = None
     """Measured time of the phases of the present split."""
+    host_bytes: int | None = None
+    """Host memory of a machine; see `resolve_auto`."""
 
     @cached_property
     def present(self) -> GpuSplit:
@@ -167,8 +169,10 @@ class GpuSplits:
 
     def predicted(self, config: Config) -> StepTime:
         """Predict the phases of a split."""
-        chosen = resolve_auto(config, self.shape, self.gpu_bytes).config
-        return predict_step(chosen, self.shape, self.gpu_bytes, self.lengths)
+        return predict_step(self._resolved(config), self.shape, self.gpu_bytes, self.lengths)
+
+    def _resolved(self, config: Config) -> Config:
+        return resolve_auto(config, self.shape, self.gpu_bytes, self.host_bytes).config
 
     def _tried(self, split: GpuSplit, own: Sequence[str]) -> GpuSplit:
         """Return a split with its time and overrides, or with the reason why it is refused. `own`: overrides of its
@@ -191,8 +195,7 @@ class GpuSplits:
             config = resolve(overlaid(self.config, changes))
         except ConfigError as error:
             return replace(split, refusal=f"{error.violations[0].key} {error.violations[0].rule}")
-        chosen = resolve_auto(config, self.shape, self.gpu_bytes).config
-        planned = budget(chosen, self.shape, self.gpu_bytes)
+        planned = budget(self._resolved(config), self.shape, self.gpu_bytes)
         if planned.engine_room < 0 or planned.device[planned.peak_phase] > USED * self.gpu_bytes:
             return replace(split, refusal=_TOO_SMALL)
         found = self._with_time(config, self._scaled(self.predicted(config)))
@@ -226,7 +229,7 @@ class GpuSplits:
     def _with_time(self, config: Config, time: StepTime) -> GpuSplit:
         gpus, colocated = generation_gpus(config), config.generation.colocated.enabled
         source = config.options(GRPOConfig).rollouts.source
-        if source == "queue" and keeps_partial_rollouts(resolve_auto(config, self.shape, self.gpu_bytes).config):
+        if source == "queue" and keeps_partial_rollouts(self._resolved(config)):
             source = _PARTIAL
         slowest = slowest_replica(
             self.shape, self.lengths, sequences_per_optimizer_step(config), parallel_dims(config).dp

@@ -168,7 +168,7 @@ def with_effect(overrides: Sequence[str], read: Sequence[str]) -> list[str]:
 def settled(config: Config, model_path: Path, console: RunConsole) -> Config:
     """Replace `auto` by values, and print the reasons."""
     shape = _shape(model_path, console)
-    found = resolve_auto(config, shape, gpu_bytes() if on_gpus(config) else None)
+    found = resolve_auto(config, shape, gpu_bytes() if on_gpus(config) else None, free_host_bytes())
     for reason in found.reasons:
         console.say(f"auto: {reason}")
     return found.config

@@ -145,6 +145,27 @@ def test_an_engine_takes_what_its_sequences_need_as_far_as_there_is_room():
     assert engine_share(settled(MIDDLE, *middle, "offload=none")[0].generation) == 0.5
 
 
+def test_more_leaves_for_a_cache_that_holds_more_requests_if_the_host_has_room():
+    """Engines of two nodes hold half of their requests beside the optimizer states, if all are long."""
+    config = compose_config(["recipes=grpo-qwen3-235b-a22b-16n8g-ep16"])
+    shape = model_shape(KNOWN_MODELS[config.policy.model_name])
+    much, little = (resolve_auto(config, shape, GPU, host_bytes=gib * 2**30) for gib in (1024, 200))
+    assert much.config.policy.offload_for_generation == ["gradients", "parameters", "optimizer_states"]
+    assert any("larger KV cache" in reason for reason in much.reasons)
+    assert little.config.policy.offload_for_generation == ["gradients", "parameters"]
+    assert not any("larger KV cache" in reason for reason in little.reasons)
+    cache = [
+        budget(one.config, shape, GPU).prediction[Phase.GENERATE, Component.KV_CACHE].device for one in (much, little)
+    ]
+    assert cache[0] > 1.5 * cache[1]
+
+
+def test_nothing_more_leaves_if_the_cache_holds_all_requests():
+    config, reasons = settled(MIDDLE, *SHORT, "generation.max_new_tokens=64")
+    assert "optimizer_states" not in config.policy.offload_for_generation
+    assert not any("larger KV cache" in reason for reason in reasons)
+
+
 def test_without_engines_on_the_gpu_only_micro_batches_are_chosen():
     apart = ["cluster.gpus_per_node=2", "generation.colocated.enabled=false"]
     config, (tokens, _) = settled(SMALL, *apart, "generation.colocated.resources.gpus_per_node=1", "offload=auto")

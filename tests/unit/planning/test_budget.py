@@ -176,11 +176,11 @@ def test_none_fits_a_small_gpu_and_all_fits_a_large_one():
 
 def test_presets_are_those_of_the_configuration():
     packs = "policy.sequence_packing.train_mb_tokens=8192"
-    budgets = dict(preset_budgets([*ONE, packs, "offload=none"], MODEL, GPU))
+    budgets = dict(preset_budgets([*ONE, packs, "offload=none"], MODEL, GPU, None))
     assert set(budgets) == {path.stem for path in (ROOT / "configs" / "offload").glob("*.yaml")}
     assert budgets["pinned"].device[Phase.GENERATE] < budgets["none"].device[Phase.GENERATE]
     assert budgets["cpu_optimizer"].device[Phase.TRAIN] < budgets["none"].device[Phase.TRAIN]
-    adapters = dict(preset_budgets([*SFT, "policy.megatron_cfg.peft.enabled=true"], MODEL, GPU))
+    adapters = dict(preset_budgets([*SFT, "policy.megatron_cfg.peft.enabled=true"], MODEL, GPU, None))
     assert "incompatible with LoRA" in adapters["activations"]
 
 
