@@ -117,8 +117,10 @@ def resolve_auto(
 
 
 def _fastest(fitting: Sequence[Config], shape: ModelShape, gpu_bytes: int, host_bytes: int | None) -> Config:
-    """Return the first option, or one whose step is predicted to be much shorter: on average over responses of the
-    assumed lengths and responses that are all as long as possible."""
+    """Return the first option, or one whose step is predicted to be much shorter.
+
+    A step's time is the mean over two rollouts: responses of the assumed lengths, and responses of the maximum length.
+    """
     # Awake engines are not put to sleep for a larger cache: with a queue, that would change the staleness.
     alike = [one for one in fitting if engines_sleep(one) == engines_sleep(fitting[0])]
 

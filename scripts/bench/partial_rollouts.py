@@ -3,7 +3,7 @@
 partial_rollouts.py [--seeds 8] [--cores CORES]
 
 Runs at the same time have CORES cores each (default: one run with all). A run's accuracy is the mean of its held-out
-accuracies after every 10 of 60 steps, which depends less on a single step than the last one.
+accuracies after every 10 of 60 steps. The last one alone depends much on a single step.
 """
 
 import argparse

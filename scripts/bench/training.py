@@ -10,8 +10,8 @@ tensor: llama3.1-70b:4, two GPUs. Tensor parallel; what is recomputed, and FP8.
 expert_parallel: qwen3-235b-a22b:4, two GPUs. Experts split over both.
 
 MODEL is a folder with random weights (random_model.py). A step has 64 chats of 600 to 3,600 random words. The first two
-steps do not count. The last is profiled and does not count either: the record has times of its longest kernels, and the
-seconds between the first and the last kernel in which none runs. A record is written after each run.
+steps do not count. The last is profiled and does not count either. The record has times of its longest kernels, and the
+time without a kernel between its first and its last one. A record is written after each run.
 """
 
 import argparse
