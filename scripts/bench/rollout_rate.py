@@ -1,8 +1,12 @@
-"""Measure tokens per second of one engine, and what vLLM's own settings change: rollout_rate.py MODEL [--only NAME ...]
+"""Measure tokens per second of one engine, and what vLLM's own settings change.
 
-Each setting runs in a process of its own, and samples 64 prompts x 8 responses of exactly 512 tokens four times, of
-which the first does not count. MODEL is a folder, also one with random weights. The record is written after each
-setting.
+rollout_rate.py {MODEL|SHAPE[:LAYERS] --tokenizer FOLDER} [--sequences 512] [--tokens 512] [--only SETTING ...]
+
+Each setting runs in a separate process, and samples SEQUENCES responses of exactly TOKENS tokens four times, 8 to a
+prompt. The first time does not count. MODEL is a folder; a SHAPE of random_model.py needs no weights. The record is
+written after each setting.
+
+The roofline is the time for the bytes at the GPU's bandwidth, or for the FLOPs at its peak if that is longer.
 """
 
 import argparse
@@ -11,23 +15,29 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest.mock import patch
 
+import random_model
 import record
-from whole_runs import tiny_model
+from transformers import AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from whole_runs import KNOWN_EXPERTS, KNOWN_MODEL, tiny_model
 
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.generation.interface import Request, Sampling
-from nemo_rl_lite.models.shape import read_model_shape
+from nemo_rl_lite.models.flops import forward_flops
+from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.observability.timer import DecodingSpeed
 from nemo_rl_lite.planning.budget import known_by_name
 from nemo_rl_lite.planning.memory import DecodingBytes
+from nemo_rl_lite.refit.engine import WeightsState
 from nemo_rl_lite.system.machine import gpu_name
 from nemo_rl_lite.validation.compose import compose_config
 
-PROMPT_TOKENS, REPEATS, TARGET = 46, 4, 0.6
+PROMPT_TOKENS, REPEATS, SAMPLES, TARGET = 46, 4, 8, 0.6
 KWARGS = "+generation.vllm_kwargs"
 COMPILED = "generation.vllm_kwargs.compilation_config.mode=3"
 BLOCKS = f"{KWARGS}.block_size=128"
@@ -44,55 +54,88 @@ SETTINGS: dict[str, list[str]] = {
     "fp8 cache": [f"{KWARGS}.kv_cache_dtype=fp8"],
 }
 GPU = [
-    *("policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "policy.max_total_sequence_length=640"),
-    *("generation.vllm_cfg.gpu_memory_utilization=0.6", "generation.max_new_tokens=512"),
-    # The engine begins with the model's own weights, because no refit comes.
-    *("generation.colocated.sleep=false", f"{KWARGS}.load_format=auto"),
+    *("policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "generation.colocated.sleep=false"),
+    "generation.vllm_cfg.gpu_memory_utilization=0.85",
 ]
+# No refit comes: the engine begins with the model's weights, or with random ones.
+FORMAT = f"{KWARGS}.load_format="
+ROOFLINE = "roofline share of decoding"
 Found = dict[str, tuple[str, list[float]]]
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("model", metavar="MODEL|SHAPE")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer of a SHAPE")
+    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="SETTING")
+    parser.add_argument("--record", default="engine-settings", help="name of the record")
     parser.add_argument("--here", action="store_true", help="measure the one setting in this process, and print JSON")
     given = parser.parse_args(arguments)
     if given.here:
-        print(json.dumps(measure(given.model, [*GPU, *SETTINGS[given.only[0]]], prompts=64, samples=8)))
+        wanted = [
+            *GPU,
+            f"generation.vllm_cfg.max_num_seqs={given.sequences}",
+            f"policy.max_total_sequence_length={PROMPT_TOKENS + given.tokens}",
+            f"generation.max_new_tokens={given.tokens}",
+            *SETTINGS[given.only[0]],
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            if given.tokenizer is None:
+                found = measure(Path(given.model), [*wanted, f"{FORMAT}auto"], given.sequences // SAMPLES, SAMPLES)
+            else:
+                without_weights(given.model, given.tokenizer, Path(folder))
+                known = KNOWN_EXPERTS if find_shape(folder, Path(folder) / "config.json").experts else KNOWN_MODEL
+                found = measure(Path(folder), [*wanted, f"{FORMAT}dummy"], given.sequences // SAMPLES, SAMPLES, known)
+        print(json.dumps(found))
         return
     found: dict[str, Found] = {}
     for name in given.only:
-        command = [sys.executable, __file__, str(given.model), "--only", name, "--here"]
+        command = [sys.executable, __file__, *arguments, "--only", name, "--here"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             print(f"{name}: status {done.returncode}", flush=True)
             continue
         found[name] = json.loads(done.stdout.splitlines()[-1])
-        print(name, found[name], write(given.model.name, found), flush=True)
+        note = f"model: {Path(given.model).name}, {given.sequences} sequences of {given.tokens} tokens"
+        print(name, found[name], write(given.record, found, note), flush=True)
 
 
-def write(model: str, found: dict[str, Found]) -> Path:
+def without_weights(shape: str, tokenizer: Path, folder: Path) -> None:
+    """Write a model's folder without its weights."""
+    config = random_model.model_config(shape)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+
+
+def write(name: str, found: dict[str, Found], note: str) -> Path:
     """Write the record; the launcher's setting alone has a bar."""
     results = [
         record.result(what, name, unit, values)
         for name, measured in found.items()
         for what, (unit, values) in measured.items()
     ]
-    shares = [one["median"] for one in results if (one["config"], one["unit"]) == ("the launcher's", "share")]
-    bars = [record.bar("bandwidth share of decoding, the launcher's", share, TARGET, at_least=True) for share in shares]
-    return record.write("engine-settings", results, bars, f"model: {model}")
+    ours = [one["median"] for one in results if (one["name"], one["config"]) == (ROOFLINE, "the launcher's")]
+    bars = [record.bar(f"{ROOFLINE}, the launcher's", share, TARGET, at_least=True) for share in ours]
+    return record.write(name, results, bars, note)
 
 
-def measure(model: Path, overrides: list[str], prompts: int, samples: int) -> Found:
-    """Return the start's seconds, and tokens per second and the share of the memory's bandwidth of each repetition."""
-    config, on_gpu = compose_config([*overrides, f"policy.model_name={model.resolve()}"]), gpu_name() is not None
+def measure(model: Path, overrides: list[str], prompts: int, samples: int, name: str = "") -> Found:
+    """Return the start's seconds; of each repetition, tokens per second and shares of the bandwidth and the roofline.
+
+    A model without weights begins with random ones, and needs the `name` of a known model.
+    """
+    config = compose_config([*overrides, f"policy.model_name={name or model.resolve()}"])
+    on_gpu = gpu_name() is not None
     own = engine_of(config)
     os.environ |= own.environment(config.generation, on_gpu)
-    module, _, name = own.worker.rpartition(".")
-    engine_class = getattr(importlib.import_module(module), name)
+    module, _, worker = own.worker.rpartition(".")
+    engine_class = getattr(importlib.import_module(module), worker)
     started = time.perf_counter()
     engine = engine_class(config.generation, config.policy, str(model.resolve()), seed=1, on_gpu=on_gpu)
+    engine._weights = WeightsState(complete=True)
     start, tokens = time.perf_counter() - started, config.generation.max_new_tokens
     sampling = Sampling(1.0, 1.0, None, tokens, (), ())
     asked = [tuple(4 + prompt + place for place in range(PROMPT_TOKENS)) for prompt in range(prompts)]
@@ -107,17 +150,24 @@ def measure(model: Path, overrides: list[str], prompts: int, samples: int) -> Fo
             raise RuntimeError("the engine did not sample what it was asked for")
         return time.perf_counter() - begun
 
-    nbytes, gpu = DecodingBytes.of(config, read_model_shape(str(model))), known_by_name(gpu_name())
+    shape, gpu = find_shape(str(model), model / "config.json"), known_by_name(gpu_name())
+    nbytes = DecodingBytes.of(config, shape)
     speed = DecodingSpeed(nbytes.step, nbytes.token, gpu.bandwidth if gpu else None)
-    rates, shares = [], []
+    flops = len(requests) * (forward_flops(shape, PROMPT_TOKENS + tokens) - forward_flops(shape, PROMPT_TOKENS))
+    rates, shares, of_roofline = [], [], []
     for repeat in range(REPEATS):
         seconds, decoded = sample(), engine.take_decoded()
-        if repeat:
-            rates.append(len(requests) * tokens / seconds)
-            metrics = speed.metrics(decoded.steps, decoded.cached, seconds)
-            shares += [value for name, value in metrics.items() if name.endswith("bandwidth_share")]
+        if not repeat:
+            continue
+        rates.append(len(requests) * tokens / seconds)
+        if gpu is not None:
+            bandwidth = speed.metrics(decoded.steps, decoded.cached, seconds)["generation_bandwidth_share"]
+            shares.append(bandwidth)
+            of_roofline.append(max(bandwidth, flops / gpu.flops / seconds))
     found: Found = {"throughput": ("tokens/s", rates), "start": ("s", [start])}
-    return found | ({"bandwidth share of decoding": ("share", shares)} if shares else {})
+    if gpu is not None:
+        found |= {"bandwidth share of decoding": ("share", shares), ROOFLINE: ("share", of_roofline)}
+    return found
 
 
 def trial() -> None:
@@ -125,7 +175,9 @@ def trial() -> None:
     small = ["generation=transformers", "policy.max_total_sequence_length=64", "generation.max_new_tokens=8"]
     with patch.dict(os.environ):
         found = measure(tiny_model(), small, prompts=2, samples=2)
-    print(write("tiny", {"the launcher's": found}))
+        with tempfile.TemporaryDirectory() as folder:
+            without_weights("qwen3-30b-a3b:2", tiny_model(), Path(folder))
+    print(write("engine-settings", {"the launcher's": found}, "model: tiny"))
 
 
 if __name__ == "__main__":
