@@ -136,6 +136,8 @@ class RolloutTask:
     """Number of prompts that an earlier run had started."""
     spent_s: float = 0.0
     """Seconds that an earlier run has taken."""
+    paused_s: float = field(default=0.0, init=False)
+    """Seconds in which the engines were paused."""
     step: int = 0
     """Step that trains on the rollout; 0 for a validation, which has priority."""
     turn_discount: float | None = None
@@ -191,8 +193,8 @@ class RolloutTask:
 
     @property
     def took_s(self) -> float:
-        """Seconds since the first request."""
-        return time.perf_counter() - self.began + self.spent_s
+        """Seconds since the first request, without pauses of the engines."""
+        return time.perf_counter() - self.began - self.paused_s + self.spent_s
 
     def kept(self) -> list[Group] | None:
         """Return the groups to keep, in data order; None as long as unfinished groups can change them."""
