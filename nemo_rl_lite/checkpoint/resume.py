@@ -103,6 +103,8 @@ def find_start(
     saved = found.record.get("config", {})
     # Without a teacher its keys, which default to the policy's, have no effect.
     changes = changed(saved, whole_config, _FREE if has_teacher(config) else (*_FREE, "teacher"))
+    # A checkpoint has the values that `auto` resolved to.
+    changes = {key: (before, now) for key, (before, now) in changes.items() if now != "auto"}
     before_all = dict(flatten(saved))
     fixed = _fixed(before_all, dict(flatten(whole_config)))
     wrong = [

@@ -75,6 +75,8 @@ def literal(key: str, value: Any, path_of: PathOf) -> str:
     if callable(value):
         return literal(key, path_of(key, value), path_of)
     rule, fix = f"is a {type(value).__name__}", "a number, a text, a list, a mapping or a function"
+    if isinstance(value, float):
+        rule, fix = "is not finite", "give a finite number"
     raise ConfigError([Violation(key, f"{value!r:.80}", rule, fix)])
 
 

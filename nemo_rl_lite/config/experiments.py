@@ -35,6 +35,8 @@ _OPTIONS = {
     **dict.fromkeys(("--config-dir", "-cd", "--config-path", "-cp"), SEARCH_PATH + "=[{}]"),
 }
 LIKE, _RECORD = "like", "config.json"
+# A path such as `~/data` as a value, which neither a shell nor Hydra reads.
+_AT_HOME = re.compile(r"^([^=~]+=)(~[^'\",]*)$")
 _ITEM = re.compile(r"(?:(?:override|optional)\s+)*/?(?P<group>[\w/-]+)(?:@\S+)?")
 
 
@@ -71,7 +73,7 @@ def expanded(arguments: Sequence[str], folders: Sequence[Path] = ()) -> list[str
         elif chosen := reader.file_named_by(argument):
             reader.read(*chosen, "")
         elif argument.partition("=")[0].lstrip("+") != SEARCH_PATH:
-            typed.append(argument)
+            typed.append(_AT_HOME.sub(r"\1'\2'", argument))
     if reader.wrong:
         raise ConfigError(reader.wrong)
     # The last file wins over earlier ones, and typed overrides win over files.

@@ -104,7 +104,7 @@ def _as_override(argument: str) -> str:
     if value and parse_override(quoted) is not None:
         shown = shlex.quote(quoted) if re.search(r'["$`!]|\\\\', quoted) else f'"{quoted}"'
         return f"quote special characters: {shown}"
-    return "write key.path=value or group=file, and quote special characters: \"key.path='value'\""
+    return "write key.path=value (without spaces) or group=file, and quote special characters: \"key.path='value'\""
 
 
 def _problem(override: Override, sweeps: bool) -> Violation | None:

@@ -26,6 +26,8 @@ _LAYOUT = "a JSON file has one object per line, or is one list of objects"
 _NAMED = 'give the list a name, as in {"messages": [...]}'
 _UNPACK = "unpack it with gunzip, and name the unpacked file"
 _RECODE = "write it as UTF-8: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+# Excel's encoding of a CSV file without Unicode.
+_RECODE_BYTES = "write it as UTF-8; if Excel wrote it: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
 # First bytes of files in other formats: problem and fix.
 _BEGINNINGS = {
     b"\x1f\x8b": ("is compressed by gzip", _UNPACK),
@@ -71,6 +73,9 @@ def file_rows(path: str) -> Iterator[tuple[str, Row]]:
                 yield where, _object(row, where)
         except FileNotFoundError:
             raise DataError(f"{shown}: no such file") from None
+        except UnicodeDecodeError as error:
+            byte = f"byte 0x{error.object[error.start]:02x}"
+            raise FileError(f"{shown}: cannot be read: it is not text in UTF-8 ({byte})", _RECODE_BYTES) from None
         except (OSError, ValueError, RuntimeError) as error:  # pyarrow raises ValueErrors
             raise DataError(f"{shown}: cannot be read: {error}") from None
 
@@ -205,10 +210,14 @@ def _saved_rows(folder: Path) -> Iterator[tuple[int, object]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield the rows below a line of names, with the types of `_typed`."""
+    """Yield the rows below a line of names, with the types of `_typed`. In many countries Excel separates columns by
+    semicolons."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
+        names = lines.readline()
+        lines.seek(0)
+        separator = next((one for one in ",;\t" if one in names), ",")
         try:
-            rows = list(csv.DictReader(lines, strict=True))
+            rows = list(csv.DictReader(lines, delimiter=separator, strict=True))
         except csv.Error as error:
             raise ValueError(str(error)) from None
     for number, row in enumerate(rows, start=1):

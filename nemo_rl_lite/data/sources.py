@@ -203,4 +203,6 @@ def _empty(config: DataConfig, items: Sequence[Prompted], what: str) -> str:
         return f"{source}: no rows"
     different, fraction = len({str(one.messages) for one in items}), config.validation_fraction
     together = f"rows with equal prompts stay together; distinct prompts: {different}"
-    return f"{source}: none of the {len(items)} rows is {what} with data.validation_fraction = {fraction} ({together})"
+    fix = "; add rows, or hold out others: data.validation_path=FILE" if different == 1 else ""
+    rule = f"none of the {len(items)} rows is {what} with data.validation_fraction = {fraction} ({together})"
+    return f"{source}: {rule}{fix}"

@@ -163,8 +163,8 @@ class Policy(Protocol):
     def take_waits(self) -> dict[str, float]:
         """Return idle time of data-parallel replicas since the last call; empty for one replica.
 
-        `<phase>`: time of the slowest replica's passes in seconds, without waits. `idle_share/<phase>`: share of the
-        replicas' time that they wait for it.
+        `<phase>`: time of the slowest rank's passes in seconds, without waits for others. `idle_share/<phase>`: share
+        of the ranks' time that they wait for it. Context-parallel ranks count separately.
         """
 
     def begin_save(self, folder: str) -> None:

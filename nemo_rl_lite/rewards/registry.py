@@ -126,6 +126,9 @@ REWARDS = {
     NONE: "nemo_rl_lite.rewards.builtin.nothing",
 }
 
+# Pages on the rewards of other libraries, by one of their parameters.
+_GUIDES = {"completions": "docs/from_trl.md", "solution_str": "docs/from_verl.md"}
+
 # Rewards that are 0 or 1. `program` is one without its `share`.
 BINARY = frozenset({"exact_match", "last_number", "math"})
 
@@ -208,7 +211,8 @@ def _found(
         for one, positional, keywords in fits:
             inspect.signature(one).bind(*positional, **keywords)
     except TypeError as error:
-        rule, fix = f"do not fit {name}: {error}", f"a reward is called as {called}"
+        pages = [page for one, page in _GUIDES.items() if one in inspect.signature(function).parameters]
+        rule, fix = f"do not fit {name}: {error}", "; see ".join([f"a reward is called as {called}", *pages])
         raise ConfigError([Violation(f"{section}.kwargs", dict(kwargs), rule, fix)]) from None
 
     def call(first: Any, second: Any, problem: Any) -> Any:

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nemo_rl_lite.config.sources import in_source
@@ -87,13 +87,21 @@ class _SourceFailures:
         self.rewards.samples = len(played)
 
 
-def _check(failures: Sequence[_Failures]) -> None:
-    """Raise DataError if too many samples failed. Sources with the same limit are counted together, because a source
-    may have a single prompt in a rollout."""
+def _check_all(failures: Collection[_SourceFailures], groups: Sequence[Group], least: int = 0) -> None:
+    """Raise DataError if too many samples of these groups failed, of at least `least` samples."""
+    for one in failures:
+        one.count(groups)
+    _check([one.plays for one in failures], least)
+    _check([one.rewards for one in failures], least)
+
+
+def _check(failures: Sequence[_Failures], least: int) -> None:
+    """See `_check_all`. Sources with the same limit are counted together, because a source may have a single prompt in
+    a rollout."""
     for limit in dict.fromkeys(one.limit for one in failures):
         same = [one for one in failures if one.limit == limit]
         failed, samples = sum(one.failed for one in same), sum(one.samples for one in same)
-        if failed > limit * samples:
+        if failed > limit * max(samples, least):
             worst = max(same, key=lambda one: one.failed)
             first = f"; first with {worst.first.text}" if worst.first else ""
             own = f"{worst.failed} of {worst.samples} samples"
@@ -136,6 +144,8 @@ class RolloutTask:
     """Number of prompts that an earlier run had started."""
     spent_s: float = 0.0
     """Seconds that an earlier run has taken."""
+    paused_s: float = field(default=0.0, init=False)
+    """Seconds in which the engines were paused."""
     step: int = 0
     """Step that trains on the rollout; 0 for a validation, which has priority."""
     turn_discount: float | None = None
@@ -191,8 +201,8 @@ class RolloutTask:
 
     @property
     def took_s(self) -> float:
-        """Seconds since the first request."""
-        return time.perf_counter() - self.began + self.spent_s
+        """Seconds since the first request, without pauses of the engines."""
+        return time.perf_counter() - self.began - self.paused_s + self.spent_s
 
     def kept(self) -> list[Group] | None:
         """Return the groups to keep, in data order; None as long as unfinished groups can change them."""
@@ -321,6 +331,10 @@ class RolloutCollector:
                             continue
                         group.played.result()
                         failures[group.task.problem.source].note(group)
+                        if group.failures and not task.useful:
+                            # A call may have failed at its time limit, so do not wait for the others.
+                            done = [one for one in groups if one.is_done]
+                            _check_all(failures.values(), done, task.count * task.samples)
         finally:
             for group in groups:
                 group.on_end = None
@@ -329,11 +343,7 @@ class RolloutCollector:
         if task.kept() is None:
             # A rollout worker died at the end.
             return await self.gather(task, players)
-        sampled = [group for group in groups if group.is_done]
-        for one in failures.values():
-            one.count(sampled)
-        _check([one.plays for one in failures.values()])
-        _check([one.rewards for one in failures.values()])
+        _check_all(failures.values(), [group for group in groups if group.is_done])
         return task.rollout()
 
 

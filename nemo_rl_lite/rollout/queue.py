@@ -287,7 +287,7 @@ class AsyncRolloutSource:
             # The engines may have released their weights.
             self._engines.refit(self._prefetcher.version)
             self._run(self._prefetcher.wake())
-            self._paused = None
+            self._resumed()
         return self._wait(self._prefetcher.take_again(step), show)
 
     def finish_generation(self) -> dict[str, float]:
@@ -310,11 +310,7 @@ class AsyncRolloutSource:
         if not self._staleness.is_partial:
             self._memory = self._engines.finish_generation()
         self._run(self._prefetcher.resume(step))
-        if self._paused is not None:
-            since, took_s = self._paused
-            metrics |= {"pause_s": took_s, "paused_s": time.perf_counter() - since}
-            self._paused = None
-        return metrics
+        return metrics | self._resumed()
 
     def held_out(self, step: int, show: Show) -> Rollout:
         self.wait_until_idle(show)
@@ -341,6 +337,16 @@ class AsyncRolloutSource:
             self._run(self._prefetcher.pause())
             since = time.perf_counter()
             self._paused = since, since - began
+
+    def _resumed(self) -> dict[str, float]:
+        """Note the end of a pause, if there was one, and return its metrics."""
+        if self._paused is None:
+            return {}
+        (since, took_s), self._paused = self._paused, None
+        paused_s = time.perf_counter() - since
+        for task in self._prefetcher.tasks():
+            task.paused_s += paused_s if task.began < since else 0.0
+        return {"pause_s": took_s, "paused_s": paused_s}
 
     def _run[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._thread_loop.wait(coroutine, lambda: None)

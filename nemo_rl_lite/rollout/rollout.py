@@ -92,7 +92,7 @@ class Rollout:
     rested: int = 0
     """Number of prompts skipped by their cooldown."""
     took_s: float = 0.0
-    """Seconds from the first request to the last reward."""
+    """Seconds from the first request to the last reward, without pauses of the engines."""
     engines_idle_s: float | None = None
     """Seconds in which the engines had no request since the previous rollout; None in synchronous runs."""
     dropped: tuple[Sampled, ...] = ()

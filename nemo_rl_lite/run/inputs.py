@@ -111,8 +111,10 @@ def _lines(key: str, rows: Iterable[Any]) -> str:
 
 def _each(key: str, rows: Iterable[Any]) -> Iterator[Any]:
     if isinstance(rows, Mapping):
-        splits = ", ".join(map(str, rows))
-        raise DataError(f"{key}: is a mapping ({splits}); give one split, such as {key}=data['train']")
+        fix = f"give one split, such as {key}=data['train']"
+        if rows and all(isinstance(column, list) for column in rows.values()):
+            fix = f"give rows, such as {key}=datasets.Dataset.from_dict(data)"
+        raise DataError(f"{key}: is a mapping ({', '.join(map(str, rows))}); {fix}")
     return iter(rows)
 
 

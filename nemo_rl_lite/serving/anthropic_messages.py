@@ -31,6 +31,7 @@ _ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    410: "invalid_request_error",
     503: "overloaded_error",
 }
 

@@ -31,6 +31,7 @@ from nemo_rl_lite.serving.protocol import ApiRequest, CompletionHandler, Refused
 from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 
 _ASLEEP = "the engines are paused while the policy trains or refits them: try again during the next rollout"
+_OVER = "the episode of this key has ended"
 # nginx's status for a disconnected client, which no one reads.
 _CLIENT_GONE = 499
 # Seconds for the server to end.
@@ -43,7 +44,7 @@ _APIS: dict[str, type[Exchange[Any]]] = {
     "/v1/messages": MessagesExchange,
     _COUNT: MessagesExchange,
 }
-_ANSWERED = f"{', '.join(f'POST {path}' for path in _APIS)}, GET /v1/models and GET /health"
+_ANSWERED = f"{', '.join(f'POST {path}' for path in _APIS)}, GET /v1/models, GET /v1/models/NAME and GET /health"
 Send = Callable[[Event], None]
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
@@ -120,9 +121,21 @@ class LoopBridge:
         return len(prompt)
 
     async def _answer(self, key: str, exchange: Exchange, send: Send | None) -> dict[str, Any]:
+        try:
+            return await self._answered(key, exchange, send)
+        except asyncio.CancelledError:
+            if key in self._sessions:
+                raise
+            raise self._unavailable(key) from None
+
+    def _unavailable(self, key: str) -> RefusedError:
+        """Return why a key has no session. Clients send a request again after status 503, but not after 410."""
+        return RefusedError(503, _ASLEEP) if key == self._token else RefusedError(410, _OVER, code="episode_ended")
+
+    async def _answered(self, key: str, exchange: Exchange, send: Send | None) -> dict[str, Any]:
         session = self._sessions.get(key)
         if session is None or not self.is_open:
-            raise RefusedError(503, _ASLEEP)
+            raise self._unavailable(key)
         task = asyncio.current_task()
         if task is not None:
             session.tasks.add(task)
@@ -234,7 +247,13 @@ def bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
 def _application(gate: LoopBridge, tokenizer: ChatTokenizer, names: Sequence[str], max_length: int) -> FastAPI:
     """Return the routes of the server. All except `/health` need a key."""
     app = FastAPI(openapi_url=None)
-    started = int(time.time())
+    described = {"id": names[0], "object": "model", "created": int(time.time()), "owned_by": "nemo_rl_lite"}
+    described["max_model_len"] = max_length
+
+    def check_name(name: str | None) -> None:
+        if name not in (None, *names):
+            rule = f"unknown model {name!r:.100}; this endpoint serves {names[0]!r}"
+            raise RefusedError(404, rule, "model", "model_not_found")
 
     @app.exception_handler(RefusedError)
     async def refuse(request: Request, refused: RefusedError) -> JSONResponse:
@@ -253,8 +272,14 @@ def _application(gate: LoopBridge, tokenizer: ChatTokenizer, names: Sequence[str
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         _key(request, gate)
-        described = {"id": names[0], "object": "model", "created": started, "owned_by": "nemo_rl_lite"}
-        return {"object": "list", "data": [{**described, "max_model_len": max_length}]}
+        return {"object": "list", "data": [described]}
+
+    # A name may be a path.
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        _key(request, gate)
+        check_name(name)
+        return described
 
     async def answer(request: Request) -> Response:
         key = _key(request, gate)
@@ -263,9 +288,7 @@ def _application(gate: LoopBridge, tokenizer: ChatTokenizer, names: Sequence[str
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
         exchange = _APIS[request.url.path].read(content, tokenizer, names[0])
-        if exchange.asked.model not in (None, *names):
-            rule = f"unknown model {exchange.asked.model!r:.100}; this endpoint serves {names[0]!r}"
-            raise RefusedError(404, rule, "model", "model_not_found")
+        check_name(exchange.asked.model)
         if request.url.path == _COUNT:
             return await _awaited(request, gate.count(exchange.asked), lambda tokens: {"input_tokens": tokens})
         if exchange.asked.stream:

@@ -33,6 +33,8 @@ from nemo_rl_lite.system.user_errors import CallError, as_call_error
 
 # Seconds for a process to start and to import the user's code.
 START_S = 60.0
+# Seconds for a late coroutine to clean up after its cancellation.
+CANCEL_S = 5.0
 # Seconds to wait for the processes to end.
 _STOP_S = 30.0
 # Seconds to wait for a killed process, which may hang in a file system.
@@ -106,7 +108,7 @@ def running_calls() -> int:
 
 class CallPool:
     """At most `processes` processes with at most `at_once` concurrent calls each. The first starts immediately, the
-    others on demand; they live as long as the pool.
+    others on demand; they live as long as the pool. With several concurrent calls, a late coroutine is cancelled.
 
     Calls of a session reach the same process. With `at_once` = 1, plain code runs in the process' main thread.
     Otherwise it runs in threads, and coroutines share the main thread.
@@ -225,8 +227,8 @@ class _Process:
     untaken: deque[int | None] = field(default_factory=lambda: deque([None]))
     """Messages that it has not taken: numbers of calls, or None. The first message is the target."""
     is_ready: bool = False
-    is_retired: bool = False
-    """True if a late call may still run in it. It takes no new sessions, and ends after the others."""
+    late: dict[int, float] = field(default_factory=dict)
+    """Late calls that may still run in it, by number, and the time until which they may clean up."""
     calls: dict[int, _Placed] = field(default_factory=dict)
     """By number."""
     waiting: deque[PoolCall] = field(default_factory=deque)
@@ -248,9 +250,20 @@ class _Process:
         return cls(process, channel, os.pidfd_open(process.pid), time.monotonic() + START_S)
 
     @property
+    def is_retired(self) -> bool:
+        """True while a late call may run in it. It takes no new sessions, and ends after the others."""
+        return bool(self.late)
+
+    @property
+    def ends_at(self) -> float:
+        """Time at which it ends because of its late calls."""
+        is_needed = not self.late or self.calls or self.sessions
+        return math.inf if is_needed else max(self.late.values())
+
+    @property
     def late_at(self) -> float:
         """The earliest deadline of the process and its calls."""
-        return min([self.hangs_at, *(placed.late for placed in self.calls.values())])
+        return min([self.hangs_at, self.ends_at, *(placed.late for placed in self.calls.values())])
 
     def send(self, number: int | None, method: str, arguments: tuple[Any, ...], limit_s: float) -> None:
         """Send a call, which it must take within `limit_s` seconds. A pickling error is the call's error."""
@@ -270,6 +283,11 @@ class _Process:
         if number in self.calls:
             self.calls[number].is_taken, self.calls[number].late = True, late
         self.hangs_at = late if self.untaken else math.inf
+
+    def cancel(self, number: int) -> None:
+        """Cancel a late call, which has some seconds to clean up."""
+        self.late[number] = time.monotonic() + CANCEL_S
+        self.channel.send((number, None, ()))
 
     def resolve(self, number: int | None, value: Any) -> None:
         """Set the result of a call, unless it was given up or is None."""
@@ -439,7 +457,10 @@ class _Manager:
         now = time.monotonic()
         for number, placed in list(process.calls.items()):
             if placed.late <= now:
-                process.is_retired = True
+                if self._at_once > 1:
+                    process.cancel(number)
+                else:
+                    process.late[number] = now
                 process.resolve(number, CallTimeout(f"no answer within {self._limit}"))
         title = self._target.title if process.is_ready else f"the start of {self._target.title}"
         if status is not None:
@@ -449,7 +470,7 @@ class _Manager:
         elif process.hangs_at <= now:
             limit = f"took no call within {self._limit}" if process.is_ready else f"took longer than {START_S:g} s"
             self._end(process, f"{title} {limit}")
-        elif process.is_retired and not process.calls and not process.sessions:
+        elif process.ends_at <= now:
             self._end(process, "")
 
     def _listen(self, process: _Process) -> bool:
@@ -460,9 +481,14 @@ class _Manager:
                 if said is None:
                     process.take(self._timeout_s)
                     self._failed_starts = 0
-                else:
-                    number, content = said
-                    process.resolve(number, _loaded(content))
+                    continue
+                number, content = said
+                if content is None:
+                    # A thread, which cannot be cancelled.
+                    process.late |= {number: 0.0} if number in process.late else {}
+                    continue
+                process.late.pop(number, None)
+                process.resolve(number, _loaded(content))
         except Exception:  # not a pickle, or not a message
             return False
         return True

@@ -23,7 +23,7 @@ import psutil
 from nemo_rl_lite.system.pool import kill_descendants
 from nemo_rl_lite.system.user_errors import as_call_error
 
-# Message that acknowledges the next message; the first one is the target.
+# Message that acknowledges the next message, except for cancellations; the first one is the target.
 _TAKEN = None
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 # Seconds for an idle process to end by itself.
@@ -126,20 +126,33 @@ async def _many(pipe: Connection, target: Any, at_once: int) -> None:
     def receive() -> None:
         with suppress(EOFError, OSError, RuntimeError):
             while True:
-                message = pipe.recv()
+                number, method, arguments = pipe.recv()
+                if method is None:
+                    loop.call_soon_threadsafe(cancel, number)
+                    continue
                 with sending:
                     pipe.send(_TAKEN)
-                loop.call_soon_threadsafe(begin, *message)
+                loop.call_soon_threadsafe(begin, number, method, arguments)
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(ended.set_result, None)
 
     def begin(number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
         call = getattr(target, method)
         if inspect.iscoroutinefunction(call):
-            tasks.add(task := asyncio.create_task(awaited(number, call, arguments)))
-            task.add_done_callback(tasks.discard)
+            task = asyncio.create_task(awaited(number, call, arguments))
+            tasks[task] = number
+            task.add_done_callback(tasks.pop)
         else:
             threads.submit(run, number, call, arguments)
+
+    def cancel(number: int) -> None:
+        """Cancel a coroutine, or tell the pool that there is none."""
+        found = [task for task, own in tasks.items() if own == number]
+        for task in found:
+            task.cancel()
+        if not found:
+            with suppress(OSError), sending:
+                pipe.send((number, None))
 
     def run(number: int | None, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         with asyncio.Runner() as runner:
@@ -148,11 +161,11 @@ async def _many(pipe: Connection, target: Any, at_once: int) -> None:
     async def awaited(number: int | None, call: Any, arguments: tuple[Any, ...]) -> None:
         try:
             value = await call(*arguments)
-        except (Exception, SystemExit) as error:  # a user's code may raise anything
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # a user's code may raise anything
             value = as_call_error(error)
         send(number, value)
 
-    tasks: set[asyncio.Task] = set()
+    tasks: dict[asyncio.Task, int | None] = {}
     threading.Thread(target=receive, daemon=True).start()
     await ended
 

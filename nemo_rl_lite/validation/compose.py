@@ -146,6 +146,8 @@ def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFA
         return Violation(key, given, "must be a file name", f"{key}='data/*.jsonl' for several")
     if kind == "string_type" and key == "checkpoint.push_to_hub":
         return Violation(key, given, "must be the name of a repository", f"{key}=my-name/my-model, or null for none")
+    if kind == "list_type" and isinstance(given, str):
+        return Violation(key, given, rule, f"'{key}=[{given}]'")
     given = "null" if given is None else given
     if rule == _SECTION:
         return Violation(key, given, rule, f"{key}.NAME=..., one override for each of its keys")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -219,10 +219,10 @@ class RemotePolicy:
     def take_waits(self) -> dict[str, float]:
         if self._replicas.count == 1:
             return {}
-        passes = self._replicas.call("take_passes")
-        waits = idle_shares(passes)
+        passes = self._replicas.passes()
+        waits = idle_shares(list(chain.from_iterable(passes)))
         if "train" in waits:
-            seconds = [sum(own["train"]) for own in passes]
+            seconds = [sum(sum(own["train"]) for own in ranks) / len(ranks) for ranks in passes]
             waits["slowdown/train"] = self._stragglers.note(seconds, self._work[self._trained])
         return waits
 
@@ -452,6 +452,15 @@ class Replicas:
         reported = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}
         return [reported[replica] for replica in range(self.count)]
 
+    def passes(self) -> list[list[Mapping[str, Sequence[float]]]]:
+        """Return the seconds of passes of each replica's context ranks, by phase. These ranks may have different
+        micro-batches."""
+        found: list[list[Mapping[str, Sequence[float]]]] = [[] for _ in range(self.count)]
+        for place, own in zip(self._places, wait(self._group.call("take_passes")), strict=True):
+            if place.has_logits and place.tensor_rank == 0:
+                found[place.data_rank].append(own)
+        return found
+
     def describe(self, replica: int) -> str:
         """Return a replica's ranks, with their hosts and GPUs."""
         hosts, gpus = self._group.addresses(_DESCRIBE_S), self._group.gpus(_DESCRIBE_S)
@@ -468,14 +477,13 @@ class Replicas:
         return self._group.call_one(rank, [(method, arguments)], phase)
 
 
-def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return `Policy.take_waits` from the pass times of each replica, by phase. Replicas start each pass
-    together."""
+def idle_shares(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return `Policy.take_waits` from the pass times of replicas' ranks, by phase. Ranks start each pass together."""
     found: dict[str, float] = {}
-    for phase in replicas[0]:
-        passes = list(zip(*(own[phase] for own in replicas), strict=True))
+    for phase in ranks[0]:
+        passes = list(zip(*(own[phase] for own in ranks), strict=True))
         slowest = sum(map(max, passes))
-        found |= {phase: slowest, f"idle_share/{phase}": 1 - sum(map(sum, passes)) / len(replicas) / slowest}
+        found |= {phase: slowest, f"idle_share/{phase}": 1 - sum(map(sum, passes)) / len(ranks) / slowest}
     return found
 
 

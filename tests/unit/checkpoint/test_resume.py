@@ -130,6 +130,13 @@ def test_what_has_changed_is_told_key_by_key_but_not_what_no_result_depends_on(t
     )
 
 
+def test_a_value_that_auto_resolved_to_is_no_change(tmp_path):
+    key = "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce"
+    save(tmp_path, 10, f"{key}=false")
+    assert not start(tmp_path, f"{key}=auto").changes
+    assert start(tmp_path, f"{key}=true").changes == (f"{key}: False -> True",)
+
+
 @pytest.mark.parametrize(
     ("override", "key"), [("algorithm=sft", "algorithm.name"), ("policy.megatron_cfg.peft.dim=4", "peft.dim")]
 )

@@ -23,6 +23,12 @@ def test_the_runs_folder_as_hydra_reads_it(arguments, folder):
     assert named_run_folder(arguments) == folder
 
 
+@pytest.mark.parametrize("value", ["~/rows.jsonl", "'~/rows.jsonl'", '"~/rows.jsonl"'])
+def test_a_path_at_home_needs_no_quotes(value):
+    (override,), wrong = check_overrides([f"data.train_path={value}"])
+    assert not wrong and parse_override(override).value() == "~/rows.jsonl"
+
+
 def test_a_folder_at_home_is_written_out_for_hydra(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert named_run_folder(["hydra.run.dir='~/it\\'s'"]) == "/home/me/it's"

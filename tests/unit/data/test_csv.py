@@ -27,6 +27,12 @@ def test_a_column_of_numbers_or_booleans_has_their_type(tmp_path):
     assert [text_of(first, name, "row 1") for name in ("id", "level", "right")] == ["1", "-2", "True"]
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_columns_may_be_separated_by_semicolons_or_tabs(tmp_path, separator):
+    text = "\ufeffprompt,answer\r\n2*3,6\r\n".replace(",", separator)
+    assert rows_of(tmp_path, text) == [{"prompt": "2*3", "answer": 6}]
+
+
 @pytest.mark.parametrize("labels", ["True,False", "true,false", "1,0"])
 def test_ktos_label_may_have_any_spelling(tmp_path, labels):
     good, bad = labels.split(",")

@@ -27,6 +27,7 @@ def rows(file, content: bytes | str) -> list:
     [
         (gzip.compress(ROW, mtime=0), "compressed by gzip; .*gunzip"),
         (ROW.decode().encode("utf-16"), "text in UTF-16; .*iconv"),
+        ("caf\xe9".encode("latin-1"), r"not text in UTF-8 \(byte 0xe9\); .*WINDOWS-1252"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer; git lfs pull"),
     ],
 )

@@ -27,6 +27,14 @@ def as_long_as_the_prompt(response: str, answer: str, problem: Problem) -> float
     return float(len(response) == len(problem.messages[0]["content"]) + problem.metadata["extra"])
 
 
+def of_trl(completions, **kwargs):
+    """This reward is written for TRL."""
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    """This reward is written for verl."""
+
+
 def problem(answer: str, **metadata) -> Problem:
     return Problem(chat("why?"), answer, metadata)
 
@@ -34,6 +42,12 @@ def problem(answer: str, **metadata) -> Problem:
 def test_arguments_that_the_reward_does_not_take_are_refused():
     with pytest.raises(ConfigError, match="unexpected keyword argument 'loudness'"):
         find_reward("tests.unit.rewards.test_registry.shout", {"loudness": 3})
+
+
+@pytest.mark.parametrize("library", ["trl", "verl"])
+def test_a_reward_of_another_library_is_told_which_page_helps(library):
+    with pytest.raises(ConfigError, match=rf"is called as function\(response, answer.*; see docs/from_{library}.md"):
+        find_reward(f"tests.unit.rewards.test_registry.of_{library}", {})
 
 
 def test_exact_match():

@@ -1,3 +1,4 @@
+import asyncio
 import dataclasses
 import logging
 import math
@@ -9,7 +10,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.judge import RewardResult
-from nemo_rl_lite.rewards.registry import LateReward, checked_reward
+from nemo_rl_lite.rewards.registry import LateReward, RewardError, checked_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import GroupPlayer, LocalPlayers
@@ -98,6 +99,16 @@ def test_a_reward_that_fails_on_too_many_samples_ends_the_run():
         DataError, match=r"failed on 1 of 4 samples.* reward.max_failure_fraction = 0.2.*ZeroDivisionError"
     ):
         collect(judged(fragile), 0.2)
+
+
+def test_too_many_failures_end_the_run_although_other_calls_hang():
+    async def judge(response, problem):
+        if problem.answer == "XYZ":
+            await asyncio.Event().wait()
+        return RewardError("no answer in time")
+
+    with pytest.raises(DataError, match=r"failed on 2 of 2 samples, more than .* 0.25; first with no answer in time"):
+        collect(judge, 0.25)
 
 
 @pytest.mark.parametrize(

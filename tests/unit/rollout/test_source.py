@@ -107,6 +107,19 @@ def test_one_step_off_a_rollout_depends_on_nothing_else_than_on_policy(begin):
     assert contents(taken(begin(Fleet()), range(1, 7))) == contents(taken(on_policy, range(1, 7)))
 
 
+def test_the_time_of_a_rollout_has_no_pauses(begin):
+    fleet = Fleet(capacity=6)
+    fleet.replicas[0].seconds = 0.01
+    source = begin(fleet, PARTIAL)
+    source.take(1, silent)
+    source.finish_generation()
+    unfinished = source._prefetcher.tasks()
+    time.sleep(1)
+    source.publish(1)
+    new = [one for one in source._prefetcher.tasks() if one not in unfinished]
+    assert [one.paused_s >= 1 for one in unfinished] == [True, True] and [one.paused_s for one in new] == [0]
+
+
 @pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
 def test_the_next_rollout_is_generated_while_a_step_trains(begin, staleness):
     fleet = Fleet()

@@ -42,6 +42,8 @@ def test_rows_of_datasets_and_pandas(tmp_path):
     inputs = Inputs(tmp_path)
     assert read(inputs.rows("data", datasets.Dataset.from_list(rows))) == rows
     assert read(inputs.rows("data", pandas.DataFrame(rows))) == rows
+    with pytest.raises(DataError, match=r"data: is a mapping \(prompt\); give rows, .*Dataset.from_dict\(data\)"):
+        inputs.rows("data", {"prompt": ["1", "2"]})
     with pytest.raises(DataError, match=r"data: is a mapping \(train, test\); .* data=data\['train'\]"):
         inputs.rows("data", datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=None))
 

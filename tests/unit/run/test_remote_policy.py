@@ -104,6 +104,15 @@ def test_replicas_tell_of_their_passes_and_one_alone_has_nobody_to_wait_for():
     assert policy(replicas=1, global_batch=4)[0].take_waits() == {}
 
 
+def test_context_ranks_may_wait_for_each_other():
+    group = Group(replicas=2, context=2)
+    remote = RemotePolicy(group, 4, 1)  # pyrefly: ignore
+    for worker in group.workers:
+        seconds = {"logprob": [4.0 if (worker.own.data_rank, worker.own.context_rank) == (1, 1) else 2.0]}
+        worker.take_passes = lambda seconds=seconds: seconds
+    assert remote.take_waits() == {"logprob": 4.0, "idle_share/logprob": 1 - 10 / 16}
+
+
 @pytest.mark.parametrize(("steps", "slow", "named"), [(5, 6.0, 1), (9, 6.0, 1), (4, 6.0, 0), (9, 4.5, 0)])
 def test_a_replica_that_is_slow_for_its_work_in_step_after_step_is_named(caplog, steps, slow, named):
     """The third has half of the work in half of the time; the second is slow, or not slow enough."""

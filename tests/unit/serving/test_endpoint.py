@@ -1,20 +1,26 @@
 """The endpoint's protocol, over a real port: what it answers, refuses, and takes back."""
 
+import asyncio
 import contextlib
 import json
 import socket
 import threading
 import time
 
+import anthropic
 import httpx
+import openai
 import pytest
+from anthropic import Anthropic
+from openai import OpenAI
 
 from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.serving import connections
+from nemo_rl_lite.serving.public import PublicHandler
 from nemo_rl_lite.serving.server import Endpoint, bound_socket
 from tests.unit.rollout.script import END, Letters
-from tests.unit.serving.served import SAMPLING, Client, Echo, answering, leaving_client
+from tests.unit.serving.served import SAMPLING, SPEAKER, Client, Echo, answering, leaving_client
 
 
 def test_an_answer_has_the_tokens_and_logprobs_that_were_sampled(endpoint, echo):
@@ -65,6 +71,17 @@ def test_what_is_not_done_is_refused_and_not_ignored(endpoint, echo, parameters,
     assert refused.status_code == status and said in refused.json()["error"]["message"] and not echo.asked
 
 
+class Mute:
+    """Engines that never answer."""
+
+    def __init__(self):
+        self.asked = asyncio.Event()
+
+    async def sample(self, request, progress=None):
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
 NO_JSON = {
     "half": b"{",
     "deep": b"[" * 200_000,
@@ -101,6 +118,39 @@ def test_between_rollouts_requests_are_told_to_come_again(endpoint):
         assert refused.status_code == 503 and "during the next rollout" in refused.json()["error"]["message"]
         (model,) = client.get("/models").json()["data"]
         assert model["id"] == "own" and model["max_model_len"] == 100
+
+
+def test_one_model_is_described_by_each_of_its_names(endpoint):
+    with Client(endpoint) as client:
+        (listed,) = client.get("/models").json()["data"]
+        assert all(client.get(f"/models/{name}").json() == listed for name in ("own", "runs/own", "runs%2Fown"))
+        refused = client.get("/models/gpt")
+    assert refused.status_code == 404 and refused.json()["error"]["code"] == "model_not_found"
+    with OpenAI(base_url=endpoint.url, api_key=endpoint.token) as client:
+        assert client.models.retrieve("runs/own").id == "own"
+
+
+@pytest.mark.parametrize("kind", [OpenAI, Anthropic])
+def test_clients_do_not_ask_again_after_their_episode(endpoint, kind):
+    """A second request would get status 401."""
+
+    def ask(key):
+        url = endpoint.url if kind is OpenAI else endpoint.url.removesuffix("/v1")
+        with kind(base_url=url, api_key=key) as client:
+            create = client.chat.completions.create if kind is OpenAI else client.messages.create
+            return create(model="own", messages=[{"role": "user", "content": "ab"}], max_tokens=9)
+
+    async def play():
+        requests = Mute()
+        async with endpoint.gate.open():
+            async with endpoint.gate.session(PublicHandler(SPEAKER, requests)) as key:
+                asking = asyncio.create_task(asyncio.to_thread(ask, key))
+                await asyncio.wait_for(requests.asked.wait(), 20)
+            return await asking
+
+    with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:
+        asyncio.run(play())
+    assert caught.value.status_code == 410 and "the episode of this key has ended" in str(caught.value)
 
 
 def test_a_client_that_goes_takes_its_request_with_it(endpoint, echo):

@@ -1,6 +1,7 @@
 """No process of a user's code stops the others' calls, whether it reads, writes, runs or is stopped; none outlives the
 launcher."""
 
+import asyncio
 import os
 import pickle
 import re
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from nemo_rl_lite.system import pool as pool_module
 from nemo_rl_lite.system.pool import CallPool, CallTimeout, PoolTarget
 from nemo_rl_lite.system.user_errors import CallError
 
@@ -64,6 +67,17 @@ class Code:
     def start_a_child(self) -> int:
         return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
 
+    async def sleep(self, seconds: float, file: str, ignores: bool = False) -> int:
+        """Sleep, and write to the file in the end. Returns the process' number."""
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            await asyncio.sleep(600 if ignores else 0.2)
+            raise
+        finally:
+            Path(file).write_text("cleaned up")
+        return os.getpid()
+
     def close(self, session: int) -> None: ...
 
 
@@ -111,6 +125,28 @@ def test_a_process_that_hangs_after_its_calls_is_named_and_does_not_hold_the_nex
     time.sleep(0.4)
     assert str(outcome(pool.submit("do", ""))) == "the process took no call within timeout_s = 1"
     assert pool.submit("do", "").result(30) == 0
+
+
+def test_a_late_coroutine_is_cancelled_and_its_process_lives(tmp_path):
+    pool = make_pool()
+    own = pool.submit("sleep", 0, tmp_path / "other").result(30)
+    late = pool.submit("sleep", 600, tmp_path / "late")
+    assert isinstance(outcome(late), CallTimeout)
+    until = time.monotonic() + 5
+    while not (tmp_path / "late").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert pool.submit("sleep", 0, tmp_path / "other").result(30) == own
+
+
+def test_a_coroutine_that_ignores_its_cancellation_delays_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "CANCEL_S", 0.5)
+    pool = make_pool()
+    own = pool.submit("sleep", 0, tmp_path / "other").result(30)
+    late = pool.submit("sleep", 600, tmp_path / "late", True)
+    assert isinstance(outcome(late), CallTimeout)
+    assert pool.submit("sleep", 0, tmp_path / "other").result(30) != own
+    assert not (tmp_path / "late").exists()
 
 
 @pytest.mark.parametrize("written", [b"no pickle", pickle.dumps(5), pickle.dumps((1, 2, 3))])

@@ -58,6 +58,7 @@ CASES = {
     # Keys, groups, files, references, types.
     f"{MEGATRON}.optimizr.lr=1": f"{OPTIMIZER}.lr",
     "grpo.num_prompt_per_step=4": "algorithm.num_prompts_per_step",
+    "generation.stop_strings=END": "generation.stop_strings=[END]",
     "completely.unheard.of=1": "completely.unheard.of",
     "polcy=megatron": "policy",
     "generation=sglang": "vllm",
