@@ -7,11 +7,9 @@ pieces that they need. So ranks of any layout together read each part once.
 import io
 import os
 import pickle
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -50,7 +48,6 @@ _NAMES = {
     *(("torch.distributed.checkpoint.planner", name) for name in _PLAN),
 }
 # What megatron-core writes before the states of each optimizer of a chain, unless told not to.
-_CHAIN = re.compile(r"^chained_\d+\.")
 # Bytes that a rank reads before it sends their pieces.
 _ROUND = 2**26
 # Errors from reading a damaged file.
@@ -332,7 +329,7 @@ def reading_only(folder: Path) -> Iterator[Any]:
     path = folder / INDEX_FILE
     try:
         with path.open("rb") as file:
-            index = _without_chains(_IndexOnly(file).load())
+            index = _IndexOnly(file).load()
     # A damaged pickle may raise anything.
     except Exception as error:
         raise CheckpointError(f"{path} is not a checkpoint's index: {error}") from error
@@ -344,19 +341,6 @@ def reading_only(folder: Path) -> Iterator[Any]:
         del os.environ[_TENSORS_ONLY]
         if before is not None:
             os.environ[_TENSORS_ONLY] = before
-
-
-def _without_chains(index: Any) -> Any:
-    """Return an index without the prefixes that earlier versions wrote before an expert-parallel optimizer's states."""
-
-    def bare(name: str) -> str:
-        return _CHAIN.sub("", name)
-
-    return replace(
-        index,
-        state_dict_metadata={bare(name): stored for name, stored in index.state_dict_metadata.items()},
-        storage_data={replace(one, fqn=bare(one.fqn)): info for one, info in index.storage_data.items()},
-    )
 
 
 class _IndexOnly(pickle.Unpickler):

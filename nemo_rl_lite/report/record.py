@@ -212,7 +212,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def timeline(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the calls of a rollout, or None if the rows have no times, as in runs of earlier versions.
+    """Return the calls of a rollout, or None if the rows have no times.
 
     `lanes` has the mean number of concurrent calls of each engine, the environment and the reward, in ROLLOUT_PARTS
     intervals of `seconds`. `episodes` has each episode's calls as [what, begin, end, engine].
@@ -259,7 +259,7 @@ class _Recorded:
 
 
 def waits(folder: Path, metrics: Sequence[Entry], is_done: bool) -> dict[str, Any] | None:
-    """Return the work of policy and engines in the last steps; None without samples, and for earlier versions' runs.
+    """Return the work of policy and engines in the last steps; None without samples.
 
     Times are seconds since the first step shown. There are the `steps`, the `policy`'s activities, and each rollout's
     `requests` in PARTS intervals. Engines were `paused` or `idle`; `shares` are those of the whole time.
@@ -302,8 +302,8 @@ def _of_newest_process(folder: Path, metrics: Sequence[Entry]) -> Iterator[_Reco
     starts = [entry["step"] for entry in metrics if "timing/setup/total" in entry]
     since = max((step for step in starts if step is not None), default=0)
     for file in rollout_files(folder)[-_FILES:]:
-        if step_of(file) > since and (times := read_times(file)) is not None:
-            yield _Recorded(file, step_of(file), file.stem.rpartition("-")[2], times)
+        if step_of(file) > since:
+            yield _Recorded(file, step_of(file), file.stem.rpartition("-")[2], read_times(file))
 
 
 def _known(files: Sequence[_Recorded], is_done: bool) -> list[_Recorded]:

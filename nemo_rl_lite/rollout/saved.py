@@ -183,10 +183,9 @@ def load_groups(file: Path) -> dict[int, SavedGroup]:
         rows = opened.read_row_group(place, columns=columns).to_pylist()
         for prompt, own in groupby(rows, itemgetter("prompt")):
             samples: list[dict[str, Any]] = list(own)  # pyrefly: ignore
-            # Evaluations of earlier versions lack the other columns.
-            generated = sum(row.get("generated", 0) for row in samples)
-            oldest = min((row["oldest"] for row in samples if row.get("oldest") is not None), default=None)
-            found[prompt] = SavedGroup(file, place, prompt, samples[0].get("is_begun", False), generated, oldest)
+            generated = sum(row["generated"] for row in samples)
+            oldest = min((row["oldest"] for row in samples if row["oldest"] is not None), default=None)
+            found[prompt] = SavedGroup(file, place, prompt, samples[0]["is_begun"], generated, oldest)
     return found
 
 
@@ -194,13 +193,7 @@ def load_rollouts(folder: Path) -> list[SavedRollout]:
     """Return the rollouts in a checkpoint's folder. Raises what `load_groups` raises."""
     found = []
     for file in sorted(folder.glob("rollout-????????.parquet")):
-        schema = parquet.read_schema(file)
-        known = json.loads(schema.metadata[_STATE])
-        if "is_begun" not in schema.names:
-            # Of a checkpoint of an earlier version, only the prompts are read.
-            noted = known.get("noted", len(known["draws"]) if known.get("complete") else 0)
-            found.append(SavedRollout(RolloutState(known["step"], known["draws"], noted), {}))
-            continue
+        known = json.loads(parquet.read_schema(file).metadata[_STATE])
         files = [file, *(folder / part for part in known.pop("parts"))]
         groups = {number: group for one in files for number, group in load_groups(one).items()}
         found.append(SavedRollout(RolloutState(**known), groups))

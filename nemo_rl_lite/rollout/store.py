@@ -209,10 +209,9 @@ def _read(file: Path, tokens: bool) -> list[dict[str, Any]]:
     return parquet.read_table(file, columns=columns).to_pylist()
 
 
-def read_times(file: Path) -> Times | None:
-    """Read the times of a file; None in files of earlier versions. Raises what `read_rollout` raises."""
-    kept = (parquet.read_schema(file).metadata or {}).get(_TIMES)
-    return None if kept is None else Times(**json.loads(kept))
+def read_times(file: Path) -> Times:
+    """Read the times of a file. Raises what `read_rollout` raises."""
+    return Times(**json.loads(parquet.read_schema(file).metadata[_TIMES]))
 
 
 def read_spans(file: Path) -> list[dict[str, Any]]:

@@ -332,9 +332,7 @@ class GRPOJob(_AlgorithmJob):
         ahead = load_rollouts(start.folder) if staleness and start.folder and not changed else []
         if not ahead:
             # This run would sample the checkpoint's rollouts differently, so it samples their prompts again.
-            # Checkpoints of earlier versions have positions instead of draws.
-            saved = start.rollouts.get("ahead", ())
-            sampler.order.give_back([draw if isinstance(draw, list) else [draw] for draw in saved])
+            sampler.order.give_back(start.rollouts.get("ahead", ()))
         if staleness is None:
             return OnPolicy(sampler, generation)
         stall_s = self._config.cluster.phase_timeout_s or math.inf
