@@ -71,7 +71,7 @@ class _Ready(NamedTuple):
     memory: dict[str, float]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GRPO:
     """GRPO and on-policy distillation."""
 
@@ -84,13 +84,13 @@ class GRPO:
     rollouts: RolloutSource
     scored: Sequence[Scored]
     """Models that need a separate logprob pass."""
-    decoding_speed: Callable[[], dict[str, float]]
+    decoding_speed: Callable[[], dict[str, float]] = dict
     """Decoding rates of the engines since the last call."""
-    take_recovered: Callable[[], tuple[int, int]]
+    take_recovered: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """See `RecoveringGeneration.take_recovered`."""
-    check: Callable[[], dict[str, float]]
+    check: Callable[[], dict[str, float]] = dict
     """Compares the engines' probe after the last refit with the policy, which is in its logprob or training phase."""
-    note_mismatch: Callable[[int, float], None]
+    note_mismatch: Callable[[int, float], None] = lambda step, nats: None
     """See `MismatchBudget.note`."""
     log: RolloutLog
     held_out: int
@@ -100,7 +100,7 @@ class GRPO:
     steps: Steps
     report: Report
     signals: WeakSignals
-    advise: Callable[[Sequence[Mapping[str, float]]], Iterable[str]]
+    advise: Callable[[Sequence[Mapping[str, float]]], Iterable[str]] = lambda history: ()
     """Yields advice at a checkpoint, from the metrics of the steps so far."""
     mismatch_warning: float
     reward_weights: Mapping[str, float]

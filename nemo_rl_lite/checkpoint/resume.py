@@ -155,7 +155,7 @@ def locate(path: Path) -> Checkpoint | None:
     path = path.expanduser().resolve()
     if (path / RECORD).exists():
         return checked(path)
-    return CheckpointStore(path / CHECKPOINTS, Retention(1, 0, None, True)).newest()
+    return CheckpointStore(path / CHECKPOINTS).newest()
 
 
 def checkpoints_around(folder: Path) -> Path | None:

@@ -66,7 +66,7 @@ class Retention:
 class CheckpointStore:
     """Folder of a run's checkpoints."""
 
-    def __init__(self, folder: Path, retention: Retention):
+    def __init__(self, folder: Path, retention: Retention = Retention(1, 0, None, True)):
         self.folder, self._retention = folder, retention
 
     def begin(self, step: int) -> Path:
