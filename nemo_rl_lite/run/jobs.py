@@ -13,6 +13,7 @@ import numpy as np
 
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.loop import Report, Steps, shown_limits, total_steps
+from nemo_rl_lite.algorithms.rollout_log import RolloutLog
 from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
 from nemo_rl_lite.checkpoint.store import Checkpoints, SaveRollouts
@@ -62,7 +63,6 @@ from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.run.folder import write_data_identity
 from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
-from nemo_rl_lite.run.rollout_log import RolloutLog
 from nemo_rl_lite.system.pool import ending_pools
 from nemo_rl_lite.system.stopping import Stopping, seconds
 from nemo_rl_lite.validation.data import check_epochs
