@@ -26,6 +26,7 @@ from torch.futures import Future
 from nemo_rl_lite.checkpoint.store import Part, digest_of, has_changed, load
 from nemo_rl_lite.compat.megatron import PartReader, files_read_by
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.refit.group import all_gather
 
 # torch.distributed.checkpoint's index.
 INDEX_FILE = ".metadata"
@@ -106,7 +107,7 @@ class _Together:
             failure = str(error)
         if not self._reader.has_asked:
             self._reader.ask({}, failure)
-        if failures := [one for one in _gathered(failure) if one]:
+        if failures := [one for one in all_gather(failure) if one]:
             raise CheckpointError(failures[0])
         return found
 
@@ -120,7 +121,7 @@ class _SharedReader(PartReader):
         """Return the pieces that each rank needs, by part. Collective, and the first step of all ranks. `failure`: why
         this rank cannot read. Raises CheckpointError: another rank cannot."""
         self.has_asked = True
-        everyone = _gathered((pieces, failure))
+        everyone = all_gather((pieces, failure))
         if failures := [one for _, one in everyone if one and not failure]:
             raise CheckpointError(failures[0])
         return [own for own, _ in everyone]
@@ -200,12 +201,6 @@ class _SharedReader(PartReader):
                 yield place, [_taken(whole, piece) for piece in needs[place][rank]]
         for place, message in received.items():
             yield place, list(_pieces(message[1:], needs[place][rank], *parts[place])) if message[0] else []
-
-
-def _gathered(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 def _device() -> torch.device:

@@ -26,7 +26,7 @@ from nemo_rl_lite.observability.environment import (
     redact,
     redact_command,
 )
-from nemo_rl_lite.observability.runs import is_run, runs_below
+from nemo_rl_lite.observability.runs import is_run, metrics_entry, runs_below
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.sinks import spread, text_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
@@ -156,7 +156,7 @@ def read_json(file: Path, notes: list[str]) -> dict[str, Any]:
 def read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
     """Return the entries of metrics.jsonl, with a note about unreadable lines."""
     lines = _read_text(file).splitlines()
-    entries = [entry for line in lines if (entry := _entry(line)) is not None]
+    entries = [entry for line in lines if (entry := metrics_entry(line)) is not None]
     if missing := len(lines) - len(entries):
         notes.append(f"{missing} of {len(lines)} lines of {file.name} cannot be read and are left out")
     if not entries:
@@ -170,16 +170,6 @@ def metrics_by_step(folder: Path) -> dict[int, dict[str, float | None]]:
     for entry in read_metrics(folder / METRICS_FILE, []):
         found.setdefault(int(entry["step"] or 0), {}).update(entry)
     return found
-
-
-def _entry(line: str) -> dict[str, float | None] | None:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(entry, dict) or not isinstance(entry.get("step"), (int, float)):
-        return None
-    return {name: value for name, value in entry.items() if value is None or isinstance(value, (int, float))}
 
 
 def _read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:

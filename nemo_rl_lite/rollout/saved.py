@@ -5,8 +5,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +83,6 @@ class SavedGroup:
 
     file: Path
     row_group: int
-    prompt: int
     is_begun: bool = False
     """True if not all episodes are done."""
     generated: int = 0
@@ -100,7 +97,7 @@ class SavedGroup:
             rows = parquet.ParquetFile(self.file, metadata=metadata).read_row_group(self.row_group).to_pylist()
         except FileNotFoundError:
             return None
-        return [_episode(row) for row in rows if row["prompt"] == self.prompt]
+        return [_episode(row) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -180,12 +177,10 @@ def load_groups(file: Path) -> dict[int, SavedGroup]:
     opened, columns = parquet.ParquetFile(file), ["prompt", "is_begun", "generated", "oldest"]
     found = dict[int, SavedGroup]()
     for place in range(opened.num_row_groups):
-        rows = opened.read_row_group(place, columns=columns).to_pylist()
-        for prompt, own in groupby(rows, itemgetter("prompt")):
-            samples: list[dict[str, Any]] = list(own)  # pyrefly: ignore
-            generated = sum(row["generated"] for row in samples)
-            oldest = min((row["oldest"] for row in samples if row["oldest"] is not None), default=None)
-            found[prompt] = SavedGroup(file, place, prompt, samples[0]["is_begun"], generated, oldest)
+        samples = opened.read_row_group(place, columns=columns).to_pylist()
+        generated = sum(row["generated"] for row in samples)
+        oldest = min((row["oldest"] for row in samples if row["oldest"] is not None), default=None)
+        found[samples[0]["prompt"]] = SavedGroup(file, place, samples[0]["is_begun"], generated, oldest)
     return found
 
 

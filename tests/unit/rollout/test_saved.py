@@ -5,7 +5,6 @@ import pickle
 
 import numpy as np
 import pytest
-from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion
@@ -48,15 +47,6 @@ def test_a_group_of_a_removed_checkpoint_is_not_read(tmp_path):
     (group,) = load_groups(file).values()
     file.unlink()
     assert group.read() is None
-
-
-def test_a_group_in_a_file_of_several_is_read_alone(tmp_path):
-    file, rollout = tmp_path / "groups.parquet", make_rollout()
-    save_groups(file, {3: rollout.episodes, 5: rollout.dropped})
-    parquet.write_table(parquet.read_table(file), file)
-    assert parquet.ParquetFile(file).num_row_groups == 1
-    found = load_groups(file)
-    assert [found[number].read() for number in (3, 5)] == [list(rollout.episodes), list(rollout.dropped)]
 
 
 def test_routed_experts_are_saved(tmp_path):
