@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
+from nemo_rl_lite.algorithms.rollout_log import RolloutLog
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.losses.advantages import (
@@ -26,37 +27,20 @@ from nemo_rl_lite.losses.advantages import (
 )
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.signal import WeakSignals
-from nemo_rl_lite.observability.timer import Phase, Timer
+from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.observability.trackers import under
 from nemo_rl_lite.offload.mover import Move, move_metrics
 from nemo_rl_lite.policy.interface import BatchRef, Policy, Scored, Teacher
-from nemo_rl_lite.policy.score_files import WriteScores
 from nemo_rl_lite.rollout.collector import Show
 from nemo_rl_lite.rollout.episode import Advantage
 from nemo_rl_lite.rollout.mixture import metrics_by_source, validation_by_source
-from nemo_rl_lite.rollout.rollout import Rollout, Split, pass_at_k, passes
+from nemo_rl_lite.rollout.rollout import Rollout, pass_at_k, passes
 from nemo_rl_lite.rollout.source import RolloutSource
 
 log = logging.getLogger(__name__)
 
 # Metrics of divergences, and their labels on the terminal.
 _SHOWN_KL = {"kl_penalty": "kl", "teacher_kl": "kl to teacher"}
-
-
-class RolloutLog(Protocol):
-    """Record of the rollouts."""
-
-    def begin(self, step: int, split: Split, rollout: Rollout) -> None:
-        """Start to record a complete rollout."""
-        ...
-
-    def scored(self, step: int, rollout: Rollout, write: WriteScores) -> None:
-        """Start to record the policy's scores of a rollout after training on it."""
-        ...
-
-    def end(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase]) -> None:
-        """Record a rollout and the phases of its step, and free the memory of its episodes."""
-        ...
 
 
 class _Ready(NamedTuple):
@@ -71,7 +55,7 @@ class _Ready(NamedTuple):
     memory: dict[str, float]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GRPO:
     """GRPO and on-policy distillation."""
 
@@ -84,13 +68,13 @@ class GRPO:
     rollouts: RolloutSource
     scored: Sequence[Scored]
     """Models that need a separate logprob pass."""
-    decoding_speed: Callable[[], dict[str, float]]
+    decoding_speed: Callable[[], dict[str, float]] = dict
     """Decoding rates of the engines since the last call."""
-    take_recovered: Callable[[], tuple[int, int]]
+    take_recovered: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """See `RecoveringGeneration.take_recovered`."""
-    check: Callable[[], dict[str, float]]
+    check: Callable[[], dict[str, float]] = dict
     """Compares the engines' probe after the last refit with the policy, which is in its logprob or training phase."""
-    note_mismatch: Callable[[int, float], None]
+    note_mismatch: Callable[[int, float], None] = lambda step, nats: None
     """See `MismatchBudget.note`."""
     log: RolloutLog
     held_out: int
@@ -100,7 +84,7 @@ class GRPO:
     steps: Steps
     report: Report
     signals: WeakSignals
-    advise: Callable[[Sequence[Mapping[str, float]]], Iterable[str]]
+    advise: Callable[[Sequence[Mapping[str, float]]], Iterable[str]] = lambda history: ()
     """Yields advice at a checkpoint, from the metrics of the steps so far."""
     mismatch_warning: float
     reward_weights: Mapping[str, float]

@@ -18,8 +18,6 @@ _FIXED = ("algorithm.name", "policy.megatron_cfg.peft", "policy.megatron_cfg.opt
 # Float32 parameters have no separate main copies. Only megatron-core's distributed optimizer has the same format with
 # and without main copies.
 _PRECISION, _DISTRIBUTED = "policy.precision", "policy.megatron_cfg.optimizer.use_distributed_optimizer"
-# An earlier version's key. With `data_parallel`, checkpoints have optimizer states by bucket.
-_LAYOUTS = "checkpoint.resume_layouts"
 # Sections that do not affect results.
 _FREE = ("run_name", "logger", "checkpoint", "cluster")
 
@@ -113,10 +111,6 @@ def find_start(
         # A key that the saved configuration lacks is newer than the checkpoint.
         if _is_within(key, fixed) and key in before_all
     ]
-    if before_all.get(_LAYOUTS) == "data_parallel":
-        rule = f"{found.path} was saved by an earlier version with {_LAYOUTS}=data_parallel, which this one cannot read"
-        fix = f"resume with that version; or train from the weights: nrl-lite export {found.path} FOLDER"
-        wrong.append(Violation("checkpoint.resume_from", named, rule, f"{fix}, then policy.model_name=FOLDER"))
     wrong += _adapters_of_another_model(config, changes, found.path)
     last, key = config.algorithm.max_num_steps, "algorithm.max_num_steps"
     # A run may resume from its own checkpoint of the last step, because it may have exited before the final export.
@@ -163,7 +157,7 @@ def locate(path: Path) -> Checkpoint | None:
     path = path.expanduser().resolve()
     if (path / RECORD).exists():
         return checked(path)
-    return CheckpointStore(path / CHECKPOINTS, Retention(1, 0, None, True)).newest()
+    return CheckpointStore(path / CHECKPOINTS).newest()
 
 
 def checkpoints_around(folder: Path) -> Path | None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,9 +47,9 @@ class Checkpoint:
     """Validation metrics of the step."""
     record: Mapping[str, Any]
     """Description of the run."""
-    files: Mapping[str, str] | None
-    """Digest of each file without parts; None in a checkpoint without digests."""
-    parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
+    files: Mapping[str, str]
+    """Digest of each file without parts."""
+    parts: Mapping[str, Sequence[Part]]
     """Parts of each other file, from its begin to its end."""
 
 
@@ -66,7 +66,7 @@ class Retention:
 class CheckpointStore:
     """Folder of a run's checkpoints."""
 
-    def __init__(self, folder: Path, retention: Retention):
+    def __init__(self, folder: Path, retention: Retention = Retention(1, 0, None, True)):
         self.folder, self._retention = folder, retention
 
     def begin(self, step: int) -> Path:
@@ -206,16 +206,12 @@ def read(path: Path) -> Checkpoint:
     """Return the checkpoint in a folder by its record. Raises CheckpointError: the record is missing or damaged."""
     try:
         content = json.loads((path / RECORD).read_text())
-        step, metrics, record, files = content["step"], content["metrics"], content["record"], content.get("files")
-        parts = content.get("parts", {})
-        kinds = [(step, int), (metrics, dict), (record, dict), (record.get("config", {}), dict), (files or {}, dict)]
-        kinds.append((parts, dict))
+        step, metrics, record, files = content["step"], content["metrics"], content["record"], content["files"]
+        parts, own = content["parts"], content.pop("digest")
+        kinds = [(step, int), *((one, dict) for one in (metrics, record, record.get("config", {}), files, parts))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has no {RECORD} that can be read ({type(error).__name__}: {error})") from error
-    own = content.pop("digest", None)
-    # A checkpoint without digests has neither.
-    is_intact = (own, files) == (None, None) or own == _record_digest(content)
-    if not is_intact or not all(isinstance(value, kind) for value, kind in kinds):
+    if own != _record_digest(content) or not all(isinstance(value, kind) for value, kind in kinds):
         raise CheckpointError(f"{path / RECORD} has changed since it was saved")
     if path.name.startswith(PREFIX) and path.name != folder_name(step):
         raise CheckpointError(f"the record in {path} is of step {step}")
@@ -229,9 +225,6 @@ def checked(path: Path, parts: bool = False) -> Checkpoint:
     Raises CheckpointError: a file is missing, damaged, or not one of the checkpoint's.
     """
     found = read(path)
-    if found.files is None:
-        log.warning("%s has no digests, so its files cannot be verified", path)
-        return found
     try:
         trouble = _trouble(found, parts)
     except OSError as error:
@@ -243,7 +236,7 @@ def checked(path: Path, parts: bool = False) -> Checkpoint:
 
 def _trouble(checkpoint: Checkpoint, with_parts: bool) -> str:
     """Describe the first difference between a checkpoint's files and its record; "" if there is none."""
-    path, whole, parts = checkpoint.path, checkpoint.files or {}, checkpoint.parts
+    path, whole, parts = checkpoint.path, checkpoint.files, checkpoint.parts
     names = {file.relative_to(path).as_posix(): file for file in files_below(path)}
     for own in (RECORD, f".{RECORD}"):
         names.pop(own, None)
@@ -297,10 +290,8 @@ def _folders(folder: Path) -> list[Path]:
 
 def write_record(folder: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint's record atomically. Raises OSError."""
-    content: dict[str, Any] = {"step": checkpoint.step, "metrics": checkpoint.metrics, "record": checkpoint.record}
-    if checkpoint.files is not None:
-        content |= {"files": checkpoint.files, "parts": checkpoint.parts}
-        content["digest"] = _record_digest(content)
+    content = {name: getattr(checkpoint, name) for name in ("step", "metrics", "record", "files", "parts")}
+    content["digest"] = _record_digest(content)
     unfinished = folder / f".{RECORD}"
     unfinished.write_text(json.dumps(content, indent=2) + "\n")
     # The configuration in it may be private.

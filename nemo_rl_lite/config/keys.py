@@ -75,12 +75,8 @@ def known_variables() -> frozenset[str]:
     return frozenset(name for file in config_dir().rglob("*.yaml") for name in _VARIABLE.findall(file.read_text()))
 
 
-def _variable(name: str, otherwise: Any) -> Any:
-    """Resolve `${variable:NAME,B}`: an environment variable, or B if it is empty or not set."""
-    return os.environ.get(name) or otherwise
-
-
-OmegaConf.register_new_resolver("variable", _variable, replace=True)
+# `${variable:NAME,B}` is an environment variable, or B if it is empty or not set.
+OmegaConf.register_new_resolver("variable", lambda name, other: os.environ.get(name) or other, replace=True)
 
 
 def unread_variables() -> list[str]:

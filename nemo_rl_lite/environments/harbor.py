@@ -18,7 +18,6 @@ import re
 import secrets
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
 import tomllib
@@ -34,6 +33,7 @@ import httpx
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.agents import Endpoint, Outcome
+from nemo_rl_lite.environments.harnesses import finished
 
 _PLAY_S, _BUILD_S = 600.0, 600.0
 # Of a container, beyond the limits of agent and verifier.
@@ -246,7 +246,7 @@ async def workspace(task: Task, runtime: str) -> AsyncIterator[Workspace]:
         await _succeeded([engine, "run", *options, image, *idle], f"{task.folder.name}: no container started")
         yield ContainerWorkspace(engine, container, task)
     finally:
-        await _finished([engine, "rm", "--force", container])
+        await finished([engine, "rm", "--force", container])
 
 
 @cache
@@ -275,11 +275,11 @@ class ContainerWorkspace(Workspace):
         given = [word for name in own for word in ("--env", name)]
         words = [self._engine, "exec", *self._options, *given, self._container, "bash", "-c", command]
         try:
-            return await _finished(words, env={**os.environ, **own})
+            return await finished(words, env={**os.environ, **own})
         except asyncio.CancelledError:
             # The client's end does not end the command. Ending all but `sleep` needs the container's own process ids.
             end = '[ "$(</proc/1/comm)" = sleep ] && kill -KILL -1'
-            await _finished([self._engine, "exec", self._container, "bash", "-c", end])
+            await finished([self._engine, "exec", self._container, "bash", "-c", end])
             raise
 
     async def copy(self, source: Path, target: str) -> None:
@@ -355,7 +355,7 @@ class LocalWorkspace(Workspace):
         shared = {name: value for name, value in os.environ.items() if not re.search("KEY|TOKEN|SECRET", name)}
         environ = {**shared, **{name: self.text(value) for name, value in self._own.items()}, **own}
         words = ["bash", "-c", self.text(command)]
-        return await _finished(words, env=environ, cwd=self._here(self._workdir))
+        return await finished(words, env=environ, cwd=self._here(self._workdir))
 
     async def copy(self, source: Path, target: str) -> None:
         """See `Workspace.copy`. Texts get the paths of this folder."""
@@ -383,22 +383,6 @@ class LocalWorkspace(Workspace):
 
 async def _succeeded(words: Sequence[str], failure: str) -> None:
     """Run a process. Raises TaskError: its exit status is not zero."""
-    status, said = await _finished(words)
+    status, said = await finished(words)
     if status:
         raise TaskError(f"{failure}: {said[-500:]}")
-
-
-async def _finished(words: Sequence[str], **options: Any) -> tuple[int, str]:
-    """Run a process in its own group, and return its exit status and output. Cancelling kills the group."""
-    # A file, because processes that a command leaves in the background keep a pipe open.
-    with tempfile.TemporaryFile() as said:
-        process = await asyncio.create_subprocess_exec(
-            *words, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True, **options
-        )
-        try:
-            status = await process.wait()
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        said.seek(0)
-        return status, said.read().decode(errors="replace")

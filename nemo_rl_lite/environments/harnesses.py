@@ -8,10 +8,12 @@ import asyncio
 import os
 import shlex
 import signal
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.agents import Endpoint
@@ -66,30 +68,31 @@ async def run_harness(command: Sequence[str], environment: Mapping[str, str], fo
     """
     (folder / "home").mkdir()
     (folder / "work").mkdir()
-    # A command that still runs in the background would keep a pipe open.
-    with (folder / "output").open("wb") as output:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                cwd=folder / "work",
-                env={**os.environ, "HOME": str(folder / "home"), **environment},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        except FileNotFoundError as error:
-            raise RuntimeError(f"{command[0]} is not on the PATH of this machine: install the harness") from error
+    own = {**os.environ, "HOME": str(folder / "home"), **environment}
     try:
-        await process.wait()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    said = (folder / "output").read_text(errors="replace")
-    if process.returncode:
-        raise RuntimeError(f"{command[0]} ended with status {process.returncode}: {said[-_SHOWN_CHARACTERS:]}")
+        status, said = await finished(command, cwd=folder / "work", env=own)
+    except FileNotFoundError as error:
+        raise RuntimeError(f"{command[0]} is not on the PATH of this machine: install the harness") from error
+    if status:
+        raise RuntimeError(f"{command[0]} ended with status {status}: {said[-_SHOWN_CHARACTERS:]}")
     return said
+
+
+async def finished(words: Sequence[str], **options: Any) -> tuple[int, str]:
+    """Run a process in its own group, and return its exit status and output. Cancelling kills the group."""
+    # A file, because processes that a command leaves in the background keep a pipe open.
+    with tempfile.TemporaryFile() as said:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True, **options
+        )
+        try:
+            status = await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        said.seek(0)
+        return status, said.read().decode(errors="replace")
 
 
 async def _play(problem: Problem, command: str, options: Sequence[str], environment: Mapping[str, str]) -> None:

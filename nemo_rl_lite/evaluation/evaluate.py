@@ -32,6 +32,7 @@ from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import watched
+from nemo_rl_lite.observability.runs import is_run
 from nemo_rl_lite.rollout.collector import RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Group
@@ -40,7 +41,7 @@ from nemo_rl_lite.rollout.rollout import RESAMPLES, Rollout, fetched, interval, 
 from nemo_rl_lite.rollout.sampler import fitting_prompts
 from nemo_rl_lite.rollout.saved import SavedGroup, load_groups, save_groups
 from nemo_rl_lite.rollout.store import RolloutFiles
-from nemo_rl_lite.run.folder import is_run, locked
+from nemo_rl_lite.run.folder import locked
 from nemo_rl_lite.run.model import chat_tokenizer
 from nemo_rl_lite.run.serving import Served, start_engine
 from nemo_rl_lite.validation.notes import notes_here, show_notes

@@ -1,6 +1,5 @@
 """Read the sizes of a draft for speculative decoding, and compare them with the policy's. Imports nothing heavy."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from nemo_rl_lite.models import embedded
 from nemo_rl_lite.models.shape import ModelShape, is_hub_name
+from nemo_rl_lite.observability.runs import read_json
 
 # Where the libraries that train drafts put the sizes of a draft's layers.
 _NESTED = "transformer_layer_config"
@@ -76,11 +76,7 @@ def own_draft_layers(name: str) -> int | None:
 
 def _config(name: str) -> dict[str, Any]:
     """Return the content of config.json in the folder `name`; empty if there is none."""
-    try:
-        config = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return read_json(Path(name).expanduser() / "config.json")
 
 
 def _sizes(config: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from nemo_rl_lite.models.shape import ModelShape, described_shape
+from nemo_rl_lite.models.shape import ModelShape, known_shape
 
 
 def attention_weights(shape: ModelShape) -> tuple[int, int]:
@@ -42,7 +42,7 @@ def forward_flops(shape: ModelShape, tokens: float) -> float:
 def forward_cost(folder: Path) -> Callable[[int], float]:
     """Return the work of a sequence by its number of tokens: the FLOPs of a forward pass of the model in `folder`. If
     its sizes are unknown, the work is the tokens."""
-    shape = described_shape(folder)
+    shape = known_shape(folder)
     return float if shape is None else partial(forward_flops, shape)
 
 

@@ -127,29 +127,36 @@ def read_model_shape(name: str) -> ModelShape | None:
         return model_shape(embedded.MODEL_CONFIG)
     if name.startswith("embedded:"):
         raise NoModelError(f"there is no such embedded model; use {embedded.NAME}")
-    if is_hub_name(name):
-        return None
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        raise NoModelError("no such folder")
-    if not (folder / "config.json").is_file():
-        raise NoModelError("the folder has no config.json, so it is not a Hugging Face model")
-    if not (folder / "tokenizer_config.json").is_file():
-        raise NoModelError("the folder has no tokenizer_config.json")
-    if not any(folder.glob("*.safetensors")):
-        raise NoModelError("the folder has no *.safetensors weights")
     try:
+        if is_hub_name(name):
+            return None
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            raise NoModelError("no such folder")
+        if not (folder / "config.json").is_file():
+            raise NoModelError("the folder has no config.json, so it is not a Hugging Face model")
+        if not (folder / "tokenizer_config.json").is_file():
+            raise NoModelError("the folder has no tokenizer_config.json")
+        if not any(folder.glob("*.safetensors")):
+            raise NoModelError("the folder has no *.safetensors weights")
         return model_shape(json.loads((folder / "config.json").read_text()))
     except (ValueError, TypeError) as error:
         raise NoModelError(f"config.json is unusable: {error}") from None
+    except (OSError, RuntimeError) as error:
+        raise NoModelError(str(error)) from None
 
 
-def described_shape(folder: Path) -> ModelShape | None:
-    """Return the sizes of the model in `folder`; None if its config.json is unusable."""
+def known_shape(name: str | Path | None) -> ModelShape | None:
+    """Return the sizes of a model; None for a Hub model ID, and if `read_model_shape` refuses it."""
     try:
-        return read_model_shape(str(folder))
+        return None if name is None else read_model_shape(str(name))
     except NoModelError:
         return None
+
+
+def published_shape(name: str) -> ModelShape | None:
+    """Return the sizes of a model, also of a known one of the Hub; None as `known_shape`."""
+    return known_shape(name) or (model_shape(KNOWN_MODELS[name]) if name in KNOWN_MODELS else None)
 
 
 def model_shape(config: dict) -> ModelShape:

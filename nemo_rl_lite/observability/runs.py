@@ -209,14 +209,16 @@ def _newest_metrics(file: Path) -> list[dict[str, Any]]:
             lines = stream.read().splitlines()
     except OSError:
         return []
-    entries = []
-    for line in lines:
-        # The first and last line may be incomplete.
-        with suppress(ValueError):
-            entry = json.loads(line)
-            if isinstance(entry, dict) and isinstance(entry.get("step"), (int, float)):
-                entries.append(entry)
-    return entries
+    return [entry for line in lines if (entry := metrics_entry(line)) is not None]
+
+
+def metrics_entry(line: str | bytes) -> dict[str, Any] | None:
+    """Return the entry in a line of metrics.jsonl; None if the line is incomplete or damaged."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), (int, float)) else None
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.models.shape import KNOWN_MODELS, ModelShape, model_shape
+from nemo_rl_lite.models.shape import ModelShape, published_shape
 from nemo_rl_lite.observability.console import ENGINES_IDLE
 from nemo_rl_lite.observability.environment import CONFIG_FILE, ENVIRONMENT_FILE
 from nemo_rl_lite.observability.runs import read_json
@@ -19,7 +19,6 @@ from nemo_rl_lite.planning.lengths import Lengths
 from nemo_rl_lite.planning.splits import GpuSplit, GpuSplits, described, shown_seconds
 from nemo_rl_lite.planning.time import StepTime
 from nemo_rl_lite.validation.compose import restore
-from nemo_rl_lite.validation.layout import known_shape
 
 # Numbers of measured steps that a comparison needs, after the first, and of newest ones that it uses.
 FEWEST_STEPS, MOST_STEPS = 3, 20
@@ -103,7 +102,7 @@ class SplitAdvice:
         except (ConfigError, OSError):
             return None
         name = config.policy.model_name
-        shape = shape or (model_shape(KNOWN_MODELS[name]) if name in KNOWN_MODELS else known_shape(name))
+        shape = shape or published_shape(name)
         if shape is None or not generates(config) or not on_gpus(config):
             return None
         # Lines of nvidia-smi: name, memory, driver.

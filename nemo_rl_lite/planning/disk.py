@@ -12,7 +12,7 @@ from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.models.shape import KNOWN_MODELS, ModelShape, NoModelError, model_shape, read_model_shape
+from nemo_rl_lite.models.shape import ModelShape, published_shape
 from nemo_rl_lite.planning.budget import size
 from nemo_rl_lite.planning.memory import item_bytes, parameter_count, whole_trained_parameters
 
@@ -84,9 +84,5 @@ def free_bytes(folder: Path) -> int:
 
 def _use(config: Config) -> DiskUse | None:
     """Return the use of a run; None for an unknown architecture."""
-    name = config.policy.model_name
-    try:
-        shape = read_model_shape(name) or (model_shape(KNOWN_MODELS[name]) if name in KNOWN_MODELS else None)
-    except NoModelError:
-        return None
+    shape = published_shape(config.policy.model_name)
     return None if shape is None else DiskUse.of(config, shape)

@@ -7,11 +7,9 @@ pieces that they need. So ranks of any layout together read each part once.
 import io
 import os
 import pickle
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -28,6 +26,7 @@ from torch.futures import Future
 from nemo_rl_lite.checkpoint.store import Part, digest_of, has_changed, load
 from nemo_rl_lite.compat.megatron import PartReader, files_read_by
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.refit.group import all_gather
 
 # torch.distributed.checkpoint's index.
 INDEX_FILE = ".metadata"
@@ -50,7 +49,6 @@ _NAMES = {
     *(("torch.distributed.checkpoint.planner", name) for name in _PLAN),
 }
 # What megatron-core writes before the states of each optimizer of a chain, unless told not to.
-_CHAIN = re.compile(r"^chained_\d+\.")
 # Bytes that a rank reads before it sends their pieces.
 _ROUND = 2**26
 # Errors from reading a damaged file.
@@ -109,7 +107,7 @@ class _Together:
             failure = str(error)
         if not self._reader.has_asked:
             self._reader.ask({}, failure)
-        if failures := [one for one in _gathered(failure) if one]:
+        if failures := [one for one in all_gather(failure) if one]:
             raise CheckpointError(failures[0])
         return found
 
@@ -123,7 +121,7 @@ class _SharedReader(PartReader):
         """Return the pieces that each rank needs, by part. Collective, and the first step of all ranks. `failure`: why
         this rank cannot read. Raises CheckpointError: another rank cannot."""
         self.has_asked = True
-        everyone = _gathered((pieces, failure))
+        everyone = all_gather((pieces, failure))
         if failures := [one for _, one in everyone if one and not failure]:
             raise CheckpointError(failures[0])
         return [own for own, _ in everyone]
@@ -203,12 +201,6 @@ class _SharedReader(PartReader):
                 yield place, [_taken(whole, piece) for piece in needs[place][rank]]
         for place, message in received.items():
             yield place, list(_pieces(message[1:], needs[place][rank], *parts[place])) if message[0] else []
-
-
-def _gathered(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 def _device() -> torch.device:
@@ -332,7 +324,7 @@ def reading_only(folder: Path) -> Iterator[Any]:
     path = folder / INDEX_FILE
     try:
         with path.open("rb") as file:
-            index = _without_chains(_IndexOnly(file).load())
+            index = _IndexOnly(file).load()
     # A damaged pickle may raise anything.
     except Exception as error:
         raise CheckpointError(f"{path} is not a checkpoint's index: {error}") from error
@@ -344,19 +336,6 @@ def reading_only(folder: Path) -> Iterator[Any]:
         del os.environ[_TENSORS_ONLY]
         if before is not None:
             os.environ[_TENSORS_ONLY] = before
-
-
-def _without_chains(index: Any) -> Any:
-    """Return an index without the prefixes that earlier versions wrote before an expert-parallel optimizer's states."""
-
-    def bare(name: str) -> str:
-        return _CHAIN.sub("", name)
-
-    return replace(
-        index,
-        state_dict_metadata={bare(name): stored for name, stored in index.state_dict_metadata.items()},
-        storage_data={replace(one, fqn=bare(one.fqn)): info for one, info in index.storage_data.items()},
-    )
 
 
 class _IndexOnly(pickle.Unpickler):

@@ -19,6 +19,7 @@ from nemo_rl_lite.compat.torch import free_host_cache
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.policy.memory import gradient_buffers, torch_optimizers
 from nemo_rl_lite.policy.model import MegatronModel
+from nemo_rl_lite.refit.group import all_gather
 
 # Fields of megatron-core's OptimizerConfig that equal those of `policy.megatron_cfg.optimizer`.
 _SAME_FIELDS = (
@@ -143,6 +144,4 @@ def step_threads() -> int:
     """Return the number of CPU threads for this rank's optimizer step: its CPUs, divided among the ranks that share
     them. Collective."""
     own = (socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, own)
-    return max(1, len(own[1]) // places.count(own))
+    return max(1, len(own[1]) // all_gather(own).count(own))

@@ -98,11 +98,16 @@ def write_scores(
         return []
     table = _table(target, places[:, rows], batch.rows(torch.from_numpy(rows)), loss)
     table = table.append_column("updates", _updates(rows, batch, updates))
+    return write_file(target.folder / f"step-{target.step:08d}-{replica}.parquet", table)
+
+
+def write_file(file: Path, table: pa.Table) -> list[str]:
+    """Write a file of numbers by token. Return the errors of the file system."""
     # Readers of the folder skip names that begin with a dot, so they see only complete files.
-    file = target.folder / f"step-{target.step:08d}-{replica}.parquet"
     partial = file.with_name(f".{file.name}")
     try:
-        target.folder.mkdir(exist_ok=True)
+        file.parent.mkdir(exist_ok=True)
+        # Dictionaries of token ids and logprobs would be larger than the values.
         parquet.write_table(table, partial, compression="zstd", use_dictionary=False)
         partial.replace(file)
     except OSError as error:

@@ -59,8 +59,13 @@ def page(runs: Sequence[RunRecord]) -> str:
         "runs": [_run(run, name, points) for run, name in zip(runs, _labels(runs), strict=True)],
         "defaults": {name: _texts(defaults_of(name)) for name in sorted({run.algorithm for run in runs})},
     }
-    text = (ASSETS / "page.html").read_text(encoding="utf-8")
-    for name in ("page.css", "chart.js", "timeline.js", "waits.js", "speed.js", "page.js"):
+    return filled("page.html", ("page.css", "chart.js", "timeline.js", "waits.js", "speed.js", "page.js"), data)
+
+
+def filled(page: str, parts: Sequence[str], data: Any) -> str:
+    """Return a page of `ASSETS` with its parts and data in their places."""
+    text = (ASSETS / page).read_text(encoding="utf-8")
+    for name in parts:
         text = text.replace(f"/* {name} */", (ASSETS / name).read_text(encoding="utf-8"))
     return text.replace("/* data */", embedded(data))
 

@@ -26,7 +26,7 @@ from nemo_rl_lite.observability.environment import (
     redact,
     redact_command,
 )
-from nemo_rl_lite.observability.runs import is_run, runs_below
+from nemo_rl_lite.observability.runs import is_run, metrics_entry, runs_below
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.sinks import spread, text_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
@@ -156,7 +156,7 @@ def read_json(file: Path, notes: list[str]) -> dict[str, Any]:
 def read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
     """Return the entries of metrics.jsonl, with a note about unreadable lines."""
     lines = _read_text(file).splitlines()
-    entries = [entry for line in lines if (entry := _entry(line)) is not None]
+    entries = [entry for line in lines if (entry := metrics_entry(line)) is not None]
     if missing := len(lines) - len(entries):
         notes.append(f"{missing} of {len(lines)} lines of {file.name} cannot be read and are left out")
     if not entries:
@@ -170,16 +170,6 @@ def metrics_by_step(folder: Path) -> dict[int, dict[str, float | None]]:
     for entry in read_metrics(folder / METRICS_FILE, []):
         found.setdefault(int(entry["step"] or 0), {}).update(entry)
     return found
-
-
-def _entry(line: str) -> dict[str, float | None] | None:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(entry, dict) or not isinstance(entry.get("step"), (int, float)):
-        return None
-    return {name: value for name, value in entry.items() if value is None or isinstance(value, (int, float))}
 
 
 def _read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -212,7 +202,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def timeline(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the calls of a rollout, or None if the rows have no times, as in runs of earlier versions.
+    """Return the calls of a rollout, or None if the rows have no times.
 
     `lanes` has the mean number of concurrent calls of each engine, the environment and the reward, in ROLLOUT_PARTS
     intervals of `seconds`. `episodes` has each episode's calls as [what, begin, end, engine].
@@ -259,7 +249,7 @@ class _Recorded:
 
 
 def waits(folder: Path, metrics: Sequence[Entry], is_done: bool) -> dict[str, Any] | None:
-    """Return the work of policy and engines in the last steps; None without samples, and for earlier versions' runs.
+    """Return the work of policy and engines in the last steps; None without samples.
 
     Times are seconds since the first step shown. There are the `steps`, the `policy`'s activities, and each rollout's
     `requests` in PARTS intervals. Engines were `paused` or `idle`; `shares` are those of the whole time.
@@ -302,8 +292,8 @@ def _of_newest_process(folder: Path, metrics: Sequence[Entry]) -> Iterator[_Reco
     starts = [entry["step"] for entry in metrics if "timing/setup/total" in entry]
     since = max((step for step in starts if step is not None), default=0)
     for file in rollout_files(folder)[-_FILES:]:
-        if step_of(file) > since and (times := read_times(file)) is not None:
-            yield _Recorded(file, step_of(file), file.stem.rpartition("-")[2], times)
+        if step_of(file) > since:
+            yield _Recorded(file, step_of(file), file.stem.rpartition("-")[2], read_times(file))
 
 
 def _known(files: Sequence[_Recorded], is_done: bool) -> list[_Recorded]:

@@ -102,9 +102,8 @@ def read_trained(run: Path, step: int, config: Config) -> Trained:
     if table.num_rows != wanted:
         rule = f"has {table.num_rows} of {wanted} samples of step {step}; it needs all (logger.log_samples=null)"
         raise ReportError(f"nrl-lite why: {run} {rule}")
-    if scores is None or "updates" not in scores.column_names:
-        rule = "no scores" if scores is None else "scores of an earlier version"
-        raise ReportError(f"nrl-lite why: {run} has {rule} of step {step}")
+    if scores is None:
+        raise ReportError(f"nrl-lite why: {run} has no scores of step {step}")
     samples = {name: table.column(name).to_pylist() for name in _KEPT}
     tokens, ends = _flat(table.column("token_ids"))
     starts = np.concatenate([[0], ends[:-1]])

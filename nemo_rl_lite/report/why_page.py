@@ -13,7 +13,7 @@ from nemo_rl_lite.models.embedded import NAME, embedded_folder
 from nemo_rl_lite.models.shape import is_hub_name
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import text_of
-from nemo_rl_lite.report.page import ASSETS, check_output, embedded
+from nemo_rl_lite.report.page import check_output, filled
 from nemo_rl_lite.report.why import Explained, Trained
 
 # Samples whose tokens the page has, rows of its tables, and rows of the terminal's.
@@ -217,11 +217,8 @@ def write_why(run: Path, step: int, account: Account, config: Config, wanted: Se
         "top": account.top(account.explained.gradient, piece, 20),
         "far": account.top(np.abs(account.mismatch), piece, 20),
     }
-    text = (ASSETS / "why.html").read_text(encoding="utf-8")
-    for name in ("page.css", "why.css", "why.js"):
-        text = text.replace(f"/* {name} */", (ASSETS / name).read_text(encoding="utf-8"))
     data = _finite(data) | {"tokens": [account.tokens(one, piece) for one in chosen]}
-    output.write_text(text.replace("/* data */", embedded(data)), encoding="utf-8")
+    output.write_text(filled("why.html", ("page.css", "why.css", "why.js"), data), encoding="utf-8")
     return piece
 
 

@@ -60,8 +60,6 @@ class SavedRollouts:
             return [episode_of(row) for row in read_rollout(file, tokens=True)]
         except (OSError, pa.ArrowException) as error:
             raise LauncherError(f"the rollout of step {step} cannot be read: {error}") from error
-        except KeyError as error:
-            raise LauncherError(f"{file} is of an earlier version, without {error}; it cannot be replayed") from error
 
     def take_again(self, step: int, show: Show) -> Rollout:
         return self.take(step, show)

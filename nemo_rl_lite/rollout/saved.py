@@ -5,8 +5,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +83,6 @@ class SavedGroup:
 
     file: Path
     row_group: int
-    prompt: int
     is_begun: bool = False
     """True if not all episodes are done."""
     generated: int = 0
@@ -100,7 +97,7 @@ class SavedGroup:
             rows = parquet.ParquetFile(self.file, metadata=metadata).read_row_group(self.row_group).to_pylist()
         except FileNotFoundError:
             return None
-        return [_episode(row) for row in rows if row["prompt"] == self.prompt]
+        return [_episode(row) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -180,13 +177,10 @@ def load_groups(file: Path) -> dict[int, SavedGroup]:
     opened, columns = parquet.ParquetFile(file), ["prompt", "is_begun", "generated", "oldest"]
     found = dict[int, SavedGroup]()
     for place in range(opened.num_row_groups):
-        rows = opened.read_row_group(place, columns=columns).to_pylist()
-        for prompt, own in groupby(rows, itemgetter("prompt")):
-            samples: list[dict[str, Any]] = list(own)  # pyrefly: ignore
-            # Evaluations of earlier versions lack the other columns.
-            generated = sum(row.get("generated", 0) for row in samples)
-            oldest = min((row["oldest"] for row in samples if row.get("oldest") is not None), default=None)
-            found[prompt] = SavedGroup(file, place, prompt, samples[0].get("is_begun", False), generated, oldest)
+        samples = opened.read_row_group(place, columns=columns).to_pylist()
+        generated = sum(row["generated"] for row in samples)
+        oldest = min((row["oldest"] for row in samples if row["oldest"] is not None), default=None)
+        found[samples[0]["prompt"]] = SavedGroup(file, place, samples[0]["is_begun"], generated, oldest)
     return found
 
 
@@ -194,13 +188,7 @@ def load_rollouts(folder: Path) -> list[SavedRollout]:
     """Return the rollouts in a checkpoint's folder. Raises what `load_groups` raises."""
     found = []
     for file in sorted(folder.glob("rollout-????????.parquet")):
-        schema = parquet.read_schema(file)
-        known = json.loads(schema.metadata[_STATE])
-        if "is_begun" not in schema.names:
-            # Of a checkpoint of an earlier version, only the prompts are read.
-            noted = known.get("noted", len(known["draws"]) if known.get("complete") else 0)
-            found.append(SavedRollout(RolloutState(known["step"], known["draws"], noted), {}))
-            continue
+        known = json.loads(parquet.read_schema(file).metadata[_STATE])
         files = [file, *(folder / part for part in known.pop("parts"))]
         groups = {number: group for one in files for number, group in load_groups(one).items()}
         found.append(SavedRollout(RolloutState(**known), groups))

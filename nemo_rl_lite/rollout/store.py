@@ -18,7 +18,7 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.observability.trackers import set_aside
-from nemo_rl_lite.policy.score_files import SCORE_COLUMNS, SCORES, ScoreFile, WriteScores, read_scores
+from nemo_rl_lite.policy.score_files import SCORE_COLUMNS, SCORES, ScoreFile, WriteScores, read_scores, write_file
 from nemo_rl_lite.rollout.episode import Advantage, Episode, Sampled, rewards_by_turn
 from nemo_rl_lite.rollout.rollout import Rollout, SampleFile, Split
 from nemo_rl_lite.rollout.segments import Segment
@@ -168,20 +168,10 @@ def write_samples(
     """Write the samples, each with its number in the rollout and its advantage. Return the errors of the file system.
     `worker`: the rollout worker that keeps them."""
     part = "" if worker is None else f"{worker}-"
-    # Readers of the folder skip names that begin with a dot, so they see only complete files.
     file = target.folder / f"step-{target.step:08d}-{part}{target.split}.parquet"
-    partial = file.with_name(f".{file.name}")
     phases_at = [(one.name, unix_time(one.begin), unix_time(one.end)) for one in phases]
     schema = _SCHEMA.with_metadata({_TIMES: json.dumps({"began": target.began, "phases": phases_at})})
-    try:
-        target.folder.mkdir(exist_ok=True)
-        table = pa.Table.from_pylist(_sample_rows(target, samples), schema)
-        # Dictionaries of token ids and logprobs would be larger than the values.
-        parquet.write_table(table, partial, compression="zstd", use_dictionary=False)
-        partial.replace(file)
-    except OSError as error:
-        return [str(error)]
-    return []
+    return write_file(file, pa.Table.from_pylist(_sample_rows(target, samples), schema))
 
 
 def rollout_files(run_folder: Path) -> list[Path]:
@@ -209,10 +199,9 @@ def _read(file: Path, tokens: bool) -> list[dict[str, Any]]:
     return parquet.read_table(file, columns=columns).to_pylist()
 
 
-def read_times(file: Path) -> Times | None:
-    """Read the times of a file; None in files of earlier versions. Raises what `read_rollout` raises."""
-    kept = (parquet.read_schema(file).metadata or {}).get(_TIMES)
-    return None if kept is None else Times(**json.loads(kept))
+def read_times(file: Path) -> Times:
+    """Read the times of a file. Raises what `read_rollout` raises."""
+    return Times(**json.loads(parquet.read_schema(file).metadata[_TIMES]))
 
 
 def read_spans(file: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed, checkpoints_around
-from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention, has_any
+from nemo_rl_lite.checkpoint.store import CheckpointStore, has_any
 from nemo_rl_lite.config.keys import RUN_FOLDER, flatten
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.observability.environment import (
@@ -31,7 +31,7 @@ from nemo_rl_lite.observability.environment import (
     uncommitted_changes,
 )
 from nemo_rl_lite.observability.live import LIVE_FILE
-from nemo_rl_lite.observability.runs import LOCK_FILE, read_json
+from nemo_rl_lite.observability.runs import LOCK_FILE, is_run, read_json
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.system.machine import why_full
@@ -88,7 +88,7 @@ def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
 def how_to_resume(folder: Path) -> str:
     """Return a sentence on how to resume an interrupted run."""
     if has_any(folder / CHECKPOINTS):
-        newest = CheckpointStore(folder / CHECKPOINTS, Retention(1, 0, None, True)).latest()
+        newest = CheckpointStore(folder / CHECKPOINTS).latest()
         where = f" from the checkpoint of step {newest.step}" if newest else ""
         return f"to resume{where}, give the same command with {RUN_FOLDER}={folder}"
     return "no checkpoint was saved (checkpoint.save_period), so the run cannot be resumed"
@@ -105,11 +105,6 @@ def check_place(folder: Path, key: str) -> None:
         rule = f"is inside the folder of another run, {run}" + (", among its checkpoints" if within else "")
         fix = f"to resume that run: {RUN_FOLDER}={run}; or a folder outside"
         raise ConfigError([Violation(key, str(folder), rule, fix)])
-
-
-def is_run(folder: Path) -> bool:
-    """Return whether a run has started in the folder."""
-    return (folder / STATUS_FILE).exists() and (folder / CONFIG_FILE).exists()
 
 
 def write_start(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:

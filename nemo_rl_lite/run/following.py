@@ -17,12 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS
-from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention, files_below
+from nemo_rl_lite.checkpoint.store import CheckpointStore, files_below
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.errors import LauncherError, printable
 from nemo_rl_lite.observability.console import PHASES, duration
 from nemo_rl_lite.observability.environment import CONFIG_FILE, ERROR_FILE
-from nemo_rl_lite.observability.runs import RunState, read_state, silent_s
+from nemo_rl_lite.observability.runs import RunState, read_json, read_state, silent_s
 from nemo_rl_lite.planning.advice import SplitAdvice
 from nemo_rl_lite.planning.budget import size
 from nemo_rl_lite.run.folder import how_to_resume
@@ -131,10 +131,9 @@ def _progress(state: RunState) -> Iterator[str]:
 
 
 def _held_out_label(folder: Path) -> str:
-    from nemo_rl_lite.report.record import read_json
     from nemo_rl_lite.validation.rewards import held_out_label
 
-    return held_out_label(dict(flatten(read_json(folder / CONFIG_FILE, []))))
+    return held_out_label(dict(flatten(read_json(folder / CONFIG_FILE))))
 
 
 def _memory(state: RunState) -> str:
@@ -150,7 +149,7 @@ def _memory(state: RunState) -> str:
 
 def _checkpoint(state: RunState) -> str:
     folder = state.folder / CHECKPOINTS
-    complete = CheckpointStore(folder, Retention(1, 0, None, True)).complete()
+    complete = CheckpointStore(folder).complete()
     free = size(shutil.disk_usage(state.folder).free)
     if not complete:
         return f"none yet; {free} of disk are free"

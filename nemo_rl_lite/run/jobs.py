@@ -1,7 +1,7 @@
 """The jobs of all algorithms: data, workers and loop of GRPO and distillation, and of SFT, DPO, ORPO and KTO."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -13,6 +13,7 @@ import numpy as np
 
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.loop import Report, Steps, shown_limits, total_steps
+from nemo_rl_lite.algorithms.rollout_log import RolloutLog
 from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
 from nemo_rl_lite.checkpoint.store import Checkpoints, SaveRollouts
@@ -41,7 +42,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer, check_stop_strings, check
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.interface import make_loss
-from nemo_rl_lite.models.shape import described_shape
+from nemo_rl_lite.models.shape import known_shape
 from nemo_rl_lite.observability.callbacks import Callbacks
 from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.environment import described
@@ -62,7 +63,6 @@ from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.run.folder import write_data_identity
 from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
-from nemo_rl_lite.run.rollout_log import RolloutLog
 from nemo_rl_lite.system.pool import ending_pools
 from nemo_rl_lite.system.stopping import Stopping, seconds
 from nemo_rl_lite.validation.data import check_epochs
@@ -221,15 +221,20 @@ class GRPOJob(_AlgorithmJob):
             collector = RolloutCollector(playground, error_shares(self._config))
             started = self._with_order(start)
             source = self._source(self._sampler(started, collector), workers.generation, started)
-            shape = described_shape(self._model_path)
+            shape = known_shape(self._model_path)
             generation, weights = workers.generation, workers.weights
-            speed = decoding_speed(self._config, shape, generation.take_decoded)
-            own = workers.policy, workers.teacher, source, lambda: workers.groups
+            of_engines: dict[str, Any] = {
+                "decoding_speed": decoding_speed(self._config, shape, generation.take_decoded),
+                "check": weights.verify_with_probe,
+                "take_recovered": generation.take_recovered,
+            }
             # Engines with requests in progress do not restart.
-            note = (lambda *_: None) if generates_ahead(self._config) else generation.mismatch.note
-            of_engines = speed, weights.verify_with_probe, generation.take_recovered, note
-            advice = SplitAdvice.of(self._folder, shape)
-            loop = self._loop(metrics, start, *own, callbacks, *of_engines, *([advice.news] if advice else ()))
+            if not generates_ahead(self._config):
+                of_engines["note_mismatch"] = generation.mismatch.note
+            if advice := SplitAdvice.of(self._folder, shape):
+                of_engines["advise"] = advice.news
+            own = workers.policy, workers.teacher, source, lambda: workers.groups
+            loop = self._loop(metrics, start, *own, callbacks, **of_engines)
             try:
                 loop.run()
             finally:
@@ -280,11 +285,7 @@ class GRPOJob(_AlgorithmJob):
         rollouts: RolloutSource,
         groups: Callable[[], Sequence[WorkerGroup]],
         callbacks: Callbacks,
-        decoding_speed: Callable[[], dict[str, float]] = dict,
-        check: Callable[[], dict[str, float]] = dict,
-        take_recovered: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        note_mismatch: Callable[[int, float], None] = lambda step, nats: None,
-        advise: Callable[[Sequence[Mapping[str, float]]], Iterable[str]] = lambda history: (),
+        **of_engines: Any,
     ) -> GRPO:
         """Return the loop. `groups`: the workers that live. For the rest see `GRPO`."""
         config, console = self._config, self._console
@@ -301,21 +302,17 @@ class GRPOJob(_AlgorithmJob):
             teacher=teacher,
             rollouts=rollouts,
             scored=_scored(config),
-            decoding_speed=decoding_speed,
-            take_recovered=take_recovered,
-            check=check,
-            note_mismatch=note_mismatch,
             log=RolloutLog(files, config.logger.show_samples_period, console, metrics, callbacks),
             held_out=len(self._validation),
             held_out_label=held_out_label(values),
             steps=steps,
             report=Report(metrics, console, policy, devices, policy_speed(config), system.take),
             signals=WeakSignals(values),
-            advise=advise,
             mismatch_warning=config.logger.mismatch_warning,
             reward_weights={
                 term.label: term.weight for one in source_configs(config).values() for term in terms_of(one.reward)
             },
+            **of_engines,
         )
 
     def _order(self, source: str, state: Mapping[str, Any]) -> PromptOrder:
@@ -332,9 +329,7 @@ class GRPOJob(_AlgorithmJob):
         ahead = load_rollouts(start.folder) if staleness and start.folder and not changed else []
         if not ahead:
             # This run would sample the checkpoint's rollouts differently, so it samples their prompts again.
-            # Checkpoints of earlier versions have positions instead of draws.
-            saved = start.rollouts.get("ahead", ())
-            sampler.order.give_back([draw if isinstance(draw, list) else [draw] for draw in saved])
+            sampler.order.give_back(start.rollouts.get("ahead", ()))
         if staleness is None:
             return OnPolicy(sampler, generation)
         stall_s = self._config.cluster.phase_timeout_s or math.inf

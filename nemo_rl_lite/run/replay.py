@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, locate
-from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
+from nemo_rl_lite.checkpoint.store import CheckpointStore
 from nemo_rl_lite.config.algorithms import ALGORITHMS, replayed_run
 from nemo_rl_lite.config.experiments import as_override, as_words, expanded
 from nemo_rl_lite.config.keys import RUN_FOLDER, SWEEP_FOLDER
@@ -131,7 +131,7 @@ def replay(run: Path, first: int, count: int, overrides: Sequence[str], sweeps: 
 
 def _checkpoint_before(run: Path, config: Mapping[str, Any], first: int) -> tuple[int, Path | None]:
     """Return step and folder of the run's newest checkpoint before a step; those of its start if there is none."""
-    found = CheckpointStore(run / CHECKPOINTS, Retention(1, 0, None, True)).complete()
+    found = CheckpointStore(run / CHECKPOINTS).complete()
     if before := [one for one in found if one.step < first]:
         return before[-1].step, before[-1].path
     named = config.get("checkpoint", {}).get("resume_from")

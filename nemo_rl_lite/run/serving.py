@@ -30,9 +30,8 @@ from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.models.folder import check_model_folder, from_hub
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.observability.environment import CONFIG_FILE
-from nemo_rl_lite.observability.runs import NoRunError, find_run
+from nemo_rl_lite.observability.runs import NoRunError, find_run, is_run
 from nemo_rl_lite.observability.trackers import METRICS_FILE
-from nemo_rl_lite.run.folder import is_run
 from nemo_rl_lite.run.model import CHAT_KEYS, chat_tokenizer, with_chat_keys
 from nemo_rl_lite.serving.public import ResponderConfig, all_or, out_of_range
 from nemo_rl_lite.system.machine import ON_CPUS, gpu_bytes

@@ -30,11 +30,10 @@ import psutil
 
 from nemo_rl_lite.errors import LauncherError, RunStopped
 from nemo_rl_lite.system.machine import MIB, free_port
+from nemo_rl_lite.system.stopping import SIGNALS
 
 log = logging.getLogger(__name__)
 ATTACH, STATUS = "attach.sh", "status"
-# The signals that Slurm sends before it ends a task, and that the batch script forwards.
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Restarts of a node's Ray while the head runs.
 _RESTARTS = 3
 # Share of the job's memory on a node for Ray's object store, Ray's default for a machine.
@@ -304,7 +303,7 @@ def _member(task: SlurmTask, given: argparse.Namespace) -> int:
     def stay(number: int, frame: FrameType | None) -> None:
         log.info("%s: this node stays until the first node is done", signal.Signals(number).name)
 
-    for number in _SIGNALS:
+    for number in SIGNALS:
         # The run needs this node to save its checkpoint; the first node decides when all end.
         signal.signal(number, stay)
     attach, deadline = given.meeting / ATTACH, time.monotonic() + given.join_timeout_s
@@ -333,7 +332,7 @@ class _Command:
         self._listen()
 
     def _listen(self) -> None:
-        for number in _SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

@@ -29,7 +29,7 @@ from nemo_rl_lite.config.sizes import (
 from nemo_rl_lite.config.sources import of_source, source_configs, teacher_configs
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.models.shape import push_problems
+from nemo_rl_lite.models.shape import known_shape, push_problems
 from nemo_rl_lite.system.machine import WANDB, wandb_login
 from nemo_rl_lite.validation.compose import rule
 from nemo_rl_lite.validation.layout import (
@@ -39,7 +39,6 @@ from nemo_rl_lite.validation.layout import (
     check_parallel_groups,
     check_sequence_parallel,
     check_token_batches,
-    known_shape,
 )
 
 TEACHER = "teacher.model_name"

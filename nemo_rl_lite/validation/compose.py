@@ -39,7 +39,7 @@ from nemo_rl_lite.config.sources import ONLY, of_source, source_configs
 from nemo_rl_lite.data.rows import file_rows
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.models.embedded import NAME as EMBEDDED
-from nemo_rl_lite.models.shape import NoModelError, read_model_shape
+from nemo_rl_lite.models.shape import known_shape
 
 Check = Callable[[Config], Iterator[Violation]]
 
@@ -201,12 +201,8 @@ def _default_length(model: object, of_the_embedded: int, most: int) -> int:
     """Resolve `${default_length:MODEL,A,B}`: A for the embedded model, else B or the model's positions if fewer."""
     if model == EMBEDDED:
         return of_the_embedded
-    try:
-        shape = read_model_shape(str(model))
-    except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):
-        # `check_model` reports it.
-        return most
-    # A hub model may not be downloaded yet.
+    # A hub model may not be downloaded yet, and `check_model` reports one that is not whole.
+    shape = known_shape(str(model))
     return min(most, shape.max_positions) if shape else most
 
 

@@ -18,8 +18,9 @@ from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import engine_ranks, engines, generation_gpus, has_agent, has_endpoint, on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.draft import draft_troubles, own_draft_layers
+from nemo_rl_lite.models.shape import known_shape
 from nemo_rl_lite.validation.compose import rule
-from nemo_rl_lite.validation.layout import MEGATRON, known_shape
+from nemo_rl_lite.validation.layout import MEGATRON
 
 _TENSOR, _PIPELINE = (f"generation.vllm_cfg.{kind}_parallel_size" for kind in ("tensor", "pipeline"))
 _KWARGS, _LORA = "generation.vllm_kwargs", "generation.vllm_cfg.lora"

@@ -28,7 +28,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_together,
 )
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
+from nemo_rl_lite.models.shape import ModelShape, NoModelError, known_shape, read_model_shape
 from nemo_rl_lite.validation.compose import rule
 
 MEGATRON = "policy.megatron_cfg"
@@ -46,14 +46,6 @@ _ACTIVATIONS, _MODULES = f"{MEGATRON}.fine_grained_activation_offloading", f"{ME
 _REPLAY, _FUSION = "policy.router_replay.enabled", f"{MEGATRON}.moe_router_fusion"
 _GRAPHS, _PEFT = f"{MEGATRON}.cuda_graph_impl", f"{MEGATRON}.peft"
 _RANKS = ("cluster", "generation.colocated", MEGATRON)
-
-
-def known_shape(name: str | None) -> ModelShape | None:
-    """Return a model's architecture; None if it is unknown or `check_model` refuses it."""
-    try:
-        return None if name is None else read_model_shape(name)
-    except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):
-        return None
 
 
 @rule("cluster")
@@ -138,8 +130,8 @@ def check_model(config: Config) -> Iterator[Violation]:
     name = config.policy.model_name
     try:
         model = read_model_shape(name)
-    except (NoModelError, OSError, UnicodeDecodeError, RuntimeError) as error:
-        fix = getattr(error, "fix", "") or "give a Hugging Face model folder or a Hub model ID (organisation/model)"
+    except NoModelError as error:
+        fix = error.fix or "give a Hugging Face model folder or a Hub model ID (organisation/model)"
         if "smollm2" in name:
             fix = "python scripts/get_smollm2.py makes models/smollm2-135m-instruct"
         elif exported := _exported(Path(name)):

@@ -9,8 +9,9 @@ from nemo_rl_lite.compat.megatron_fields import field_value, provider_fields
 from nemo_rl_lite.config.schema import Config, MegatronConfig
 from nemo_rl_lite.config.sizes import batch_mode, on_gpus, parallel_dims, recomputed_modules
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.models.shape import known_shape
 from nemo_rl_lite.validation.compose import rule
-from nemo_rl_lite.validation.layout import MEGATRON, known_shape
+from nemo_rl_lite.validation.layout import MEGATRON
 
 _OVERRIDES, _RECOMPUTED = f"{MEGATRON}.model_overrides", f"{MEGATRON}.recompute_modules"
 _DISPATCHER, _FP8 = f"{MEGATRON}.moe_token_dispatcher_type", f"{MEGATRON}.fp8_cfg.enabled"

@@ -22,7 +22,7 @@ from nemo_rl_lite.config.sizes import (
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.generation.mismatch import MismatchBudget
 from nemo_rl_lite.generation.queue import RequestQueue
-from nemo_rl_lite.models.shape import described_shape
+from nemo_rl_lite.models.shape import known_shape
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.planning.memory import SequenceFlops
 from nemo_rl_lite.policy.micro_batches import Layout
@@ -176,7 +176,7 @@ def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> R
     config = begun.config
     batch, together = sequences_per_optimizer_step(config), sequences_together(config)
     layout = Layout.configured(config.policy, "train", on_gpus(config), together)
-    shape = described_shape(begun.model_path)
+    shape = known_shape(begun.model_path)
     flops = None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)
     with setup("connect"):
         siblings = prompt_siblings(config)

@@ -6,14 +6,8 @@ lines of Python files of tests/.
 One wrong key: files of which `nrl-lite train policy.lr=1e-4` executes a function, by a profile hook that is set before
 the package is imported. The bodies of modules and classes do not count, functions called by them do.
 
-Private accesses, outside of compat/, by the syntax tree. A library is a top-level package that is imported and is
-neither this package nor of the standard library. Counted are, in each file:
-- an import of a module path or of a name with a part that begins with an underscore, from a library;
-- an attribute with a leading underscore, at the end of or within a chain that begins at an imported name of a library
-  (`torch._C._host_emptyCache`: one for the chain);
-- an assignment to an attribute, or `setattr`, on such a chain: a patch of the library.
-Names with two underscores on both sides (`__version__`) are public. An attribute of an instance that a library made is
-not seen, because its type is not in the syntax.
+Private accesses, outside of compat/, by the syntax tree: imports and attributes with a leading underscore that the file
+does not define itself, and assignments to attributes of what it imports from libraries.
 """
 
 import argparse
@@ -23,11 +17,13 @@ import os
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import record
 
+# Documented, in spite of their names.
+PUBLIC = {"os._exit", "sys._current_frames"}
 PACKAGE, TESTS = record.ROOT / "nemo_rl_lite", record.ROOT / "tests"
 WRONG_KEY = "policy.lr=1e-4"
 LIMITS = {
@@ -69,7 +65,7 @@ def main(arguments: list[str]) -> None:
         parser.error(f"{package} has no Python files")
     texts = {file: file.read_text() for file in files}
     outside = [file for file in files if file.relative_to(package).parts[0] != "compat"]
-    private = [found for file in outside for found in private_accesses(file, texts[file])]
+    private = [f"{file}:{found}" for file in outside for found in private_accesses(texts[file])]
     executed = executed_by_wrong_key(package)
     values = {
         "package, lines": sum(len(text.splitlines()) for text in texts.values()),
@@ -108,52 +104,62 @@ def executed_by_wrong_key(package: Path) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(str(package))]
 
 
-def private_accesses(file: Path, text: str) -> Iterator[str]:
-    """Yield each private access of a file, with its line."""
-    tree = ast.parse(text)
-    of_libraries: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in filter(lambda one: _is_library(one.name), node.names):
-                of_libraries.add(alias.asname or alias.name.partition(".")[0])
-                if _is_private(alias.name.split(".")):
-                    yield f"{file}:{node.lineno} import {alias.name}"
-        elif isinstance(node, ast.ImportFrom) and not node.level and _is_library(node.module or ""):
-            for alias in node.names:
-                of_libraries.add(alias.asname or alias.name)
-                if _is_private([*(node.module or "").split("."), alias.name]):
-                    yield f"{file}:{node.lineno} from {node.module} import {alias.name}"
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            root, *parts = _chain(node)
-            if root not in of_libraries:
-                continue
-            if isinstance(node.ctx, ast.Store | ast.Del):
-                yield f"{file}:{node.lineno} {'.'.join((root, *parts))} is patched"
-            elif id(node) not in inner and _is_private(parts):
-                yield f"{file}:{node.lineno} {'.'.join((root, *parts))}"
-        elif isinstance(node, ast.Call) and _chain(node.func) == ["setattr"]:
-            roots = {_chain(one)[0] for one in node.args[:1]}
-            yield from (f"{file}:{node.lineno} setattr on {root}" for root in roots & of_libraries)
+def private_accesses(source: str) -> Iterator[str]:
+    """Yield the private accesses and patches of libraries in a module, with their lines."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    own, libraries = set(_own(nodes)), set(_libraries(nodes))
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and ast.unparse(node) not in PUBLIC:
+            on_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not on_itself and node.attr not in own:
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("nemo_rl_lite"):
+            names = [*(node.module or "").split("."), *(one.name for one in node.names)]
+            yield from (f"{node.lineno}: {ast.unparse(node)}" for name in names if _is_private(name))
+        for target in _assigned(node):
+            root = ast.unparse(target).split(".")[0].split("[")[0]
+            name = ast.unparse(target)
+            # The main module is no library.
+            if root in libraries or (name.startswith("sys.modules") and name != "sys.modules['__main__']"):
+                yield f"{node.lineno}: {name} is assigned"
 
 
-def _is_library(module: str) -> bool:
-    top = module.partition(".")[0]
-    return bool(top) and top != "nemo_rl_lite" and top not in sys.stdlib_module_names
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
 
-def _is_private(parts: Sequence[str]) -> bool:
-    return any(part.startswith("_") and not (part.startswith("__") and part.endswith("__")) for part in parts)
+def _own(nodes: list[ast.AST]) -> Iterator[str]:
+    """Names that the module itself defines."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
 
 
-def _chain(node: ast.expr) -> list[str]:
-    """Return the names of `a.b.c`; an empty first one where it does not begin at a name."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return [node.id if isinstance(node, ast.Name) else "", *reversed(parts)]
+def _libraries(nodes: list[ast.AST]) -> Iterator[str]:
+    """Names of imported modules, classes and functions of libraries."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for one in node.names:
+                top = ((node.module or "") if isinstance(node, ast.ImportFrom) else one.name).partition(".")[0]
+                if top not in sys.stdlib_module_names | {"nemo_rl_lite"}:
+                    yield one.asname or one.name.partition(".")[0]
+
+
+def _assigned(node: ast.AST) -> Iterator[ast.expr]:
+    """The attributes and items that a statement sets."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+        targets = [ast.Attribute(node.args[0], "any", ast.Store())]
+    for target in targets:
+        parts = target.elts if isinstance(target, ast.Tuple) else [target]
+        yield from (one for one in parts if isinstance(one, ast.Attribute | ast.Subscript))
 
 
 def trial() -> None:

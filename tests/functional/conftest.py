@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.validation.compose import compose_config
-from tests.functional.embedded import OF_THE_EMBEDDED
+from tests.functional.embedded import of_run
 
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -35,13 +35,7 @@ def model_folder(tmp_path_factory) -> Path:
 
 def run_command(folder: Path, model: Path, *overrides: str) -> list[str]:
     """The command line of a run, each of whose processes computes with one thread."""
-    own = [
-        f"hydra.run.dir={folder}",
-        f"policy.model_name={model}",
-        *OF_THE_EMBEDDED,
-        "cluster.threads_per_worker=1",
-    ]
-    return [sys.executable, "-m", "nemo_rl_lite.train", *own, *overrides]
+    return [sys.executable, "-m", "nemo_rl_lite.train", *of_run(folder, model), *overrides]
 
 
 def train(

@@ -47,7 +47,7 @@ from nemo_rl_lite.run.command import launch
 from nemo_rl_lite.system import stopping
 from nemo_rl_lite.system.machine import free_port
 from nemo_rl_lite.workers import reserve as reserve_module
-from tests.functional.embedded import OF_THE_EMBEDDED
+from tests.functional.embedded import of_run
 from tests.functional.ranks import preloaded
 
 
@@ -376,19 +376,14 @@ def without_ray(elsewhere: Sequence[str] = ()) -> Iterator[None]:
 def run_here(folder: Path, model: Path, *overrides: str, elsewhere: Sequence[str] = ()) -> CompletedProcess:
     """What `conftest.run_command` would do: exit status, standard output, standard error. Workers of the groups
     `elsewhere` are in processes of their own, as those of vLLM must be."""
-    own = [
-        f"hydra.run.dir={folder}",
-        f"policy.model_name={model}",
-        *OF_THE_EMBEDDED,
-        "cluster.threads_per_worker=1",
-    ]
+    command = [*of_run(folder, model), *overrides]
     output, errors, status = io.StringIO(), io.StringIO(), 0
     with redirect_stdout(output), redirect_stderr(errors), leaving_nothing(), without_ray(elsewhere):
         try:
-            launch([*own, *overrides])
+            launch(command)
         except SystemExit as end:
             status = end.code
-    return CompletedProcess([*own, *overrides], status, output.getvalue(), errors.getvalue())
+    return CompletedProcess(command, status, output.getvalue(), errors.getvalue())
 
 
 def train_here(

@@ -73,11 +73,3 @@ def test_a_judge_that_is_gone_in_a_run_ends_it_with_its_address(server, tmp_path
     assert re.search(rf"{told}; first with the judge m at {server.url} gave no answer", done.stderr)
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) == 1
-
-
-def test_a_judge_that_is_not_there_ends_the_run_before_it_starts(server, tmp_path, model_folder):
-    server.close()
-    done = run_here(tmp_path / "run", model_folder, *judged(server, 1))
-    assert done.returncode == 2
-    assert f"the judge m at {server.url} gave no answer: Connection error" in done.stderr
-    assert "fix: start the server" in done.stderr and "policy rank" not in done.stdout

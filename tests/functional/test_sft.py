@@ -80,10 +80,3 @@ def test_what_was_trained_is_there_although_its_checkpoint_cannot_be_written(tmp
     done = run_here(folder, model_folder, *SFT, *write_data(tmp_path), *short)
     assert done.returncode == 1 and re.search(r"the checkpoint of step \d+ was not written", done.stderr)
     assert (folder / "hf" / "model.safetensors").exists()
-
-
-def test_rows_that_are_too_long_end_the_run_before_it_starts(tmp_path, model_folder):
-    overrides = [*SFT, *write_data(tmp_path), "policy.max_total_sequence_length=12"]
-    done = run_here(tmp_path / "run", model_folder, *overrides)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "train.jsonl, row 35: prompt and response have" in done.stderr and "data.too_long=drop" in done.stderr

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, checkpoint_store, find_start, locate
-from nemo_rl_lite.checkpoint.store import POLICY, write_record
+from nemo_rl_lite.checkpoint.store import POLICY
 from nemo_rl_lite.errors import CheckpointError, ConfigError
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.run.jobs import GRPOJob, SupervisedJob
@@ -158,14 +157,6 @@ def test_another_layout_of_the_optimizer_goes_on(tmp_path, key, before, now):
     ranks = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"]
     save(tmp_path, 10, *ranks)
     assert start(tmp_path, *ranks, f"{key}={now}").changes == (f"{key}: {before!r} -> {now!r}",)
-
-
-def test_states_by_bucket_of_an_earlier_version_are_refused(tmp_path):
-    saved = save(tmp_path, 10)
-    config = saved.record["config"] | {"checkpoint": {"resume_layouts": "data_parallel"}}
-    write_record(saved.path, replace(saved, record={"config": config}))
-    with pytest.raises(ConfigError, match=r"earlier version.*\n.*nrl-lite export .*step-00000010 FOLDER"):
-        start(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -241,13 +241,6 @@ def test_a_measurement_leaves_a_checkpoint_whole(two):
     assert "weights has changed" in damaged(two)
 
 
-def test_one_that_was_saved_before_there_were_digests_is_read(two, caplog):
-    file = two / "step-00000002" / RECORD
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps({name: content[name] for name in ("step", "metrics", "record")}))
-    assert make(two).newest().step == 2 and "has no digests" in caplog.text
-
-
 @pytest.mark.parametrize("losses", [(math.nan, 0.5, 0.7), (0.5, math.nan, 0.7), (0.7, 0.5, math.nan)])
 @pytest.mark.parametrize("higher", [True, False])
 def test_a_metric_that_is_nan_is_never_the_best(tmp_path, losses, higher):

@@ -4,8 +4,6 @@ import os
 import shutil
 import socket
 from collections import namedtuple
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import pytest
 from huggingface_hub import constants
@@ -15,6 +13,7 @@ from nemo_rl_lite.diagnosis.check import CheckStatus
 from nemo_rl_lite.diagnosis.checks import PACKAGES, Package, environment_kind, judge_version, read_gpus
 from tests.unit.diagnosis import samples
 from tests.unit.diagnosis.samples import H100
+from tests.unit.servers import QuietHandler, serving
 
 OK, WARN, FAIL, SKIPPED = CheckStatus
 Usage = namedtuple("Usage", "total used free")
@@ -275,18 +274,12 @@ def test_ports_and_those_that_the_kernel_uses(machine, monkeypatch, span, status
 def server():
     """The address of a server that refuses everything: it answers."""
 
-    class Refuses(BaseHTTPRequestHandler):
+    class Refuses(QuietHandler):
         def do_HEAD(self):
             self.send_error(401)
 
-        def log_message(self, *_):
-            pass
-
-    http = HTTPServer(("127.0.0.1", 0), Refuses)
-    Thread(target=http.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{http.server_port}"
-    http.shutdown()
-    http.server_close()
+    with serving(Refuses) as url:
+        yield url
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -15,6 +13,7 @@ import pytest
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.agents import Endpoint, Outcome
 from nemo_rl_lite.environments.harbor import TaskError, container_engine, play, write_rows
+from tests.unit.servers import QuietHandler, serving
 
 TEST = """#!/bin/bash
 mkdir -p /logs/verifier
@@ -75,7 +74,7 @@ def policy():
     """An endpoint that calls the tool with `FIX`, then answers `last`; and the requests that it got."""
     asked, last = [], [200, {"choices": [{"message": {"role": "assistant", "content": "done"}}]}]
 
-    class Policy(BaseHTTPRequestHandler):
+    class Policy(QuietHandler):
         def do_POST(self):
             asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             function = {"name": "bash", "arguments": json.dumps({"command": FIX})}
@@ -88,13 +87,8 @@ def policy():
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *unused):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Policy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked, last
-        server.shutdown()
+    with serving(Policy) as url:
+        yield f"{url}/v1", asked, last
 
 
 def test_the_policys_commands_change_the_workspace_that_the_tests_judge(task, policy):

@@ -69,8 +69,8 @@ def test_a_command_in_the_background_ends_with_its_harness(tmp_path):
 
 def test_a_cancelled_harness_ends_with_its_commands(tmp_path):
     async def cancelled() -> int:
-        playing = asyncio.create_task(run_harness(["sh", "-c", "sleep 60 & echo $!; wait"], {}, tmp_path))
-        while not ((output := tmp_path / "output").is_file() and (said := output.read_text())):
+        playing = asyncio.create_task(run_harness(["sh", "-c", "sleep 60 & echo $! > pid; wait"], {}, tmp_path))
+        while not ((pid := tmp_path / "work" / "pid").is_file() and (said := pid.read_text())):
             await asyncio.sleep(0.01)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -10,9 +10,7 @@ import asyncio
 import json
 import os
 import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -23,6 +21,7 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.agents import Endpoint, Outcome
 from nemo_rl_lite.environments.verifiers import EpisodeFailed, play, write_rows
 from nemo_rl_lite.environments.verifiers_worker import metrics_of, reward_of
+from tests.unit.servers import QuietHandler, serving
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON")
 ENVIRONMENT = {
@@ -32,7 +31,7 @@ ENVIRONMENT = {
 needs_verifiers = pytest.mark.skipif(PYTHON is None, reason="VERIFIERS_PYTHON is not set")
 
 
-class Policy(BaseHTTPRequestHandler):
+class Policy(QuietHandler):
     """Streams 321 as the answer of each chat, and notes the keys."""
 
     keys: ClassVar[set[str]] = set()
@@ -50,16 +49,11 @@ class Policy(BaseHTTPRequestHandler):
         for event in [*map(json.dumps, events), "[DONE]"]:
             self.wfile.write(f"data: {event}\n\n".encode())
 
-    def log_message(self, *unused):
-        pass
-
 
 @pytest.fixture
 def url():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Policy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
+    with serving(Policy) as url:
+        yield f"{url}/v1"
 
 
 @needs_verifiers

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_lite.errors import CheckpointError
-from nemo_rl_lite.policy.checkpoint_reading import INDEX_FILE, reading, reading_only
+from nemo_rl_lite.policy.checkpoint_reading import INDEX_FILE, reading_only
 
 
 def read(folder):
@@ -24,15 +24,6 @@ def test_what_torch_has_written_is_read(tmp_path):
     dcp.save({"a": torch.ones(3, 2, dtype=torch.bfloat16), "note": ["text", 1]}, checkpoint_id=tmp_path, no_dist=True)
     state = read(tmp_path)
     assert state["a"].sum() == 6 and state["note"] == ["text", 1]
-
-
-def test_states_that_an_earlier_version_numbered_by_optimizer_are_read(tmp_path):
-    saved = {"chained_0.optimizer.state.a": torch.ones(3), "chained_1.optimizer.state.b": torch.full((2,), 2.0)}
-    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
-    state = {"optimizer.state.a": torch.zeros(3), "optimizer.state.b": torch.zeros(2)}
-    with reading(tmp_path) as reader:
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    assert state["optimizer.state.a"].tolist() == [1, 1, 1] and state["optimizer.state.b"].tolist() == [2, 2]
 
 
 class Command:

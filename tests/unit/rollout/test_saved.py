@@ -1,13 +1,10 @@
 """Rollouts in a checkpoint are the same to the bit."""
 
 import dataclasses
-import json
 import pickle
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion
@@ -50,29 +47,6 @@ def test_a_group_of_a_removed_checkpoint_is_not_read(tmp_path):
     (group,) = load_groups(file).values()
     file.unlink()
     assert group.read() is None
-
-
-def test_of_a_checkpoint_of_an_earlier_version_only_the_prompts_are_read(tmp_path):
-    for step, complete in ((4, {"took_s": 1.0}), (5, None)):
-        known = {"step": step, "draws": [[1], [2, 3]], "complete": complete}
-        schema = pa.schema([("prompt", pa.int64())], {"rollout": json.dumps(known)})
-        rows = pa.Table.from_pylist([{"prompt": None}], schema)
-        parquet.write_table(rows, tmp_path / f"rollout-{step:08d}.parquet")
-    found = load_rollouts(tmp_path)
-    assert [(one.state.step, one.state.draws, one.state.noted, one.groups) for one in found] == [
-        (4, [[1], [2, 3]], 2, {}),
-        (5, [[1], [2, 3]], 0, {}),
-    ]
-
-
-def test_a_group_in_a_file_of_several_is_read_alone(tmp_path):
-    """Evaluations of earlier versions have one row group for several prompts."""
-    file, rollout = tmp_path / "groups.parquet", make_rollout()
-    save_groups(file, {3: rollout.episodes, 5: rollout.dropped})
-    parquet.write_table(parquet.read_table(file), file)
-    assert parquet.ParquetFile(file).num_row_groups == 1
-    found = load_groups(file)
-    assert [found[number].read() for number in (3, 5)] == [list(rollout.episodes), list(rollout.dropped)]
 
 
 def test_routed_experts_are_saved(tmp_path):

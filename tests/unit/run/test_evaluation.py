@@ -229,7 +229,7 @@ def test_a_folder_is_of_one_evaluation(model, tmp_path):
         claim(folder, other.identity())
     assert len(error.value.violations) == 1
     (tmp_path / "config.json").write_text(json.dumps(asdict(model.config)))
-    (tmp_path / "status.json").write_text("{}")
+    (tmp_path / "command.txt").touch()
     with pytest.raises(ConfigError, match="is the folder of a run"):
         claim(tmp_path, other.identity())
     (tmp_path / "notes").mkdir()

@@ -24,7 +24,7 @@ def run_folder(folder: Path, *overrides: str, **changes: object) -> Path:
     """A run's folder without a model."""
     config = dataclasses.asdict(compose_config(overrides)) | changes
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "status.json").write_text("{}")
+    (folder / "command.txt").touch()
     return folder
 
 

@@ -505,8 +505,7 @@ def test_a_command_that_is_started_once(environ):
 def test_a_folder_inside_another_run(flags, place, tmp_path, capsys):
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000007").mkdir(parents=True)
-    for name in ("status.json", "config.json"):
-        (run / name).write_text("{}")
+    (run / "command.txt").write_text("nrl-lite train\n")
     with pytest.raises(SystemExit) as exit_:
         train.main([*flags[:-1], f"{flags[-1]}{run / place}"])
     assert exit_.value.code == 2 and str(run) in capsys.readouterr().err and not (run / "plots").exists()

@@ -37,8 +37,8 @@ class RolloutLog:
         self._files.scored(step, rollout, write)
 
     def end(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase]) -> None:
-        """Record the rollout and the phases of its step. Raises WorkerError: a rollout worker died before it wrote its
-        samples, or a policy rank before it wrote its scores."""
+        """Record a rollout and the phases of its step, and free the memory of its episodes. Raises WorkerError: a
+        rollout worker died before it wrote its samples, or a policy rank before it wrote its scores."""
         self._files.write(step, split, rollout, phases)
         if split == "train" and self._shown is not None:
             (on_terminal, tracked), self._shown = self._shown, None
