@@ -1,0 +1,70 @@
+"""A lost policy rank costs one process: the others are freed from their wait for it, and build again."""
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from nemo_rl_lite.cluster import heartbeat
+from nemo_rl_lite.cluster.calls import Call, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.workers.reserve import _closed
+from tests.functional.conftest import PYTHONPATH
+
+pytestmark = pytest.mark.functional
+LIMIT_S = 3 * heartbeat.PERIOD_S
+LOST = 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def local_ray():
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+def build(group: WorkerGroup, closing: list[str]) -> list[int]:
+    """Build the workers; return their processes."""
+    wait(group.load("tests.functional.blocked_workers.Blocked", [{}] * len(group)), timeout_s=200)
+    wait(group.start([{"closing": one} for one in closing]), timeout_s=200)
+    return wait(group.call("process"), timeout_s=200)
+
+
+def test_ranks_that_come_back_keep_their_processes(tmp_path, caplog):
+    how = ["well", "well", "fails", "stuck", "well"]
+    group = WorkerGroup("policy", [{}] * 5, str(tmp_path), {"PYTHONPATH": PYTHONPATH}, limit_s=600)
+    before = build(group, how)
+    # The last one is done already.
+    calls = [group.call_one(rank, [("train", ())], "train") for rank in range(4)]
+    os.kill(before[LOST], signal.SIGKILL)
+    with pytest.raises(WorkerError) as caught:
+        wait(*calls)
+    assert caught.value.lost and caught.value.worker == f"policy rank {LOST}"
+    began = time.monotonic()
+    with caplog.at_level(logging.INFO, "nemo_rl_lite.workers.reserve"):
+        kept = _closed(group, group.close(), LIMIT_S)
+    assert kept == [0, 4] and time.monotonic() - began < LIMIT_S + 3
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 2 and "RuntimeError: CUDA error: an illegal memory access" in said[0]
+    assert "not done within" in said[1] and all("it gets a new process" in line for line in said)
+    group.replace([rank for rank in group.ranks if rank not in kept])
+    after = build(group, ["well"] * 5)
+    assert [rank for rank in range(5) if after[rank] == before[rank]] == kept
+    # A request that a worker needed no more does not free its successor.
+    time.sleep(2 * heartbeat.PERIOD_S)
+    assert wait(group.call("is_freed"), timeout_s=60) == [False] * 5
+
+
+def test_a_rank_that_waits_without_a_lost_one_is_freed_too(tmp_path):
+    """As after a phase that takes too long."""
+    group = WorkerGroup("slow", [{}] * 2, str(tmp_path), {"PYTHONPATH": PYTHONPATH}, limit_s=600)
+    before = build(group, ["well"] * 2)
+    waiting: Call = group.call("train")
+    assert _closed(group, group.close(), LIMIT_S) == [0, 1]
+    assert wait(waiting, timeout_s=0) == ["wrong weights"] * 2
+    group.replace([])
+    assert build(group, ["well"] * 2) == before
