@@ -3,10 +3,12 @@
 import logging
 import os
 import signal
+import sys
 import time
 
 import pytest
 import ray
+import torch
 
 from nemo_rl_lite.cluster import heartbeat
 from nemo_rl_lite.cluster.calls import Call, wait
@@ -14,6 +16,7 @@ from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.workers.reserve import _closed
 from tests.functional.conftest import PYTHONPATH
+from tests.functional.lost_policy import describe, lose_a_rank
 
 pytestmark = pytest.mark.functional
 LIMIT_S = 3 * heartbeat.PERIOD_S
@@ -68,3 +71,14 @@ def test_a_rank_that_waits_without_a_lost_one_is_freed_too(tmp_path):
     assert wait(waiting, timeout_s=0) == ["wrong weights"] * 2
     group.replace([])
     assert build(group, ["well"] * 2) == before
+
+
+@pytest.mark.parametrize(("layout", "victim"), [("data", 0), ("tensor", 1)])
+def test_the_step_after_a_lost_rank_is_the_one_without_the_loss(tmp_path, model_folder, layout, victim):
+    """The case of `tests/gpu/test_lost_rank.py` on CPUs."""
+    split = ["policy.megatron_cfg.tensor_model_parallel_size=2"] if layout == "tensor" else []
+    found = lose_a_rank(tmp_path, model_folder, victim, ["cluster.cpu_ranks=2", *split])
+    sys.stdout.write(f"{describe(found)}\n")
+    assert found.kept == [1 - victim]
+    assert [rank for rank in range(2) if found.after[rank] == found.before[rank]] == found.kept
+    assert all(torch.equal(found.weights[name], one) for name, one in found.undisturbed.items())
