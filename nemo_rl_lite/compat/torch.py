@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
-from torch._C._distributed_c10d import ErrorType
 
 # Intercepts every operation of a block, below autograd.
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
@@ -82,5 +81,5 @@ def nccl_backends() -> list[Any]:
 
 def nccl_error(backend: Any) -> str:
     """Return what NCCL's watchdog has found: "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR", or "" without an error."""
-    error = backend.get_error()
-    return "" if error == ErrorType.SUCCESS else error.name
+    found = backend.get_error().name
+    return "" if found == "SUCCESS" else found

@@ -1,8 +1,8 @@
 """Process groups of a rank: how it leaves them, and how it is freed from waiting for a lost rank.
 
-A rank that waits in an NCCL kernel for a lost one waits for ever. Another thread aborts all communicators. Then the
-kernels end, and so do the calls that wait for them. Their results are wrong, and the launcher uses none of them. gloo
-needs no abort, because its operations fail when a connection ends.
+NCCL kernels wait for a lost rank without an end. Another thread aborts all communicators. Then the kernels end, and so
+do the calls that wait for them. Their results are wrong, and the launcher uses none of them. gloo needs no abort,
+because its operations fail when a connection ends.
 
 torch's watchdog would end a process 60 s after an error or a timeout of NCCL, and nothing can stop it then. So
 `NCCL_ENVIRONMENT` leaves the watchdog only the detection, and `beat` ends the process. An abort stops it.
@@ -48,8 +48,7 @@ def _end_after(error: str, now: float) -> None:
 
 
 def begin_abort() -> list[Thread]:
-    """Start to abort all NCCL communicators. May be repeated. Return the threads, which end when their communicator's
-    kernels have ended, and CUDA graphs with it are gone.
+    """Start to abort all NCCL communicators. May be repeated. Return the threads, which end with the aborts.
 
     The abort of one communicator may wait for the kernels of others, so all begin at once.
     """

@@ -129,7 +129,7 @@ def processes(folder: Path, worker: str) -> list[int]:
 
 
 def check_processes(hit: Path, victim: int) -> None:
-    """Raise SystemExit if other processes than the lost policy rank's have restarted."""
+    """Raise SystemExit if processes other than the lost policy rank's have restarted."""
     workers = sorted(log.stem for log in (hit / "logs").glob("*.log") if re.match(r"(policy|generation)-", log.name))
     restarted = [worker for worker in workers if len(processes(hit, worker)) > 1]
     if restarted != [f"policy-{victim}"]:

@@ -37,7 +37,7 @@ SETTINGS = [
 
 @dataclass(frozen=True)
 class Recovery:
-    """What the loss of a rank has led to, and the weights after the step, with and without the loss."""
+    """Effects of a rank's loss, and the weights after the step, with and without it."""
 
     kept: list[int]
     before: list[int]

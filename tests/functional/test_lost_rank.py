@@ -63,7 +63,7 @@ def test_ranks_that_come_back_keep_their_processes(tmp_path, caplog):
 
 
 def test_a_rank_that_waits_without_a_lost_one_is_freed_too(tmp_path):
-    """As after a phase that takes too long."""
+    """This happens after a phase that takes too long."""
     group = WorkerGroup("slow", [{}] * 2, str(tmp_path), {"PYTHONPATH": PYTHONPATH}, limit_s=600)
     before = build(group, ["well"] * 2)
     waiting: Call = group.call("train")

@@ -48,7 +48,7 @@ def test_a_rank_that_nobody_frees_ends_a_minute_after_an_error(monkeypatch):
 
 @pytest.mark.parametrize("frees", [False, True])
 def test_a_heartbeat_aborts_on_request_alone(monkeypatch, frees):
-    aborted, backend = [], SimpleNamespace(get_error=lambda: compat.ErrorType.SUCCESS)
+    aborted, backend = [], SimpleNamespace(get_error=lambda: SimpleNamespace(name="SUCCESS"))
     monkeypatch.setattr(groups, "_backends", lambda: [backend])
     monkeypatch.setattr(groups, "begin_abort", lambda: aborted.append(True))
     groups.beat(frees)
@@ -56,7 +56,7 @@ def test_a_heartbeat_aborts_on_request_alone(monkeypatch, frees):
 
 
 def test_errors_have_names():
-    backend = SimpleNamespace(get_error=lambda: compat.ErrorType.REMOTE_ERROR)
+    backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name="REMOTE_ERROR"))
     assert compat.nccl_error(backend) == "REMOTE_ERROR"
 
 
