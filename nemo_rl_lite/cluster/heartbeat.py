@@ -120,11 +120,8 @@ class HeartbeatThread:
                 if phase == "idle" and work.phase:
                     phase, since = work.phase, work.since
                 self._watch_background()
-            frame = sys._current_frames().get(thread)
-            frames = traceback.extract_stack(frame)[-_FRAMES:] if frame else []
-            stack = tuple(f"{one.filename}:{one.lineno} {one.name}" for one in frames)
             counts, usage = latest_progress(), self._system.usage
-            heartbeat = Heartbeat(self._worker, phase, since, time.time(), counts, stack, self._node, usage)
+            heartbeat = Heartbeat(self._worker, phase, since, time.time(), counts, _stack(thread), self._node, usage)
             try:
                 kv_put(_key(self._worker), json.dumps(asdict(heartbeat)).encode(), overwrite=True)
                 if self.beat is not None:
@@ -132,6 +129,13 @@ class HeartbeatThread:
             except Exception as error:  # the next heartbeat may succeed
                 log.debug("a heartbeat failed: %s", error)
             time.sleep(PERIOD_S)
+
+
+def _stack(thread: int) -> tuple[str, ...]:
+    """Return `Heartbeat.stack` of a thread. No frame is kept, because it would keep its variables, such as a model."""
+    frame = sys._current_frames().get(thread)
+    frames = traceback.extract_stack(frame)[-_FRAMES:] if frame else []
+    return tuple(f"{one.filename}:{one.lineno} {one.name}" for one in frames)
 
 
 def free(workers: Sequence[str]) -> None:

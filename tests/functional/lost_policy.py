@@ -3,12 +3,15 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -64,6 +67,7 @@ def lose_a_rank(folder: Path, model: Path, victim: int, overrides: Sequence[str]
     step(policy, 1)
     undisturbed = exported(policy, folder / "undisturbed")
     before = processes(group, folder)
+    for_each(group, group.ranks, lambda process: setattr(process, "model", weakref.ref(process._worker._model)))
     # A rank that stands still keeps the other waiting, before it is lost.
     other = psutil.Process(before[1 - victim])
     os.kill(before[victim], signal.SIGSTOP)
@@ -79,6 +83,7 @@ def lose_a_rank(folder: Path, model: Path, victim: int, overrides: Sequence[str]
     noticed_s = time.monotonic() - lost_at
     kept = reserve._closed(group, group.close(), reserve.CLOSE_GPU_S)
     closed_s = time.monotonic() - lost_at
+    assert for_each(group, kept, lambda process: process.model() is None) == [True] * len(kept)
     group.replace([rank for rank in group.ranks if rank not in kept])
     policy = build(config, group, model, resumes=True)
     policy.load(str(checkpoint))
@@ -86,6 +91,11 @@ def lose_a_rank(folder: Path, model: Path, victim: int, overrides: Sequence[str]
     step_s = time.monotonic() - lost_at
     weights = exported(policy, folder / "recovered")
     return Recovery(kept, before, processes(group, folder), noticed_s, closed_s, step_s, weights, undisturbed)
+
+
+def for_each(group: WorkerGroup, ranks: Sequence[int], function: Callable[[Any], Any]) -> list[Any]:
+    """The results of a lambda function of the process of each of these ranks, which could not import another one."""
+    return ray.get([group.hosts[rank].__ray_call__.remote(function) for rank in ranks])
 
 
 def build(config: Config, group: WorkerGroup, model: Path, resumes: bool) -> RemotePolicy:

@@ -73,7 +73,7 @@ def test_a_rank_that_waits_without_a_lost_one_is_freed_too(tmp_path):
     assert build(group, ["well"] * 2) == before
 
 
-@pytest.mark.parametrize(("layout", "victim"), [("data", 0), ("tensor", 1)])
+@pytest.mark.parametrize(("layout", "victim"), [("data", 0), pytest.param("tensor", 1, marks=pytest.mark.slow)])
 def test_the_step_after_a_lost_rank_is_the_one_without_the_loss(tmp_path, model_folder, layout, victim):
     """The case of `tests/gpu/test_lost_rank.py` on CPUs."""
     split = ["policy.megatron_cfg.tensor_model_parallel_size=2"] if layout == "tensor" else []
