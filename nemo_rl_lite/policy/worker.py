@@ -26,6 +26,7 @@ from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
+from nemo_rl_lite.policy import activation_offload
 from nemo_rl_lite.policy.checkpoint import PolicyState
 from nemo_rl_lite.policy.export import plan_refit
 from nemo_rl_lite.policy.graphs import CudaRecorder, MicroBatchGraphs
@@ -376,6 +377,7 @@ class MegatronWorker:
         aborts = begin_abort() if is_rank_lost else []
         on_gpu, in_engine = self._model.device.type == "cuda", self._model.in_engine
         clear_module_caches(self._model)
+        activation_offload.forget_pass(self._model.chunks)
         disconnect(self._model)
         self.__dict__.clear()
         leave_groups(aborts)
