@@ -19,7 +19,7 @@ from tests.functional.conftest import PYTHONPATH
 from tests.functional.lost_policy import describe, lose_a_rank
 
 pytestmark = pytest.mark.functional
-LIMIT_S = 3 * heartbeat.PERIOD_S
+LIMIT_S = 5 * heartbeat.PERIOD_S
 LOST = 1
 
 
