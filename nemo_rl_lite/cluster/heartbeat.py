@@ -102,7 +102,10 @@ class HeartbeatThread:
             frees = kv_get(_free_key(self._worker)) is not None
             if frees:
                 kv_del(_free_key(self._worker))
-            beat(frees)
+            try:
+                beat(frees)
+            except Exception:  # the next heartbeat may succeed
+                log.warning("the process was not looked after", exc_info=True)
 
     def _watch_background(self) -> bool:
         """Write all stacks to the log if a background thread keeps the GIL for longer than the time limit. Return

@@ -41,7 +41,7 @@ def leave_random_state(chunks: Sequence[Any]) -> None:
 def forget_groups() -> None:
     """Drop the process groups and maxima of FP8, which outlive a model."""
     if installed("transformer-engine") is not None:
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # pyrefly: ignore[missing-import]
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # pyrefly: ignore[missing-import]
 
         FP8GlobalStateManager.reset()
 
