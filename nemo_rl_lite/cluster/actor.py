@@ -65,7 +65,8 @@ class WorkerProcess:
 
     def load(self, class_path: str, environment: dict[str, str], runner_path: str = "") -> None:
         """Set the environment and import the class, so that `start` is quick. With a runner, `start` passes it a
-        function that constructs the worker."""
+        function that constructs the worker. The module may have `preload`, which imports more, and `beat` (see
+        `HeartbeatThread`)."""
         log_to_stderr()
         os.environ.update(environment)
         module_name, _, class_name = class_path.rpartition(".")
@@ -74,6 +75,7 @@ class WorkerProcess:
             if hasattr(module, "preload"):
                 module.preload()
             self._class = getattr(module, class_name)
+            self._heartbeat.beat = getattr(module, "beat", None)
             if runner_path:
                 runner, kind = imported(runner_path), self._class
                 self._class = lambda **arguments: runner(partial(kind, **arguments))
@@ -92,10 +94,14 @@ class WorkerProcess:
             return getattr(self._worker, method)(*arguments)
 
     def close(self) -> None:
-        """Close the worker, so that this process can build another one."""
+        """Close the worker after the loss of another, so that this process can build the next one. Raises RuntimeError:
+        there is none, because the loss was during its construction."""
         with self._heartbeat.during("close", None), errors_that_travel():
+            self._heartbeat.end_request()
             worker, self._worker = self._worker, None
-            worker.close()
+            if worker is None:
+                raise RuntimeError("the worker was not complete")
+            worker.close(is_rank_lost=True)
 
     def is_there(self) -> bool:
         return True

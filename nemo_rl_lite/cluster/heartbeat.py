@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 import ray
 
-from nemo_rl_lite.compat.ray import kv_get, kv_put
+from nemo_rl_lite.compat.ray import kv_del, kv_get, kv_put
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.observability.liveness import background_work, latest_progress
 from nemo_rl_lite.observability.system import Sampler, Usage
@@ -62,11 +62,18 @@ class Heartbeat:
 
 
 class HeartbeatThread:
-    """Writes this process's heartbeat to Ray's key-value store every PERIOD_S seconds."""
+    """Writes this process's heartbeat to Ray's key-value store every PERIOD_S seconds.
+
+    Also calls `beat`, if it is set: with True if the launcher wants to free the working thread (`free`).
+    """
 
     def __init__(self, worker: str, gpus: Sequence[str] = ()):
         self._worker, self._phase, self._since = worker, "idle", time.time()
         self._limit_s: float | None = None
+        self.beat: Callable[[bool], None] | None = None
+        self._beating = threading.Lock()
+        # A request for a process that had this name before.
+        kv_del(_free_key(worker))
         self._node, self._system = ray.get_runtime_context().get_node_id(), Sampler(gpus)
         threading.Thread(target=self._write_all, name="heartbeat", daemon=True).start()
 
@@ -85,6 +92,21 @@ class HeartbeatThread:
             if not self._watch_background():
                 faulthandler.cancel_dump_traceback_later()
 
+    def end_request(self) -> None:
+        """Drop the launcher's request to free the working thread, which is free. Waits for a `beat` in progress."""
+        with self._beating:
+            kv_del(_free_key(self._worker))
+
+    def _look_after(self, beat: Callable[[bool], None]) -> None:
+        with self._beating:
+            frees = kv_get(_free_key(self._worker)) is not None
+            if frees:
+                kv_del(_free_key(self._worker))
+            try:
+                beat(frees)
+            except Exception:  # the next heartbeat may succeed
+                log.warning("the process was not looked after", exc_info=True)
+
     def _watch_background(self) -> bool:
         """Write all stacks to the log if a background thread keeps the GIL for longer than the time limit. Return
         whether there is such a thread, and a limit."""
@@ -101,16 +123,28 @@ class HeartbeatThread:
                 if phase == "idle" and work.phase:
                     phase, since = work.phase, work.since
                 self._watch_background()
-            frame = sys._current_frames().get(thread)
-            frames = traceback.extract_stack(frame)[-_FRAMES:] if frame else []
-            stack = tuple(f"{one.filename}:{one.lineno} {one.name}" for one in frames)
             counts, usage = latest_progress(), self._system.usage
-            heartbeat = Heartbeat(self._worker, phase, since, time.time(), counts, stack, self._node, usage)
+            heartbeat = Heartbeat(self._worker, phase, since, time.time(), counts, _stack(thread), self._node, usage)
             try:
                 kv_put(_key(self._worker), json.dumps(asdict(heartbeat)).encode(), overwrite=True)
+                if self.beat is not None:
+                    self._look_after(self.beat)
             except Exception as error:  # the next heartbeat may succeed
-                log.debug("a heartbeat was not written: %s", error)
+                log.debug("a heartbeat failed: %s", error)
             time.sleep(PERIOD_S)
+
+
+def _stack(thread: int) -> tuple[str, ...]:
+    """Return `Heartbeat.stack` of a thread. No frame is kept, because it would keep its variables, such as a model."""
+    frame = sys._current_frames().get(thread)
+    frames = traceback.extract_stack(frame)[-_FRAMES:] if frame else []
+    return tuple(f"{one.filename}:{one.lineno} {one.name}" for one in frames)
+
+
+def free(workers: Sequence[str]) -> None:
+    """Let these workers' heartbeats free the threads that wait for other workers."""
+    for worker in workers:
+        kv_put(_free_key(worker), b"", overwrite=True)
 
 
 def last_heartbeats(workers: Sequence[str]) -> list[Heartbeat]:
@@ -186,3 +220,7 @@ def stragglers(heartbeats: Sequence[Heartbeat], now: float) -> list[str]:
 
 def _key(worker: str) -> bytes:
     return f"nemo_rl_lite/{ray.get_runtime_context().get_job_id()}/{worker}".encode()
+
+
+def _free_key(worker: str) -> bytes:
+    return _key(worker) + b"/free"

@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 
 from nemo_rl_lite.cluster.actor import ListenedActor, WorkerActor
 from nemo_rl_lite.cluster.calls import START, Call, wait
+from nemo_rl_lite.cluster.heartbeat import free
 from nemo_rl_lite.cluster.limits import PhaseLimits
 from nemo_rl_lite.cluster.runtime import Slot
 from nemo_rl_lite.config.schema import ProfileConfig
@@ -122,7 +123,9 @@ class WorkerGroup:
         return self._start_call([process.start.remote(own) for (_, _, process), own in pairs])
 
     def close(self) -> Call:
-        """Close the workers, so that their processes can build others."""
+        """Close the workers after the loss of one, so that their processes can build others. Those that wait for the
+        lost one are freed."""
+        free([_name(self.name, rank, 0) for rank in self.ranks])
         return self._as_call("close", [host.close.remote() for host in self.hosts])
 
     def gpus(self, timeout_s: float) -> list[list[str]]:

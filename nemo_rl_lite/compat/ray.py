@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 # The key-value store of Ray's control service.
+from ray.experimental.internal_kv import _internal_kv_del as kv_del  # noqa: F401
 from ray.experimental.internal_kv import _internal_kv_get as kv_get  # noqa: F401
 from ray.experimental.internal_kv import _internal_kv_put as kv_put  # noqa: F401
 

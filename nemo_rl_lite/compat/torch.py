@@ -1,11 +1,13 @@
-"""torch internals: foreach copies, storages, dispatch, pinned memory, NCCL's timeout."""
+"""torch internals: foreach copies, storages, dispatch, pinned memory, NCCL's groups."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
 # Intercepts every operation of a block, below autograd.
@@ -61,7 +63,23 @@ def free_host_cache() -> None:
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Return the options of an NCCL group whose watchdog ends the process after `timeout`."""
-    options = torch.distributed.ProcessGroupNCCL.Options()
+    """Return the options of an NCCL group whose operations fail after `timeout`."""
+    options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
+
+
+def nccl_backends() -> list[Any]:
+    """Return the NCCL backends of this process's groups in torch.distributed; empty for gloo's groups. Another thread
+    may create groups meanwhile."""
+    kind, device, found = getattr(dist, "ProcessGroupNCCL", ()), torch.device("cuda"), list[Any]()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # it has no backend for GPUs
+            found.append(group._get_backend(device))
+    return [one for one in found if isinstance(one, kind)]
+
+
+def nccl_error(backend: Any) -> str:
+    """Return what NCCL's watchdog has found: "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR", or "" without an error."""
+    found = backend.get_error().name
+    return "" if found == "SUCCESS" else found

@@ -1,4 +1,4 @@
-"""Transformer Engine: token order when ranks exchange heads, and the random state of attention.
+"""Transformer Engine: token order when ranks exchange heads, the random state of attention, groups of FP8.
 
 With `cp_comm_type=a2a`, context-parallel ranks exchange parts of sequences for parts of heads, and back. Tokens arrive
 in the order of ranks, but attention needs the order of sequences. Transformer Engine 2.12 computes both orders on the
@@ -36,6 +36,14 @@ def leave_random_state(chunks: Sequence[Any]) -> None:
             dropout = module.attention_dropout
             if (dropout.p if isinstance(dropout, nn.Dropout) else dropout) == 0:
                 module.attention_dropout_ctx = nullcontext
+
+
+def forget_groups() -> None:
+    """Drop the process groups and maxima of FP8, which outlive a model."""
+    if installed("transformer-engine") is not None:
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # pyrefly: ignore[missing-import]
+
+        FP8GlobalStateManager.reset()
 
 
 def exchange_heads_on_device(settings: Any) -> None:

@@ -116,6 +116,12 @@ def training_pass(chunks: Sequence[Any], micro_batches: int) -> Iterator[None]:
             hook.remove()
 
 
+def forget_pass(chunks: Sequence[Any]) -> None:
+    """Let the manager start again without the tensors of a pass that has not ended."""
+    if _configs(chunks):
+        learn_pattern_again(HostBuffers())
+
+
 class HostBuffers:
     """Pinned tensors from torch's cache, which replace megatron-core's pool.
 

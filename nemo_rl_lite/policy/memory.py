@@ -8,6 +8,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.torch import free_host_cache
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload.host_memory import CudaRegistrar, HostArena
 from nemo_rl_lite.offload.mover import Movable
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 # Segments of torch's cache that are worth a line in the log.
 _LARGE_BYTES = 256 << 20
+# Share of a GPU's memory that libraries may keep when a model is gone, such as Transformer Engine's gradient buffers.
+_LIBRARY_SHARE = 0.05
 GIB, MIB = 2**30, 2**20
 
 
@@ -98,6 +101,18 @@ class CPUMemory:
 
     def trim(self) -> None:
         """Do nothing: there is no cache."""
+
+
+def return_memory() -> None:
+    """Return this process's GPU memory to the driver, after the model is dropped. Raises RuntimeError: the GPU has
+    failed, so every later call of this process would, or something keeps the memory."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free_host_cache()
+    kept = torch.cuda.memory_allocated()
+    log.info("%.2f GiB of the GPU's memory are in use without a model", kept / GIB)
+    if kept > _LIBRARY_SHARE * torch.cuda.mem_get_info()[1]:
+        raise RuntimeError(f"{kept / GIB:.2f} GiB of the GPU's memory stay in use without a model")
 
 
 def describe_fragmentation(segments: Iterable[Mapping[str, Any]]) -> str | None:

@@ -1,6 +1,5 @@
 """Build a megatron-core model on this rank from a Hugging Face folder, with megatron-bridge."""
 
-import gc
 import logging
 import math
 import time
@@ -20,7 +19,6 @@ from nemo_rl_lite.compat import transformer_engine
 from nemo_rl_lite.compat.megatron import (
     auto_bridge,
     exchange_shapes_by_direction,
-    forget_groups,
     fuse_accumulation_without_apex,
     leave_queries_unnormalized,
     leave_sorted_tokens,
@@ -377,18 +375,6 @@ def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:
         # The worker checks the gradients of all ranks, and skips the step.
         check_for_nan_in_grad=False,
     )
-
-
-def leave_groups() -> None:
-    """Leave all process groups, after dropping the model. Collective. gloo's threads and sockets end with the last
-    reference to a group."""
-    from megatron.core import parallel_state
-
-    # Free CUDA graphs, which use the groups.
-    gc.collect()
-    parallel_state.destroy_model_parallel()
-    forget_groups()
-    dist.destroy_process_group()
 
 
 def set_fields(provider: Any, config: PolicyConfig, on_gpu: bool) -> None:

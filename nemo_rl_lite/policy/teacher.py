@@ -17,16 +17,17 @@ from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.host_memory import HostArena
 from nemo_rl_lite.offload.mover import FrozenWeights, Move
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
+from nemo_rl_lite.policy.groups import beat, leave_groups
 from nemo_rl_lite.policy.interface import ParallelPlace, TeacherScores, with_scores
 from nemo_rl_lite.policy.logprobs import TopLogits
 from nemo_rl_lite.policy.memory import CPUMemory, GPUMemory, host_registrar
 from nemo_rl_lite.policy.micro_batches import Layout
-from nemo_rl_lite.policy.model import MegatronModel, build_model, leave_groups
+from nemo_rl_lite.policy.model import MegatronModel, build_model
 from nemo_rl_lite.policy.passes import forward_scores
 from nemo_rl_lite.policy.worker import preload
 from nemo_rl_lite.system import numa
 
-__all__ = ["TeacherWorker", "preload"]
+__all__ = ["TeacherWorker", "beat", "preload"]
 log = logging.getLogger(__name__)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.checkpoint.store import Part
+from nemo_rl_lite.compat import transformer_engine
 from nemo_rl_lite.compat.megatron import auto_bridge, hide_wandb
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.losses.batch import Batch, RoutedExperts, TokenRow, TokenRows
@@ -25,14 +26,16 @@ from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
+from nemo_rl_lite.policy import activation_offload
 from nemo_rl_lite.policy.checkpoint import PolicyState
 from nemo_rl_lite.policy.export import plan_refit
 from nemo_rl_lite.policy.graphs import CudaRecorder, MicroBatchGraphs
+from nemo_rl_lite.policy.groups import beat, begin_abort, leave_groups
 from nemo_rl_lite.policy.hf_folder import export_folder, exported_adapters
 from nemo_rl_lite.policy.interface import ParallelPlace, with_scores
-from nemo_rl_lite.policy.memory import clear_module_caches, phase_memory, require_weights
+from nemo_rl_lite.policy.memory import clear_module_caches, phase_memory, require_weights, return_memory
 from nemo_rl_lite.policy.micro_batches import Layout
-from nemo_rl_lite.policy.model import build_model, leave_groups
+from nemo_rl_lite.policy.model import build_model
 from nemo_rl_lite.policy.moe import expert_biases
 from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, step_threads
 from nemo_rl_lite.policy.passes import forward_backward, forward_scores, put_rows
@@ -45,6 +48,7 @@ from nemo_rl_lite.refit.trace import Recipe
 from nemo_rl_lite.refit.windows import Piece, Transfer, WindowRoutes
 from nemo_rl_lite.system import numa
 
+__all__ = ["MegatronWorker", "beat", "preload"]
 log = logging.getLogger(__name__)
 
 
@@ -367,12 +371,21 @@ class MegatronWorker:
             with exported_adapters(self._model, self._rank, self._base, self._model_path, folder):
                 pass
 
-    def close(self) -> None:
-        """Drop the model, so that this process can build another worker."""
+    def close(self, is_rank_lost: bool = False) -> None:
+        """Drop the model, so that this process can build another worker. Not collective if a rank is lost. Raises
+        RuntimeError: this process's GPU has failed, or its memory stays in use."""
+        aborts = begin_abort() if is_rank_lost else []
+        on_gpu, in_engine = self._model.device.type == "cuda", self._model.in_engine
         clear_module_caches(self._model)
+        activation_offload.forget_pass(self._model.chunks)
         disconnect(self._model)
         self.__dict__.clear()
-        leave_groups()
+        leave_groups(aborts)
+        if on_gpu:
+            transformer_engine.forget_groups()
+            return_memory()
+        # Kernels may have read it until now.
+        in_engine.close()
 
     def _keep_previous(self, name: str, update: Update) -> None:
         """Add the logprobs of an update's pass to a held batch, as previous ones."""

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,14 @@ class RefitGroup:
             raise LostTouchError(f"rank {self.rank} could not {action} (limit {limit:g} s): {cause}") from error
 
 
+_on_gpus: WeakSet[RefitGroup] = WeakSet()
+
+
+def nccl_backends() -> list[Any]:
+    """Return the backends of this process's groups on GPUs, which torch.distributed does not know."""
+    return [one.group for one in list(_on_gpus)]
+
+
 @dataclass
 class PendingTransfer:
     """A collective operation in flight."""
@@ -146,6 +155,8 @@ def join(
         # The refit's limit comes first, because NCCL's watchdog ends the process without naming the action.
         group = ProcessGroupNCCL(prefixed, rank, world_size, nccl_options(2 * timeout))
     joined = RefitGroup(group, rank, device, timeout)
+    if device.type == "cuda":
+        _on_gpus.add(joined)
     # NCCL connects at the first message.
     joined.broadcast(torch.zeros(8, dtype=torch.uint8, device=device), "a first message")
     return joined

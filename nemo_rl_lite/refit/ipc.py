@@ -378,7 +378,7 @@ def share_weights(weights: Iterable[Tensor], memory: Memory = device_memory) -> 
 
 
 class SharedFrozenParams:
-    """Parameters of a policy rank in an engine's memory, from `take` until this process ends."""
+    """Parameters of a policy rank in an engine's memory, from `take` until `close`."""
 
     def __init__(self, memory: Memory = device_memory):
         self._memory, self._open = memory, ExitStack()
@@ -410,6 +410,11 @@ class SharedFrozenParams:
         """Raise RefitError if the shared memory has changed, as after the engine's end."""
         if self._summed() != self._checksums:
             raise RefitError("weights that an engine shares with the policy have changed: its process may be gone")
+
+    def close(self) -> None:
+        """Close the engine's memory. The parameters must not be used afterwards."""
+        self._parameters.clear()
+        self._open.close()
 
     def _summed(self) -> list[int]:
         sums = Checksums("full")

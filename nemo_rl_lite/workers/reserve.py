@@ -43,8 +43,15 @@ ROLLOUT_CLASS = "nemo_rl_lite.workers.rollout_worker.RolloutWorker"
 ENGINE_LOOP = "nemo_rl_lite.generation.loop.EngineLoop"
 # Seconds in which an engine ends its step and answers.
 ENGINE_ANSWER_S = 60.0
-# Seconds in which a policy rank notices that another is lost, and closes its worker.
-CLOSE_S = 10.0
+# Seconds in which a policy rank on CPUs or GPUs closes its worker after the loss of another. On GPUs, NCCL's
+# communicators must end first.
+CLOSE_S, CLOSE_GPU_S = 10.0, 30.0
+# Leaves errors and timeouts of NCCL to `policy.groups.beat`: torch's watchdog records them, without a wait.
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -123,8 +130,9 @@ def begin_again(begun: StartingWorkers, resumes: bool) -> StartingWorkers:
     config, policy, teacher, rollouts = begun.config, begun.policy_group, begun.teacher_group, begun.rollouts
     if begun.generation is None:
         raise ValueError("there are no engines")
+    closing = policy.close() if _can_close(config) else None
     lost = _not_answering(config, begun.generation)
-    closed = _closed(config, policy)
+    closed = [] if closing is None else _closed(policy, closing, CLOSE_GPU_S if on_gpus(config) else CLOSE_S)
     policy.replace([rank for rank in policy.ranks if rank not in closed])
     for group in (teacher, rollouts):
         if group is not None:
@@ -146,15 +154,21 @@ def _not_answering(config: Config, generation: WorkerGroup) -> list[int]:
     return list(errors)
 
 
-def _closed(config: Config, policy: WorkerGroup) -> list[int]:
-    """Close the workers of the policy; return the ranks whose processes can build another one.
+def _can_close(config: Config) -> bool:
+    """Return whether policy ranks can leave a lost one. DeepEP's kernels wait for it, and NCCL's abort does not end
+    them."""
+    return not on_gpus(config) or config.policy.megatron_cfg.moe_token_dispatcher_type != "flex"
 
-    On GPUs there are none. A rank may wait in an NCCL kernel for the lost one, and its CUDA context may be broken.
-    """
-    if on_gpus(config):
-        return []
-    errors = _errors(policy, [policy.close()], CLOSE_S)
-    return [rank for rank in policy.ranks if rank not in errors]
+
+def _closed(policy: WorkerGroup, closing: Call, limit_s: float) -> list[int]:
+    """Wait for workers that close; return the ranks whose processes can build another one. Others are still waiting for
+    the lost rank, or their GPU has failed."""
+    errors = _errors(policy, [closing], limit_s)
+    for error in errors.values():
+        log.log(logging.DEBUG if error.lost else logging.WARNING, "%s; it gets a new process", error)
+    kept = [rank for rank in policy.ranks if rank not in errors]
+    log.info("policy ranks that keep their processes: %s", kept)
+    return kept
 
 
 def _errors(group: WorkerGroup, calls: Sequence[Call], limit_s: float) -> dict[int, WorkerError]:
@@ -352,7 +366,7 @@ def policy_environment(config: Config) -> dict[str, str]:
         # Hardware work queues. With one, a waiting copy delays later kernels; megatron-core's tensor and context
         # parallelism need this order to overlap communication with computation.
         queues = 1 if dims.tp * dims.cp > 1 else 32
-        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)} | _segments(config)
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)} | _segments(config) | NCCL_ENVIRONMENT
     environment |= {"OMP_NUM_THREADS": str(worker_threads(config, policy_ranks(config)))}
     if config.policy.megatron_cfg.fine_grained_activation_offloading:
         # Imported late, because it imports torch.

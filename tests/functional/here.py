@@ -107,7 +107,7 @@ class Worker:
         elif worker is None and "megatron.core" in sys.modules:
             from torch import distributed
 
-            from nemo_rl_lite.policy.model import leave_groups
+            from nemo_rl_lite.policy.groups import leave_groups
 
             if distributed.is_initialized():
                 leave_groups()

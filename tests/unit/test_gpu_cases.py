@@ -15,6 +15,7 @@ import pytest
 
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.validation.compose import compose_config
+from tests.functional import lost_policy
 from tests.gpu import (
     test_async,
     test_checkpoints,
@@ -22,6 +23,7 @@ from tests.gpu import (
     test_graphs,
     test_hosts,
     test_lora,
+    test_lost_rank,
     test_low_precision,
     test_policy,
     test_router_replay,
@@ -105,6 +107,15 @@ def test_settings_of_shared_sequences_are_no_configuration_error(layout):
     own = [f"cluster.gpus_per_node={ranks}", f"policy.model_name={model}", *overrides]
     sharing = compose_config([*test_context.COMMON, *own]).policy.megatron_cfg.context_parallel_size
     assert (sharing == 1) == (layout not in test_context.SHARED) and ranks % sharing == 0
+
+
+@pytest.mark.parametrize("case", test_lost_rank.CASES)
+def test_settings_of_a_lost_rank_are_no_configuration_error(case):
+    overrides, victim, _ = test_lost_rank.CASES[case]
+    base = ["policy.max_total_sequence_length=32", "policy.model_name=Qwen/Qwen3-8B", *lost_policy.SETTINGS]
+    assert victim < compose_config([*base, *overrides]).cluster.gpus_per_node == 2
+    run = [*test_lost_rank.RUN, "policy.model_name=Qwen/Qwen3-8B", test_lost_rank.TENSOR]
+    assert compose_config(run).checkpoint.save_period == 1
 
 
 @pytest.mark.parametrize("layout", test_policy.LAYOUTS)

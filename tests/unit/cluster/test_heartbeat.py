@@ -90,7 +90,9 @@ def test_a_step_has_the_mean_of_its_own_samples_or_what_was_last_seen(beats):
 def test_a_call_never_leaves_a_background_thread_without_its_time_limit(monkeypatch):
     """Between a cancellation and the next limit, the thread could take the GIL for ever."""
     limits = []
-    monkeypatch.setattr(heartbeat.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    context = SimpleNamespace(get_node_id=lambda: "node", get_job_id=lambda: "job")
+    monkeypatch.setattr(heartbeat.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(heartbeat, "kv_del", lambda key: None)
     monkeypatch.setattr(heartbeat.threading.Thread, "start", lambda thread: None)
     monkeypatch.setattr(heartbeat.faulthandler, "dump_traceback_later", lambda limit_s, file: limits.append(limit_s))
     monkeypatch.setattr(heartbeat.faulthandler, "cancel_dump_traceback_later", lambda: limits.append(None))

@@ -206,3 +206,14 @@ def test_after_an_error_all_is_as_before(model):
         raise KeyError
     assert not model._forward_hooks
     train(model, 2)
+
+
+def test_a_pass_that_another_rank_has_ended_leaves_nothing(model):
+    train(model, 2)
+    before = model.manager()
+    model.train(True)
+    model(torch.ones(3, requires_grad=True))
+    activation_offload.forget_pass([model])
+    assert model.manager() is not before and not model.manager()._cached_chunks_forward
+    train(model, 2)
+    assert len(model.manager()._cached_chunks_forward) == 2
