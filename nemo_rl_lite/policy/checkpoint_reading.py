@@ -48,7 +48,6 @@ _NAMES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
     *(("torch.distributed.checkpoint.planner", name) for name in _PLAN),
 }
-# What megatron-core writes before the states of each optimizer of a chain, unless told not to.
 # Bytes that a rank reads before it sends their pieces.
 _ROUND = 2**26
 # Errors from reading a damaged file.
