@@ -112,7 +112,9 @@ def _lines(key: str, rows: Iterable[Any]) -> str:
 def _each(key: str, rows: Iterable[Any]) -> Iterator[Any]:
     if isinstance(rows, Mapping):
         fix = f"give one split, such as {key}=data['train']"
-        if rows and all(isinstance(column, list) for column in rows.values()):
+        # Columns have values, and splits have rows.
+        columns = [one for one in rows.values() if isinstance(one, list) and one and not isinstance(one[0], Mapping)]
+        if 0 < len(columns) == len(rows):
             fix = f"give rows, such as {key}=datasets.Dataset.from_dict(data)"
         raise DataError(f"{key}: is a mapping ({', '.join(map(str, rows))}); {fix}")
     return iter(rows)
