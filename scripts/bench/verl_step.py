@@ -118,7 +118,9 @@ def _overrides(given: argparse.Namespace, setting: dict[str, Any], steps: int, r
     if megatron:
         transformer = f"{actor}.megatron.override_transformer_config"
         keys += [f"{actor}.megatron.use_mbridge=true", f"{model}.use_fused_kernels={setting['fused']}"]
+        # The fusion needs a kernel of Apex.
         keys += [f"{transformer}.attention_backend={setting['attention']}"]
+        keys += [f"+{transformer}.gradient_accumulation_fusion=false"]
         if setting["recompute"]:
             keys += [f"{transformer}.recompute_granularity=full", f"{transformer}.recompute_method=uniform"]
             keys += [f"{transformer}.recompute_num_layers=1"]
