@@ -29,9 +29,7 @@ RATE, LONGEST_PROMPT = 5e-6, 128
 # cuDNN's attention, by Transformer Engine.
 PLAIN = {"recompute": False, "attention": "fused", "fused": True, "backend": "megatron"}
 SHARDED = PLAIN | {"attention": "flash_attention_4", "backend": "fsdp"}
-SETTINGS = [
-    one | {"tokens": tokens} for one in (PLAIN, PLAIN | {"fused": False}, SHARDED) for tokens in (16384, 32768)
-]
+SETTINGS = [one | {"tokens": tokens} for one in (PLAIN, PLAIN | {"fused": False}, SHARDED) for tokens in (16384, 32768)]
 PHASES = {"gen": "generation", "update_actor": "train", "update_weights": "refit"}
 
 
