@@ -234,13 +234,15 @@ class _Copied(torch.autograd.Function):
 def _copied_again(
     whole: Sequence[Tensor], copies: Sequence[Tensor], index_K: Tensor
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Return hooks for saved tensors that keep `whole` instead of its `copies`, and copy again in the backward pass."""
-    places = {one.data_ptr(): place for place, one in enumerate(copies)}
+    """Return hooks for saved tensors that keep `whole` instead of its `copies`, and copy again in the backward pass.
+
+    Saved tensors hold both hooks, so neither refers to `copies`.
+    """
+    places = {one.data_ptr(): (place, one.numel()) for place, one in enumerate(copies)}
 
     def kept(tensor: Tensor) -> Any:
-        place = places.get(tensor.data_ptr())
-        is_copy = place is not None and tensor.is_contiguous() and tensor.numel() == copies[place].numel()
-        return (place, tensor.shape) if is_copy else tensor
+        place, count = places.get(tensor.data_ptr(), (None, None))
+        return (place, tensor.shape) if tensor.is_contiguous() and tensor.numel() == count else tensor
 
     def restored(own: Any) -> Tensor:
         return own if isinstance(own, Tensor) else whole[own[0]].index_select(0, index_K).view(own[1])

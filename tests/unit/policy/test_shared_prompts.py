@@ -1,6 +1,8 @@
 """Families of rows with a common prefix, their packs, and attention over them."""
 
+import gc
 import random
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -180,7 +182,15 @@ def test_the_backward_pass_keeps_no_copies_of_keys():
 
     drawn = torch.randn(3, micro.tokens_nS.numel(), 1, 1, 8)
     query, key, value = (one.requires_grad_() for one in drawn.unbind())
-    found = _attend(Saving.apply, query, key, value, seen["attention_mask"], packed_seq_params=shared)
+    copies = []
+
+    def attend(query, key, value, mask):
+        copies.extend(weakref.ref(one) for one in (key, value))
+        return Saving.apply(query, key, value, mask)
+
+    found = _attend(attend, query, key, value, seen["attention_mask"], packed_seq_params=shared)
+    gc.collect()
+    assert [one() for one in copies] == [None, None]
     # Only copies that are made again follow.
     drawn *= 2
     found.sum().backward()
