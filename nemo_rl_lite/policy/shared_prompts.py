@@ -195,7 +195,9 @@ def _attend(
     """
     if not isinstance(packed_seq_params, SharedKeys):
         return attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params, **options)
-    shared, whole = packed_seq_params, (key.detach(), value.detach())
+    shared = packed_seq_params
+    # Values may be a view of a projection's whole result, which would stay with them.
+    whole = [one.detach().contiguous() for one in (key, value)]
     copies = [_Copied.apply(one, shared.keys_K) for one in (key, value)]
     with torch.autograd.graph.saved_tensors_hooks(*_copied_again(whole, copies, shared.keys_K)):
         if shared.boundaries is None:

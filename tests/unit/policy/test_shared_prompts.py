@@ -1,12 +1,11 @@
 """Families of rows with a common prefix, their packs, and attention over them."""
 
-import gc
 import random
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_rl_lite.policy import passes
 from nemo_rl_lite.policy.context import ContextRanks
@@ -185,17 +184,28 @@ def test_the_backward_pass_keeps_no_copies_of_keys():
     copies = []
 
     def attend(query, key, value, mask):
-        copies.extend(weakref.ref(one) for one in (key, value))
+        copies.extend(StorageWeakRef(one.untyped_storage()) for one in (key, value))
         return Saving.apply(query, key, value, mask)
 
     found = _attend(attend, query, key, value, seen["attention_mask"], packed_seq_params=shared)
-    gc.collect()
-    assert [one() for one in copies] == [None, None]
+    assert [one.expired() for one in copies] == [True, True]
     # Only copies that are made again follow.
     drawn *= 2
     found.sum().backward()
     for ours, expected in zip(kept, (query, key[shared.keys_K], value[shared.keys_K]), strict=True):
         assert torch.equal(ours, expected)
+
+
+def test_the_backward_pass_keeps_values_without_the_queries_and_keys_next_to_them():
+    """megatron-core's values are a view of a projection's whole result."""
+    (micro,) = cut(*batch((40, (2,) * 8)), Layout("packed", 64, 1, least_saved=0.0))
+    shared = SharedKeys(micro.positions()[0], micro.keys(), *micro.longest)
+    query, key = (torch.randn(micro.tokens_nS.numel(), 1, 1, 8).requires_grad_() for _ in range(2))
+    projected = torch.randn(micro.tokens_nS.numel(), 1, 3, 8)
+    found = _attend(of_row, query, key, projected[:, :, 2:], micro.hidden_from(), packed_seq_params=shared)
+    whole = StorageWeakRef(projected.untyped_storage())
+    del projected
+    assert whole.expired() and found.requires_grad
 
 
 def test_rows_with_teachers_ids_share_nothing(monkeypatch):
