@@ -223,6 +223,11 @@ TABLES = {
         "checkpoint-io-cpu-2cores",
         columns=("save, training waits", "save, whole", "host memory of a save", "written", "load", "read"),
     ),
+    "shared prompts table": Table(
+        "gpus",
+        "shared-prompts-run-qwen3-1.7b-1x-h200",
+        columns=("step time", "generation", "train", "refit", "policy's memory in training"),
+    ),
     "peers table": Table("performance", figures.SPEED, columns=("step time",)),
     "published table": Table("analysis/published_row", "published-row-4-512-4x-h200", columns=PUBLISHED),
     "published one table": Table("analysis/published_row", "published-row-1-512-1x-h200", columns=PUBLISHED),
