@@ -447,7 +447,11 @@ def shares_prompts(policy: PolicyConfig, on_gpu: bool) -> bool:
 
 def prompt_siblings(config: Config) -> int:
     """Return the number of neighbouring rows whose prompt packs may share; 1 if they share none."""
+    parallel = config.policy.megatron_cfg
+    # Settings with which `policy/shared_prompts.py` shares none.
+    excluded = parallel.fine_grained_activation_offloading or parallel.moe_router_bias_update_rate > 0
     shares = isinstance(config.algorithm, RolloutAlgorithmConfig) and shares_prompts(config.policy, on_gpus(config))
+    shares &= not excluded
     return config.options(RolloutAlgorithmConfig).num_generations_per_prompt if shares else 1
 
 

@@ -95,10 +95,10 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
     return MicroBatch(tokens, tokens if mode == "packed" else longest)
 
 
-def siblings_per_pack(config: Config, prompt: float, response: float, training: bool) -> float:
+def siblings_per_pack(config: Config, shape: ModelShape, prompt: float, response: float, training: bool) -> float:
     """Return how many sequences of a pack share a prompt, at these mean lengths; 1 if prompts are not shared."""
     siblings = prompt_siblings(config)
-    if siblings == 1:
+    if siblings == 1 or shape.latent is not None:
         return 1.0
     sequences = sequences_per_optimizer_step(config) if training else samples_per_step(config)
     siblings = gcd(siblings, -(-sequences // max(1, parallel_dims(config).dp)))
@@ -107,14 +107,14 @@ def siblings_per_pack(config: Config, prompt: float, response: float, training: 
     return count if saved > least_saved(config.policy) * (prompt + response) else 1.0
 
 
-def key_copies(config: Config, training: bool) -> float:
+def key_copies(config: Config, shape: ModelShape, training: bool) -> float:
     """Return the keys that attention reads per token of a pack with shared prompts: copies of a prompt's keys for each
     of its sequences. Responses have half of `max_new_tokens`, and prompts the rest; 0 if prompts are not shared."""
     if prompt_siblings(config) == 1:
         return 0.0
     response = config.generation.max_new_tokens / 2
     prompt = max(1.0, config.policy.max_total_sequence_length - 2 * response)
-    count = siblings_per_pack(config, prompt, response, training)
+    count = siblings_per_pack(config, shape, prompt, response, training)
     return (prompt + count * (prompt + response)) / (prompt + count * response) if count > 1 else 0.0
 
 
@@ -279,7 +279,9 @@ def copied_bytes(config: Config, shape: ModelShape, batch: MicroBatch, training:
     """Return the bytes of a layer's copies of keys and values of shared prompts. Training adds gradients, of which one
     is also in float32."""
     item = item_bytes(config)
-    each = batch.tokens * key_copies(config, training) * shape.kv_heads * shape.head_dim / parallel_dims(config).tp
+    each = (
+        batch.tokens * key_copies(config, shape, training) * shape.kv_heads * shape.head_dim / parallel_dims(config).tp
+    )
     return each * (4 * item + 4 if training else 2 * item)
 
 

@@ -232,7 +232,7 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     # The slowest replica counts.
     share *= 1 if padded else slowest_replica(shape, lengths, sequences, dims.dp)
     # A packed micro-batch has as many sequences as fit, a padded one has its rows.
-    skipped = 1 - 1 / siblings_per_pack(config, lengths.prompt, lengths.mean, training)
+    skipped = 1 - 1 / siblings_per_pack(config, shape, lengths.prompt, lengths.mean, training)
     tokens = length - skipped * lengths.prompt
     count = math.ceil(share / (batch.tokens // batch.row if padded else batch.tokens / tokens))
     again = recomputed_share(config, shape, max(dims.stage_layers(shape.layers)), length) if training else 0.0

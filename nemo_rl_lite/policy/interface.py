@@ -19,6 +19,10 @@ Scored = Literal["previous", "later", "reference"]
 rows), or of the reference policy (`reference`)."""
 
 
+SAVED_WORK = "saved_work"
+"""Metric of a replica's training: the work of forward passes that shared prompts saved, in FLOPs or tokens."""
+
+
 @dataclass(frozen=True)
 class ParallelPlace:
     """A rank's place in the parallel layout."""
@@ -31,6 +35,8 @@ class ParallelPlace:
     context_rank: int = 0
     replayed_layers: tuple[int, ...] = ()
     """Layers whose routers replay the engine's experts."""
+    shares_prompts: bool = False
+    """Packed rows may share prefixes (`shared_prompts.py`)."""
 
     @property
     def reports(self) -> bool:
@@ -60,7 +66,7 @@ class BatchRef:
 
 @dataclass(frozen=True)
 class Work:
-    """Model FLOPs of all ranks for a batch."""
+    """Model FLOPs of all ranks for a batch. Those of a shared prompt count once."""
 
     scoring: float
     training: float

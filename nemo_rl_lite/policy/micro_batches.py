@@ -276,6 +276,14 @@ class ModelInput:
             return index
         return torch.where(place <= self.prefixes.lengths[:, None], self.prefixes.starts[:, None] + place - 1, index)
 
+    def saved(self, cost: Cost) -> float:
+        """Return the work of a forward pass that shared prefixes save: each counts for all its sequences but one."""
+        if self.prefixes is None or self.is_filler:
+            return 0.0
+        lengths, starts = self.prefixes.lengths.tolist(), self.prefixes.starts.tolist()
+        once = {start: length for start, length in zip(starts, lengths, strict=True) if length}
+        return sum(cost(length) for length in lengths if length) - sum(map(cost, once.values()))
+
     def lay(self, values: Tensor, counts: Tensor, outside: int) -> Tensor:
         """Place values of the first tokens of each sequence in the input's layout, [n, S, ...], with `outside`
         elsewhere. `counts`: tokens of each sequence that have values, whose sum is `len(values)`."""

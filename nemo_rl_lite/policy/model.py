@@ -160,8 +160,6 @@ class MegatronModel:
     context: ContextRanks = field(default_factory=ContextRanks)
     cost: Cost = float
     replay: RouterReplay | None = None
-    shares_prompts: bool = False
-    """Packed rows may share prefixes (`shared_prompts.py`)."""
     in_engine: SharedFrozenParams = field(default_factory=SharedFrozenParams)
     """Frozen weights in the memory of the engine on this device."""
     multiple: int = 1
@@ -269,7 +267,8 @@ def build_model(
     if model.context.by_length:
         follow_groups(model.bare_chunks)
     if shares_prompts(config, on_gpu):
-        model.shares_prompts = shared_prompts.install(model.bare_chunks, config, device)
+        shares = shared_prompts.install(model.bare_chunks, config, device)
+        model.place = replace(model.place, shares_prompts=shares)
     if model.place.has_logits:
         check_scorable(unwrap_model(model.chunks[-1]))
     return model

@@ -39,13 +39,15 @@ class Trained:
     mismatch: Metrics
     scores: Mapping[str, Tensor]
     """The pass's `logprobs` and, if the loss needs it, `entropy`, [b, T]; in a bucket, padded to the bucket."""
+    saved: float = 0.0
+    """See `ModelInput.saved`."""
 
     def on_host(self) -> "Trained":
         metrics, mismatch, scores = (
             {name: value.detach().cpu() for name, value in values.items()}
             for values in (self.metrics, self.mismatch, self.scores)
         )
-        return Trained(self.rows, metrics, mismatch, scores)
+        return replace(self, metrics=metrics, mismatch=mismatch, scores=scores)
 
 
 class Pace:
@@ -166,7 +168,11 @@ def forward_backward(
     with activation_offload.training_pass(model.chunks, len(micro_batches) * len(model.chunks)):
         trained = _run(model, announced(micro_batches), micro_batches, train, experts, trains=True)
     # None on other stages.
-    done = [one for micro, one in zip(micro_batches, trained, strict=False) if model.context.reports(micro)]
+    done = [
+        replace(one, saved=micro.saved(model.cost))
+        for micro, one in zip(micro_batches, trained, strict=False)
+        if model.context.reports(micro)
+    ]
     if not model.context.by_length or not model.place.has_logits:
         return done
     return model.context.joined([one.on_host() for one in done])

@@ -71,7 +71,7 @@ class TeacherWorker:
         for policy in policies:
             with SETUP("model"):
                 model = build_model(policy, policy.model_name, on_gpu, cluster.collective_timeout_s, seed, trains=False)
-            layout = Layout.configured(policy, "logprob", on_gpu, can_share=model.shares_prompts)
+            layout = Layout.configured(policy, "logprob", on_gpu, can_share=model.place.shares_prompts)
             log.info("micro-batches: %s", layout)
             arena = HostArena("the teacher's weights", host_registrar(policy, model))
             weights = FrozenWeights("teacher_weights", model.state, arena, model.device)

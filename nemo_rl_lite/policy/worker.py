@@ -32,7 +32,7 @@ from nemo_rl_lite.policy.export import plan_refit
 from nemo_rl_lite.policy.graphs import CudaRecorder, MicroBatchGraphs
 from nemo_rl_lite.policy.groups import beat, begin_abort, leave_groups
 from nemo_rl_lite.policy.hf_folder import export_folder, exported_adapters
-from nemo_rl_lite.policy.interface import ParallelPlace, with_scores
+from nemo_rl_lite.policy.interface import SAVED_WORK, ParallelPlace, with_scores
 from nemo_rl_lite.policy.memory import clear_module_caches, phase_memory, require_weights, return_memory
 from nemo_rl_lite.policy.micro_batches import Layout
 from nemo_rl_lite.policy.model import build_model
@@ -98,7 +98,7 @@ class MegatronWorker:
         if policy.megatron_cfg.optimizer.optimizer_cpu_offload and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
         self._reference = Reference(policy, self._model) if keep_reference else None
-        shares = self._model.shares_prompts
+        shares = self._model.place.shares_prompts
         self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together, shares)
         self._logprob_layout = Layout.configured(policy, "logprob", on_gpu, can_share=shares)
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
@@ -264,7 +264,8 @@ class MegatronWorker:
                 self._keep_previous(name, update)
         shares, mismatch = combine_metrics(each[: len(parts)]), combine_metrics(each[len(parts) :])
         own = {"lr": learning_rate, "wd": self._weight_decay, "skipped_steps": float(not finite)}
-        return shares | norm | own, mismatch
+        saved = sum(part.saved for part in parts)
+        return shares | norm | own | ({SAVED_WORK: saved} if saved else {}), mismatch
 
     def write_scores(self, places: np.ndarray, target: ScoreFile, loss: Loss, name: str = "train") -> None:
         """Start to write the scores of a batch with previous logprobs; see `ScoreWriter.write`."""

@@ -17,6 +17,7 @@ from nemo_rl_lite.checkpoint.store import Part
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config, RefitConfig
+from nemo_rl_lite.config.sizes import LEAST_SAVED
 from nemo_rl_lite.config.sources import source_configs, teacher_configs
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import (
@@ -34,7 +35,7 @@ from nemo_rl_lite.models.flops import forward_cost
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.memory import SequenceFlops
 from nemo_rl_lite.policy.balance import even_work
-from nemo_rl_lite.policy.interface import BatchRef, ParallelPlace, Scored, Work, with_scores
+from nemo_rl_lite.policy.interface import SAVED_WORK, BatchRef, ParallelPlace, Scored, Work, with_scores
 from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares
 from nemo_rl_lite.policy.score_files import ScoreFile
 from nemo_rl_lite.refit.interface import WeightSource
@@ -78,15 +79,16 @@ class RemotePolicy:
             flops: FLOPs of a sequence; None for an unknown architecture, whose work is counted in tokens.
             layout: layout of training micro-batches.
             iterations: training passes over a batch.
-            siblings: neighbouring rows that share a prompt. They stay on a replica if their number divides a replica's
-                rows; otherwise a divisor of it does.
+            siblings: neighbouring rows that share a prompt. If the model shares prompts, and theirs are long enough,
+                they stay on a replica. Their number must divide a replica's rows; otherwise a divisor of it does.
             equally_many: replicas get equally many rows, even if their work then differs.
         """
         self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
-        self._layout, self._iterations, self._siblings = layout, iterations, siblings
+        self._layout, self._iterations = layout, iterations
         self._equally_many = equally_many
         self._cost: Cost = float if flops is None else cache(flops.forward)
         self._replicas = Replicas(group)
+        self._siblings = siblings if self._replicas.share_prompts else 1
         self._held: dict[str, BatchRef] = {}
         self._stragglers = Stragglers(self._replicas.describe)
         # Work of each replica by batch, and the batch of the last training.
@@ -95,6 +97,8 @@ class RemotePolicy:
         # Mismatch metrics by batch, and the batches without previous logprobs.
         self._mismatch: dict[str, list[dict[str, float]]] = {}
         self._unscored: set[str] = set()
+        # Share of its forward FLOPs that shared prompts saved in the training of a batch.
+        self._saved: dict[str, float] = {}
 
     def prepare_for_logprob(self) -> None:
         wait(self.group.call("prepare_for_logprob"))
@@ -115,7 +119,7 @@ class RemotePolicy:
             fillers = [[place for place, index in enumerate(own) if index >= count] for own in split]
             tokens = [trained[places[own]] for own in shares]
             self._replicas.call("join_episodes", list(zip(tokens, fillers, strict=True)), name)
-        self._held[name], self._mismatch[name] = batch, []
+        self._held[name], self._mismatch[name], self._saved[name] = batch, [], 0.0
         self._unscored.add(name)
         return batch
 
@@ -135,7 +139,10 @@ class RemotePolicy:
         for one in which:
             forward = self._flops.reference if one == "reference" else self._flops.forward
             scoring += sum(map(forward, lengths[first:] if one == "later" else lengths))
-        return Work(scoring, self._iterations * sum(map(self._flops.training, lengths)))
+        training = self._iterations * sum(map(self._flops.training, lengths))
+        # Packs for logprobs save about as much as those for training.
+        computed = 1 - self._saved[batch.name]
+        return Work(computed * scoring, computed * training)
 
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         whole = len(batch.rows)
@@ -167,14 +174,16 @@ class RemotePolicy:
         sampled = isinstance(batch.rows, CountedRows) or batch.rows[0].generation_logprobs is not None
         compared = name in self._unscored and sampled
         mismatch = self._mismatch[name]
-        self._trained = name
+        self._trained, saved = name, 0.0
         for step, rows in [*enumerate(self._steps(batch.rows))] * self._iterations:
             counts = counts_of(loss, batch.rows[rows.start : rows.stop])
             of_all = count_masked(batch.rows) if compared and step == 0 else None
             arguments = [(loss, counts, own, name, of_all) for own in batch.slices(step)]
             replicas, shares = zip(*self._replicas.call_each("train", arguments), strict=True)
+            saved += sum(one.pop(SAVED_WORK, 0.0) for one in replicas)
             steps.append(summary(loss, replicas) | {whole: replicas[0][whole] for whole in WHOLE_METRICS})
             mismatch = mismatch + [own for own in shares if own]
+        self._saved[name] = saved / (self._iterations * sum(map(self._cost, batch.rows.lengths.tolist())))
         return mean_of_steps(steps) | (combine_metrics(mismatch) if mismatch else {})
 
     def write_scores(self, batch: BatchRef, loss: Loss, target: ScoreFile) -> Callable[[], list[str]]:
@@ -295,9 +304,18 @@ class RemotePolicy:
             index = [*own_rows, *range(len(rows), len(rows) + missing)]
             of_step = [*lengths[own_rows.start : own_rows.stop], *[1] * missing]
             neighbours = max(self._together, gcd(self._siblings, len(index), len(index) // count))
+            if neighbours > self._together and not self._saves(rows, own_rows, neighbours):
+                neighbours = self._together
             shares = balanced_shares(of_step, count, self._cost, neighbours, self._layout, self._equally_many)
             split.append([[index[row] for row in share] for share in shares])
         return split
+
+    def _saves(self, rows: RowBatch, step: range, neighbours: int) -> bool:
+        """Return whether enough tokens of a step's rows are in prompts that so many neighbours may share."""
+        own = slice(step.start, step.start + len(step) // neighbours * neighbours)
+        lengths = rows.lengths[own]
+        prompts = (lengths - rows.trained[own]).reshape(-1, neighbours)
+        return (neighbours - 1) * prompts.min(1).sum() > LEAST_SAVED * lengths.sum()
 
     def _name(self, batch: BatchRef) -> str:
         if self._held.get(batch.name) is not batch:
@@ -422,7 +440,7 @@ class Replicas:
     def __init__(self, group: WorkerGroup):
         self._group = group
         self._places: list[ParallelPlace] = wait(group.call("place"))
-        self.count = self._places[0].data_size
+        self.count, self.share_prompts = self._places[0].data_size, self._places[0].shares_prompts
 
     def put_batch(self, rows: RowBatch, shares: Sequence[Sequence[int]], name: str) -> None:
         """Give each replica's rows to its ranks, with the routed experts of a rank's layers. They are stored once for

@@ -11,6 +11,7 @@ import torch
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
+from nemo_rl_lite.policy.interface import SAVED_WORK
 from nemo_rl_lite.policy.micro_batches import cut
 from tests.functional.rank import gathered, keep, policies
 
@@ -28,7 +29,9 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
         batch = worker._held["train"]
         found = {
             "scores": gathered((batch.previous_logprobs, batch.reference_logprobs))[-1],
-            "metrics": gathered(metrics),
+            "metrics": gathered({key: value for key, value in metrics.items() if key != SAVED_WORK}),
+            "saved": metrics.get(SAVED_WORK, 0.0),
+            "work": sum(map(worker._model.cost, batch.lengths.tolist())),
             "gradients": gathered(gradients(worker)),
             "tokens": [one.tokens_nS.numel() for one in cut(batch.tokens, batch.lengths, worker._train_layout)],
         }

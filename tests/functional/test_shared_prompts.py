@@ -72,3 +72,10 @@ def test_prompts_are_computed_once_per_pack(outcomes):
     shared, plain = outcomes("shared")["tokens"], outcomes("plain")["tokens"]
     assert max(shared) <= 64
     assert sum(shared) < 0.65 * sum(plain)
+
+
+def test_training_tells_how_much_work_it_saved(outcomes):
+    """A linear cost would be the share of tokens; attention's cost grows faster."""
+    tokens = 1 - sum(outcomes("shared")["tokens"]) / sum(outcomes("plain")["tokens"])
+    assert outcomes("plain")["saved"] == 0
+    assert outcomes("shared")["saved"] / outcomes("shared")["work"] == pytest.approx(tokens, abs=0.05)

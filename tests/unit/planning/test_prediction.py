@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl_lite.config.sizes import ParallelDims, parallel_dims
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
-from nemo_rl_lite.models.shape import ModelShape, model_shape
+from nemo_rl_lite.models.shape import LatentShape, ModelShape, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning import memory
 from nemo_rl_lite.planning.budget import render
@@ -382,3 +382,24 @@ def test_shared_prompts_take_copies_of_keys_in_one_layer_at_a_time():
         # The LM head may take more than a layer.
         assert before <= ours <= before + most + 1
     assert shared[Phase.TRAIN, Component.ACTIVATIONS].device > plain[Phase.TRAIN, Component.ACTIVATIONS].device
+
+
+@pytest.mark.parametrize(
+    "keys", [EVERYWHERE[2:], [f"{MEGATRON}.moe_router_bias_update_rate=0.1"]], ids=["offloaded", "biases"]
+)
+def test_settings_that_share_no_prompts_are_planned_without(keys):
+    own = [*ONE_GPU, *BATCH, "policy.max_total_sequence_length=4096", "generation.max_new_tokens=512", *keys]
+    plain, shared = (
+        memory.key_copies(compose_config([*own, f"policy.sequence_packing.shared_prompts={value}"]), QWEN3, True)
+        for value in ("false", "auto")
+    )
+    assert shared == plain == 0
+
+
+def test_latent_attention_shares_no_prompts():
+    config = compose_config(
+        [*ONE_GPU, *BATCH, "policy.max_total_sequence_length=4096", "generation.max_new_tokens=512"]
+    )
+    latent = replace(QWEN3, latent=LatentShape(queries=0, keys=512, rotary=64, values=128))
+    assert memory.siblings_per_pack(config, QWEN3, 2048, 512, training=True) > 2
+    assert memory.siblings_per_pack(config, latent, 2048, 512, training=True) == 1

@@ -11,7 +11,7 @@ import torch
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.supervised import SFTLoss
-from nemo_rl_lite.policy.interface import ParallelPlace, Work
+from nemo_rl_lite.policy.interface import SAVED_WORK, ParallelPlace, Work
 from nemo_rl_lite.policy.score_files import ScoreFile
 from nemo_rl_lite.workers import policy as policy_module
 from nemo_rl_lite.workers.policy import RemotePolicy
@@ -20,9 +20,11 @@ from nemo_rl_lite.workers.policy import RemotePolicy
 class Worker:
     """One rank: keeps what it is given, and gives every token the logprob -0.5."""
 
-    def __init__(self, data_rank, data_size, tensor_rank, context_rank):
-        self.own = ParallelPlace(data_rank, data_size, tensor_rank, True, True, context_rank)
-        self.held, self.steps, self.written = {}, [], []
+    def __init__(self, data_rank, data_size, tensor_rank, context_rank, shares_prompts):
+        self.own = ParallelPlace(
+            data_rank, data_size, tensor_rank, True, True, context_rank, shares_prompts=shares_prompts
+        )
+        self.held, self.steps, self.written, self.saved = {}, [], [], {}
 
     def place(self):
         return self.own
@@ -44,7 +46,7 @@ class Worker:
     def train(self, loss, counts, rows, name, mismatch_counts):
         mismatch = {} if mismatch_counts is None else {"tokens": mismatch_counts.tokens, "rows": rows.stop - rows.start}
         self.steps.append(([row.tokens[0] for row in self.held[name][rows]], counts.tokens))
-        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}, mismatch
+        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0} | self.saved, mismatch
 
     def write_scores(self, places, target, loss, name):
         if self.own.reports:
@@ -61,9 +63,9 @@ class Worker:
 class Group:
     """The workers of a policy, called one after the other; `stored` has what was put."""
 
-    def __init__(self, replicas, tensor=2, context=1):
+    def __init__(self, replicas, tensor=2, context=1, shares_prompts=False):
         places = product(range(replicas), range(context), range(tensor))
-        self.workers = [Worker(data, replicas, rank, part) for data, part, rank in places]
+        self.workers = [Worker(data, replicas, rank, part, shares_prompts) for data, part, rank in places]
         self.stored = []
 
     def put(self, value):
@@ -82,9 +84,12 @@ def results_are_there(monkeypatch):
     monkeypatch.setattr(policy_module, "wait", lambda call: call)
 
 
-def rows(*lengths: int) -> list[TokenRow]:
+def rows(*lengths: int, prompt: int = 0) -> list[TokenRow]:
     """The first token of each is its index."""
-    return [TokenRow([index] + [7] * (length - 1), [True] * length) for index, length in enumerate(lengths)]
+    return [
+        TokenRow([index] + [7] * (length - 1), [place >= prompt for place in range(length)])
+        for index, length in enumerate(lengths)
+    ]
 
 
 def policy(replicas: int, global_batch: int, together: int = 1) -> tuple[RemotePolicy, Group]:
@@ -213,9 +218,32 @@ def test_pairs_stay_together_where_shares_are_balanced():
 )
 def test_responses_to_a_prompt_stay_on_a_replica(siblings, expected):
     """A group that is larger than a replica's share is in parts of neighbours."""
-    group = Group(2)
-    RemotePolicy(group, 8, siblings=siblings).put_batch(rows(9, 9, 8, 8, 1, 1, 2, 2))
+    group = Group(2, shares_prompts=True)
+    RemotePolicy(group, 8, siblings=siblings).put_batch(rows(9, 9, 8, 8, 1, 1, 2, 2, prompt=1))
     assert [[row.tokens[0] for row in worker.held["train"]] for worker in group.workers[::2]] == expected
+
+
+@pytest.mark.parametrize(("shares", "prompt"), [(False, 1), (True, 0)])
+def test_rows_are_balanced_alone_if_they_share_no_prompts(shares, prompt):
+    """The model shares none, or prompts are too short."""
+    group = Group(2, shares_prompts=shares)
+    RemotePolicy(group, 8, siblings=4).put_batch(rows(9, 9, 8, 8, 1, 1, 2, 2, prompt=prompt))
+    held = [[row.tokens[0] for row in worker.held["train"]] for worker in group.workers[::2]]
+    assert held == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_a_shared_prompt_is_work_once():
+    """Each replica saves 3 of the 12 tokens of an optimizer step."""
+    group = Group(2)
+    remote = RemotePolicy(group, 8, iterations=2, flops=SimpleNamespace(forward=float, training=lambda n: 3.0 * n))
+    for worker in group.workers:
+        worker.saved = {SAVED_WORK: 3.0}
+    batch = remote.put_batch(rows(*[3] * 8))
+    assert remote.work(batch, ["previous"]) == Work(24, 2 * 72)
+    assert SAVED_WORK not in remote.train(batch, SFTLoss())
+    assert remote.work(batch, ["previous"]) == Work(18, 2 * 54)
+    group.workers[0].saved = group.workers[2].saved = {}
+    assert remote.work(remote.put_batch(rows(*[3] * 8)), []) == Work(0, 2 * 72)
 
 
 class Doubled(SFTLoss):
