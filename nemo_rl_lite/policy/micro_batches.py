@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, batched
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -286,11 +287,16 @@ class ModelInput:
 
     def lay(self, values: Tensor, counts: Tensor, outside: int) -> Tensor:
         """Place values of the first tokens of each sequence in the input's layout, [n, S, ...], with `outside`
-        elsewhere. `counts`: tokens of each sequence that have values, whose sum is `len(values)`."""
+        elsewhere. `counts`: tokens of each sequence that have values, whose sum is `len(values)`. A shared token has
+        the value of the first sequence that has one."""
         place = torch.arange(int(counts.max())) if len(counts) else torch.arange(0)
         inside = place < counts[:, None]
         laid = values.new_full((self.tokens_nS.numel(), *values.shape[1:]), outside)
-        laid[self.places_before(place + 1)[: len(counts)][inside]] = values
+        index = self.places_before(place + 1)[: len(counts)][inside]
+        if self.prefixes is not None:
+            index, first = map(torch.from_numpy, np.unique(index.numpy(), return_index=True))
+            values = values[first]
+        laid[index] = values
         return laid.view(*self.tokens_nS.shape, *values.shape[1:])
 
     def pack(self, of_token_bTk: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ from nemo_rl_lite.validation.compose import compose_config, restore
 RUNS = record.FOLDER / "runs"
 GIB = 2**30
 TOLERANCE = 0.1
+# The runs and records had a prompt in each row.
+ALONE = "policy.sequence_packing.shared_prompts=false"
 SMOLLM2 = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -106,7 +108,7 @@ class Recorded:
         """Return the setting with its predicted time."""
         shape = model_shape(random_model.model_config(self.model).to_dict())
         known = "Qwen/Qwen3-30B-A3B" if shape.experts else published_row.PUBLISHED
-        config = compose_config([*self.overrides, f"policy.model_name={known}"])
+        config = compose_config([*self.overrides, f"policy.model_name={known}", ALONE])
         nbytes = GPU_MIB[self.record.rpartition("-")[2]] * 2**20
         return GpuSplits(config, shape, nbytes, self.lengths).present
 
@@ -285,7 +287,7 @@ def compared(run: dict[str, Any]) -> dict[str, tuple[float, float]]:
 def config_of(run: dict[str, Any]) -> Config:
     """Return the run's configuration; keys newer than the run have their defaults, or the behaviour before them."""
     name = run["config"]["algorithm"]["name"]
-    before = [f"algorithm={name}", "refit.cuda_ipc=false", "policy.sequence_packing.shared_prompts=false"]
+    before = [f"algorithm={name}", "refit.cuda_ipc=false", ALONE]
     before += ["algorithm.loss_fn.force_on_policy_ratio=false"] if name == "grpo" else []
     whole = dataclasses.asdict(compose_config(before))
     return restore(json.dumps(_laid_over(whole, run["config"])))

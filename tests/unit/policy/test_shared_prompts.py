@@ -114,6 +114,18 @@ def test_values_of_first_tokens_are_laid_at_their_places(seed):
         assert set(laid[laid >= 0].tolist()) == set(values.tolist())
 
 
+@pytest.mark.parametrize("without", [0, 4])
+def test_a_shared_token_has_the_value_of_the_first_row_that_has_one(without):
+    """Engines may choose other experts for equal tokens. Passes with other packs must choose the same."""
+    prompt = 40_000
+    tokens, lengths = batch((prompt, (2, 3, 4)))
+    (micro,) = cut(tokens, lengths, Layout("packed", 60_000, 4, least_saved=0.0))
+    counts = (lengths - 1).clone()
+    counts[0] -= prompt * (without > 0)
+    laid = micro.lay(torch.arange(3).repeat_interleave(counts), counts, -1).flatten()
+    assert (laid[: prompt - 1][int(counts[0]) :] == 1).all() and (laid[: prompt - 1][: int(counts[0])] == 0).all()
+
+
 def test_replicas_can_agree_on_a_number_of_micro_batches():
     for seed in range(10):
         replicas = [batch(*groups_of(4 * seed + replica, most=8)) for replica in range(4)]
