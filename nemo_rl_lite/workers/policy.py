@@ -311,7 +311,7 @@ class RemotePolicy:
         return split
 
     def _saves(self, rows: RowBatch, step: range, neighbours: int) -> bool:
-        """Return whether enough tokens of a step's rows are in prompts that so many neighbours may share."""
+        """Return whether groups of this many neighbours would save enough of a step's tokens by sharing prompts."""
         own = slice(step.start, step.start + len(step) // neighbours * neighbours)
         lengths = rows.lengths[own]
         prompts = (lengths - rows.trained[own]).reshape(-1, neighbours)
