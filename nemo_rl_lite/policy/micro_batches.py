@@ -281,9 +281,8 @@ class ModelInput:
         """Return the work of a forward pass that shared prefixes save: each counts for all its sequences but one."""
         if self.prefixes is None or self.is_filler:
             return 0.0
-        lengths, starts = self.prefixes.lengths.tolist(), self.prefixes.starts.tolist()
-        once = {start: length for start, length in zip(starts, lengths, strict=True) if length}
-        return sum(cost(length) for length in lengths if length) - sum(map(cost, once.values()))
+        seen = list(filter(None, self.prefixes.seen))
+        return sum(cost(len(own)) for own in seen) - sum(cost(len(own)) for own in {*seen})
 
     def lay(self, values: Tensor, counts: Tensor, outside: int) -> Tensor:
         """Place values of the first tokens of each sequence in the input's layout, [n, S, ...], with `outside`

@@ -171,6 +171,7 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 ROW = [
     *("recipes=grpo-llama3.1-8b-1n8g-pp2", f"policy.model_name={LLAMA}", "cluster.gpus_per_node=4"),
     *("algorithm.num_prompts_per_step=32", "policy.train_global_batch_size=256"),
+    "policy.sequence_packing.shared_prompts=false",
 ]
 HALVES = [*OFF, APART[0], "generation.colocated.resources.gpus_per_node=2"]
 # Seconds per step on four H200s: colocated, and 2 + 2 one step off.
