@@ -237,7 +237,7 @@ def _after_kill(found: Rehearsal) -> Iterator[Finding]:
 
 def _no_room(found: Rehearsal) -> Iterator[Finding]:
     """Yield a finding if all episodes of plain responses, or those of a call and an answer, end without room."""
-    for scripts, what in ((PLAIN, "messages leave"), ((CALLED,), "results of tools leave")):
+    for scripts, what in ((PLAIN, "messages leave"), ((CALLED,), "a call and its result leave")):
         played = found.of(*scripts)
         if played and all(one.episode.ending == "length" and not one.failure for one in played):
             most = found.config.policy.max_total_sequence_length
