@@ -39,7 +39,7 @@ class WrittenCall:
     is_text: bool = False
     """True if all arguments are texts, because the format has no types."""
     is_open: bool = False
-    """True if the text that ends a call is missing, so that a response that was cut off may lack arguments."""
+    """True if the text that ends a call is missing, so that a truncated response may lack arguments."""
 
 
 @dataclass(frozen=True)
