@@ -48,7 +48,7 @@ PLAIN = (Script("right answer", ["answer"]), Script("wrong answer", ["wrong"]))
 """Scripts that say whether tools are offered."""
 TWICE = Script("repeated", ["wrong", "wrong", "answer"])
 """Played twice, with the same responses."""
-SAME = Script("wrong answer to the first problem", ["wrong"])
+SAME = Script("same problem", ["wrong"])
 """Played after a right answer to that problem."""
 SLOW = Script("slow responses", ["answer"], is_held=True)
 """Played by several episodes at once."""
