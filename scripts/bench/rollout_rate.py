@@ -6,7 +6,8 @@ Each setting runs in a separate process, and samples SEQUENCES responses of exac
 prompt. The first time does not count. MODEL is a folder; a SHAPE of random_model.py needs no weights. The record is
 written after each setting.
 
-The roofline is the time for the bytes at the GPU's bandwidth, or for the FLOPs at its peak if that is longer.
+The roofline adds the times of linear layers and of attention. Each is the time for its bytes at the GPU's bandwidth, or
+for its FLOPs at the GPU's peak if that is longer. `--profile` adds the kernels of 32 decoding steps, halfway.
 """
 
 import argparse
@@ -17,19 +18,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 from unittest.mock import patch
 
 import random_model
 import record
+from kernel_times import kernels
 from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from whole_runs import KNOWN_EXPERTS, KNOWN_MODEL, tiny_model
 
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.generation.interface import Request, Sampling
-from nemo_rl_lite.models.flops import forward_flops
+from nemo_rl_lite.models.flops import attention_flops, matrix_flops
 from nemo_rl_lite.models.shape import find_shape
+from nemo_rl_lite.observability import profiling
 from nemo_rl_lite.observability.timer import DecodingSpeed
 from nemo_rl_lite.planning.budget import known_by_name
 from nemo_rl_lite.planning.memory import DecodingBytes
@@ -60,7 +66,9 @@ GPU = [
 # No refit comes: the engine begins with the model's weights, or with random ones.
 FORMAT = f"{KWARGS}.load_format="
 ROOFLINE = "roofline share of decoding"
-Found = dict[str, tuple[str, list[float]]]
+Results = list[dict[str, Any]]
+# Decoding steps of a profile.
+PROFILED = 32
 
 
 def main(arguments: list[str]) -> None:
@@ -71,6 +79,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="SETTING")
     parser.add_argument("--record", default="engine-settings", help="name of the record")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--here", action="store_true", help="measure the one setting in this process, and print JSON")
     given = parser.parse_args(arguments)
     if given.here:
@@ -82,24 +91,28 @@ def main(arguments: list[str]) -> None:
             *SETTINGS[given.only[0]],
         ]
         with tempfile.TemporaryDirectory() as folder:
-            if given.tokenizer is None:
-                found = measure(Path(given.model), [*wanted, f"{FORMAT}auto"], given.sequences // SAMPLES, SAMPLES)
-            else:
-                without_weights(given.model, given.tokenizer, Path(folder))
-                known = KNOWN_EXPERTS if find_shape(folder, Path(folder) / "config.json").experts else KNOWN_MODEL
-                found = measure(Path(folder), [*wanted, f"{FORMAT}dummy"], given.sequences // SAMPLES, SAMPLES, known)
-        print(json.dumps(found))
+            model, name, load = Path(given.model), "", "auto"
+            if given.tokenizer is not None:
+                model, load = Path(folder), "dummy"
+                without_weights(given.model, given.tokenizer, model)
+                name = KNOWN_EXPERTS if find_shape(folder, model / "config.json").experts else KNOWN_MODEL
+            found = Run(model, [*wanted, f"{FORMAT}{load}"], given.sequences // SAMPLES, SAMPLES, name)
+            results = found.rates(given.only[0])
+            if given.profile:
+                results += found.kernels(given.only[0], Path(folder) / "decoding.json.gz")
+        print(json.dumps(results))
         return
-    found: dict[str, Found] = {}
+    results: Results = []
     for name in given.only:
         command = [sys.executable, __file__, *arguments, "--only", name, "--here"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             print(f"{name}: status {done.returncode}", flush=True)
             continue
-        found[name] = json.loads(done.stdout.splitlines()[-1])
+        own = json.loads(done.stdout.splitlines()[-1])
+        results += own
         note = f"model: {Path(given.model).name}, {given.sequences} sequences of {given.tokens} tokens"
-        print(name, found[name], write(given.record, found, note), flush=True)
+        print(name, {one["name"]: one["median"] for one in own}, write(given.record, results, note), flush=True)
 
 
 def without_weights(shape: str, tokenizer: Path, folder: Path) -> None:
@@ -110,74 +123,91 @@ def without_weights(shape: str, tokenizer: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
-def write(name: str, found: dict[str, Found], note: str) -> Path:
+def write(name: str, results: Results, note: str) -> Path:
     """Write the record; the launcher's setting alone has a bar."""
-    results = [
-        record.result(what, name, unit, values)
-        for name, measured in found.items()
-        for what, (unit, values) in measured.items()
-    ]
     ours = [one["median"] for one in results if (one["name"], one["config"]) == (ROOFLINE, "the launcher's")]
     bars = [record.bar(f"{ROOFLINE}, the launcher's", share, TARGET, at_least=True) for share in ours]
     return record.write(name, results, bars, note)
 
 
-def measure(model: Path, overrides: list[str], prompts: int, samples: int, name: str = "") -> Found:
-    """Return the start's seconds; of each repetition, tokens per second and shares of the bandwidth and the roofline.
+class Run:
+    """An engine and its requests: some samples of each of some prompts.
 
     A model without weights begins with random ones, and needs the `name` of a known model.
     """
-    config = compose_config([*overrides, f"policy.model_name={name or model.resolve()}"])
-    on_gpu = gpu_name() is not None
-    own = engine_of(config)
-    os.environ |= own.environment(config.generation, on_gpu)
-    module, _, worker = own.worker.rpartition(".")
-    engine_class = getattr(importlib.import_module(module), worker)
-    started = time.perf_counter()
-    engine = engine_class(config.generation, config.policy, str(model.resolve()), seed=1, on_gpu=on_gpu)
-    engine._weights = WeightsState(complete=True)
-    start, tokens = time.perf_counter() - started, config.generation.max_new_tokens
-    sampling = Sampling(1.0, 1.0, None, tokens, (), ())
-    asked = [tuple(4 + prompt + place for place in range(PROMPT_TOKENS)) for prompt in range(prompts)]
-    requests = [Request(prompt, sampling, seed) for seed in range(samples) for prompt in asked]
 
-    def sample() -> float:
-        begun, done = time.perf_counter(), {}
-        engine.submit(dict(enumerate(requests)))
-        while len(done) < len(requests):
-            done |= engine.step()
-        if any(len(one.tokens) != tokens for one in done.values()):
+    def __init__(self, model: Path, overrides: list[str], prompts: int, samples: int, name: str = ""):
+        config = compose_config([*overrides, f"policy.model_name={name or model.resolve()}"])
+        on_gpu = gpu_name() is not None
+        own = engine_of(config)
+        os.environ |= own.environment(config.generation, on_gpu)
+        module, _, worker = own.worker.rpartition(".")
+        engine_class = getattr(importlib.import_module(module), worker)
+        started = time.perf_counter()
+        self.engine = engine_class(config.generation, config.policy, str(model.resolve()), seed=1, on_gpu=on_gpu)
+        self.engine._weights = WeightsState(complete=True)
+        self.start_s = time.perf_counter() - started
+        self.tokens = config.generation.max_new_tokens
+        self.shape = find_shape(str(model), model / "config.json")
+        self.bytes = DecodingBytes.of(config, self.shape)
+        sampling = Sampling(1.0, 1.0, None, self.tokens, (), ())
+        asked = [tuple(4 + prompt + place for place in range(PROMPT_TOKENS)) for prompt in range(prompts)]
+        self.requests = [Request(prompt, sampling, seed) for seed in range(samples) for prompt in asked]
+
+    def rates(self, setting: str) -> Results:
+        """Return the start's seconds, and of each repetition tokens per second and shares of the bandwidth and the
+        roofline."""
+        count, tokens, gpu = len(self.requests), self.tokens, known_by_name(gpu_name())
+        speed = DecodingSpeed(self.bytes.step, self.bytes.token, gpu.bandwidth if gpu else None)
+        linear = count * matrix_flops(self.shape, tokens)
+        whole, prompt = (attention_flops(self.shape, length) for length in (PROMPT_TOKENS + tokens, PROMPT_TOKENS))
+        rates, shares, of_roofline = [], [], []
+        for repeat in range(REPEATS):
+            seconds, decoded = self._sample(), self.engine.take_decoded()
+            if not repeat:
+                continue
+            rates.append(count * tokens / seconds)
+            if gpu is not None:
+                shares.append(speed.metrics(decoded.steps, decoded.cached, seconds)["generation_bandwidth_share"])
+                least = max(decoded.steps * self.bytes.step / gpu.bandwidth, linear / gpu.flops)
+                least += max(decoded.cached * self.bytes.token / gpu.bandwidth, count * (whole - prompt) / gpu.flops)
+                of_roofline.append(least / seconds)
+        results = [
+            record.result("throughput", setting, "tokens/s", rates),
+            record.result("start", setting, "s", [self.start_s]),
+        ]
+        if gpu is not None:
+            results.append(record.result("bandwidth share of decoding", setting, "share", shares))
+            results.append(record.result(ROOFLINE, setting, "share", of_roofline))
+        return results
+
+    def kernels(self, setting: str, trace: Path) -> Results:
+        """Return the kernels of PROFILED decoding steps, halfway through the responses."""
+        begin = self.tokens // 2
+        self._sample({begin: lambda: profiling.begin("torch"), begin + PROFILED: lambda: profiling.end(trace)})
+        return list(kernels([trace], f"{PROFILED} decoding steps, {setting}"))
+
+    def _sample(self, events: Mapping[int, Callable[[], None]] = MappingProxyType({})) -> float:
+        """Return the seconds. `events`: functions by the engine's step before which they are called."""
+        begun, done, step = time.perf_counter(), {}, 0
+        self.engine.submit(dict(enumerate(self.requests)))
+        while len(done) < len(self.requests):
+            if step in events:
+                events[step]()
+            done |= self.engine.step()
+            step += 1
+        if any(len(one.tokens) != self.tokens for one in done.values()):
             raise RuntimeError("the engine did not sample what it was asked for")
         return time.perf_counter() - begun
-
-    shape, gpu = find_shape(str(model), model / "config.json"), known_by_name(gpu_name())
-    nbytes = DecodingBytes.of(config, shape)
-    speed = DecodingSpeed(nbytes.step, nbytes.token, gpu.bandwidth if gpu else None)
-    flops = len(requests) * (forward_flops(shape, PROMPT_TOKENS + tokens) - forward_flops(shape, PROMPT_TOKENS))
-    rates, shares, of_roofline = [], [], []
-    for repeat in range(REPEATS):
-        seconds, decoded = sample(), engine.take_decoded()
-        if not repeat:
-            continue
-        rates.append(len(requests) * tokens / seconds)
-        if gpu is not None:
-            bandwidth = speed.metrics(decoded.steps, decoded.cached, seconds)["generation_bandwidth_share"]
-            shares.append(bandwidth)
-            of_roofline.append(max(bandwidth, flops / gpu.flops / seconds))
-    found: Found = {"throughput": ("tokens/s", rates), "start": ("s", [start])}
-    if gpu is not None:
-        found |= {"bandwidth share of decoding": ("share", shares), ROOFLINE: ("share", of_roofline)}
-    return found
 
 
 def trial() -> None:
     """Measure the reference engine in this process."""
     small = ["generation=transformers", "policy.max_total_sequence_length=64", "generation.max_new_tokens=8"]
-    with patch.dict(os.environ):
-        found = measure(tiny_model(), small, prompts=2, samples=2)
-        with tempfile.TemporaryDirectory() as folder:
-            without_weights("qwen3-30b-a3b:2", tiny_model(), Path(folder))
-    print(write("engine-settings", {"the launcher's": found}, "model: tiny"))
+    with patch.dict(os.environ), tempfile.TemporaryDirectory() as folder:
+        results = Run(tiny_model(), small, prompts=2, samples=2).rates("the launcher's")
+        without_weights("qwen3-30b-a3b:2", tiny_model(), Path(folder))
+    print(write("engine-settings", results, "model: tiny"))
 
 
 if __name__ == "__main__":

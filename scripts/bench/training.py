@@ -20,15 +20,14 @@ import json
 import os
 import random
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import record
+from kernel_times import kernels
 from whole_runs import (
     KNOWN_EXPERTS,
     KNOWN_MODEL,
@@ -45,7 +44,6 @@ from whole_runs import (
 from nemo_rl_lite.observability.profiling import FOLDER, SUFFIX
 
 WARM, ROWS, BATCH = 2, 512, 64
-LONGEST_KERNELS = 40
 MEGATRON, PACKS = "policy.megatron_cfg", "policy.sequence_packing.train_mb_tokens"
 TASK = [
     *("algorithm=sft", "policy=megatron_gpu", "policy.max_total_sequence_length=4096"),
@@ -195,7 +193,7 @@ def measured(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
             os.environ.update(before)
         results = results_of(steps[WARM : WARM + given.steps], name, QUANTITIES)
         print(name, {one["name"]: float(f"{one['median']:.4g}") for one in results}, flush=True)
-        return results + list(kernels(run / FOLDER, name))
+        return results + list(kernels((run / FOLDER).glob(f"*/policy*{SUFFIX}"), name))
 
 
 def chats() -> Iterator[dict[str, Any]]:
@@ -206,46 +204,18 @@ def chats() -> Iterator[dict[str, Any]]:
         yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def kernels(profile: Path, way: str) -> Iterator[dict[str, Any]]:
-    """Yield the seconds and launches of the longest kernels of a profiled step, and the idle time between kernels, of
-    all ranks together."""
-    seconds, launches, idle = Counter[str](), Counter[str](), 0.0
-    for file in profile.glob(f"*/policy*{SUFFIX}"):
-        with gzip.open(file) as opened:
-            events = json.load(opened)["traceEvents"]
-        launched = sorted(filter(is_kernel, events), key=itemgetter("ts"))
-        end = launched[0]["ts"] if launched else 0
-        for event in launched:
-            seconds[event["name"][:160]] += event["dur"] / 1e6
-            launches[event["name"][:160]] += 1
-            idle += max(event["ts"] - end, 0) / 1e6
-            end = max(end, event["ts"] + event["dur"])
-    if seconds:
-        yield record.result("no kernel", way, "s", [idle])
-        yield record.result("all kernels", way, "s", [sum(seconds.values())])
-        yield record.result("all kernels", way, "launches", [sum(launches.values())])
-    for name, value in seconds.most_common(LONGEST_KERNELS):
-        yield record.result(f"kernel {name}", way, "s", [value])
-        yield record.result(f"kernel {name}", way, "launches", [launches[name]])
-
-
-def is_kernel(event: Mapping[str, Any]) -> bool:
-    return event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-
-
 def trial() -> None:
     """Compose each way, and read a trace of two kernels."""
     with tried():
         for name, comparison in COMPARISONS.items():
             main([name, comparison.known, "--steps", "1"])
     with tempfile.TemporaryDirectory() as folder:
-        step = Path(folder) / "step-00000003"
-        step.mkdir()
+        trace = Path(folder) / f"policy-0{SUFFIX}"
         gemm = {"ph": "X", "cat": "kernel", "name": "gemm", "dur": 1e6}
         events = [gemm | {"ts": 3e6}, {"ph": "M"}, gemm | {"ts": 0}]
-        with gzip.open(step / f"policy-0{SUFFIX}", "wt") as opened:
+        with gzip.open(trace, "wt") as opened:
             json.dump({"traceEvents": events}, opened)
-        found = {(one["name"], one["unit"]): one["median"] for one in kernels(Path(folder), "trial")}
+        found = {(one["name"], one["unit"]): one["median"] for one in kernels([trace], "trial")}
         if found["kernel gemm", "s"] != 2 or found["all kernels", "launches"] != 2 or found["no kernel", "s"] != 2:
             raise SystemExit(f"kernels: {found}")
 

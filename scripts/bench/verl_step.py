@@ -14,7 +14,9 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ RATE, LONGEST_PROMPT = 5e-6, 128
 # cuDNN's attention, by Transformer Engine.
 PLAIN = {"recompute": False, "attention": "fused", "fused": True, "backend": "megatron"}
 SHARDED = PLAIN | {"attention": "flash_attention_4", "backend": "fsdp"}
-SETTINGS = [one | {"tokens": tokens} for one in (PLAIN, SHARDED) for tokens in (16384, 32768)]
+SETTINGS = [one | {"tokens": tokens} for one in (PLAIN, PLAIN | {"fused": False}, SHARDED) for tokens in (16384, 32768)]
 PHASES = {"gen": "generation", "update_actor": "train", "update_weights": "refit"}
 
 
@@ -63,11 +65,8 @@ def _launch(given: argparse.Namespace, settings: list[dict[str, Any]], times: Ti
         if given.dry_run:
             return
         os.environ |= {"HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_PATH": f"{folder}/steps.jsonl"}
-        try:
+        with _followed(Path(folder) / "steps.jsonl", of_step, times):
             _train(config, [one["tokens"] for one in of_step])
-        finally:
-            for one, step in zip(of_step, _read(Path(folder) / "steps.jsonl"), strict=False):
-                times.add(one, step)
 
 
 def _train(config: Any, tokens: list[int]) -> None:
@@ -150,12 +149,35 @@ def _write_rows(folder: Path, count: int) -> Path:
     return folder / "rows.parquet"
 
 
-def _read(log: Path) -> Iterable[dict[str, float]]:
+@contextmanager
+def _followed(log: Path, of_step: Sequence[dict[str, Any]], times: Times) -> Iterator[None]:
+    """In the block, keep each step when verl logs it, because a killed run has steps too."""
+    ends = threading.Event()
+
+    def follow() -> None:
+        kept, last = 0, False
+        while not last:
+            last = ends.wait(1)
+            steps = _read(log)
+            for one, step in zip(of_step[kept:], steps[kept:], strict=False):
+                times.add(one, step)
+            kept = len(steps)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def _read(log: Path) -> list[dict[str, float]]:
     """Return the step times and phase times that verl logged."""
-    for line in log.read_text().splitlines() if log.exists() else ():
-        found = json.loads(line)["data"]
-        names = {"step": "step time"} | PHASES
-        yield {name: found[f"timing_s/{key}"] for key, name in names.items() if f"timing_s/{key}" in found}
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    steps = [json.loads(line)["data"] for line in lines if line.endswith("\n")]
+    names = {"step": "step time"} | PHASES
+    return [{name: one[f"timing_s/{key}"] for key, name in names.items() if f"timing_s/{key}" in one} for one in steps]
 
 
 def trial() -> None:
@@ -166,8 +188,8 @@ def trial() -> None:
     log, times = own / "steps.jsonl", Times(own / "verl.times")
     log.write_text('{"step": 1, "data": {"timing_s/step": 2.0, "timing_s/gen": 1.0}}\n' * 2)
     _write_rows(own, 2)
-    for step in _read(log):
-        times.add(SETTINGS[0], step)
+    with _followed(log, [SETTINGS[0]] * 2, times):
+        pass
     if find_spec("verl"):
         main([str(tiny_model()), "--times", str(own / "dry.times"), "--dry-run"])
     results = [record.result(name, "verl", "s", found) for name, found in times.steps[label(SETTINGS[0])].items()]

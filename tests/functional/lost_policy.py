@@ -1,6 +1,7 @@
 """A policy of two ranks that loses one while the other waits for it in a collective, and takes the step again."""
 
 import os
+import re
 import signal
 import time
 import weakref
@@ -123,7 +124,7 @@ def exported(policy: RemotePolicy, folder: Path) -> dict[str, Tensor]:
 def processes(group: WorkerGroup, folder: Path) -> list[int]:
     """The last process of each rank."""
     logs = [(folder / "logs" / f"policy-{rank}.log").read_text() for rank in group.ranks]
-    return [int(log.split("process ")[-1].split()[0]) for log in logs]
+    return [int(re.findall(r"^process (\d+) on ", log, re.MULTILINE)[-1]) for log in logs]
 
 
 def describe(found: Recovery) -> str:

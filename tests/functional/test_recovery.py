@@ -72,7 +72,8 @@ def hit(
 
 def processes(folder: Path, worker: str) -> list[int]:
     """The processes that a worker has had."""
-    return [int(one) for one in re.findall(r"process (\d+)", (folder / "logs" / f"{worker}.log").read_text())]
+    log = (folder / "logs" / f"{worker}.log").read_text()
+    return [int(one) for one in re.findall(r"^process (\d+) on ", log, re.MULTILINE)]
 
 
 def terminate_in_step_one(folder: Path, gate: Gate) -> None:
