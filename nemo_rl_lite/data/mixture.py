@@ -24,12 +24,15 @@ class Shares:
         self._owed: dict[str, int] = {name: owed.get(name, 0) for name in weights}
         self._rates: dict[str, float] = {name: rates[name] for name in weights if name in rates}
         self._latest: int = state.get("step", 1)
-        self._shares = self._latest_shares()
+        # Draws of an earlier run are undone with its shares.
+        earlier = state.get("shares", {})
+        self._shares = {name: earlier.get(name, 0) for name in weights} if earlier else self._latest_shares()
+        self._has_drawn = False
 
     def draw(self, step: int) -> str:
         """Return the source of the next prompt: the one that is owed most."""
-        if step != self._latest:
-            self._latest = step
+        if step != self._latest or not self._has_drawn:
+            self._latest, self._has_drawn = step, True
             self._shares = self._latest_shares()
         shares = self._shares
         for name, share in shares.items():
@@ -57,7 +60,12 @@ class Shares:
         return {name: weight_at(own, step, rates.get(name, 0.0)) for name, own in self._weights.items()}
 
     def state(self) -> dict[str, Any]:
-        return {"owed": dict(self._owed), "solve_rates": dict(self._rates), "step": self._latest}
+        return {
+            "owed": dict(self._owed),
+            "solve_rates": dict(self._rates),
+            "step": self._latest,
+            "shares": self._shares,
+        }
 
     def _latest_shares(self) -> dict[str, int]:
         """Return the shares at the latest step, with the sum `_WHOLE`."""

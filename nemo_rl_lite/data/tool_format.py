@@ -38,6 +38,8 @@ class WrittenCall:
     """Reason that it cannot be read. It then has no arguments, and maybe no name."""
     is_text: bool = False
     """True if all arguments are texts, because the format has no types."""
+    is_open: bool = False
+    """True if the text that ends a call is missing, so that a truncated response may lack arguments."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class TaggedCalls(ToolFormat):
     opening: str
     middle: str
     closing: str
+    ending: str
+    """Text after the last argument."""
 
     def _calls(self, text: str) -> Iterator[WrittenCall]:
         return map(self._call, re.split(_loose(self.marker), text)[1:])
@@ -135,7 +139,7 @@ class TaggedCalls(ToolFormat):
         if not named:
             return WrittenCall("", trouble=f"the tool's name has to follow {self.marker}")
         opening, middle, closing = (re.compile(_loose(tag)) for tag in (self.opening, self.middle, self.closing))
-        arguments, begin = dict[str, str](), opening.search(text, named.end())
+        arguments, begin, last = dict[str, str](), opening.search(text, named.end()), named.end()
         # Search tag by tag: one pattern for the whole argument takes cubic time if a tag is missing.
         while begin:
             between = middle.search(text, begin.end())
@@ -146,8 +150,9 @@ class TaggedCalls(ToolFormat):
                 return WrittenCall(named[1], trouble=trouble)
             value = text[between.end() : end.start()].removeprefix("\n").removesuffix("\n")
             arguments[text[begin.end() : between.start()].strip()] = value
-            begin = following
-        return WrittenCall(named[1], arguments, is_text=True)
+            begin, last = following, end.end()
+        is_open = not re.compile(_loose(self.ending)).search(text, last)
+        return WrittenCall(named[1], arguments, is_text=True, is_open=is_open)
 
 
 def tool_format(render: Render) -> ToolFormat | None:
@@ -208,8 +213,10 @@ def _read(turn: str, bare: str, later: str) -> ToolFormat | None:
     opening = _common_end(to_key, to_next)
     opening = opening[max(opening.rfind("<"), 0) :].strip()
     closing = to_next.rpartition(opening)[0].strip() if opening else ""
-    known = opening and closing and to_value.strip()
-    return TaggedCalls(_marker(turn, bare, later), opening, to_value.strip(), closing) if known else None
+    ending = turn.partition(_VALUES[1])[2].partition(closing)[2].partition(">")
+    known = opening and closing and to_value.strip() and ending[1]
+    tags = (opening, to_value.strip(), closing, "".join(ending[:2]).strip())
+    return TaggedCalls(_marker(turn, bare, later), *tags) if known else None
 
 
 def _marker(*turns: str) -> str:

@@ -22,11 +22,12 @@ import subprocess
 import tempfile
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
+from string import Template
 from typing import Any
 
 import httpx
@@ -39,6 +40,25 @@ _PLAY_S, _BUILD_S = 600.0, 600.0
 # Of a container, beyond the limits of agent and verifier.
 _SPARE_S = 300.0
 _MAX_CHARACTERS = 10_000
+# Folders that programs of this machine need.
+_SYSTEM = {
+    "bin",
+    "dev",
+    "etc",
+    "home",
+    "lib",
+    "lib64",
+    "opt",
+    "proc",
+    "root",
+    "run",
+    "sbin",
+    "srv",
+    "sys",
+    "tmp",
+    "usr",
+    "var",
+}
 # Statuses of a shell that cannot start a command.
 _NOT_STARTED = (126, 127)
 _BASH = {
@@ -329,20 +349,22 @@ class LocalWorkspace(Workspace):
 
     def __init__(self, task: Task, root: Path):
         self._root, self._workdir, self._own = root, PurePosixPath("/app"), dict[str, str]()
-        lines = task.dockerfile.read_text().replace("\\\n", " ").splitlines() if task.dockerfile.is_file() else []
-        steps = [line.split(maxsplit=1) for line in lines if len(line.split()) > 1]
-        given = [rest.strip() for name, rest in steps if name == "WORKDIR"]
-        mapped = {PurePosixPath(path).parts[1] for path in ("/logs", "/tests", "/app", *given)}
-        self._paths = re.compile(rf"(?<![\w./~-])/({'|'.join(map(re.escape, sorted(mapped)))})(?![\w.-])")
-        for name, rest in steps:
-            if name == "WORKDIR":
-                self._workdir = self._workdir / rest.strip()
-            elif name == "ENV" and "=" in rest:
-                self._own |= dict(word.split("=", 1) for word in shlex.split(rest))
-            elif name == "COPY" and not rest.startswith("--"):
-                *sources, target = shlex.split(rest)
-                self._put(task.dockerfile.parent, sources, target)
+        mapped = {"logs", "tests", "app"}
+        for name, rest in _steps(task.dockerfile):
+            match name:
+                case "WORKDIR":
+                    self._workdir /= self._expanded(rest)
+                    mapped.add(_outer(self._workdir))
+                case "ENV":
+                    self._own |= {name: self._expanded(value) for name, value in _variables(rest)}
+                case "COPY" if "--from=" not in rest:
+                    *sources, target = map(self._expanded, _copied(rest))
+                    self._put(task.dockerfile.parent, sources, target)
+                    mapped.add(_outer(self._workdir / target))
         self._workdir = PurePosixPath(task.setting("environment", "workdir", None) or self._workdir)
+        mapped.add(_outer(self._workdir))
+        names = "|".join(map(re.escape, sorted(mapped - {""})))
+        self._paths = re.compile(rf"(?<![\w./~-])/({names})(?![\w.-])")
         self._here(self._workdir).mkdir(parents=True, exist_ok=True)
 
     def text(self, text: str) -> str:
@@ -351,9 +373,7 @@ class LocalWorkspace(Workspace):
 
     async def run(self, command: str, own: Mapping[str, str]) -> tuple[int, str]:
         """See `Workspace.run`."""
-        # Commands of the policy get no keys of the launcher.
-        shared = {name: value for name, value in os.environ.items() if not re.search("KEY|TOKEN|SECRET", name)}
-        environ = {**shared, **{name: self.text(value) for name, value in self._own.items()}, **own}
+        environ = {**_shared(), **{name: self.text(value) for name, value in self._own.items()}, **own}
         words = ["bash", "-c", self.text(command)]
         return await finished(words, env=environ, cwd=self._here(self._workdir))
 
@@ -365,6 +385,9 @@ class LocalWorkspace(Workspace):
             if file.is_file():
                 with suppress(UnicodeDecodeError):
                     file.write_text(self.text(file.read_text()))
+
+    def _expanded(self, value: str) -> str:
+        return Template(value).safe_substitute({**_shared(), **self._own})
 
     def _here(self, path: PurePosixPath) -> Path:
         return self._root / (self._workdir / path).relative_to("/")
@@ -379,6 +402,39 @@ class LocalWorkspace(Workspace):
                 file = place / source.name if target.endswith(("/", ".")) else place
                 file.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, file)
+
+
+def _shared() -> dict[str, str]:
+    """Return the variables of this process. Commands of the policy get no keys of the launcher."""
+    return {name: value for name, value in os.environ.items() if not re.search("KEY|TOKEN|SECRET", name)}
+
+
+def _outer(path: PurePosixPath) -> str:
+    """Return the outermost folder of a path that programs of this machine do not need, without its first slash."""
+    _, *parts = path.parts
+    return "/".join(parts if parts[:1] and parts[0] in _SYSTEM else parts[:1])
+
+
+def _steps(dockerfile: Path) -> Iterator[tuple[str, str]]:
+    """Yield the instructions of a Dockerfile, if there is one, with their arguments."""
+    text = dockerfile.read_text().replace("\\\n", " ") if dockerfile.is_file() else ""
+    for name, _, rest in (line.strip().partition(" ") for line in text.splitlines()):
+        if rest.strip():
+            yield name.upper(), rest.strip()
+
+
+def _variables(rest: str) -> list[tuple[str, str]]:
+    """Return the variables of `ENV A=1 B=2` or of its older form `ENV A 1`."""
+    words = shlex.split(rest)
+    if "=" not in words[0]:
+        return [(words[0], " ".join(words[1:]))]
+    return [(name, value) for name, _, value in (word.partition("=") for word in words)]
+
+
+def _copied(rest: str) -> list[str]:
+    """Return the sources and the target of `COPY a b` or `COPY ["a", "b"]`, without options."""
+    rest = re.sub(r"^(--\S+\s+)*", "", rest)
+    return json.loads(rest) if rest.startswith("[") else shlex.split(rest)
 
 
 async def _succeeded(words: Sequence[str], failure: str) -> None:

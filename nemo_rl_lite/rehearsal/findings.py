@@ -1,17 +1,16 @@
 """Findings of a rehearsal: faults of the user's code that hurt a run, each with a fix."""
 
 import inspect
-import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.messages import Message
-from nemo_rl_lite.rehearsal.script import AFTER_KILL, KILLED, OTHERS, PLAIN, SLOW, TWICE, UNANSWERED
+from nemo_rl_lite.rehearsal.script import AFTER_KILL, CALLED, KILLED, OTHERS, PLAIN, SAME, SLOW, TWICE, UNANSWERED
 from nemo_rl_lite.rehearsal.stage import AT_ONCE, Played, Rehearsal
 
 # In the error of a request that is too long, which is no fault.
@@ -35,7 +34,7 @@ class Finding:
 def findings(found: Rehearsal) -> list[Finding]:
     """Return the faults of a rehearsal, then its notes."""
     checks: Sequence[Callable[[Rehearsal], Iterator[Finding]]] = (
-        *(_failures, _refusals, _rewards, _shared_state, _other_requests, _changed_histories),
+        *(_failures, _refusals, _rewards, _leaked_answers, _shared_state, _other_requests, _changed_histories),
         *(_unanswered_calls, _blocked_loop, _left_behind, _no_response, _after_kill),
         *(_no_room, _endless, _slow_code),
     )
@@ -82,18 +81,40 @@ def _refusals(found: Rehearsal) -> Iterator[Finding]:
 
 
 def _rewards(found: Rehearsal) -> Iterator[Finding]:
-    """Yield a finding if right and wrong answers have the same reward."""
+    """Yield a finding if wrong answers have the rewards of right ones, or higher ones."""
     right, wrong = (found.of(script) for script in PLAIN)
-    rewards = {one.episode.reward for one in (*right, *wrong) if one.episode.reward is not None}
-    if len(rewards) != 1:
-        return
-    (value,) = rewards
-    if math.isclose(value, 0.0):
+    high, low = ([one.episode.reward for one in own if one.episode.reward is not None] for own in (right, wrong))
+    where = _names([*right, *wrong])
+    if {*high, *low} == {0.0}:
         fix = "nothing to do if the answer of a problem is not its response"
-        yield Finding("right and wrong answers have the reward 0", _names([*right, *wrong]), fix, "note")
-    else:
+        yield Finding("right and wrong answers have the reward 0", where, fix, "note")
+    elif len({*high, *low}) == 1:
         fix = "let the reward depend on the responses: equal rewards train nothing"
-        yield Finding(f"right and wrong answers have the reward {value:g}", _names([*right, *wrong]), fix)
+        yield Finding(f"right and wrong answers have the reward {high[0] if high else low[0]:g}", where, fix)
+    elif high and low and max(high) < min(low) and all(one.episode.problem.answer for one in right):
+        what = f"right answers have lower rewards than wrong ones: {max(high):g} and {min(low):g}"
+        yield Finding(what, where, "check the sign of the reward: a run trains wrong answers")
+    elif high and low and high[0] not in low and (same := found.of(SAME)) and same[0].episode.reward == high[0]:
+        what = f"a wrong answer has the reward {high[0]:g} of an earlier, right answer to the same problem"
+        yield Finding(what, SAME.name, "keep no rewards or files by problem: a run has several episodes of each")
+
+
+def _leaked_answers(found: Rehearsal) -> Iterator[Finding]:
+    """Yield a finding if the agent adds the problem's answer to its prompt."""
+    leaks = [one for one in found.of(*PLAIN) if one.turns]
+    answers = [one.episode.problem.answer for one in leaks]
+    if leaks and all(
+        len(answer) > 2
+        and not _has(one.episode.problem.messages, answer)
+        and _has([message for message in one.episode.prompt if message["role"] != "assistant"], answer)
+        for one, answer in zip(leaks, answers, strict=True)
+    ):
+        what = f"the first request has the answer of the problem ({answers[0][:40]!r})"
+        yield Finding(what, _names(leaks), "leave it out, unless the policy has to repeat it")
+
+
+def _has(messages: Iterable[Message], text: str) -> bool:
+    return any(text in message["content"] for message in messages)
 
 
 def _shared_state(found: Rehearsal) -> Iterator[Finding]:
@@ -110,10 +131,14 @@ def _shared_state(found: Rehearsal) -> Iterator[Finding]:
 
 
 def _other_requests(found: Rehearsal) -> Iterator[Finding]:
-    """Yield a finding if equal responses lead to different messages."""
+    """Yield a finding if equal responses lead to different messages or rewards."""
     twins = found.of(TWICE)
     if not twins or any(one.failure for one in twins):
         return
+    rewards = {f"{one.episode.reward:g}" for one in twins if one.episode.reward is not None}
+    if len(rewards) > 1:
+        what = f"equal responses have the rewards {' and '.join(sorted(rewards))}"
+        yield Finding(what, TWICE.name, "let it depend on problem and responses only", "note")
     first, second = (one.histories() for one in twins)
     if first == second:
         return
@@ -155,10 +180,17 @@ def _unanswered_calls(found: Rehearsal) -> Iterator[Finding]:
     for one in found.episodes:
         for history in one.histories():
             for message, following in pairwise(history):
-                if message.get("tool_calls") and following["role"] != "tool":
-                    name = message["tool_calls"][0]["function"]["name"]
+                if not (calls := message.get("tool_calls")):
+                    continue
+                what = ""
+                if following["role"] != "tool":
+                    name = calls[0]["function"]["name"]
                     what = f"a call of {name} has no result: the next message is of the {following['role']}"
-                    yield Finding(what, one.script.name, "answer each call with a message of the role `tool`")
+                elif following.get("tool_call_id") not in (None, *(call["id"] for call in calls)):
+                    what = f"a result has the tool_call_id {following['tool_call_id']!r:.40} of no call"
+                if what:
+                    fix = "answer each call with a message of the role `tool` and the call's id"
+                    yield Finding(what, one.script.name, fix)
                     return
 
 
@@ -204,11 +236,14 @@ def _after_kill(found: Rehearsal) -> Iterator[Finding]:
 
 
 def _no_room(found: Rehearsal) -> Iterator[Finding]:
-    longer = [one for one in found.of(*PLAIN) if one.episode.ending == "length" and not one.failure]
-    if longer and len(longer) == len(found.of(*PLAIN)):
-        most = found.config.policy.max_total_sequence_length
-        what = f"messages leave no room for the next response within policy.max_total_sequence_length = {most}"
-        yield Finding(what, _names(longer), "raise it, or shorten the messages")
+    """Yield a finding if all episodes of plain responses, or those of a call and an answer, end without room."""
+    for scripts, what in ((PLAIN, "messages leave"), ((CALLED,), "a call and its result leave")):
+        played = found.of(*scripts)
+        if played and all(one.episode.ending == "length" and not one.failure for one in played):
+            most = found.config.policy.max_total_sequence_length
+            what += f" no room for the next response within policy.max_total_sequence_length = {most}"
+            yield Finding(what, _names(played), "raise it, or shorten the messages")
+            return
 
 
 def _endless(found: Rehearsal) -> Iterator[Finding]:

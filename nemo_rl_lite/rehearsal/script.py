@@ -48,6 +48,8 @@ PLAIN = (Script("right answer", ["answer"]), Script("wrong answer", ["wrong"]))
 """Scripts that say whether tools are offered."""
 TWICE = Script("repeated", ["wrong", "wrong", "answer"])
 """Played twice, with the same responses."""
+SAME = Script("same problem", ["wrong"])
+"""Played after a right answer to that problem."""
 SLOW = Script("slow responses", ["answer"], is_held=True)
 """Played by several episodes at once."""
 UNANSWERED = Script("no response", ["answer"], is_held=True)
@@ -55,8 +57,9 @@ UNANSWERED = Script("no response", ["answer"], is_held=True)
 KILLED = Script("killed", ["answer"], is_held=True)
 """The processes of user code are killed while it waits for its first response."""
 AFTER_KILL = Script("after the kill", ["answer"])
+CALLED = Script("tool, then answer", ["call", "answer"], needs_tools=True)
 OTHERS = (
-    Script("tool, then answer", ["call", "answer"], needs_tools=True),
+    CALLED,
     Script("tools forever", ["call"], needs_tools=True),
     Script("broken call", ["broken call", "answer"], needs_tools=True),
     Script("unknown tool", ["unknown tool", "answer"], needs_tools=True),

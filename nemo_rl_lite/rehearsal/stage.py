@@ -22,6 +22,7 @@ from nemo_rl_lite.rehearsal.script import (
     KILLED,
     OTHERS,
     PLAIN,
+    SAME,
     SLOW,
     TWICE,
     UNANSWERED,
@@ -197,6 +198,7 @@ class _Stage:
         more = [script for script in PLAIN for _ in range(2)]
         found.episodes += await asyncio.gather(*(self._episode(script) for script in (*more, *others)))
         found.episodes += [await self._episode(TWICE, mark=_MARKS // 3, problem=0) for _ in range(2)]
+        found.episodes.append(await self._episode(SAME, problem=0))
         slow = [self._begin(SLOW) for _ in range(AT_ONCE)]
         limit_s = found.config.agent.timeout_s
         await _until(lambda: any(one.waits for one in slow) or all(one.is_over for one in slow), limit_s)

@@ -218,8 +218,8 @@ class Episode(_Judged, Segment):
 
     @property
     def last(self) -> Segment:
-        """The segment with the last turn."""
-        return self.segments[self.order[-1]] if self.branches else self
+        """The segment with the last turn; the first without one."""
+        return self.segments[self.order[-1]] if self.branches and self.order else self
 
     def start_of(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Start:
         """Return the beginning of a request's messages that the episode has; see `Segment.note` for their form."""

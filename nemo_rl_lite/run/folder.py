@@ -78,7 +78,8 @@ def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
         shown = ", ".join(others[:_SHOWN_CHANGES]) + ", ..." * (len(others) > _SHOWN_CHANGES)
         rule = "holds a run already, and it is done" + (f"; the command changes {shown}" if others else "")
         lengths = [key for key in sorted(_LENGTH) if key in dict(flatten(whole_config))]
-        fix = f"name another folder, or resume it by changing nothing but {' or '.join(lengths)}"
+        fix = f"name another folder, with checkpoint.resume_from={folder} to continue from it, or change nothing but "
+        fix += " or ".join(lengths)
         raise ConfigError([Violation(RUN_FOLDER, str(folder), rule, fix)])
     if changes and not has_any(folder / CHECKPOINTS):
         rule = "holds a run already, without a checkpoint; a second one would be mixed into it"

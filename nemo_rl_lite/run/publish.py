@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from nemo_rl_lite.checkpoint.resume import changed
 from nemo_rl_lite.config.algorithms import generates, has_teacher
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sources import source_configs
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.models.folder import exported
 from nemo_rl_lite.models.shape import is_hub_name
@@ -70,10 +71,11 @@ def write_cards(model: Path, config: Config, run: Path, step: int | None = None)
     if hub_name is None and _TAG in (inherited.get("tags") or ()):
         # The base is a model of this package, and names the model that it comes from.
         hub_name = inherited.get("base_model")
-    lora, dataset = config.policy.megatron_cfg.peft, str(config.data.path)
+    lora, used = config.policy.megatron_cfg.peft, [one.data for one in source_configs(config).values()]
+    datasets = [str(one.path) for one in used if one.name == "hub" and is_hub_name(str(one.path))]
     data = ModelCardData(
         base_model=hub_name,
-        datasets=[dataset] if config.data.name == "hub" and is_hub_name(dataset) else None,
+        datasets=list(dict.fromkeys(datasets)) or None,
         pipeline_tag="text-generation",
         tags=[_TAG, config.algorithm.name, *(["lora"] if lora.enabled else [])],
     )
@@ -161,7 +163,7 @@ def _settings(config: Config) -> dict[str, Any]:
     hidden = (*_HIDDEN, *(() if generates(config) else _OF_ROLLOUTS), *(() if has_teacher(config) else ("teacher.",)))
     nested: dict[str, Any] = {}
     for key in dict.fromkeys([*(key for key in _SHOWN if key in keys), *unusual]):
-        if f"{key}.".startswith(hidden):
+        if f"{key}.".startswith(hidden) or _is_the_runs(key, keys):
             continue
         *groups, last = key.split(".")
         place = nested
@@ -169,6 +171,14 @@ def _settings(config: Config) -> dict[str, Any]:
             place = place.setdefault(group, {})
         place[last] = _shown(keys[key])
     return nested
+
+
+def _is_the_runs(key: str, keys: Mapping[str, Any]) -> bool:
+    """Return whether a key of a source has the run's own value."""
+    group, _, own = key.partition("sources.")
+    names = own.partition(".")[2]
+    same = (keys[one] for one in (f"data.{names}", names, f"generation.{names}") if one in keys)
+    return group == "data." and next(same, None) == keys[key]
 
 
 def _shown(value: Any) -> Any:

@@ -43,6 +43,8 @@ class _OpenAIExchange[Asked: ApiRequest](Exchange[Asked]):
     def __init__(self, asked: Asked, tokenizer: ChatTokenizer, model: str):
         super().__init__(asked, tokenizer, model)
         self._sent: dict[int, _Sent] = {}
+        # Whether the first chunks were sent.
+        self._is_open = False
         self._id, self._created = f"{self.id_prefix}-{uuid.uuid4().hex}", int(time.time())
 
     @classmethod
@@ -67,14 +69,14 @@ class _OpenAIExchange[Asked: ApiRequest](Exchange[Asked]):
     def begun(self, index: int, so_far: Completion) -> Iterator[Event]:
         sent = self._sent_of(index)
         if text := sent.shown.more(so_far):
-            yield from self._opening(index, sent, so_far)
+            yield from self._opening(so_far)
             yield self._chunk(index, self._delta(text), so_far, self._tokens(sent, so_far))
 
     def ended(self, answer: Answer) -> Iterator[Event]:
         """See `Exchange.ended`. The usage follows if it was requested."""
+        yield from self._opening(answer.completions[0])
         for index, completion in enumerate(answer.completions):
             sent, choice = self._sent_of(index), self._choice(answer, index)
-            yield from self._opening(index, sent, completion)
             rest = {"finish_reason": choice["finish_reason"], **self._tokens(sent, completion)}
             yield self._chunk(index, self._last_delta(choice, sent.shown), completion, rest)
         if (self.asked.stream_options or {}).get("include_usage"):
@@ -103,10 +105,13 @@ class _OpenAIExchange[Asked: ApiRequest](Exchange[Asked]):
     def _sent_of(self, index: int) -> _Sent:
         return self._sent.setdefault(index, _Sent(ShownText(self.asked, self._tokenizer)))
 
-    def _opening(self, index: int, sent: _Sent, so_far: Completion) -> Iterator[Event]:
-        """Yield a choice's first chunk, which has the role, if nothing was sent yet."""
-        if not sent.tokens and (opening := self._opening_delta()):
-            yield self._chunk(index, opening, so_far, {})
+    def _opening(self, so_far: Completion) -> Iterator[Event]:
+        """Yield the first chunk of each choice, which has the role, if nothing was sent yet. OpenAI's client needs the
+        choices in their order."""
+        if not self._is_open and (opening := self._opening_delta()):
+            for index in range(self.asked.n or 1):
+                yield self._chunk(index, opening, so_far, {})
+        self._is_open = True
 
     def _tokens(self, sent: _Sent, so_far: Completion) -> dict[str, Any]:
         """Return the ids and logprobs of the unsent tokens."""

@@ -259,10 +259,11 @@ class ChatRequest(ApiRequest):
 
     def reply(self, completion: Completion, tokenizer: ChatTokenizer) -> Reply:
         """See `ApiRequest.reply`. As in vLLM, an unreadable call makes the response a text, and the client checks calls
-        against the tools."""
+        against the tools. So does a call that the limit on tokens cuts off."""
         tools = self.offered
         before, written = tokenizer.written_calls(completion.tokens) if tools else ("", [])
-        if not written or any(call.trouble for call in written):
+        is_cut = completion.finish_reason == "length" and any(call.is_open for call in written[-1:])
+        if not written or is_cut or any(call.trouble for call in written):
             return super().reply(completion, tokenizer)
         calls = checked_calls(written, tools, turn=0)[: 1 if self.parallel_tool_calls is False else None]
         # `checked_calls` counts ids within an episode, which a request does not know.

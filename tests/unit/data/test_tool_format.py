@@ -54,7 +54,7 @@ def format_of(template: str):
 
 
 HERMES = JSONCalls("<tool_call>", "name", "arguments")
-CODER = TaggedCalls("<tool_call>\n<function=", "<parameter=", ">", "</parameter>")
+CODER = TaggedCalls("<tool_call>\n<function=", "<parameter=", ">", "</parameter>", "</function>")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,10 @@ CODER = TaggedCalls("<tool_call>\n<function=", "<parameter=", ">", "</parameter>
         ("llama3_1.jinja", JSONCalls("", "name", "parameters")),
         ("qwen3_5_think.jinja", CODER),
         ("nemotron_3_nano.jinja", CODER),
-        ("glm4moe.jinja", TaggedCalls("<tool_call>", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")),
+        (
+            "glm4moe.jinja",
+            TaggedCalls("<tool_call>", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"),
+        ),
         (MISTRAL_3, JSONCalls("[TOOL_CALLS]", "name", "arguments")),
         (MISTRAL_11, NamedCalls("[TOOL_CALLS]", "[ARGS]")),
         # No tools in the prompt, and calls in a format that is not known.
@@ -139,14 +142,17 @@ def test_brackets_without_end_are_a_mistake_of_the_model_and_no_error_of_the_run
     assert found and "not valid JSON" in found[0].trouble
 
 
-GLM = TaggedCalls("<tool_call>", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")
+GLM = TaggedCalls("<tool_call>", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>")
 FORMATS = {
     "hermes": (HERMES, ("<tool_call>", '{"name": "f", "arguments": {"a": "')),
     "llama": (LLAMA, ('{"name": "f", "parameters": {"a": "',)),
     "mistral list": (JSONCalls("[TOOL_CALLS]", "name", "arguments"), ("[TOOL_CALLS]", "[", '{"name": "f"}, ')),
     "mistral": (MISTRAL, ("[TOOL_CALLS]", "f", "[ARGS]", '{"a": "')),
     "coder": (CODER, ("<tool_call>", "\n<function=", "f", ">\n<parameter=", "a", ">", "1\n", "</parameter>")),
-    "one tag": (TaggedCalls("<function=", "<parameter=", ">", "</parameter>"), ("<function=", "f>\n", "<parameter=")),
+    "one tag": (
+        TaggedCalls("<function=", "<parameter=", ">", "</parameter>", "</function>"),
+        ("<function=", "f>\n", "<parameter="),
+    ),
     "glm": (GLM, ("<tool_call>", "f\n", "<arg_key>", "a", "</arg_key>", "\n", "<arg_value>", "1", "</arg_value>")),
 }
 SEPARATORS = (

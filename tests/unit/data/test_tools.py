@@ -156,7 +156,7 @@ def test_arguments_that_no_process_can_be_sent_are_a_mistake_of_the_model(depth,
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}}
     nested = "[" * depth + "]" * depth
     text = f"<f=f><p=y>{nested}</p>" if is_text else f'<call>{{"name": "f", "arguments": {{"x": {nested}}}}}'
-    own = TaggedCalls("<f=", "<p=", ">", "</p>") if is_text else JSONCalls("<call>", "name", "arguments")
+    own = TaggedCalls("<f=", "<p=", ">", "</p>", "</f>") if is_text else JSONCalls("<call>", "name", "arguments")
     (call,) = checked_calls(own.find(text), [tool], 0)
     # What is no JSON stays text.
     assert pickle.dumps(call) and ("error" in call) == (depth > 100 and not (is_text and depth > 10_000))

@@ -107,6 +107,29 @@ def test_a_harness_gets_instruction_endpoint_and_environment(task):
     assert reward(task, command="true") == 0
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "COPY repository /testbed",
+        "copy --chown=root:root --chmod=755 repository /testbed/\nCOPY --from=other /x /testbed/add.py",
+        'COPY ["repository", "/testbed"]\nWORKDIR testbed',
+        'ENV PATH="/root/.local/bin:$PATH" PLACE=/testbed\nWORKDIR $PLACE\nCOPY repository .',
+        "ENV PLACE /testbed\nWORKDIR /\nCOPY repository ${PLACE}",
+    ],
+)
+def test_dockerfiles_have_options_variables_and_relative_paths(task, lines):
+    (task / "environment" / "Dockerfile").write_text(f"FROM python:3.12\n{lines}\n")
+    (task / "tests" / "test.sh").write_text("grep -c 'a + b' /testbed/add.py > /logs/verifier/reward.txt")
+    assert reward(task, command=f"cd /testbed && git status && {FIX.replace('/app', '/testbed')}") == 1
+
+
+def test_programs_of_the_machine_stay_where_a_workspace_is_in_a_system_folder(task):
+    (task / "environment" / "Dockerfile").write_text("FROM python:3.12\nWORKDIR /usr/src/app\nCOPY repository .\n")
+    run = "/usr/bin/env python3 -c 'from add import add; print(add(2, 1))'"
+    (task / "tests" / "test.sh").write_text(f"cd /usr/src/app && {run} > /logs/verifier/reward.txt")
+    assert reward(task, command=f"/usr/bin/env {FIX.replace('/app', '/usr/src/app')}") == 3
+
+
 def test_the_tests_judge_what_a_harness_left_at_its_limit(task):
     (task / "task.toml").write_text("[agent]\ntimeout_sec = 1.0\n")
     assert reward(task, command=f"{FIX}; sleep 60") == 1

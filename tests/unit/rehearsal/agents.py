@@ -23,6 +23,7 @@ TOOL = {
 }
 AGAIN = {"role": "user", "content": "again"}
 MEMORY: list[dict] = []
+REWARDS: dict[str, float] = {}
 LOCKED: list = []
 
 
@@ -49,6 +50,8 @@ async def player(problem, endpoint, bugs=()):
     messages, right = list(problem.messages), []
     if "silent" in bugs:
         return 1.0
+    if "leaks the answer" in bugs:
+        messages[0] = {"role": "user", "content": f"{messages[0]['content']} is {problem.answer}"}
     if "shares state" in bugs:
         MEMORY.extend(messages)
         messages = MEMORY
@@ -95,7 +98,14 @@ async def player(problem, endpoint, bugs=()):
         return "well done"
     if "not finite" in bugs:
         return float("nan")
-    return 1.0 if "always pays" in bugs else sum(right) / len(right)
+    reward = sum(right) / len(right)
+    if "always pays" in bugs:
+        return 1.0
+    if "wrong sign" in bugs:
+        return -reward
+    if "random reward" in bugs:
+        return reward + random.random()
+    return REWARDS.setdefault(problem.answer, reward) if "remembers rewards" in bugs else reward
 
 
 def plain(problem, endpoint):
@@ -120,7 +130,9 @@ async def tool_player(problem, endpoint, bugs=()):
         if "ignores calls" in bugs:
             messages.append(AGAIN)
         else:
-            messages += [{"role": "tool", "tool_call_id": call["id"], "content": "42"} for call in calls]
+            result = "1" * 120 if "long results" in bugs else "42"
+            ids = ["call" if "wrong ids" in bugs else call["id"] for call in calls]
+            messages += [{"role": "tool", "tool_call_id": one, "content": result} for one in ids]
     return float(said["content"] == problem.answer)
 
 

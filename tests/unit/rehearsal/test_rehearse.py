@@ -13,7 +13,7 @@ AGENTS = "tests.unit.rehearsal.agents"
 PLAYER = f"agent.name={AGENTS}.player policy.max_total_sequence_length=96"
 TOOLS = f"agent.name={AGENTS}.tool_player policy.max_total_sequence_length=128 generation.max_new_tokens=40"
 ROOM = f"environment.name={AGENTS}.Room environment.max_turns=3 policy.max_total_sequence_length=96"
-# The bugs of an agent or environment, and of each what is found. There are 25.
+# The bugs of an agent or environment, and of each what is found. There are 31.
 BUGS = {
     f"{PLAYER} '+agent.kwargs.bugs=[silent]'": ["asked the endpoint for no response"],
     f"{PLAYER} '+agent.kwargs.bugs=[always pays,leaves processes,leaves files,needs text,changes answers]'": [
@@ -38,6 +38,14 @@ BUGS = {
     ],
     f"{PLAYER} '+agent.kwargs.bugs=[blocks]'": ["a blocking client"],
     f"{PLAYER} '+agent.kwargs.bugs=[changes the first message]'": ["because message 1 changes"],
+    f"{PLAYER} '+agent.kwargs.bugs=[wrong sign,leaks the answer]'": [
+        "right answers have lower rewards than wrong ones",
+        "the first request has the answer of the problem",
+    ],
+    f"{PLAYER} '+agent.kwargs.bugs=[random reward]'": ["equal responses have the rewards"],
+    f"{PLAYER} '+agent.kwargs.bugs=[remembers rewards]'": ["a wrong answer has the reward 1 of an earlier"],
+    f"{TOOLS} '+agent.kwargs.bugs=[wrong ids]'": ["a result has the tool_call_id 'call' of no call"],
+    f"{TOOLS} '+agent.kwargs.bugs=[long results]'": ["a call and its result leave no room"],
     f"{PLAYER} '+agent.kwargs.bugs=[no number]'": ["a reward is one number"],
     f"{PLAYER} '+agent.kwargs.bugs=[not finite]'": ["the agent returned nan"],
     f"{TOOLS} '+agent.kwargs.bugs=[needs known tools,ignores calls]'": [
@@ -54,7 +62,7 @@ AT_MOST_S = 30
 GOOD = (
     "",
     "environment=calculator",
-    "environment=python policy.max_total_sequence_length=112 generation.max_new_tokens=48",
+    "environment=python policy.max_total_sequence_length=128 generation.max_new_tokens=40",
     ROOM,
     PLAYER,
     f"{PLAYER} agent.concurrency=1",
@@ -99,7 +107,7 @@ def test_rows_of_an_episode_are_shown_with_trained_text_in_brackets(capsys):
     with pytest.raises(SystemExit):
         main(["--show", "1"])
     shown = capsys.readouterr().out
-    assert "episode 1 (right answer), row 1" in shown and "20 episodes, 0 faults" in shown
+    assert "episode 1 (right answer), row 1" in shown and "21 episodes, 0 faults" in shown
     (row,) = [line for line in shown.splitlines() if line.startswith("<bos>")]
     prompt, _, response = row.removeprefix("<bos>").partition("=[")
     assert response == f"{prompt[::-1]}<eos>]"

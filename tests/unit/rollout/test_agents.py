@@ -276,6 +276,20 @@ def test_an_agent_that_hangs_is_late(caplog):
     assert "no answer within agent.timeout_s = 0.5" in caplog.text and rollout.environment_errors == 1
 
 
+class Mute(Book):
+    """Engines that answer nothing."""
+
+    async def sample(self, request, conversation, progress=None):
+        self.asked.append(request)
+        await asyncio.Event().wait()
+
+
+def test_an_agent_may_end_before_the_first_of_several_choices(caplog):
+    rollout = collect(engines := Mute(), config("chooser", timeout_s=2.0, streams=False), share=1.0)
+    assert len(engines.asked) == 3 and rollout.environment_errors == 1
+    assert "no answer within agent.timeout_s = 2" in caplog.text
+
+
 def test_without_a_reward_of_the_agent_the_configured_one_judges():
     assert collect(Book({}), config("player", how="judged")).rewards_B.tolist() == [1]
     assert collect(Book(), config("player", how="judged")).rewards_B.tolist() == [0]

@@ -5,6 +5,7 @@ from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
+import yaml
 from huggingface_hub import HfApi, ModelCard
 from rich.console import Console
 
@@ -68,6 +69,17 @@ def test_settings_are_there_without_the_machines_folders(tmp_path):
     )
     assert "train_path: rows.jsonl" in card.text and "seed: 7" in card.text
     assert str(tmp_path) not in card.content and "tensorboard" not in card.text
+
+
+def test_sources_of_a_mixture_show_their_datasets_and_own_settings(tmp_path):
+    own = ["data.sources.math.path=org/math", "data.sources.math.weight=3", "data.sources.code.path=org/code"]
+    (card,) = cards(tmp_path, *HUB, *own, "data.sources.code.reward=last_number")
+    assert card.data.datasets == ["org/math", "org/code"]
+    settings = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
+    assert settings["data"]["sources"] == {
+        "math": {"path": "org/math", "weight": 3.0},
+        "code": {"path": "org/code", "weight": 1.0, "reward": {"name": "last_number"}},
+    }
 
 
 @pytest.mark.parametrize("card", ["no front matter", "---\n: [\n---\n", "---\n- a list\n---\n"])

@@ -60,3 +60,9 @@ def test_half_of_a_character_waits_for_the_rest():
     so_far = [Completion(tokens[:count], (0.0,) * count, "length", (0,) * count) for count in (1, 2, 3)]
     told = [[chunk["choices"][0]["delta"]["content"] for chunk in exchange.begun(0, one)] for one in so_far]
     assert told == [["", "n"], [], ["é"]]
+
+
+def test_choices_open_in_their_order_as_openais_client_needs():
+    exchange, tokens = ChatExchange(ChatRequest(messages=[], n=3), Bytes(), "own"), tuple(b"b")
+    chunks = [chunk["choices"][0] for chunk in exchange.begun(1, Completion(tokens, (0.0,), "length", (0,)))]
+    assert [(one["index"], one["delta"]["content"]) for one in chunks] == [(0, ""), (1, ""), (2, ""), (1, "b")]

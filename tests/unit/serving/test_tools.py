@@ -153,6 +153,19 @@ def test_a_call_that_cannot_be_read_or_is_only_considered_is_text(model, said, e
     assert choice.message.content == said and choice.message.tool_calls is None and choice.finish_reason == ending
 
 
+@pytest.mark.parametrize("kept", [TAGS.index("<parameter") + 3, TAGS.index("</function") + 4, len(TAGS) - 3])
+def test_a_tagged_call_without_its_end_is_text_if_the_response_was_cut_off(tmp_path, kept):
+    with speaking(tmp_path, "qwen3_5_nothink.jinja", "<|im_end|>") as model:
+        model.said = TAGS.replace("NAME", "add")[: kept - len("NAME") + len("add")]
+        is_whole = "</function>" in model.said
+        (ended,) = model.ask().choices
+        assert ended.finish_reason == "tool_calls", "models forget the end"
+        model.ending = "length"
+        (cut,) = model.ask().choices
+        assert cut.finish_reason == ("tool_calls" if is_whole else "length")
+        assert (cut.message.content, cut.message.tool_calls is None) == (None if is_whole else model.said, not is_whole)
+
+
 @pytest.mark.parametrize(
     ("parameters", "param", "said"),
     [
