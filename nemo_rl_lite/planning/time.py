@@ -64,7 +64,7 @@ MFU, POLICY_READS, READS = 0.56, 0.78, 0.64
 # Minimum time of a layer's forward or backward pass over a micro-batch: without experts; with them, and for each one.
 LAUNCH_S, LAUNCH_EXPERTS_S, LAUNCH_EXPERT_S = 4.5e-3, 2.7e-2, 1.4e-4
 # An engine's host time per decoding step, token and request. vLLM's first model runner, which has most models with
-# experts, draws each request's token by a kernel of its own, and takes longer per token.
+# experts, draws each request's token by a separate kernel, and takes longer per token.
 ENGINE_STEP_S, TOKEN_S, TOKEN_EXPERTS_S, REQUEST_S = 2e-3, 1.7e-5, 6e-5, 5e-4
 # Time of a CPU optimizer step per parameter of a rank.
 CPU_OPTIMIZER_S = 8e-10

@@ -169,6 +169,8 @@ LONG, MIDDLE, SHORT = Lengths(10, 512, 512), Lengths(10, 256, 256), Lengths(10, 
 # Those of training.py, by the FLOPs of a recorded step.
 CHATS = Lengths(0, 2230, 4096)
 REPLAY, _experts = "experts-router-replay-qwen3-moe-1.5b-1x-h100", partial(_way, kind="experts")
+# The packs of this run, by its note.
+SMALL_PACKS = [f"{ways.PACKS}.{phase}_mb_tokens=4096" for phase in ("train", "logprob")]
 RECORDS = [
     _published(1, 8, "h100", fitted=True),
     _published(2, 16, "h100", fitted=True),
@@ -182,14 +184,14 @@ RECORDS = [
     _way("speed-ablation-large-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG),
     _engine("engine-settings-1x-h100", "qwen3-1.7b", rollout_rate.PROMPT_TOKENS, 512, 512, "default"),
     _way("lora-next-to-trl-large-1x-h100", "lora", "adapters, rank 16", "qwen3-1.7b", LONG, kind="adapters"),
-    _way(
+    Recorded(
         "async-rate-1x-h100",
-        "async_1",
         "sync, engine sleeps",
+        [*ways.ASYNC, *SMALL_PACKS, "generation.vllm_cfg.gpu_memory_utilization=0.3"],
         "qwen3-1.7b",
         SHORT,
         names={"generation": "policy idle"},
-        kind="760 stop tokens",
+        kind="759 stop tokens",
     ),
     *map(_shared_prompts, shared_prompts.WAYS),
     _experts("experts-rate-2x-h100", "experts", "the launcher's", "qwen3-30b-a3b:4", LONG, "default", fitted=True),

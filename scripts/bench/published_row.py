@@ -199,7 +199,7 @@ def predicted_rows(gpu: str, gpus: int, batch: int, rollouts: str) -> Iterator[d
 
 
 def rows_beside() -> Iterator[dict[str, Any]]:
-    """`ROWS` as published, and the plan of our command with NeMo-RL's sizes and with ours."""
+    """Yield published figures of `ROWS`, and the plan of our command with NeMo-RL's sizes and with ours."""
     for row in ROWS:
         for what, value in row.published.items():
             unit = "tokens/s" if what == "throughput per GPU" else "s"
@@ -276,7 +276,7 @@ ROWS = [
         {"step time": 134, "throughput per GPU": 12.1},
     ),
 ]
-"""Of NeMo-RL 0.3 and, from the second on, 0.6: docs/about/performance-summary.md, on-policy in bfloat16."""
+"""Rows of NeMo-RL 0.3 and, from the second on, 0.6: docs/about/performance-summary.md, on-policy in bfloat16."""
 
 
 def predict() -> Path:
