@@ -60,6 +60,14 @@ def shared_work(shape: ModelShape, lengths: Lengths, sequences: int, replicas: i
     return shared / sum(costs)
 
 
+def mean_square(lengths: Lengths, responses: int) -> float:
+    """Return the mean of the squared lengths of `responses`: a long one reads its cache more often than its tokens."""
+    if lengths.mean >= lengths.longest:
+        return lengths.mean**2
+    found = quantiles(responses, max(1.0, lengths.mean), SIGMA, round(lengths.longest))
+    return fmean(one * one for one in found)
+
+
 def _sequences(shape: ModelShape, lengths: Lengths, count: int) -> tuple[list[float], list[float]]:
     """Return the tokens of sequences with these lengths, and their FLOPs."""
     responses = quantiles(count, max(1.0, lengths.mean), SIGMA, round(lengths.longest))

@@ -2,13 +2,14 @@
 
 The policy takes the FLOPs of `planning/memory.py` at `MFU` of the peak. Recomputing activations adds a forward pass of
 the layers. Each micro-batch also reads the weights and adds to the gradients, and tensor, expert and pipeline parallel
-ranks exchange hidden states. A layer takes at least `LAUNCH_S` per pass over a micro-batch, to launch its kernels, and
-a layer with experts `LAUNCH_EXPERTS_S`. A pipeline is as fast as its busiest stage, and fills once per optimizer step.
-Replicas reduce gradients and gather weights once per optimizer step; overlapped, only what exceeds the passes counts.
+ranks exchange hidden states. A layer takes at least `LAUNCH_S` per pass over a micro-batch, to launch its kernels. A
+layer with experts takes `LAUNCH_EXPERTS_S`, and `LAUNCH_EXPERT_S` for each expert of the rank. A pipeline is as fast as
+its busiest stage, and fills once per optimizer step. Replicas reduce gradients and gather weights once per optimizer
+step; overlapped, only what exceeds the passes counts.
 
 Engines read weights once per decoding step and each request's KV cache once per token, at `READS` of the memory
-bandwidth, and experts at `READS_EXPERTS`. If the tokens' FLOPs take longer, they count instead. The engines' overhead
-is added.
+bandwidth. Where the FLOPs of linear layers or of attention take longer than their bytes, they count instead. The host
+schedules the next step meanwhile, so the slower of GPU and host counts.
 
 The constants fit records of docs/benchmarks that `scripts/bench/plan_check.py` names; other records are held out. Not
 predicted: offload moves, FP8, context parallel communication, environments, rewards, agents and resampled prompts.
@@ -40,10 +41,10 @@ from nemo_rl_lite.config.sizes import (
     with_overlap,
 )
 from nemo_rl_lite.config.sources import teacher_configs
-from nemo_rl_lite.models.flops import forward_flops, matrix_weights
+from nemo_rl_lite.models.flops import attention_flops, forward_flops, matrix_flops, matrix_weights
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.budget import Gpu, merges_adapters, refit_bytes, speed_of
-from nemo_rl_lite.planning.lengths import SIGMA, Lengths, quantiles, slowest_replica
+from nemo_rl_lite.planning.lengths import SIGMA, Lengths, mean_square, quantiles, slowest_replica
 from nemo_rl_lite.planning.memory import (
     SequenceFlops,
     engine_parameters,
@@ -58,12 +59,13 @@ from nemo_rl_lite.planning.memory import (
     trained_parameters,
 )
 
-# Achieved shares of peak FLOP/s, and of memory bandwidth: the policy's, an engine's, and that of an engine's experts.
-MFU, POLICY_READS, READS, READS_EXPERTS = 0.56, 0.78, 0.56, 0.15
-# Minimum time of a layer's forward or backward pass over a micro-batch, without and with experts.
-LAUNCH_S, LAUNCH_EXPERTS_S = 4.5e-3, 3.5e-2
-# Overhead of an engine per decoding step, token and request.
-ENGINE_STEP_S, TOKEN_S, REQUEST_S = 1.2e-3, 1.8e-5, 6e-4
+# Achieved shares of peak FLOP/s, and of memory bandwidth: the policy's and an engine's.
+MFU, POLICY_READS, READS = 0.56, 0.78, 0.64
+# Minimum time of a layer's forward or backward pass over a micro-batch: without experts; with them, and for each one.
+LAUNCH_S, LAUNCH_EXPERTS_S, LAUNCH_EXPERT_S = 4.5e-3, 2.7e-2, 1.4e-4
+# An engine's host time per decoding step, token and request. vLLM's first model runner, which has most models with
+# experts, draws each request's token by a separate kernel, and takes longer per token.
+ENGINE_STEP_S, TOKEN_S, TOKEN_EXPERTS_S, REQUEST_S = 2e-3, 1.7e-5, 6e-5, 5e-4
 # Time of a CPU optimizer step per parameter of a rank.
 CPU_OPTIMIZER_S = 8e-10
 # Fixed time of a refit and its check: non-colocated engines, colocated engines that wake up, and colocated engines that
@@ -178,23 +180,23 @@ def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: in
     again after each refit that drops its KV cache."""
     item, wide, token_bytes = item_bytes(config), engine_ranks(config), token_cache_bytes(config, shape)
     decoding = steps, requests = _decoding(config, shape, gpu_bytes, lengths)
-    caches = requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
-    experts = matrix_weights(shape, shape.experts) - matrix_weights(shape, 0)
-    dense = matrix_weights(shape, 0) + experts * READS / READS_EXPERTS
-    read = steps * dense * item / wide + caches
-    rate = MFU * gpu.flops * wide
+    caches = requests * (lengths.mean * lengths.prompt + mean_square(lengths, requests) / 2) * token_bytes
+    weights = steps * matrix_weights(shape, shape.experts) * item / wide
+    reading, rate = READS * gpu.bandwidth, MFU * gpu.flops * wide
     samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
     whole = lengths.prompt + lengths.mean
     prompts = requests / samples * forward_flops(shape, lengths.prompt)
     if keeps_partial_rollouts(config):
         prompts += sum(forward_flops(shape, lengths.prompt + own) for own in _unfinished(config, lengths, *decoding))
-    tokens = requests * lengths.mean / whole * forward_flops(shape, whole)
-    return prompts / rate + max(read / (READS * gpu.bandwidth), tokens / rate)
+    linear = requests * matrix_flops(shape, lengths.mean)
+    attention = requests * (attention_flops(shape, whole) - attention_flops(shape, lengths.prompt))
+    return prompts / rate + max(weights / reading, linear / rate) + max(caches / reading, attention / rate)
 
 
 def _scheduling_seconds(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> float:
     steps, requests = _decoding(config, shape, gpu_bytes, lengths)
-    return steps * ENGINE_STEP_S + requests * (lengths.mean * TOKEN_S + REQUEST_S)
+    token_s = TOKEN_EXPERTS_S if shape.experts else TOKEN_S
+    return steps * ENGINE_STEP_S + requests * (lengths.mean * token_s + REQUEST_S)
 
 
 def _decoding(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> tuple[float, int]:
@@ -253,7 +255,8 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     moved = _moved_seconds(config, shape, share * tokens / count / dims.cp, passes)
     read = _weights_read(config, shape, training) / (POLICY_READS * gpu.bandwidth)
     sparse = 1 - shape.dense_layers / shape.layers
-    launch = (1 - sparse) * LAUNCH_S + sparse * LAUNCH_EXPERTS_S
+    experts_s = LAUNCH_EXPERTS_S + shape.experts / dims.ep * LAUNCH_EXPERT_S
+    launch = (1 - sparse) * LAUNCH_S + sparse * experts_s
     each = max(flops / (MFU * gpu.flops) + read + moved, passes * max(layers) * launch)
     if dims.chunks > 1:
         count = -(-count // dims.pp) * dims.pp

@@ -11,20 +11,26 @@ medians of its steps after the first. `RECORDS` are compared in the same way. Th
 of them, and the others are held out. `GRID` has splits of the same GPUs, of which the plan should choose the fastest.
 """
 
+import argparse
 import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
 import published_row
 import random_model
 import record
+import rollout_rate
+import shared_prompts
+import training
 import ways
 
 from nemo_rl_lite.config.algorithms import generates
@@ -37,8 +43,8 @@ from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import budget, speed_of
 from nemo_rl_lite.planning.lengths import Lengths
 from nemo_rl_lite.planning.memory import micro_batch
-from nemo_rl_lite.planning.splits import GpuSplit, GpuSplits
-from nemo_rl_lite.planning.time import optimizer_step_seconds, predict_step
+from nemo_rl_lite.planning.splits import GpuSplits
+from nemo_rl_lite.planning.time import generation_seconds, optimizer_step_seconds, predict_step
 from nemo_rl_lite.validation.compose import compose_config, restore
 
 RUNS = record.FOLDER / "runs"
@@ -81,6 +87,7 @@ PHASES = {
     "refit": ("prepare_for_generation/transfer_and_update_weights", "refit_check"),
     "step time": ("total_step_time",),
 }
+SECONDS = ("generation", "logprob", "train")
 HELD_OUT_ERROR, CHOICE_ERROR = 0.15, 0.05
 # Shortest phase that is compared.
 MUCH_S = 0.1
@@ -96,21 +103,34 @@ class Recorded:
     model: str
     """Name in random_model.py."""
     lengths: Lengths
-    fitted: bool
+    fitted: bool = False
     """Constants of planning/time.py fit it."""
+    names: Mapping[str, str] = MappingProxyType({})
+    """The record's name of a phase, where it has another."""
+    sampled: int = 0
+    """Tokens that the record's engine samples: it has no policy, and a throughput instead of seconds."""
+    kind: str = "dense"
+    """Group of the record: `experts`, or what the prediction leaves out."""
 
     def measured(self, quantity: str) -> float | None:
         results = json.loads((record.FOLDER / f"{self.record}.json").read_text())["results"]
-        found = (one["median"] for one in results if (one["name"], one["config"]) == (quantity, self.setting))
-        return next(found, None)
+        found = {one["name"]: one["median"] for one in results if one["config"] == self.setting}
+        if self.sampled and quantity == "generation":
+            return self.sampled / found["throughput"]
+        return found.get(self.names.get(quantity, quantity))
 
-    def split(self) -> GpuSplit:
-        """Return the setting with its predicted time."""
+    def predicted(self) -> dict[str, float]:
+        """Return seconds by phase, and of the step."""
         shape = model_shape(random_model.model_config(self.model).to_dict())
         known = "Qwen/Qwen3-30B-A3B" if shape.experts else published_row.PUBLISHED
         config = compose_config([*self.overrides, f"policy.model_name={known}", ALONE])
         nbytes = GPU_MIB[self.record.rpartition("-")[2]] * 2**20
-        return GpuSplits(config, shape, nbytes, self.lengths).present
+        if not generates(config):
+            return {"train": optimizer_step_seconds(config, shape, speed_of(nbytes)[1], self.lengths)}
+        if self.sampled:
+            return {"generation": generation_seconds(config, shape, speed_of(nbytes)[1], nbytes, self.lengths)}
+        split = GpuSplits(config, shape, nbytes, self.lengths).present
+        return {phase: getattr(split.time, phase) for phase in SECONDS} | {"step time": split.seconds}
 
 
 def _published(gpus: int, layers: int, hardware: str, fitted: bool, rollouts: str = "sync") -> Recorded:
@@ -120,14 +140,39 @@ def _published(gpus: int, layers: int, hardware: str, fitted: bool, rollouts: st
 
 
 def _way(
-    name: str, comparison: str, way: str, model: str, lengths: Lengths, fitted: bool, setting: str = ""
+    name: str, comparison: str, way: str, model: str, lengths: Lengths, setting: str = "", **others: Any
 ) -> Recorded:
     compared = ways.COMPARISONS[comparison]
-    return Recorded(name, setting or way, [*compared.task, *compared.ways[way]], model, lengths, fitted)
+    return Recorded(name, setting or way, [*compared.task, *compared.ways[way]], model, lengths, **others)
+
+
+def _engine(name: str, model: str, prompt: int, tokens: int, sequences: int, setting: str) -> Recorded:
+    """Return a record of rollout_rate.py."""
+    samples = rollout_rate.SAMPLES
+    sizes = [f"algorithm.num_prompts_per_step={sequences // samples}", f"generation.max_new_tokens={tokens}"]
+    sizes += [f"algorithm.num_generations_per_prompt={samples}", f"generation.vllm_cfg.max_num_seqs={sequences}"]
+    sizes += [f"policy.max_total_sequence_length={prompt + tokens}", f"policy.train_global_batch_size={sequences}"]
+    lengths = Lengths(prompt, tokens, tokens)
+    return Recorded(name, setting, [*rollout_rate.GPU, *sizes], model, lengths, sampled=sequences * tokens)
+
+
+def _shared_prompts(setting: str) -> Recorded:
+    given = argparse.Namespace(
+        model=Path(published_row.PUBLISHED), prompts=64, samples=8, prompt=2048, response=512, mb_tokens=12800
+    )
+    overrides = [*shared_prompts.overrides(given, shared_prompts.WAYS[setting]), *ways.ONE_GPU]
+    kind = "shared prompts" if setting == "shared prompts" else "dense"
+    name, names = "shared-prompts-qwen3-1.7b-1x-h200", {"train": "training time"}
+    return Recorded(name, setting, overrides, "qwen3-1.7b", Lengths(2048, 512, 512), names=names, kind=kind)
 
 
 # Random models answer the default task, whose prompts have about 10 tokens.
 LONG, MIDDLE, SHORT = Lengths(10, 512, 512), Lengths(10, 256, 256), Lengths(10, 190, 512)
+# Those of training.py, by the FLOPs of a recorded step.
+CHATS = Lengths(0, 2230, 4096)
+REPLAY, _experts = "experts-router-replay-qwen3-moe-1.5b-1x-h100", partial(_way, kind="experts")
+# The packs of this run, by its note.
+SMALL_PACKS = [f"{ways.PACKS}.{phase}_mb_tokens=4096" for phase in ("train", "logprob")]
 RECORDS = [
     _published(1, 8, "h100", fitted=True),
     _published(2, 16, "h100", fitted=True),
@@ -135,23 +180,39 @@ RECORDS = [
     _published(4, 32, "h200", fitted=False),
     _published(1, 8, "h200", fitted=False),
     _published(1, 8, "h200", fitted=False, rollouts="partial"),
-    _way("plane-step-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, fitted=True, setting="now"),
+    _way("plane-step-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, "now", fitted=True),
     _way("rollout-workers-large-1x-h200", "rollout_workers", "0 rollout workers", "qwen3-1.7b", LONG, fitted=True),
-    _way("experts-rate-2x-h100", "experts", "the launcher's", "qwen3-30b-a3b:4", LONG, True, "default"),
-    _way("experts-rate-2x-h100", "experts", "EP 1 (data parallel)", "qwen3-30b-a3b:4", LONG, fitted=True),
-    _way(
-        "experts-router-replay-qwen3-moe-1.5b-1x-h100",
-        "router_replay",
-        "without replay",
-        "qwen3-moe-1.5b",
-        MIDDLE,
-        False,
+    _way("engines-versions-1x-h100", "speed", "fast scheduler", "qwen3-1.7b", LONG),
+    _way("speed-ablation-large-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG),
+    _engine("engine-settings-1x-h100", "qwen3-1.7b", rollout_rate.PROMPT_TOKENS, 512, 512, "default"),
+    _way("lora-next-to-trl-large-1x-h100", "lora", "adapters, rank 16", "qwen3-1.7b", LONG, kind="adapters"),
+    Recorded(
+        "async-rate-1x-h100",
+        "sync, engine sleeps",
+        [*ways.ASYNC, *SMALL_PACKS, "generation.vllm_cfg.gpu_memory_utilization=0.3"],
+        "qwen3-1.7b",
+        SHORT,
+        names={"generation": "policy idle"},
+        kind="759 stop tokens",
+    ),
+    *map(_shared_prompts, shared_prompts.WAYS),
+    _experts("experts-rate-2x-h100", "experts", "the launcher's", "qwen3-30b-a3b:4", LONG, "default", fitted=True),
+    _experts("experts-rate-2x-h100", "experts", "EP 1 (data parallel)", "qwen3-30b-a3b:4", LONG, fitted=True),
+    _experts(REPLAY, "router_replay", "without replay", "qwen3-moe-1.5b", MIDDLE),
+    _experts(REPLAY, "router_replay", "with replay", "qwen3-moe-1.5b", MIDDLE),
+    Recorded(
+        "training-experts-1x-h200",
+        "packs of 32,768",
+        [one for one in training.COMPARISONS["experts"].task("packs of 32,768") if not one.startswith("data.")],
+        "qwen3-30b-a3b:8",
+        CHATS,
+        kind="experts",
     ),
 ]
 GRID = [
-    _way("async-rate-2x-h200", "async_2", "sync, 1 + 1 GPUs", "qwen3-1.7b", SHORT, fitted=False),
-    _way("async-rate-2x-h200", "async_2", "one step off, 1 + 1 GPUs", "qwen3-1.7b", SHORT, fitted=False),
-    _way("async-rate-colocated-2x-h200", "async_2", "sync, colocated", "qwen3-1.7b", SHORT, fitted=False),
+    _way("async-rate-2x-h200", "async_2", "sync, 1 + 1 GPUs", "qwen3-1.7b", SHORT),
+    _way("async-rate-2x-h200", "async_2", "one step off, 1 + 1 GPUs", "qwen3-1.7b", SHORT),
+    _way("async-rate-colocated-2x-h200", "async_2", "sync, colocated", "qwen3-1.7b", SHORT),
 ]
 Compared = tuple[str, str, float, float]
 """Phase, run, predicted and measured seconds."""
@@ -220,16 +281,13 @@ def records_and_choice() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Compare `RECORDS`, and the plan's choice of `GRID` with the fastest of it. Return results and bars."""
     results, bars, errors = [], [], dict[tuple[str, str], list[float]]()
     for one in RECORDS:
-        split = one.split()
         use, name = "fitted" if one.fitted else "held out", f"{one.record}, {one.setting}"
-        predicted = {phase: getattr(split.time, phase) for phase in ("generation", "logprob", "train")}
-        for phase, seconds in (predicted | {"step time": split.seconds}).items():
+        for phase, seconds in one.predicted().items():
             # In an asynchronous run the policy hardly waits, and some records have no separate logprob pass.
             if (measured := one.measured(phase)) and seconds > MUCH_S and measured > MUCH_S:
                 results.append(record.result(f"{phase}: predicted", f"{name} ({use})", "s", [seconds]))
                 results.append(record.result(f"{phase}: measured", f"{name} ({use})", "s", [measured]))
-                group = f"{'experts' if 'experts' in one.record else 'dense'}, {use}"
-                errors.setdefault((phase, group), []).append(seconds / measured)
+                errors.setdefault((phase, f"{one.kind}, {use}"), []).append(seconds / measured)
                 print(f"{name:70s} {use:9s} {phase:10s} {seconds:6.2f} {measured:6.2f} {seconds / measured:5.2f}")
     for (phase, group), ratios in errors.items():
         results.append(record.result(f"{phase}: predicted over measured", group, "", ratios))
@@ -237,11 +295,12 @@ def records_and_choice() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             error = max(abs(ratio - 1) for ratio in ratios)
             bars.append(record.bar(f"{phase}, {group}: largest error", error, HELD_OUT_ERROR, at_least=False))
     seconds = {one.setting: one.measured("step time") or 0.0 for one in GRID}
-    chosen = min(GRID, key=lambda one: one.split().seconds)
-    ratio = seconds[chosen.setting] / min(seconds.values())
-    results.append(record.result("step time of the chosen split over the fastest", chosen.setting, "", [ratio]))
+    planned = {one.setting: one.predicted()["step time"] for one in GRID}
+    chosen = min(planned, key=lambda setting: planned[setting])
+    ratio = seconds[chosen] / min(seconds.values())
+    results.append(record.result("step time of the chosen split over the fastest", chosen, "", [ratio]))
     bars.append(record.bar("chosen split over the fastest, 2x-h200", ratio, 1 + CHOICE_ERROR, at_least=False))
-    print("chosen:", chosen.setting, f"{ratio:.3f}", {one.setting: round(one.split().seconds, 2) for one in GRID})
+    print("chosen:", chosen, f"{ratio:.3f}", {setting: round(own, 2) for setting, own in planned.items()})
     return results, bars
 
 

@@ -17,6 +17,9 @@ and of the batch, so that a colocated engine always has 256 responses. `--apart`
 which are one step ahead. `--partial`: partial rollouts on shared GPUs. Trials on CPUs: `--gpus 0` with the model
 llama-tiny. The first step of a run does not count. With asynchronous rollouts, neither do further steps at both ends,
 until as many rollouts are in flight as later, and when fewer are left.
+
+`--predict` records what the plan says of all variants, and of `ROWS`: rows that NeMo-RL publishes, up to 671 B
+parameters, with its parallel sizes. None of these predictions is a measurement.
 """
 
 import argparse
@@ -25,21 +28,22 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import random_model
 import record
-from whole_runs import KNOWN_MODEL, STEP, STEPS_ALONE, steps_of, tiny_run
+from whole_runs import KNOWN_EXPERTS, KNOWN_MODEL, STEP, STEPS_ALONE, steps_of, tiny_run
 
 from nemo_rl_lite import train
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import all_gpus, on_gpus, samples_per_step
-from nemo_rl_lite.models.shape import ModelShape, find_shape
+from nemo_rl_lite.models.shape import ModelShape, find_shape, model_shape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import Budget, budget, size_of
@@ -51,7 +55,11 @@ from nemo_rl_lite.run.command import split_arguments
 from nemo_rl_lite.validation.compose import compose_config
 
 RECIPE, PUBLISHED = "grpo-llama3.1-8b-1n8g-pp2", "meta-llama/Llama-3.1-8B-Instruct"
+MEGATRON, PACKS = "policy.megatron_cfg", "policy.sequence_packing"
 PROMPT, MEAN, GPUS = 130, 795, 8
+LENGTHS_8B = Lengths(PROMPT, MEAN, 3840)
+SHORT_PROMPT = 110
+"""Tokens of a prompt in the larger rows: total tokens by the published throughput, without the published responses."""
 LAYERS = {1: 8, 2: 16}
 """By the policy's GPUs; else all."""
 PHASES = {
@@ -82,12 +90,40 @@ ENDS = {"sync": (1, 0), "one step off": (2, 1), "partial": (3, 2)}
 """Steps at both ends of a run that do not count."""
 # Some responses of a prompt end with a vowel, so that there are advantages and gradients.
 REWARD = ["reward=format", "reward.kwargs.pattern='.*[aeiou]'"]
+AUTO = (f"{PACKS}.train_mb_tokens=auto", f"{PACKS}.logprob_mb_tokens=auto")
 # A trial of everything on two cores; what it measures means nothing.
 ON_CPUS = [
     *("cluster.gpus_per_node=0", "policy=megatron", "generation=vllm", "cluster.cpu_ranks=2"),
     *("policy.max_total_sequence_length=256", "generation.max_new_tokens=96", "generation.vllm_cfg.enforce_eager=true"),
     *("algorithm.num_prompts_per_step=4", "algorithm.num_generations_per_prompt=4"),
 ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row that NeMo-RL publishes for H100s: its sizes, the lengths, what it says, and what `ours` changes."""
+
+    name: str
+    model: str
+    shape: str
+    """Name in random_model.py."""
+    overrides: Sequence[str]
+    lengths: Lengths
+    published: Mapping[str, float]
+    ours: Sequence[str] = AUTO
+
+
+def larger(hosts: int, prompts: int, samples: int, longest: int, engine: int, **parallel: object) -> list[str]:
+    """The overrides of a recipe of NeMo-RL for several hosts. `engine`: GPUs of one. `parallel`: Megatron's keys."""
+    return [
+        *("algorithm=grpo", "policy=megatron_gpu", "generation=vllm_gpu", "offload=auto", "cluster.gpus_per_node=8"),
+        *(f"cluster.num_nodes={hosts}", f"algorithm.num_prompts_per_step={prompts}"),
+        *(f"algorithm.num_generations_per_prompt={samples}", "policy.train_global_batch_size=512"),
+        *(f"policy.max_total_sequence_length={longest}", f"generation.max_new_tokens={longest - SHORT_PROMPT}"),
+        *(f"{PACKS}.train_mb_tokens={longest}", f"{PACKS}.logprob_mb_tokens={longest}"),
+        *("algorithm.loss_fn.reference_policy_kl_penalty=0.01", f"generation.vllm_cfg.tensor_parallel_size={engine}"),
+        *(f"{MEGATRON}.{key}={value}" for key, value in parallel.items()),
+    ]
 
 
 def main(arguments: list[str]) -> None:
@@ -144,10 +180,11 @@ def step_seconds(time: StepTime, rollouts: str) -> float:
     return time.overlapped if rollouts == "one step off" else time.synchronous
 
 
-def planned(overrides: list[str], shape: ModelShape, gpu_bytes: int) -> tuple[Config, Budget, StepTime]:
+def planned(
+    overrides: Sequence[str], shape: ModelShape, gpu_bytes: int, lengths: Lengths = LENGTHS_8B
+) -> tuple[Config, Budget, StepTime]:
     """The settled configuration, and what the plan says of its memory and its seconds."""
-    config = resolve_auto(compose_config(overrides), shape, gpu_bytes).config
-    lengths = Lengths(PROMPT, MEAN, config.generation.max_new_tokens)
+    config = resolve_auto(compose_config(list(overrides)), shape, gpu_bytes).config
     return config, budget(config, shape, gpu_bytes), predict_step(config, shape, gpu_bytes, lengths)
 
 
@@ -155,18 +192,91 @@ def predicted_rows(gpu: str, gpus: int, batch: int, rollouts: str) -> Iterator[d
     """The plan of a variant on GPUs of this name."""
     layers = LAYERS.get(policy_gpus(gpus, rollouts), 32)
     shape = replace(find_shape(PUBLISHED), layers=layers, dense_layers=layers)
-    config, memory, time = planned(
-        [*settings(gpus, batch, rollouts), f"policy.model_name={PUBLISHED}"], shape, size_of(gpu)[1]
-    )
+    overrides = [*settings(gpus, batch, rollouts), f"policy.model_name={PUBLISHED}"]
     name = f"{gpus} x {gpu}{f', {rollouts}' if rollouts != 'sync' else ''}, batches of {batch * gpus // GPUS}"
     name += f", {layers} layers" if layers < 32 else ""
+    yield from predicted(name, gpu, overrides, shape, LENGTHS_8B, rollouts)
+
+
+def rows_beside() -> Iterator[dict[str, Any]]:
+    """Yield published figures of `ROWS`, and the plan of our command with NeMo-RL's sizes and with ours."""
+    for row in ROWS:
+        for what, value in row.published.items():
+            unit = "tokens/s" if what == "throughput per GPU" else "s"
+            yield record.result(what, f"{row.name}: published by NeMo-RL", unit, [value])
+        shape = model_shape(random_model.model_config(row.shape).to_dict())
+        for way, own in (("NeMo-RL's sizes", []), ("`auto`", row.ours)):
+            overrides = [*row.overrides, *own, f"policy.model_name={row.model}"]
+            yield from predicted(f"{row.name}: predicted, {way}", "H100", overrides, shape, row.lengths)
+
+
+def predicted(
+    name: str, gpu: str, overrides: Sequence[str], shape: ModelShape, lengths: Lengths, rollouts: str = "sync"
+) -> Iterator[dict[str, Any]]:
+    """The plan of a configuration on GPUs of this name."""
+    config, memory, time = planned(overrides, shape, size_of(gpu)[1], lengths)
     step = step_seconds(time, rollouts)
     for phase in PHASES:
         yield record.result(phase, name, "s", [getattr(time, phase)])
     yield record.result("step time", name, "s", [step])
-    rate = samples_per_step(config) * (PROMPT + MEAN) / step / gpus
+    rate = samples_per_step(config) * (lengths.prompt + lengths.mean) / step / all_gpus(config)
     yield record.result("throughput per GPU", name, "tokens/s", [rate])
     yield record.result("GPU with the highest use", name, "GiB", [memory.device[memory.peak_phase] / 2**30])
+
+
+ROWS = [
+    Row(
+        "Llama-3.1-8B, 8 GPUs",
+        PUBLISHED,
+        "llama3.1-8b",
+        settings(GPUS, 512, "sync"),
+        LENGTHS_8B,
+        {"generation": 58, "logprob": 18, "train": 28, "refit": 5, "step time": 112},
+    ),
+    Row(
+        "Qwen3-30B-A3B, 32 GPUs",
+        KNOWN_EXPERTS,
+        "qwen3-30b-a3b",
+        larger(4, 64, 32, 4096, 2, expert_model_parallel_size=8),
+        Lengths(SHORT_PROMPT, 3203, 4096 - SHORT_PROMPT),
+        {"step time": 192, "throughput per GPU": 1102},
+        [*AUTO, f"{MEGATRON}.activation_checkpointing=true"],
+    ),
+    Row(
+        "Qwen3-235B-A22B, 128 GPUs",
+        "Qwen/Qwen3-235B-A22B",
+        "qwen3-235b-a22b",
+        larger(
+            *(16, 16, 32, 8192, 16),
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            pipeline_model_parallel_size=8,
+            num_layers_in_first_pipeline_stage=11,
+            num_layers_in_last_pipeline_stage=11,
+            context_parallel_size=2,
+            expert_model_parallel_size=16,
+            activation_checkpointing=True,
+        ),
+        Lengths(SHORT_PROMPT, 5698, 8192 - SHORT_PROMPT),
+        {"step time": 395, "throughput per GPU": 58.9},
+    ),
+    Row(
+        "DeepSeek-V3, 256 GPUs",
+        "deepseek-ai/DeepSeek-V3",
+        "deepseek-v3",
+        larger(
+            *(32, 32, 16, 1536, 32),
+            pipeline_model_parallel_size=16,
+            num_layers_in_first_pipeline_stage=3,
+            num_layers_in_last_pipeline_stage=2,
+            expert_model_parallel_size=16,
+            activation_checkpointing=True,
+        ),
+        Lengths(SHORT_PROMPT, 701, 1536 - SHORT_PROMPT),
+        {"step time": 134, "throughput per GPU": 12.1},
+    ),
+]
+"""Rows of NeMo-RL 0.3 and, from the second on, 0.6: docs/about/performance-summary.md, on-policy in bfloat16."""
 
 
 def predict() -> Path:
@@ -175,7 +285,8 @@ def predict() -> Path:
     variants += [(gpus, 512, rollouts) for gpus in (4, 2) for rollouts in ROLLOUTS]
     variants += [(1, 512, rollouts) for rollouts in ("sync", "partial")]
     results = [one for gpu in ("H100", "H200") for variant in variants for one in predicted_rows(gpu, *variant)]
-    note = f"Predicted for prompts of {PROMPT} tokens and responses of {MEAN}, the longest of 3840."
+    results += rows_beside()
+    note = f"Variants: predicted for prompts of {PROMPT} tokens and responses of {MEAN}, the longest of 3840."
     return record.write("published-row-predicted", results, [], note)
 
 
@@ -282,6 +393,7 @@ def trial() -> None:
     given = argparse.Namespace(model=Path(KNOWN_MODEL), gpus=0, rollouts="sync", batch=2048)
     print(write(given, config, overrides, steps_of(tiny_run())))
     results = [*predicted_rows("H100", 4, 512, "partial"), *predicted_rows("H200", 2, 512, "one step off")]
+    results += rows_beside()
     print(record.write("published-row-predicted", results, []))
 
 

@@ -40,6 +40,11 @@ PUBLISHED = (
     *("step time", "generation", "logprob", "train", "refit", "throughput per GPU"),
     *("policy's peak in training", "GPU in use while generating"),
 )
+ROWS = tuple(
+    f"{row}: {what}"
+    for row in ("Llama-3.1-8B, 8 GPUs", "Qwen3-30B-A3B, 32 GPUs", "Qwen3-235B-A22B, 128 GPUs", "DeepSeek-V3, 256 GPUs")
+    for what in ("published by NeMo-RL", "predicted, NeMo-RL's sizes", "predicted, `auto`")
+)
 LONGEST = (
     *("step time", "step time, predicted", "throughput per GPU", "policy's peak", "policy's peak, predicted"),
     *("GPU in use", "GPU in use, predicted"),
@@ -233,6 +238,9 @@ TABLES = {
     "published one table": Table("analysis/published_row", "published-row-1-512-1x-h200", columns=PUBLISHED),
     "published partial table": Table(
         "analysis/published_row", "published-row-1-partial-512-1x-h200", columns=PUBLISHED
+    ),
+    "published rows table": Table(
+        "analysis/published_row", "published-row-predicted-cpu-2cores", columns=PUBLISHED[:6], settings=ROWS
     ),
     "layouts table": Table("choosing", "choosing-predicted-cpu"),
     "longest table": Table("analysis/long_sequences", "context-longest-qwen3-8b-1x-h100", columns=LONGEST),
