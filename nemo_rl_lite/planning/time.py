@@ -12,7 +12,8 @@ bandwidth. Where the FLOPs of linear layers or of attention take longer than the
 schedules the next step meanwhile, so the slower of GPU and host counts.
 
 The constants fit records of docs/benchmarks that `scripts/bench/plan_check.py` names; other records are held out. Not
-predicted: offload moves, FP8, context parallel communication, environments, rewards, agents and resampled prompts.
+predicted: offload moves, FP8, communication of engines and context parallel ranks, environments, rewards, agents and
+resampled prompts.
 """
 
 import math
