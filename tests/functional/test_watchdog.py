@@ -104,8 +104,9 @@ def test_a_step_of_an_engine_that_does_not_end_is_named_with_its_stack(tmp_path,
     wait(group.start([{"keeps_python": keeps_python}]), timeout_s=200)
     replica = RemoteReplica(group, 0)
     wait(group.call("call", "load"))
-    # The process has set its own time limit with a heartbeat.
-    time.sleep(1.5 * heartbeat.PERIOD_S)
+    # The process sets its own time limit with a heartbeat.
+    loaded = time.time()
+    until(lambda: last_heartbeats([f"{name} rank 0"])[0].at > loaded)
 
     async def sample() -> None:
         await replica.send({0: Request((1,), Sampling(1.0, 1.0, None, 8, (), ()), seed=1)}, [])
