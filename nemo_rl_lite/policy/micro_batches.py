@@ -403,14 +403,18 @@ def balanced_shares(
     together: int = 1,
     layout: Layout | None = None,
     equally_many: bool = False,
+    prompts: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return the indices of each replica's sequences, in ascending order, with similar work. `together` neighbours stay
     together, and divide the number of sequences.
 
     A replica's work is the sum of its sequences' costs, or with a `layout`, of its micro-batches with padding.
-    `equally_many`: the numbers of sequences differ by at most one group of neighbours.
+    `equally_many`: the numbers of sequences differ by at most one group of neighbours. `prompts`: tokens that the
+    sequences of each of the first groups share, and that cost once.
     """
     groups = [sum(map(cost, own)) if layout is None else work(own, layout, cost) for own in batched(lengths, together)]
+    for place, prompt in enumerate(prompts or ()):
+        groups[place] -= (together - 1) * cost(prompt)
     shares = even_work(groups, replicas, -(-len(groups) // replicas) if equally_many else None)
     if layout is not None and layout.mode == "dynamic":
         shares = swapped(shares, groups, lambda share: work(_lengths(share, lengths, together), layout, cost))

@@ -91,9 +91,9 @@ class RemotePolicy:
         self._siblings = siblings if self._replicas.share_prompts else 1
         self._held: dict[str, BatchRef] = {}
         self._stragglers = Stragglers(self._replicas.describe)
-        # Work of each replica by batch, and the batch of the last training.
+        # Work of each replica by batch, if no prompts are shared, and that of the last training.
         self._work: dict[str, list[float]] = {}
-        self._trained = ""
+        self._trained: list[float] = []
         # Mismatch metrics by batch, and the batches without previous logprobs.
         self._mismatch: dict[str, list[dict[str, float]]] = {}
         self._unscored: set[str] = set()
@@ -174,16 +174,18 @@ class RemotePolicy:
         sampled = isinstance(batch.rows, CountedRows) or batch.rows[0].generation_logprobs is not None
         compared = name in self._unscored and sampled
         mismatch = self._mismatch[name]
-        self._trained, saved = name, 0.0
+        saved = np.zeros(self._replicas.count)
         for step, rows in [*enumerate(self._steps(batch.rows))] * self._iterations:
             counts = counts_of(loss, batch.rows[rows.start : rows.stop])
             of_all = count_masked(batch.rows) if compared and step == 0 else None
             arguments = [(loss, counts, own, name, of_all) for own in batch.slices(step)]
             replicas, shares = zip(*self._replicas.call_each("train", arguments), strict=True)
-            saved += sum(one.pop(SAVED_WORK, 0.0) for one in replicas)
+            saved += [one.pop(SAVED_WORK, 0.0) for one in replicas]
             steps.append(summary(loss, replicas) | {whole: replicas[0][whole] for whole in WHOLE_METRICS})
             mismatch = mismatch + [own for own in shares if own]
-        self._saved[name] = saved / (self._iterations * sum(map(self._cost, batch.rows.lengths.tolist())))
+        saved /= self._iterations
+        self._trained = (np.asarray(self._work[name]) - saved).tolist()
+        self._saved[name] = saved.sum() / sum(map(self._cost, batch.rows.lengths.tolist()))
         return mean_of_steps(steps) | (combine_metrics(mismatch) if mismatch else {})
 
     def write_scores(self, batch: BatchRef, loss: Loss, target: ScoreFile) -> Callable[[], list[str]]:
@@ -232,7 +234,7 @@ class RemotePolicy:
         waits = idle_shares(list(chain.from_iterable(passes)))
         if "train" in waits:
             seconds = [sum(sum(own["train"]) for own in ranks) / len(ranks) for ranks in passes]
-            waits["slowdown/train"] = self._stragglers.note(seconds, self._work[self._trained])
+            waits["slowdown/train"] = self._stragglers.note(seconds, self._trained)
         return waits
 
     @property
@@ -303,19 +305,23 @@ class RemotePolicy:
             missing = max(0, count * self._together - len(own_rows))
             index = [*own_rows, *range(len(rows), len(rows) + missing)]
             of_step = [*lengths[own_rows.start : own_rows.stop], *[1] * missing]
-            neighbours = max(self._together, gcd(self._siblings, len(index), len(index) // count))
-            if neighbours > self._together and not self._saves(rows, own_rows, neighbours):
-                neighbours = self._together
-            shares = balanced_shares(of_step, count, self._cost, neighbours, self._layout, self._equally_many)
+            neighbours, prompts = max(self._together, gcd(self._siblings, len(index), len(index) // count)), None
+            if neighbours > self._together:
+                prompts = self._shared_prompts(rows, own_rows, neighbours)
+                neighbours = self._together if prompts is None else neighbours
+            shares = balanced_shares(of_step, count, self._cost, neighbours, self._layout, self._equally_many, prompts)
             split.append([[index[row] for row in share] for share in shares])
         return split
 
-    def _saves(self, rows: RowBatch, step: range, neighbours: int) -> bool:
-        """Return whether groups of this many neighbours would save enough of a step's tokens by sharing prompts."""
+    def _shared_prompts(self, rows: RowBatch, step: range, neighbours: int) -> list[int] | None:
+        """Return the tokens of the prompt that each group of this many neighbours can share; None if they would save
+        too few of the step's tokens. Fillers share none."""
         own = slice(step.start, step.start + len(step) // neighbours * neighbours)
         lengths = rows.lengths[own]
-        prompts = (lengths - rows.trained[own]).reshape(-1, neighbours)
-        return (neighbours - 1) * prompts.min(1).sum() > LEAST_SAVED * lengths.sum()
+        prompts = (lengths - rows.trained[own]).reshape(-1, neighbours).min(1)
+        if (neighbours - 1) * prompts.sum() <= LEAST_SAVED * lengths.sum():
+            return None
+        return prompts.tolist()
 
     def _name(self, batch: BatchRef) -> str:
         if self._held.get(batch.name) is not batch:
