@@ -2,11 +2,12 @@
 shared_prompts.py MODEL
 
 shared_prompts.py MODEL [--prompts 64] [--samples 8] [--prompt 2048] [--response 512] [--mb-tokens 12800] [--reps 2]
+                        [--profile]
 shared_prompts.py MODEL --whole [the same]
 
 Passes: tokens are random. One policy rank computes previous logprobs, and takes a GRPO optimizer step, without Ray.
 Each way has its own process, whose first passes are over few groups and do not count. The record also has the mean
-difference of the two ways' logprobs of responses.
+difference of the two ways' logprobs of responses. `--profile` adds the kernels of an optimizer step over few groups.
 
 `--whole`: steps of the train command on one GPU, with prompts of random words. The first does not count.
 """
@@ -17,11 +18,12 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import record
+from kernel_times import kernels
 from whole_runs import (
     KNOWN_MODEL,
     PHASES,
@@ -61,32 +63,34 @@ def main(arguments: list[str]) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mb-tokens", type=int, default=12800)
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     given = parser.parse_args(arguments)
     sizes = f"{given.prompts} prompts of {given.prompt} tokens, {given.samples} responses of {given.response} each"
     note = f"{sizes}; packs of {given.mb_tokens} tokens"
     if given.whole:
         print(record.write(f"shared-prompts-run-{given.model.name}", list(whole(given)), [], note))
         return
-    context, results, logprobs = processes(gpu_count() > 0), [], []
+    context, results, logprobs, profiled = processes(gpu_count() > 0), [], [], []
     for way, value in WAYS.items():
         answers = context.Queue()
-        process = context.Process(target=measure, args=(given, value, str(free_port()), answers))
+        process = context.Process(target=measure, args=(given, way, value, str(free_port()), answers))
         process.start()
         try:
             while process.exitcode is None and answers.empty():
                 time.sleep(0.1)
-            measured, own = answers.get(timeout=5)
+            measured, own, of_kernels = answers.get(timeout=5)
         finally:
             process.join(60)
             process.kill()
         logprobs.append(own)
+        profiled += of_kernels
         units = {name: "s" if name.endswith("time") else "GiB" for name in measured}
         results += [record.result(name, way, units[name], reps) for name, reps in measured.items()]
         print(way, {one["name"]: round(one["median"], 2) for one in results if one["config"] == way}, flush=True)
     plain, shared = logprobs
     results.append(record.result("mean logprob difference", "both", "nats", [float(abs(plain - shared).mean())]))
     print(results[-1]["name"], results[-1]["median"])
-    record.write(f"shared-prompts-{given.model.name}", results, [], note)
+    record.write(f"shared-prompts-{given.model.name}", results + profiled, [], note)
 
 
 def whole(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -123,8 +127,9 @@ def overrides(given: argparse.Namespace, shared: str) -> list[str]:
     ]
 
 
-def measure(given: argparse.Namespace, shared: str, port: str, answers: Any) -> None:
-    """Answer the times in seconds, the peaks of memory in GiB, and the logprobs of some responses."""
+def measure(given: argparse.Namespace, way: str, shared: str, port: str, answers: Any) -> None:
+    """Answer the times in seconds, the peaks of memory in GiB, the logprobs of some responses, and results of
+    kernels."""
     config = compose_config(overrides(given, shared))
     os.environ.update({"CUDA_VISIBLE_DEVICES": "0"} | policy_environment(config))
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
@@ -134,6 +139,7 @@ def measure(given: argparse.Namespace, shared: str, port: str, answers: Any) -> 
     from nemo_rl_lite.config.schema_algorithm import GRPOConfig
     from nemo_rl_lite.losses.batch import TokenRow
     from nemo_rl_lite.losses.grpo import GRPOLoss
+    from nemo_rl_lite.observability import profiling
     from nemo_rl_lite.policy.worker import MegatronWorker
 
     worker = MegatronWorker(**policy_arguments(config, given.model))
@@ -155,12 +161,14 @@ def measure(given: argparse.Namespace, shared: str, port: str, answers: Any) -> 
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    def passes(own: list[TokenRow]) -> tuple[float, float]:
+    def passes(own: list[TokenRow], begin: Callable[[], None] = lambda: None) -> tuple[float, float]:
+        """Return the seconds of both passes. `begin` is called before the second one."""
         counts = loss.counts(own)
         worker.put_batch(own)
         worker.prepare_for_logprob()
         scoring = timed(lambda: worker.score(("previous",), counts))
         worker.prepare_for_training()
+        begin()
         return scoring, timed(lambda: worker.train(loss, counts))
 
     # Equal weights in both ways.
@@ -175,7 +183,14 @@ def measure(given: argparse.Namespace, shared: str, port: str, answers: Any) -> 
     for phase in ("logprob", "train"):
         metric = f"policy_peak_bytes/{phase}"
         found |= {f"{phase} peak": [peaks[metric] / 2**30]} if metric in peaks else {}
-    answers.put((found, logprobs))
+    of_kernels = []
+    if given.profile:
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "step.json.gz"
+            passes(rows[: FIRST_GROUPS * given.samples], lambda: profiling.begin("torch"))
+            profiling.end(trace)
+            of_kernels = list(kernels([trace], f"step of {FIRST_GROUPS} prompts, {way}"))
+    answers.put((found, logprobs, of_kernels))
 
 
 def trial() -> None:
@@ -183,7 +198,7 @@ def trial() -> None:
     with tried():
         main([KNOWN_MODEL, "--whole", "--reps", "1"])
     sizes = {"prompts": 4, "samples": 4, "prompt": 24, "response": 8, "mb-tokens": 64, "reps": 1}
-    main([str(tiny_model()), *(text for name, size in sizes.items() for text in (f"--{name}", str(size)))])
+    main([str(tiny_model()), "--profile", *(text for name, size in sizes.items() for text in (f"--{name}", str(size)))])
 
 
 if __name__ == "__main__":
