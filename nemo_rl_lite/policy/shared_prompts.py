@@ -121,12 +121,21 @@ class SharedKeys:
     cp_group: None = None
     tokens_per_sample: None = None
     _rotated: tuple[Tensor, Tensor] | None = None
+    _copies: tuple[Tensor, Tensor] | None = None
 
     def rotary(self, of_positions: Tensor) -> Tensor:
         """Return the rotary embedding of each token, [N, 1, 1, d], from that of each position; the layers share it."""
         if self._rotated is None or self._rotated[0] is not of_positions:
             self._rotated = of_positions, of_positions.index_select(0, self.positions_N)
         return self._rotated[1]
+
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """Return the keys of each token, [K] in the order of tokens, and where each token's begin, [N + 1]."""
+        if self._copies is None:
+            of_tokens, order_K = self.keys_K.sort(stable=True)
+            tokens = torch.arange(len(self.positions_N) + 1, device=of_tokens.device)
+            self._copies = order_K, torch.searchsorted(of_tokens, tokens)
+        return self._copies
 
 
 def install(chunks: Sequence[Any], policy: PolicyConfig, device: torch.device) -> bool:
@@ -198,7 +207,7 @@ def _attend(
     shared = packed_seq_params
     # Values may be a view of a projection's whole result, which would stay with them.
     whole = [one.detach().contiguous() for one in (key, value)]
-    copies = [_Copied.apply(one, shared.keys_K) for one in (key, value)]
+    copies = [_Copied.apply(one, shared) for one in (key, value)]
     with torch.autograd.graph.saved_tensors_hooks(*_copied_again(whole, copies, shared.keys_K)):
         if shared.boundaries is None:
             return attend(query, *copies, attention_mask, **options)
@@ -218,19 +227,20 @@ def _attend(
 
 
 class _Copied(torch.autograd.Function):
-    """(keys or values [N, ...], tokens [K]) -> [K, ...]. Gradients of copies are added in float32."""
+    """(keys or values [N, ...], `SharedKeys`) -> [K, ...]. Adds gradients of copies in float32, in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, index_K: Tensor) -> Tensor:
-        ctx.save_for_backward(index_K)
-        ctx.shape = whole.shape
-        return whole.index_select(0, index_K)
+    def forward(ctx: Any, whole: Tensor, shared: SharedKeys) -> Tensor:
+        ctx.shared = shared
+        return whole.index_select(0, shared.keys_K)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        (index_K,), (gradient,) = ctx.saved_tensors, gradients
-        total = torch.zeros(ctx.shape, dtype=torch.float32, device=gradient.device)
-        return total.index_add_(0, index_K, gradient.float()).to(gradient.dtype), None
+        (gradient_K,), (order_K, begins) = gradients, ctx.shared.copies()
+        flat = gradient_K.flatten(1)
+        # One kernel, without atomic additions and float32 copies of all gradients.
+        total = torch.nn.functional.embedding_bag(order_K, flat, begins, mode="sum", include_last_offset=True)
+        return total.view(-1, *gradient_K.shape[1:]), None
 
 
 def _copied_again(

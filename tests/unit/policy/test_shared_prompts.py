@@ -11,7 +11,7 @@ from nemo_rl_lite.policy import passes
 from nemo_rl_lite.policy.context import ContextRanks
 from nemo_rl_lite.policy.micro_batches import Layout, cut
 from nemo_rl_lite.policy.passes import view_of
-from nemo_rl_lite.policy.shared_prompts import Family, SharedKeys, _attend, families_of, parts_of
+from nemo_rl_lite.policy.shared_prompts import Family, SharedKeys, _attend, _Copied, families_of, parts_of
 
 LAYOUT = Layout("packed", 64, 4, least_saved=0.0)
 
@@ -173,6 +173,17 @@ def test_attention_of_sequences_and_of_a_masked_row_agree():
     for ours, theirs in zip(*results, strict=True):
         # Gradients of keys are added in float32.
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_copies_are_rounded_once():
+    (micro,) = cut(*batch((9, (3,) * 40), (5, (6, 2))), Layout("packed", 256, 4, least_saved=0.0))
+    shared = SharedKeys(micro.positions()[0], micro.keys(), *micro.longest)
+    whole = torch.randn(micro.tokens_nS.numel(), 1, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    copies = _Copied.apply(whole, shared)
+    gradient = torch.randn(copies.shape, dtype=torch.bfloat16)
+    copies.backward(gradient)
+    expected = torch.zeros(whole.shape, dtype=torch.float64).index_add(0, shared.keys_K, gradient.double())
+    torch.testing.assert_close(whole.grad.double(), expected, rtol=2**-8, atol=1e-5)
 
 
 def test_the_backward_pass_keeps_no_copies_of_keys():
