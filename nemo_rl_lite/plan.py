@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shape = find_shape(config.policy.model_name, given.model_config)
         violations = list(shape_fits_the_layout(config, shape))
         if given.gpu and not on_gpus(config):
-            fix = "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu, or no --gpu"
+            fix = "cluster.gpus_per_node=1, or no --gpu"
             violations.append(Violation("--gpu", given.gpu, "the run uses CPUs", fix))
         length, most = given.mean_length, config.generation.max_new_tokens
         if length is not None and not 0 < length <= most:

@@ -37,6 +37,8 @@ CONFIG_NAME = "train"
 DEFAULT_DATA = "reverse_digits"
 # Keys of data, and the file of the group that reads them.
 _DATA_OF = {"train_path": "file", "path": "hub"}
+# Default files of groups, and those that a run on GPUs has instead.
+_ON_GPUS = {("policy", "megatron"): "megatron_gpu", ("generation", "vllm"): "vllm_gpu"}
 # Keys that name a file or user code of a source.
 _SOURCE_FILE = re.compile(r"data\.sources\.[^.]+\.(reward|environment|agent)")
 # Files of groups for user code.
@@ -58,6 +60,14 @@ def compose_job(overrides: Sequence[str]) -> DictConfig:
         return compose_job([*implied, *overrides])
     _complete_sources(composed)
     return composed
+
+
+def with_implied_files(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides, after choices of the files that their values imply. Raises ConfigError: Hydra fails."""
+    choices = _choices(overrides)
+    composed, _ = _composed(keys.config_dir(), choices)
+    _set_values(composed, overrides)
+    return [*_implied(composed, choices), *overrides]
 
 
 def compose_files(overrides: Sequence[str]) -> DictConfig:
@@ -128,6 +138,14 @@ def _implied(composed: DictConfig, choices: Sequence[str]) -> list[str]:
     chosen = {one.partition("=")[0] for one in choices}
     default = composed.hydra.runtime.choices
     implied = []
+    if _uses_gpus(composed):
+        implied += [
+            f"{group}={own}"
+            for (group, of_cpus), own in _ON_GPUS.items()
+            if group not in chosen and default[group] == of_cpus
+        ]
+        if "policy=megatron_gpu" in implied and "offload" not in chosen and default.offload == "none":
+            implied.append("offload=auto")
     if "data" not in chosen and default.data == DEFAULT_DATA:
         implied += [f"data={file}" for key, file in _DATA_OF.items() if composed.data.get(key) is not None][:1]
     if "algorithm" not in chosen and default.algorithm == DEFAULT_ALGORITHM:
@@ -135,6 +153,15 @@ def _implied(composed: DictConfig, choices: Sequence[str]) -> list[str]:
             f"algorithm={name}" for name in ALGORITHM_SECTIONS if name != DEFAULT_ALGORITHM and name in composed
         ]
     return implied
+
+
+def _uses_gpus(composed: DictConfig) -> bool:
+    try:
+        count = OmegaConf.select(composed, "cluster.gpus_per_node")
+    except OmegaConfBaseException:
+        # The validation reports it.
+        return False
+    return isinstance(count, int) and count > 0
 
 
 # --- Sources of a mixture

@@ -164,7 +164,7 @@ def _with_source(model: Served, name: str | None, is_given: bool) -> Served:
 def _base(model: Served) -> DictConfig:
     """Return the model's configuration, with default training sections and without validations."""
     config = model.config
-    gpus = ["cluster.gpus_per_node=1", "policy=megatron_gpu"] if on_gpus(config) else []
+    gpus = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"] if on_gpus(config) else []
     base = compose_files(gpus)
     own, shared, gpus_here = as_composed(config), base.generation.colocated, gpu_count()
     for section in SECTIONS:

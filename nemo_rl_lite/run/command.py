@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nemo_rl_lite import __version__
-from nemo_rl_lite.config.composition import CONFIG_NAME, compose_job, notes_on_names
+from nemo_rl_lite.config.composition import CONFIG_NAME, compose_job, notes_on_names, with_implied_files
 from nemo_rl_lite.config.experiments import as_words, expanded
 from nemo_rl_lite.config.keys import RUN_FOLDER, SWEEP_FOLDER, config_dir, parse_override, unknown_key
 from nemo_rl_lite.config.names import in_our_names
@@ -112,7 +112,7 @@ def launch(arguments: Sequence[str], owns_process: bool = False) -> "list[Summar
         return _run_all(flags, overrides, configs, shlex.join(["nrl-lite", "train", *arguments]), owns_process)
     import hydra
 
-    sys.argv = [sys.argv[0], *flags.given, *check_overrides(overrides, flags.sweeps)[0]]
+    sys.argv = [sys.argv[0], *flags.given, *with_implied_files(check_overrides(overrides)[0])]
     hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=CONFIG_NAME)(lambda _: None)()
     return []
 

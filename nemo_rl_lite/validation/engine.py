@@ -95,7 +95,7 @@ def check_engine(config: Config) -> Iterator[Violation]:
         fix = "bash scripts/install.sh, or another generation.backend"
         yield Violation("generation.backend", backend, f"the package {package} is not installed here", fix)
     elif not on_gpus(config) and importlib.util.find_spec("transformer_engine") is not None:
-        fix = "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu, or bash scripts/install.sh cpu"
+        fix = "cluster.gpus_per_node=1, or bash scripts/install.sh cpu"
         yield Violation("cluster.gpus_per_node", 0, "what is installed here (install.sh gpu) runs on GPUs only", fix)
     if config.policy.router_replay.enabled and not engine_of(config).records_experts:
         key = "policy.router_replay.enabled"

@@ -59,7 +59,7 @@ def check_cpu_ranks(config: Config) -> Iterator[Violation]:
 @rule("cluster", "policy.precision")
 def check_gpu_precision(config: Config) -> Iterator[Violation]:
     if on_gpus(config) and config.policy.precision == "float32":
-        fix = "policy=megatron_gpu generation=vllm_gpu, or policy.precision=bfloat16"
+        fix = "policy=megatron_gpu, or policy.precision=bfloat16"
         yield Violation("policy.precision", "float32", "is not supported on GPUs", fix)
 
 

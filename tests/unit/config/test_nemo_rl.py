@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from nemo_rl_lite.config import keys
-from nemo_rl_lite.config.composition import compose_files, notes_on_names
+from nemo_rl_lite.config.composition import compose_files, notes_on_names, with_implied_files
 from nemo_rl_lite.config.keys import is_open, known_keys, unknown_key
 from nemo_rl_lite.config.names import FromFile, in_our_names, meaning, with_our_references
 from tests.unit.pages import DOCS
@@ -101,6 +101,27 @@ def test_a_file_of_rows_is_chosen_by_its_key(recipes):
     (recipes / "mine.yaml").write_text("# @package _global_\ndata:\n  train_path: x.jsonl\n  prompt_column: q\n")
     found = compose_files(["recipes=mine"]).data
     assert (found.name, found.prompt_column) == ("file", "q")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "precision", "eager", "offloads"),
+    [
+        ([], "float32", True, []),
+        (["cluster.gpus_per_node=2"], "bfloat16", False, "auto"),
+        (["cluster.gpus_per_node=2", "policy=megatron"], "float32", False, []),
+        (["cluster.gpus_per_node=2", "policy=megatron_gpu", "generation=vllm_gpu"], "bfloat16", False, []),
+        (["cluster.gpus_per_node=2", "offload=none"], "bfloat16", False, []),
+        (["cluster.gpus_per_node=2", "generation.vllm_cfg.enforce_eager=true"], "bfloat16", True, "auto"),
+        (["recipes=grpo-smollm2-135m-1n1g"], "bfloat16", False, []),
+        (["recipes=mine"], "bfloat16", False, "auto"),
+    ],
+)
+def test_files_for_gpus_are_the_default_on_gpus(recipes, overrides, precision, eager, offloads):
+    (recipes / "mine.yaml").write_text("# @package _global_\ncluster:\n  gpus_per_node: 1\n")
+    found = compose_files(overrides)
+    assert found == compose_files(with_implied_files(overrides))
+    assert (found.policy.precision, found.generation.vllm_cfg.enforce_eager) == (precision, eager)
+    assert found.policy.offload_for_generation == offloads
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 
 import huggingface_hub.constants
 import pytest
+import yaml
 
 from nemo_rl_lite import plan
 from nemo_rl_lite.models.shape import KNOWN_MODELS, NoModelError
@@ -128,3 +129,10 @@ def test_a_dry_run_goes_with_no_flag_that_prints(capsys):
     with pytest.raises(SystemExit) as end:
         launch(["--dry-run", "--cfg", "job"])
     assert end.value.code == 2 and "--dry-run --cfg job" in capsys.readouterr().err
+
+
+def test_hydra_prints_the_files_that_the_run_would_have(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train"])
+    launch(["data.train_path=rows.jsonl", "cluster.gpus_per_node=1", "--cfg", "job"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["data"]["name"], printed["policy"]["precision"]) == ("file", "bfloat16")

@@ -77,7 +77,7 @@ CASES = {
     "algorithm=sftt": "algorithm=sft",
     # Ranks, and the model that they share.
     "cluster.num_nodes=2": "cluster.cpu_ranks",
-    "cluster.gpus_per_node=1": "policy.precision",
+    "cluster.gpus_per_node=1 policy=megatron": "policy.precision",
     "cluster.gpus_per_node=1 generation.colocated.enabled=false": "generation.colocated.resources.gpus_per_node",
     f"{TP}=2": TP,
     f"{TP}=4 cluster.cpu_ranks=4": "2 key/value heads",
@@ -128,7 +128,7 @@ CASES = {
     "policy.train_global_batch_size=100": f"{BATCH}=128",
     "policy.logprob_batch_size=48": "policy.logprob_batch_size",
     "cluster.cpu_ranks=3": BATCH,
-    "cluster.gpus_per_node=1 policy.sequence_packing.enabled=true": "policy.sequence_packing.enabled",
+    "cluster.gpus_per_node=1 policy=megatron policy.sequence_packing.enabled=true": "policy.sequence_packing.enabled",
     "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens=16": "train_mb_tokens=32",
     "algorithm=dpo policy.dynamic_batching.enabled=true policy.dynamic_batching.train_mb_tokens=40": "mb_tokens=64",
     f"{OPTIMIZER}.optimizer=sgd": f"{OPTIMIZER}.use_distributed_optimizer",
