@@ -37,8 +37,9 @@ CONFIG_NAME = "train"
 DEFAULT_DATA = "reverse_digits"
 # Keys of data, and the file of the group that reads them.
 _DATA_OF = {"train_path": "file", "path": "hub"}
-# Default files of groups, and those that a run on GPUs has instead.
-_ON_GPUS = {("policy", "megatron"): "megatron_gpu", ("generation", "vllm"): "vllm_gpu"}
+# Default files of groups that depend on the machine, and those that a run on GPUs has instead.
+ON_CPUS = {"policy": "megatron", "generation": "vllm", "offload": "none"}
+_ON_GPUS = {"policy": "megatron_gpu", "generation": "vllm_gpu", "offload": "auto"}
 # Keys that name a file or user code of a source.
 _SOURCE_FILE = re.compile(r"data\.sources\.[^.]+\.(reward|environment|agent)")
 # Files of groups for user code.
@@ -139,13 +140,9 @@ def _implied(composed: DictConfig, choices: Sequence[str]) -> list[str]:
     default = composed.hydra.runtime.choices
     implied = []
     if _uses_gpus(composed):
-        implied += [
-            f"{group}={own}"
-            for (group, of_cpus), own in _ON_GPUS.items()
-            if group not in chosen and default[group] == of_cpus
-        ]
-        if "policy=megatron_gpu" in implied and "offload" not in chosen and default.offload == "none":
-            implied.append("offload=auto")
+        open_groups = [one for one, file in ON_CPUS.items() if one not in chosen and default[one] == file]
+        # Someone who chooses the policy's file has decided where its tensors are.
+        implied += [f"{one}={_ON_GPUS[one]}" for one in open_groups if one != "offload" or "policy" in open_groups]
     if "data" not in chosen and default.data == DEFAULT_DATA:
         implied += [f"data={file}" for key, file in _DATA_OF.items() if composed.data.get(key) is not None][:1]
     if "algorithm" not in chosen and default.algorithm == DEFAULT_ALGORITHM:

@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_lite.config.composition import CONFIG_NAME, compose_files
+from nemo_rl_lite.config.composition import CONFIG_NAME, ON_CPUS, compose_files
 from nemo_rl_lite.config.keys import HYDRA_PACKAGE, groups, known_keys, parse_override
 from nemo_rl_lite.config.names import FromFile
 from nemo_rl_lite.errors import HIDDEN, ConfigError, Violation
@@ -206,7 +206,9 @@ class _Reader:
             fix = f"--like {run / jobs[0]}" if jobs else "--like outputs/NAME/DATE, a folder that train has written"
             self._refuse(f"--like {run}", f"is not a run: {file} is missing or not a run's record", fix, "")
             return
-        chosen = [f"{group}={name}" for group in groups() if (name := _file_of(group, record)) in groups()[group]]
+        # A record has all values, so no further files follow from them.
+        chosen = [f"{group}={file}" for group, file in ON_CPUS.items()]
+        chosen += [f"{group}={name}" for group in groups() if (name := _file_of(group, record)) in groups()[group]]
         values = dict(_leaves(record))
         composed = compose_files(chosen)
         plain = dict(_leaves(OmegaConf.to_container(composed, resolve=False)))  # pyrefly: ignore[bad-argument-type]

@@ -146,6 +146,9 @@ def test_a_sweep_runs_over_files():
         "algorithm=sft policy.max_total_sequence_length=48 policy.train_global_batch_size=16 offload=pinned",
         "+reward.terms.x={name:format,weight:1,kwargs:{pattern:9}} environment=calculator",
         "policy.megatron_cfg.optimizer.lr=1e-3 policy.megatron_cfg.peft.enabled=true run_name=its",
+        "cluster.gpus_per_node=1",
+        "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm",
+        "cluster.gpus_per_node=1 offload=none",
     ],
 )
 def test_a_run_is_repeated_from_its_record(words, folder):
