@@ -1,9 +1,9 @@
-"""Compare what synchronous and partial rollouts learn on the default task, with the same seeds.
+"""Compare what synchronous, partial and one-step-off rollouts learn on the default task, with the same seeds.
 
-partial_rollouts.py [--seeds 8] [--cores CORES]
+partial_rollouts.py [--seeds 8] [--cores CORES] [--ways WAY ...]
 
-Runs at the same time have CORES cores each (default: one run with all). A run's accuracy is the mean of its held-out
-accuracies after every 10 of 60 steps. The last one alone depends much on a single step.
+Runs at the same time have CORES cores each (default: one run with all). They take 60 steps, with a held-out accuracy
+after every 10.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import os
 import queue
 import statistics
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import batched, product
 from pathlib import Path
@@ -24,16 +25,22 @@ COMMON = [
     *(f"algorithm.max_num_steps={STEPS}", f"algorithm.val_period={PERIOD}", "algorithm.val_at_start=false"),
     *("logger.plots=false", "checkpoint.save_period=0", "checkpoint.export_hf_at_end=false"),
 ]
-WAYS = {"synchronous": [], "partial rollouts": ["async=partial"]}
+SYNCHRONOUS = "synchronous"
+WAYS = {SYNCHRONOUS: [], "partial rollouts": ["async=partial"], "one step off": ["async=one_step_off"]}
 ACCURACY, AGE, STEP = "validation/accuracy", "train/trajectory_age_mean", "timing/train/total_step_time"
+ACCURACIES: dict[str, Callable[[list[dict[str, float]]], float]] = {
+    "mean held-out accuracy": lambda steps: mean(steps, ACCURACY),
+    "held-out accuracy at the end": lambda steps: steps[-1][ACCURACY],
+}
 # Largest loss of held-out accuracy that counts as equal.
 LOSS = 0.05
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=8, help="the number of seeds, from 1")
+    parser.add_argument("--seeds", type=int, default=8, help="the number of seeds, at least 2")
     parser.add_argument("--cores", type=int, help="cores of each run")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="compared with synchronous rollouts")
     given = parser.parse_args(arguments)
     if given.seeds < 2:
         parser.error("--seeds: an interval needs two")
@@ -41,11 +48,11 @@ def main(arguments: list[str]) -> None:
     if given.cores is not None and not 0 < given.cores <= len(own):
         parser.error(f"--cores: there are {len(own)}")
     places = [place for place in batched(own, given.cores or len(own)) if len(place) == (given.cores or len(own))]
-    write(given.seeds, places, [])
+    write(given.seeds, [SYNCHRONOUS, *(way for way in given.ways if way != SYNCHRONOUS)], places, [])
 
 
-def write(seeds: int, places: list[tuple[int, ...]], own: list[str]) -> Path:
-    """Run each seed both ways, one run on the cores of each place at a time, and write the record."""
+def write(seeds: int, ways: list[str], places: list[tuple[int, ...]], own: list[str]) -> Path:
+    """Run each seed in all ways, one run on the cores of each place at a time, and write the record."""
     free = queue.SimpleQueue[tuple[int, ...]]()
     for place in places:
         free.put(place)
@@ -63,26 +70,28 @@ def write(seeds: int, places: list[tuple[int, ...]], own: list[str]) -> Path:
         print(f"seed {seed}, {way}: {mean(steps, ACCURACY):.3f}, staleness {mean(steps, AGE):.2f}", flush=True)
         return steps
 
-    each = list(product(range(1, seeds + 1), WAYS))
+    each = list(product(range(1, seeds + 1), ways))
     with ThreadPoolExecutor(len(places)) as pool:
         runs = dict(zip(each, pool.map(run, each), strict=True))
-    results = []
-    for way in WAYS:
+    results, bars, intervals = [], [], {}
+    for way in ways:
         config, ran = f"{way}, seeds 1 to {seeds}", [runs[seed, way] for seed in range(1, seeds + 1)]
         results += [
-            record.result("mean held-out accuracy", config, "share", [mean(steps, ACCURACY) for steps in ran]),
-            record.result("held-out accuracy at the end", config, "share", [steps[-1][ACCURACY] for steps in ran]),
+            *(record.result(name, config, "share", list(map(of, ran))) for name, of in ACCURACIES.items()),
             record.result("mean staleness", config, "steps", [mean(steps, AGE) for steps in ran]),
             record.result("step time (median of a run)", config, "s", [median(steps, STEP) for steps in ran]),
         ]
-    before, after = results[0]["reps"], results[4]["reps"]
-    gains = [new - old for old, new in zip(before, after, strict=True)]
-    half = quantile(seeds - 1) * statistics.stdev(gains) / math.sqrt(seeds)
-    low, high = statistics.fmean(gains) - half, statistics.fmean(gains) + half
-    results.append(record.result("gain of partial rollouts in mean accuracy", f"seeds 1 to {seeds}", "share", gains))
-    bar = record.bar("lower end of the gain's 95 % interval over seeds", low, -LOSS, at_least=True)
-    more = {"interval": [low, high], "cores of a run": len(places[0])}
-    return record.write("partial-rollouts", results, [bar], more=more)
+        for name, of in ACCURACIES.items() if way != SYNCHRONOUS else ():
+            gains = [of(steps) - of(runs[seed, SYNCHRONOUS]) for seed, steps in enumerate(ran, 1)]
+            half = quantile(seeds - 1) * statistics.stdev(gains) / math.sqrt(seeds)
+            low, high = statistics.fmean(gains) - half, statistics.fmean(gains) + half
+            results.append(record.result(f"gain in {name}", config, "share", gains))
+            bars.append(record.bar(f"{way}: lower end of the interval, {name}", low, -LOSS, at_least=True))
+            intervals[f"{way}, {name}"] = [low, high]
+            print(f"{way}, gain in {name}: {statistics.fmean(gains):.3f}, 95 % interval {low:.3f} to {high:.3f}")
+    return record.write(
+        "partial-rollouts", results, bars, more={"intervals": intervals, "cores of a run": len(places[0])}
+    )
 
 
 def mean(steps: list[dict[str, float]], metric: str) -> float:
@@ -103,7 +112,7 @@ def quantile(freedom: int) -> float:
 def trial() -> None:
     """Compose the runs, and write the record of a tiny one."""
     with tried():
-        print(write(2, [tuple(sorted(os.sched_getaffinity(0)))], [f"policy.model_name={KNOWN_MODEL}"]))
+        print(write(2, [*WAYS], [tuple(sorted(os.sched_getaffinity(0)))], [f"policy.model_name={KNOWN_MODEL}"]))
 
 
 if __name__ == "__main__":
