@@ -39,6 +39,9 @@ SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
 DRAFT_ONLY = "draft_only"
 # Extra argument of a request: the number of its prompt's last tokens that are tokens of its response.
 _DRAWN = "drawn"
+# Architectures that vLLM's list for its second model runner lacks. The list has DeepSeek-V2, whose class is also
+# DeepSeek-V3's, and Qwen2's experts, which compute like Qwen3's.
+_SECOND_RUNNER = frozenset({"DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"})
 # A large prime, so that seeds of continued requests differ from others.
 _OTHER_SEED = 1_000_000_007
 # Compute capability, in tenths, of GPUs that need such scales.
@@ -52,6 +55,20 @@ def decode_scheduler() -> str | None:
     tested = " and ".join(COMPARED)
     log.info("using vLLM's scheduler: the fast one is tested on vLLM %s, and %s is installed", tested, own)
     return None
+
+
+def prefer_second_runner() -> None:
+    """Make vLLM use its second model runner for more models with experts; all samples are then drawn in one kernel.
+
+    vLLM keeps the first one where a feature needs it, such as recorded experts or n-gram drafts. The environment
+    variable `VLLM_USE_V2_MODEL_RUNNER` wins. Each process of an engine must call this. From 0.31 on, vLLM has no list.
+    """
+    if since("vllm", "0.31"):
+        return
+    from vllm.config import vllm
+
+    module: Any = vllm
+    module.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES |= _SECOND_RUNNER
 
 
 @contextmanager

@@ -23,4 +23,6 @@ def latent_model(tmp_path_factory) -> Path:
 
 @pytest.mark.gpu(1)
 def test_policy_and_engine_agree_after_every_refit(latent_model, tmp_path):
-    check(run(tmp_path / "run", latent_model, 1, "+generation.vllm_kwargs.moe_backend=triton"))
+    own = ["generation.colocated.sleep=true", "+generation.vllm_kwargs.moe_backend=triton"]
+    check(run(tmp_path / "run", latent_model, 1, *own))
+    assert "Using V2 Model Runner" in "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())

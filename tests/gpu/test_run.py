@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_lite.compat.versions import since
 from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
 from tests.functional.conftest import train
 
@@ -185,6 +186,17 @@ def test_engine_ranks_with_different_experts_copy_their_own(gpu_experts_model, t
     spread = ["generation.vllm_cfg.tensor_parallel_size=2", "generation.vllm_cfg.expert_parallel=true"]
     check(run(folder, gpu_experts_model, 2, *spread, triton))
     check_ways(folder, shared=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("records", [False, True])
+def test_engines_with_experts_use_the_second_runner_unless_they_record(records, gpu_experts_model, tmp_path):
+    folder, replay = tmp_path / "run", f"policy.router_replay.enabled={str(records).lower()}"
+    own = ["generation.colocated.sleep=true", "+generation.vllm_kwargs.moe_backend=triton", replay]
+    check(run(folder, gpu_experts_model, 1, *own))
+    logs = "".join(path.read_text() for path in (folder / "logs").iterdir())
+    # From 0.31 on, the second runner records experts.
+    assert ("Using V2 Model Runner" in logs) == (not records or since("vllm", "0.31"))
 
 
 @pytest.mark.gpu(2)

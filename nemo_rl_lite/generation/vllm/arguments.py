@@ -12,6 +12,7 @@ from nemo_rl_lite.compat.vllm import (
     import_model_class,
     keep_first_scales,
     lengthen_head,
+    prefer_second_runner,
     repair_cpu_build,
 )
 from nemo_rl_lite.compat.vllm_warm_up import warm_up_with
@@ -53,6 +54,7 @@ def engine_arguments(
 
     settings = generation.vllm_cfg
     import_model_class(Path(model_path))
+    prefer_second_runner()
     if on_gpu and engines_quantize(generation):
         keep_first_scales()
     if not on_gpu:

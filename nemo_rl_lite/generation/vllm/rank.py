@@ -1,8 +1,10 @@
 """The `worker_extension_cls` of vLLM's worker processes, one for each rank. Only vLLM imports this module."""
 
+from nemo_rl_lite.compat.vllm import prefer_second_runner
 from nemo_rl_lite.compat.vllm_warm_up import warm_up_own_kernels
 from nemo_rl_lite.generation.vllm.extension import RefitExtension
 
 __all__ = ["RefitExtension"]
 
+prefer_second_runner()
 warm_up_own_kernels()

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import VllmConfig
+from vllm.config import vllm as vllm_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
@@ -20,6 +22,7 @@ from nemo_rl_lite.compat.vllm import (
     absorbed_weights,
     decode_scheduler,
     keep_first_scales,
+    prefer_second_runner,
 )
 
 
@@ -51,6 +54,60 @@ def test_scales_are_powers_of_two_where_the_gpu_wants_them_or_the_user_does(monk
         monkeypatch.delenv(SCALES)
     keep_first_scales()
     assert os.environ.get(SCALES) == found
+
+
+def _configured(architecture: str, records: bool, drafts: str | None) -> VllmConfig:
+    """Return what vLLM's choice of a runner reads of an engine's configuration."""
+    model = {"architectures": [architecture], "runner_type": "generate", "is_moe": True, "is_diffusion": False}
+    model |= {"logits_processors": None, "enable_prompt_embeds": False, "enable_return_routed_experts": records}
+    parallel = {"prefill_context_parallel_size": 1, "tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    parallel |= {"distributed_executor_backend": "mp", "enable_dbo": False, "enable_elastic_ep": False}
+    config = VllmConfig.__new__(VllmConfig)
+    vars(config).update(
+        model_config=SimpleNamespace(**model),
+        parallel_config=SimpleNamespace(**parallel),
+        compilation_config=SimpleNamespace(mode=0, pass_config=SimpleNamespace(enable_sp=False)),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        speculative_config=None if drafts is None else SimpleNamespace(method=drafts, parallel_drafting=False),
+        ec_transfer_config=None,
+    )
+    return config
+
+
+@pytest.fixture
+def with_our_list(monkeypatch):
+    """A list like vLLM's with our names, for this test alone, as on a GPU."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setattr(vllm_config, "HAS_TRITON", True)
+    monkeypatch.setattr(vllm_config, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", frozenset({"Qwen2MoeForCausalLM"}))
+    prefer_second_runner()
+
+
+@pytest.mark.skipif(versions.since("vllm", "0.31"), reason="vLLM has no list")
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Qwen2MoeForCausalLM"])
+@pytest.mark.parametrize(
+    ("records", "drafts", "second"),
+    [
+        (False, None, True),
+        (False, "eagle3", True),
+        (False, "mtp", True),
+        (True, None, False),
+        (False, "ngram", False),
+        (False, "suffix", False),
+        (False, "draft_model", False),
+    ],
+)
+def test_models_with_experts_use_the_second_runner_unless_a_feature_needs_the_first(
+    with_our_list, architecture, records, drafts, second
+):
+    assert _configured(architecture, records, drafts).use_v2_model_runner == second
+
+
+@pytest.mark.skipif(versions.since("vllm", "0.31"), reason="vLLM has no list")
+def test_other_models_and_the_environment_decide_as_before(with_our_list, monkeypatch):
+    assert not _configured("GptOssForCausalLM", records=False, drafts=None).use_v2_model_runner
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert not _configured("Qwen3MoeForCausalLM", records=False, drafts=None).use_v2_model_runner
 
 
 class _Engine:
