@@ -14,7 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.utils import check_stop, remove_all
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -190,7 +190,8 @@ class DecodeScheduler(AsyncScheduler):
 def _is_plain(scheduler: AsyncScheduler) -> bool:
     """Return whether steps can only compute one token per running request, in a cache with one kind of block."""
     groups, parallel = scheduler.kv_cache_config.kv_cache_groups, scheduler.parallel_config
-    one_kind = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
+    # vLLM's scheduler manages the blocks of both alike.
+    one_kind = len(groups) == 1 and type(groups[0].kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
     return (
         one_kind
         and groups[0].kv_cache_spec.block_size == scheduler.block_size

@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -27,15 +27,24 @@ from nemo_rl_lite.compat import vllm_scheduler as ours
 from nemo_rl_lite.compat.vllm import import_model_class
 
 BLOCK, STOP, LONGEST = 16, 3, 128
+KINDS = (FullAttentionSpec, MLAAttentionSpec)
 
 
 class Engine:
     """A scheduler with what drives it: a step is begun before the result of the one before is there."""
 
-    def __init__(self, kind: type[AsyncScheduler], model: str, blocks: int, slots: int, longest: int = LONGEST):
+    def __init__(
+        self,
+        kind: type[AsyncScheduler],
+        model: str,
+        blocks: int,
+        slots: int,
+        longest: int = LONGEST,
+        block: type[FullAttentionSpec] = FullAttentionSpec,
+    ):
         config = EngineArgs(model, max_num_seqs=slots, max_model_len=longest, block_size=BLOCK).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+        spec = block(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.scheduler = kind(config, cache, StructuredOutputManager(config), BLOCK)
         # A CPU has the first runner only.
@@ -85,9 +94,9 @@ def result_of(scheduler: AsyncScheduler, step: Any) -> ModelRunnerOutput:
     return ModelRunnerOutput(names, {name: place for place, name in enumerate(names)}, tokens, logprobs)
 
 
-def compare(model: str, seed: int, blocks: int) -> int:
+def compare(model: str, seed: int, blocks: int, block: type[FullAttentionSpec]) -> int:
     """Drive both for a while; returns how many steps ours took its short way."""
-    engines = [Engine(kind, model, blocks, slots=24) for kind in (AsyncScheduler, ours.DecodeScheduler)]
+    engines = [Engine(kind, model, blocks, slots=24, block=block) for kind in (AsyncScheduler, ours.DecodeScheduler)]
     short, draw, begun = [0], random.Random(seed), 0
     of_ours: Any = engines[1].scheduler
     one_token_each = of_ours._one_token_each
@@ -146,7 +155,7 @@ def main(model: str) -> None:
     import_model_class(Path(model))
     init_none_hash(sha256)
     # In the small cache requests lose their blocks and begin again.
-    counts = [compare(model, seed, blocks) for seed in range(6) for blocks in (2000, 60)]
+    counts = [compare(model, seed, blocks, KINDS[seed % 2]) for seed in range(6) for blocks in (2000, 60)]
     assert all(count > 20 for count in counts), f"the short way was taken {counts} times"
 
 
