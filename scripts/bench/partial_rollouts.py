@@ -1,6 +1,6 @@
 """Compare what synchronous, partial and one-step-off rollouts learn on the default task, with the same seeds.
 
-partial_rollouts.py [--seeds 8] [--cores CORES] [--ways WAY ...]
+partial_rollouts.py [--seeds 8] [--cores CORES] [--ways WAY ...] [--rate RATE]
 
 Runs at the same time have CORES cores each (default: one run with all). They take 60 steps, with a held-out accuracy
 after every 10.
@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seeds", type=int, default=8, help="the number of seeds, at least 2")
     parser.add_argument("--cores", type=int, help="cores of each run")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="compared with synchronous rollouts")
+    parser.add_argument("--rate", help="learning rate, such as 1e-4 (default: the task's)")
     given = parser.parse_args(arguments)
     if given.seeds < 2:
         parser.error("--seeds: an interval needs two")
@@ -48,10 +49,15 @@ def main(arguments: list[str]) -> None:
     if given.cores is not None and not 0 < given.cores <= len(own):
         parser.error(f"--cores: there are {len(own)}")
     places = [place for place in batched(own, given.cores or len(own)) if len(place) == (given.cores or len(own))]
-    write(given.seeds, [SYNCHRONOUS, *(way for way in given.ways if way != SYNCHRONOUS)], places, [])
+    name, overrides = "partial-rollouts", list[str]()
+    if given.rate is not None:
+        name, overrides = f"{name}-rate-{given.rate}", [f"policy.megatron_cfg.optimizer.lr={given.rate}"]
+    write(given.seeds, [SYNCHRONOUS, *(way for way in given.ways if way != SYNCHRONOUS)], places, overrides, name)
 
 
-def write(seeds: int, ways: list[str], places: list[tuple[int, ...]], own: list[str]) -> Path:
+def write(
+    seeds: int, ways: list[str], places: list[tuple[int, ...]], own: list[str], name: str = "partial-rollouts"
+) -> Path:
     """Run each seed in all ways, one run on the cores of each place at a time, and write the record."""
     free = queue.SimpleQueue[tuple[int, ...]]()
     for place in places:
@@ -81,17 +87,15 @@ def write(seeds: int, ways: list[str], places: list[tuple[int, ...]], own: list[
             record.result("mean staleness", config, "steps", [mean(steps, AGE) for steps in ran]),
             record.result("step time (median of a run)", config, "s", [median(steps, STEP) for steps in ran]),
         ]
-        for name, of in ACCURACIES.items() if way != SYNCHRONOUS else ():
+        for quantity, of in ACCURACIES.items() if way != SYNCHRONOUS else ():
             gains = [of(steps) - of(runs[seed, SYNCHRONOUS]) for seed, steps in enumerate(ran, 1)]
             half = quantile(seeds - 1) * statistics.stdev(gains) / math.sqrt(seeds)
             low, high = statistics.fmean(gains) - half, statistics.fmean(gains) + half
-            results.append(record.result(f"gain in {name}", config, "share", gains))
-            bars.append(record.bar(f"{way}: lower end of the interval, {name}", low, -LOSS, at_least=True))
-            intervals[f"{way}, {name}"] = [low, high]
-            print(f"{way}, gain in {name}: {statistics.fmean(gains):.3f}, 95 % interval {low:.3f} to {high:.3f}")
-    return record.write(
-        "partial-rollouts", results, bars, more={"intervals": intervals, "cores of a run": len(places[0])}
-    )
+            results.append(record.result(f"gain in {quantity}", config, "share", gains))
+            bars.append(record.bar(f"{way}: lower end of the interval, {quantity}", low, -LOSS, at_least=True))
+            intervals[f"{way}, {quantity}"] = [low, high]
+            print(f"{way}, gain in {quantity}: {statistics.fmean(gains):.3f}, 95 % interval {low:.3f} to {high:.3f}")
+    return record.write(name, results, bars, more={"intervals": intervals, "cores of a run": len(places[0])})
 
 
 def mean(steps: list[dict[str, float]], metric: str) -> float:
