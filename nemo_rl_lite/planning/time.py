@@ -64,9 +64,11 @@ from nemo_rl_lite.planning.memory import (
 MFU, POLICY_READS, READS = 0.56, 0.78, 0.64
 # Minimum time of a layer's forward or backward pass over a micro-batch: without experts; with them, and for each one.
 LAUNCH_S, LAUNCH_EXPERTS_S, LAUNCH_EXPERT_S = 4.5e-3, 2.7e-2, 1.4e-4
-# An engine's host time per decoding step, token and request. vLLM's first model runner, which has most models with
-# experts, draws each request's token by a separate kernel, and takes longer per token.
-ENGINE_STEP_S, TOKEN_S, TOKEN_EXPERTS_S, REQUEST_S = 2e-3, 1.7e-5, 6e-5, 5e-4
+# An engine's host time per decoding step, token and request. vLLM's first model runner, which records experts, draws
+# each request's token by a separate kernel, and takes longer per token.
+ENGINE_STEP_S, TOKEN_S, TOKEN_FIRST_RUNNER_S, REQUEST_S = 2e-3, 1.7e-5, 6e-5, 5e-4
+# An engine's GPU time per token outside of matrices and attention: sampling, logprobs, small kernels and gaps.
+SAMPLE_S = 5e-6
 # Time of a CPU optimizer step per parameter of a rank.
 CPU_OPTIMIZER_S = 8e-10
 # Fixed time of a refit and its check: non-colocated engines, colocated engines that wake up, and colocated engines that
@@ -191,12 +193,13 @@ def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: in
         prompts += sum(forward_flops(shape, lengths.prompt + own) for own in _unfinished(config, lengths, *decoding))
     linear = requests * matrix_flops(shape, lengths.mean)
     attention = requests * (attention_flops(shape, whole) - attention_flops(shape, lengths.prompt))
-    return prompts / rate + max(weights / reading, linear / rate) + max(caches / reading, attention / rate)
+    layers = max(weights / reading, linear / rate) + max(caches / reading, attention / rate)
+    return prompts / rate + layers + requests * lengths.mean * SAMPLE_S
 
 
 def _scheduling_seconds(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> float:
     steps, requests = _decoding(config, shape, gpu_bytes, lengths)
-    token_s = TOKEN_EXPERTS_S if shape.experts else TOKEN_S
+    token_s = TOKEN_FIRST_RUNNER_S if shape.experts and config.policy.router_replay.enabled else TOKEN_S
     return steps * ENGINE_STEP_S + requests * (lengths.mean * token_s + REQUEST_S)
 
 

@@ -205,9 +205,10 @@ def _attend(
     if not isinstance(packed_seq_params, SharedKeys):
         return attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params, **options)
     shared = packed_seq_params
-    # Values may be a view of a projection's whole result, which would stay with them.
-    whole = [one.detach().contiguous() for one in (key, value)]
-    copies = [_Copied.apply(one, shared) for one in (key, value)]
+    # Values may be a view of a projection's whole result, which would stay with them and is copied more slowly.
+    dense = [one.contiguous() for one in (key, value)]
+    whole = [one.detach() for one in dense]
+    copies = [_Copied.apply(one, shared) for one in dense]
     with torch.autograd.graph.saved_tensors_hooks(*_copied_again(whole, copies, shared.keys_K)):
         if shared.boundaries is None:
             return attend(query, *copies, attention_mask, **options)
@@ -237,10 +238,16 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         (gradient_K,), (order_K, begins) = gradients, ctx.shared.copies()
-        flat = gradient_K.flatten(1)
-        # One kernel, without atomic additions and float32 copies of all gradients.
-        total = torch.nn.functional.embedding_bag(order_K, flat, begins, mode="sum", include_last_offset=True)
-        return total.view(-1, *gradient_K.shape[1:]), None
+        return _added(gradient_K.flatten(1), order_K, begins).view(-1, *gradient_K.shape[1:]), None
+
+
+def _added(gradient_KW: Tensor, order_K: Tensor, begins: Tensor) -> Tensor:
+    """See `shared_prompts_kernel.add_rows`."""
+    if gradient_KW.is_cuda:
+        from nemo_rl_lite.policy.shared_prompts_kernel import add_rows
+
+        return add_rows(gradient_KW, order_K, begins)
+    return torch.nn.functional.embedding_bag(order_K, gradient_KW, begins, mode="sum", include_last_offset=True)
 
 
 def _copied_again(

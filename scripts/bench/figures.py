@@ -90,13 +90,13 @@ def medians(one: Record, setting: str) -> dict[str, float]:
 
 def speed(one: Record) -> Picture:
     """Draw the step time of nemo_rl_lite and its peers: a bar for each setting."""
-    rows = [(row["config"].split(", fast")[0], row["median"]) for row in one["results"] if row["name"] == "step time"]
-    longest = max(seconds for _, seconds in rows)
+    rows = [(row["median"], row["config"].split(", fast")[0]) for row in one["results"] if row["name"] == "step time"]
+    longest = max(seconds for seconds, _ in rows)
     picture = Picture(680, 30 * len(rows) + 10, "Step time of nemo_rl_lite and its peers")
-    for place, (name, seconds) in enumerate(rows):
+    for place, (seconds, name) in enumerate(sorted(rows)):
         top, length = 30 * place + 10, seconds / longest * 340
         picture.text(250, top + 15, name, "end")
-        picture.box(260, top, length, 20, "g" if place else "c")
+        picture.box(260, top, length, 20, "c" if name == "nemo_rl_lite" else "g")
         picture.text(268 + length, top + 15, f"{seconds:.1f} s")
     return picture
 

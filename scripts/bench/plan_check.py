@@ -123,7 +123,7 @@ class Recorded:
         """Return seconds by phase, and of the step."""
         shape = model_shape(random_model.model_config(self.model).to_dict())
         known = "Qwen/Qwen3-30B-A3B" if shape.experts else published_row.PUBLISHED
-        config = compose_config([*self.overrides, f"policy.model_name={known}", ALONE])
+        config = compose_config([ALONE, *self.overrides, f"policy.model_name={known}"])
         nbytes = GPU_MIB[self.record.rpartition("-")[2]] * 2**20
         if not generates(config):
             return {"train": optimizer_step_seconds(config, shape, speed_of(nbytes)[1], self.lengths)}
@@ -166,11 +166,18 @@ def _shared_prompts(setting: str) -> Recorded:
     return Recorded(name, setting, overrides, "qwen3-1.7b", Lengths(2048, 512, 512), names=names, kind=kind)
 
 
+def _experts(*arguments: Any, **others: Any) -> Recorded:
+    """Return a record of `_way` with vLLM's first model runner, which only router replay has today."""
+    one = _way(*arguments, kind="experts", **others)
+    return dataclasses.replace(one, overrides=[*one.overrides, "policy.router_replay.enabled=true"])
+
+
 # Random models answer the default task, whose prompts have about 10 tokens.
 LONG, MIDDLE, SHORT = Lengths(10, 512, 512), Lengths(10, 256, 256), Lengths(10, 190, 512)
 # Those of training.py, by the FLOPs of a recorded step.
 CHATS = Lengths(0, 2230, 4096)
-REPLAY, _experts = "experts-router-replay-qwen3-moe-1.5b-1x-h100", partial(_way, kind="experts")
+REPLAY = "experts-router-replay-qwen3-moe-1.5b-1x-h100"
+_decoding = partial(_engine, prompt=rollout_rate.PROMPT_TOKENS, tokens=512, sequences=512)
 # The packs of this run, by its note.
 SMALL_PACKS = [f"{ways.PACKS}.{phase}_mb_tokens=4096" for phase in ("train", "logprob")]
 RECORDS = [
@@ -184,7 +191,12 @@ RECORDS = [
     _way("rollout-workers-large-1x-h200", "rollout_workers", "0 rollout workers", "qwen3-1.7b", LONG, fitted=True),
     _way("engines-versions-1x-h100", "speed", "fast scheduler", "qwen3-1.7b", LONG),
     _way("speed-ablation-large-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG),
-    _engine("engine-settings-1x-h100", "qwen3-1.7b", rollout_rate.PROMPT_TOKENS, 512, 512, "default"),
+    _way("peers-1.7b-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, "nemo_rl_lite"),
+    _decoding("engine-settings-1x-h100", "qwen3-1.7b", setting="default"),
+    _decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", setting="the launcher's"),
+    dataclasses.replace(
+        _decoding("decode-llama3.1-8b-8-1x-h200", "llama3.1-8b:8", setting="the launcher's"), kind="8 layers, no policy"
+    ),
     _way("lora-next-to-trl-large-1x-h100", "lora", "adapters, rank 16", "qwen3-1.7b", LONG, kind="adapters"),
     Recorded(
         "async-rate-1x-h100",

@@ -255,6 +255,11 @@ TABLES = {
             *("token_mult_prob_error", "generation", "logprob", "train", "step time"),
         ),
     ),
+    "experts training table": Table(
+        "analysis/moe",
+        "training-experts-1x-h200",
+        columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
+    ),
     "experts rate table": Table(
         "analysis/moe",
         "experts-rate-2x-h100",

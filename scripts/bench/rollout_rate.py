@@ -58,7 +58,9 @@ SETTINGS: dict[str, list[str]] = {
     "Triton attention": [TRITON],
     "compiled, Triton attention": [COMPILED, TRITON],
     "fp8 cache": [f"{KWARGS}.kv_cache_dtype=fp8"],
+    "first runner": [],
 }
+ENVIRONMENTS = {"first runner": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
 GPU = [
     *("policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "generation.colocated.sleep=false"),
     "generation.vllm_cfg.gpu_memory_utilization=0.85",
@@ -80,7 +82,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="SETTING")
     parser.add_argument("--record", default="engine-settings", help="name of the record")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--here", action="store_true", help="measure the one setting in this process, and print JSON")
+    # `--only` in a process that compiles ends in the source that torch.compile writes.
+    parser.add_argument("--here", choices=SETTINGS, metavar="SETTING", help="measure it in this process; print JSON")
     given = parser.parse_args(arguments)
     if given.here:
         wanted = [
@@ -88,24 +91,30 @@ def main(arguments: list[str]) -> None:
             f"generation.vllm_cfg.max_num_seqs={given.sequences}",
             f"policy.max_total_sequence_length={PROMPT_TOKENS + given.tokens}",
             f"generation.max_new_tokens={given.tokens}",
-            *SETTINGS[given.only[0]],
+            *SETTINGS[given.here],
         ]
         with tempfile.TemporaryDirectory() as folder:
             model, name, load = Path(given.model), "", "auto"
             if given.tokenizer is not None:
                 model, load = Path(folder), "dummy"
                 without_weights(given.model, given.tokenizer, model)
-                name = KNOWN_EXPERTS if find_shape(folder, model / "config.json").experts else KNOWN_MODEL
+                experts = find_shape(folder, model / "config.json").experts
+                name = KNOWN_EXPERTS if experts else KNOWN_MODEL
+                # Random routers choose the same few experts.
+                os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random" if experts else ""
             found = Run(model, [*wanted, f"{FORMAT}{load}"], given.sequences // SAMPLES, SAMPLES, name)
-            results = found.rates(given.only[0])
+            results = found.rates(given.here)
             if given.profile:
-                results += found.kernels(given.only[0], Path(folder) / "decoding.json.gz")
+                results += found.kernels(given.here, Path(folder) / "decoding.json.gz")
         print(json.dumps(results))
         return
     results: Results = []
     for name in given.only:
-        command = [sys.executable, __file__, *arguments, "--only", name, "--here"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        sizes = [f"--sequences={given.sequences}", f"--tokens={given.tokens}", *["--profile"] * given.profile]
+        tokenizer = [f"--tokenizer={given.tokenizer}"] if given.tokenizer else []
+        command = [sys.executable, __file__, given.model, *sizes, *tokenizer, "--here", name]
+        environment = os.environ | ENVIRONMENTS.get(name, {})
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
         if done.returncode:
             print(f"{name}: status {done.returncode}", flush=True)
             continue

@@ -1,6 +1,10 @@
 """Families of rows with a common prefix, their packs, and attention over them."""
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -184,6 +188,29 @@ def test_gradients_of_copies_are_rounded_once():
     copies.backward(gradient)
     expected = torch.zeros(whole.shape, dtype=torch.float64).index_add(0, shared.keys_K, gradient.double())
     torch.testing.assert_close(whole.grad.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_the_kernel_gives_what_torch_gives():
+    """Under Triton's interpreter."""
+    # Triton's interpreter runs kernels on a CPU; it must be asked for before Triton is imported.
+    program = """
+import torch
+from nemo_rl_lite.policy.shared_prompts import _added
+from nemo_rl_lite.policy.shared_prompts_kernel import add_rows
+
+torch.manual_seed(0)
+# Tokens with three rows, none, and one.
+order, begins = torch.tensor([4, 0, 2, 3, 1]), torch.tensor([0, 3, 3, 4, 5])
+for dtype in (torch.bfloat16, torch.float32):
+    for width in (12, 1500):
+        gradient = torch.randn(5, width).to(dtype)
+        torch.testing.assert_close(add_rows(gradient, order, begins), _added(gradient, order, begins))
+        turned = gradient.T.contiguous().T
+        torch.testing.assert_close(add_rows(turned, order, begins), _added(gradient, order, begins))
+"""
+    root, environment = Path(__file__).parents[3], os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_backward_pass_keeps_no_copies_of_keys():
