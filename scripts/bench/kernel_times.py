@@ -10,27 +10,34 @@ from typing import Any
 
 import record
 
-LONGEST = 40
+LONGEST, GAPS = 40, 8
+# Kernels may follow each other this closely, in microseconds.
+TOUCHING = 5
 
 
 def kernels(traces: Iterable[Path], config: str) -> Iterator[dict[str, Any]]:
-    """Yield the seconds and launches of the longest kernels of traces, and the idle time between kernels, of all
-    processes together, as results of `config`."""
-    seconds, launches, idle = Counter[str](), Counter[str](), 0.0
+    """Yield results of `config`: seconds and launches of the longest kernels of traces, of all processes together, and
+    the idle time between kernels, also by the kernel after which the GPU idles longest."""
+    seconds, launches, gaps, idle = Counter[str](), Counter[str](), Counter[str](), 0.0
     for file in traces:
         with gzip.open(file) as opened:
             events = json.load(opened)["traceEvents"]
         launched = sorted(filter(_is_kernel, events), key=itemgetter("ts"))
-        end = launched[0]["ts"] if launched else 0
+        end, last = launched[0]["ts"] if launched else 0, ""
         for event in launched:
             seconds[event["name"][:160]] += event["dur"] / 1e6
             launches[event["name"][:160]] += 1
-            idle += max(event["ts"] - end, 0) / 1e6
-            end = max(end, event["ts"] + event["dur"])
+            idle += (gap := max(event["ts"] - end, 0) / 1e6)
+            if gap > TOUCHING / 1e6:
+                gaps[last] += gap
+            if event["ts"] + event["dur"] > end:
+                end, last = event["ts"] + event["dur"], event["name"][:160]
     if seconds:
         yield record.result("no kernel", config, "s", [idle])
         yield record.result("all kernels", config, "s", [sum(seconds.values())])
         yield record.result("all kernels", config, "launches", [sum(launches.values())])
+    for name, value in gaps.most_common(GAPS):
+        yield record.result(f"no kernel after {name}", config, "s", [value])
     for name, value in seconds.most_common(LONGEST):
         yield record.result(f"kernel {name}", config, "s", [value])
         yield record.result(f"kernel {name}", config, "launches", [launches[name]])
