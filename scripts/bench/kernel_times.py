@@ -16,8 +16,8 @@ TOUCHING = 5
 
 
 def kernels(traces: Iterable[Path], config: str) -> Iterator[dict[str, Any]]:
-    """Yield results of `config`: seconds and launches of the longest kernels of traces, of all processes together, and
-    the idle time between kernels, also by the kernel after which the GPU idles longest."""
+    """Yield the seconds and launches of the longest kernels of traces, of all processes together, as results of
+    `config`. The idle time between kernels is also given by the kernel before it."""
     seconds, launches, gaps, idle = Counter[str](), Counter[str](), Counter[str](), 0.0
     for file in traces:
         with gzip.open(file) as opened:

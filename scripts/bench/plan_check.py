@@ -193,7 +193,8 @@ RECORDS = [
     _way("speed-ablation-large-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG),
     _way("peers-1.7b-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, "nemo_rl_lite"),
     _decoding("engine-settings-1x-h100", "qwen3-1.7b", setting="default"),
-    _decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", setting="the launcher's"),
+    # By its trace.
+    dataclasses.replace(_decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", setting="the launcher's"), fitted=True),
     dataclasses.replace(
         _decoding("decode-llama3.1-8b-8-1x-h200", "llama3.1-8b:8", setting="the launcher's"), kind="8 layers, no policy"
     ),
