@@ -376,7 +376,6 @@ class SupervisedJob(_AlgorithmJob):
             config=options,
             loss=make_loss(options),
             with_reference=compares(config),
-            shown=("accuracy", "rewards_margin_mean"),
             policy=policy,
             training=self._training,
             validation=self._validation,
