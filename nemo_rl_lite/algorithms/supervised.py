@@ -12,6 +12,9 @@ from nemo_rl_lite.losses.supervised import MeanLogRatio, mismatched
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.policy.interface import BatchRef, Policy, Scored
 
+# Metrics to print, of those that the loss has.
+_SHOWN = ("loss", "accuracy", "rewards_margin_mean")
+
 
 @dataclass
 class Supervised:
@@ -21,8 +24,6 @@ class Supervised:
     loss: Loss
     with_reference: bool
     """True if the loss compares with the starting weights."""
-    shown: tuple[str, ...]
-    """Metrics to print in addition to the loss, if it has them."""
     policy: Policy
     training: TrainingExamples
     validation: Sequence[TokenRow]
@@ -64,7 +65,7 @@ class Supervised:
         # Data without an end has no epochs.
         epochs = step / self.training.steps_per_epoch if self.training.steps_per_epoch else 0.0
         seconds, train = timer.take(), trained | _counts(rows) | {"epoch": epochs}
-        shown = self._shown(trained, "loss") | {"tokens/s": train["total_num_tokens"] / seconds["total_step_time"]}
+        shown = _shown(trained) | {"tokens/s": train["total_num_tokens"] / seconds["total_step_time"]}
         self.report.step(step, total, len(rows), train, seconds, self.policy.work(batch, scored), shown)
 
     def validate(self, step: int) -> dict[str, float]:
@@ -80,8 +81,8 @@ class Supervised:
                     self.policy.score(self.held_out, self._scored)
             measured = self.policy.evaluate(self.held_out, self._compared(self.held_out))
         values = {"val_loss" if name == "loss" else name: value for name, value in measured.items()}
-        shown = {"loss": values["val_loss"]} | self._shown(values)
-        self.report.validation(step, values, timer, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()))
+        said = ", ".join(f"{name} {value:.4f}" for name, value in _shown(measured).items())
+        self.report.validation(step, values, timer, said)
         return values
 
     def _compared(self, batch: BatchRef) -> Loss:
@@ -98,9 +99,6 @@ class Supervised:
     def _scored(self) -> Sequence[Scored]:
         return ["reference"] if self.with_reference else []
 
-    def _shown(self, metrics: dict[str, float], *more: str) -> dict[str, float]:
-        return {name: metrics[name] for name in (*more, *self.shown) if name in metrics}
-
     def _has_stopped_improving(self) -> bool:
         """Return True if the last `early_stop_patience` validations did not improve on the best before them."""
         patience, metric = self.config.early_stop_patience, self.config.val_metric
@@ -116,6 +114,10 @@ class Supervised:
             "(algorithm.early_stop_patience)"
         )
         return True
+
+
+def _shown(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: metrics[name] for name in _SHOWN if name in metrics}
 
 
 def _counts(rows: TokenRows) -> dict[str, float]:

@@ -75,6 +75,11 @@ def forget_groups() -> None:
             setattr(parallel_state, name, None)
 
 
+def chained(optimizer: Any) -> list[Any]:
+    """Return the optimizers of a chain, or the optimizer itself."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 def has_states_by_parameter(part: Any) -> bool:
     """Return whether an optimizer is a distributed one, whose states `state_format` describes."""
     return hasattr(part, _DESCRIBES)
@@ -86,8 +91,7 @@ def state_format(
 ) -> Iterator[None]:
     """Let distributed optimizers describe their states for checkpoints, and load them, with other functions within the
     block. `functions` returns both for an optimizer: the first takes the model's sharded state."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    sharded = [part for part in parts if has_states_by_parameter(part)]
+    sharded = [part for part in chained(optimizer) if has_states_by_parameter(part)]
     for part in sharded:
         describe, load = functions(part)
         setattr(part, _DESCRIBES, lambda weights, *_, describe=describe, **__: describe(weights))

@@ -52,15 +52,15 @@ def as_words(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def expanded(arguments: Sequence[str], folders: Sequence[Path] = ()) -> list[str]:
+def expanded(arguments: Sequence[str]) -> list[str]:
     """Return the overrides with each named file replaced by its keys. Typed ones come last and win.
 
-    `folders` have additional files of groups, as `GROUP/NAME.yaml`. A sweep over files is unchanged.
+    A sweep over files is unchanged.
 
     Raises:
         ConfigError: all problems of the files.
     """
-    reader = _Reader([*folders])
+    reader = _Reader()
     typed: list[str] = []
     for argument in arguments:
         if argument.partition("=")[0].lstrip("+") == SEARCH_PATH:
@@ -136,10 +136,11 @@ class _Source:
 class _Reader:
     """Reads files into overrides and collects their problems."""
 
-    def __init__(self, folders: list[Path]):
+    def __init__(self) -> None:
         self.found: list[FromFile] = []
         self.wrong: list[Violation] = []
-        self._folders = folders
+        # More folders with files of groups, as `GROUP/NAME.yaml`.
+        self._folders: list[Path] = []
 
     def search(self, argument: str, beside: Path | None = None) -> None:
         """Add the folders of `hydra.searchpath=[...]` to those with files of groups."""

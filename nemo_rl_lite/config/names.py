@@ -52,11 +52,10 @@ class Meaning:
     note: str
 
 
-def in_our_names(arguments: Sequence[str], algorithm: str | None = None) -> tuple[list[str], list[str]]:
+def in_our_names(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a command's overrides by our names, and a note on each that had another.
 
-    `algorithm`: the one that the command's files choose, if known. A section of NeMo-RL such as `dpo` chooses its
-    algorithm if the command chooses none.
+    A section of NeMo-RL such as `dpo` chooses its algorithm if the command chooses none.
     """
     parsed = [(argument, parse_override(argument)) for argument in arguments]
     ours, told = list[str](), list[str]()
@@ -64,13 +63,13 @@ def in_our_names(arguments: Sequence[str], algorithm: str | None = None) -> tupl
     file = next((str(one.value()) for _, one in parsed if one and one.key_or_group == "algorithm"), None)
     chosen = algorithm_of_file(file) if file else None
     sections = {key.split(".")[0] for key in keys} & set(ALGORITHM_SECTIONS) - {DEFAULT_ALGORITHM}
-    if len(sections) == 1 and not set(keys) & set(_CHOICES) and algorithm is None:
+    if len(sections) == 1 and not set(keys) & set(_CHOICES):
         chosen = sections.pop()
         ours.append(f"algorithm={chosen}")
         told.append(f"{chosen}.* chooses algorithm={chosen}")
     setters: dict[str, str] = {}
     for argument, one in parsed:
-        found = None if one is None else _meaning_of(one, algorithm or chosen or DEFAULT_ALGORITHM)
+        found = None if one is None else _meaning_of(one, chosen or DEFAULT_ALGORITHM)
         ours += [argument] if found is None else _from_there(argument, found.overrides)
         told += [] if found is None else [found.note]
         told += _set_twice(argument, (argument,) if found is None else found.overrides, setters)

@@ -200,11 +200,11 @@ def versions(machine: Machine) -> Iterator[Check]:
             yield judge_version(package, installed(package.name), tested[package.name], kind)
 
 
-def judge_version(package: Package, version: str | None, tested: str, kind: str, root: Path = ROOT) -> Check:
+def judge_version(package: Package, version: str | None, tested: str, kind: str) -> Check:
     """Check a package's installed `version` (or None) against the `tested` one. A different patch is a warning."""
     # Dependencies could replace tested versions of other packages.
     by_pip = f"pip install --no-deps {package.name}=={tested}"
-    fix = f"{INSTALL} {kind}" if (root / "scripts" / "install.sh").is_file() else by_pip
+    fix = f"{INSTALL} {kind}" if (ROOT / "scripts" / "install.sh").is_file() else by_pip
     found, bad = version or "", WARN if package.optional else FAIL
     if version is None:
         found = "not installed"

@@ -21,6 +21,7 @@ from nemo_rl_lite.checkpoint.store import Part, parts_of
 from nemo_rl_lite.compat.megatron import (
     STATES_BY_PARAMETER,
     async_request,
+    chained,
     collect_states,
     has_states_by_parameter,
     staged_writing,
@@ -194,7 +195,7 @@ def _cause(error: BaseException) -> str:
 def make_states(optimizer: Any) -> None:
     """Create the states of a first step, so that a checkpoint can be read into them. megatron-core does so only for
     its own optimizers."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in chained(optimizer):
         part.init_state_fn = part.init_state_fn or (lambda *_, **__: None)
     for own in torch_optimizers(optimizer):
         is_split = cpu_optimizer.is_split(own)
@@ -225,7 +226,7 @@ def chained_alike(optimizer: Any, saved: dict[Any, Any]) -> dict[Any, Any]:
     # megatron-core numbers the states of a chain, and merges what it has read into the form of this optimizer.
     if len({type(name) for name in saved}) == 1:
         return saved
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = chained(optimizer)
     was_one = len(parts) > 1
     if not all(has_states_by_parameter(part) for part in parts):
         raise CheckpointError(

@@ -8,6 +8,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.megatron import chained
 from nemo_rl_lite.compat.torch import free_host_cache
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload.host_memory import CudaRegistrar, HostArena
@@ -61,8 +62,7 @@ def gradient_buffers(model: MegatronModel) -> list[Tensor]:
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the torch optimizers inside a megatron-core optimizer, chained or not."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in chained if part.optimizer is not None]
+    return [part.optimizer for part in chained(optimizer) if part.optimizer is not None]
 
 
 class GPUMemory:

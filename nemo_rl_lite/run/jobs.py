@@ -44,7 +44,7 @@ from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.interface import make_loss
 from nemo_rl_lite.models.shape import known_shape
 from nemo_rl_lite.observability.callbacks import Callbacks
-from nemo_rl_lite.observability.console import RunConsole, report_start
+from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
@@ -62,7 +62,7 @@ from nemo_rl_lite.rollout.saved import load_rollouts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.run.folder import write_data_identity
-from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
+from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed
 from nemo_rl_lite.system.pool import ending_pools
 from nemo_rl_lite.system.stopping import Stopping, seconds
 from nemo_rl_lite.validation.data import check_epochs
@@ -199,24 +199,13 @@ class GRPOJob(_AlgorithmJob):
     ) -> Callable[..., dict[str, int]]:
         """See `Job.launch`."""
         config, console = self._config, self._console
-        with setup("memory_plan"):
-            predicted = show_memory_plan(config, self._model_path, console)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             first = self.problem(0)
             probe_prompt = self.tokenizer.prompt(first.messages, first.tools)
             workers = launch(begun, probe_prompt, start.policy, budget, setup, console.say)
-        return partial(self._train, workers, start, setup, predicted)
+        return partial(self._train, workers, start)
 
-    def _train(
-        self,
-        workers: Workers,
-        start: Start,
-        setup: Timer,
-        predicted: Mapping[str, float],
-        metrics: MetricsLog,
-        callbacks: Callbacks,
-    ) -> dict[str, int]:
-        report_start(setup, start.steps, metrics, self._console, predicted)
+    def _train(self, workers: Workers, start: Start, metrics: MetricsLog, callbacks: Callbacks) -> dict[str, int]:
         with self._playground(workers) as playground:
             collector = RolloutCollector(playground, error_shares(self._config))
             started = self._with_order(start)
@@ -374,23 +363,12 @@ class SupervisedJob(_AlgorithmJob):
     ) -> Callable[..., dict[str, int]]:
         """See `Job.launch`."""
         config, console = self._config, self._console
-        with setup("memory_plan"):
-            predicted = show_memory_plan(config, self._model_path, console)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
             policy = launch_policy(begun, start.policy, setup)
-        return partial(self._train, policy, start, setup, predicted)
+        return partial(self._train, policy, start)
 
-    def _train(
-        self,
-        policy: RemotePolicy,
-        start: Start,
-        setup: Timer,
-        predicted: Mapping[str, float],
-        metrics: MetricsLog,
-        callbacks: Callbacks,
-    ) -> dict[str, int]:
+    def _train(self, policy: RemotePolicy, start: Start, metrics: MetricsLog, callbacks: Callbacks) -> dict[str, int]:
         config, console = self._config, self._console
-        report_start(setup, start.steps, metrics, console, predicted)
         options = config.options(SupervisedConfig)
         steps = self._steps(metrics, start, policy, lambda: [policy.group], callbacks)
         system = SystemUsage(lambda: policy.group.processes)
@@ -398,7 +376,6 @@ class SupervisedJob(_AlgorithmJob):
             config=options,
             loss=make_loss(options),
             with_reference=compares(config),
-            shown=("accuracy", "rewards_margin_mean"),
             policy=policy,
             training=self._training,
             validation=self._validation,

@@ -17,7 +17,7 @@ from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.observability.callbacks import Callbacks
-from nemo_rl_lite.observability.console import RunConsole, report_start
+from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import CONFIG_FILE
 from nemo_rl_lite.observability.runs import read_json
 from nemo_rl_lite.observability.timer import Timer
@@ -27,7 +27,6 @@ from nemo_rl_lite.rollout.replayed import SavedRollouts
 from nemo_rl_lite.rollout.store import rollout_files, step_of
 from nemo_rl_lite.run.command import jobs, launch, values_of
 from nemo_rl_lite.run.jobs import GRPOJob
-from nemo_rl_lite.run.model import show_memory_plan
 from nemo_rl_lite.validation.compose import compose_config, is_of
 from nemo_rl_lite.workers.budget import RestartBudget
 from nemo_rl_lite.workers.launch import launch_policy
@@ -72,25 +71,20 @@ class ReplayJob(GRPOJob):
     ) -> Callable[..., dict[str, int]]:
         """See `Job.launch`."""
         config, console = self._config, self._console
-        with setup("memory_plan"):
-            predicted = show_memory_plan(config, self._model_path, console)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
             policy = launch_policy(begun, start.policy, setup)
             teacher = None if begun.teacher_group is None else RemoteTeacher.of(config, begun.teacher_group)
-        return partial(self._replay, policy, teacher, start, setup, predicted)
+        return partial(self._replay, policy, teacher, start)
 
     def _replay(
         self,
         policy: RemotePolicy,
         teacher: RemoteTeacher | None,
         start: Start,
-        setup: Timer,
-        predicted: Mapping[str, float],
         metrics: MetricsLog,
         callbacks: Callbacks,
     ) -> dict[str, int]:
         config = self._config
-        report_start(setup, start.steps, metrics, self._console, predicted)
         limits = {name: one.max_new_tokens for name, one in config.data.sources.items()}
         source = SavedRollouts(
             Path(str(replayed_run(config))), config.options(GRPOConfig), config.generation.max_new_tokens, limits

@@ -28,7 +28,7 @@ from nemo_rl_lite.generation.mismatch import PLAIN_ENGINES, within_budget
 from nemo_rl_lite.models.folder import exported
 from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.observability.callbacks import Callbacks
-from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.live import shown_to_others
 from nemo_rl_lite.observability.liveness import latest_progress, limited, watched
@@ -48,7 +48,7 @@ from nemo_rl_lite.run.folder import (
     write_error,
     write_start,
 )
-from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
+from nemo_rl_lite.run.model import settled, show_memory_plan, starting_model, with_chosen_template, with_teacher
 from nemo_rl_lite.system.stopping import was_asked_to_end
 from nemo_rl_lite.validation.compose import default_values
 from nemo_rl_lite.validation.rewards import held_out_label
@@ -266,11 +266,14 @@ class _Attempts:
                 watched(self._last_words, lost_process),
                 limited("the launcher's own work", begun.config.cluster.phase_timeout_s),
             ):
+                with setup("memory_plan"):
+                    predicted = show_memory_plan(begun.config, begun.model_path, console)
                 train = self._job.launch(begun, start, setup, self._budget)
                 self.has_begun = True
                 with setup("loggers"):
                     opened = MetricsLog.open(begun.config.logger, folder, self._whole_config, start.steps)
                 metrics = stack.enter_context(closing(opened))
+                report_start(setup, start.steps, metrics, console, predicted)
                 peak_memory = train(metrics, self._callbacks)
             self._runtime.close()
             values = dict(flatten(self._whole_config))

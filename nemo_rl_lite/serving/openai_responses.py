@@ -93,7 +93,7 @@ class ResponsesExchange(Exchange[ChatRequest]):
         (reply,), (completion,), (asked, said) = answer.replies, answer.completions, answer.usage
         is_cut = completion.finish_reason == "length" and not reply.calls
         status = "incomplete" if is_cut else "completed"
-        calls = [_call_item(call, written_arguments(call), "completed") for call in reply.calls]
+        calls = [_call_item(call) for call in reply.calls]
         message = [] if calls and not reply.text else [self._message(reply.text, status)]
         return {
             **self._response(status),
@@ -201,10 +201,10 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _call_item(call: Mapping[str, Any], arguments: str, status: str) -> dict[str, Any]:
+def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return the output item of a call."""
     own = {"id": f"fc_{call['id']}", "call_id": call["id"], "name": call["function"]["name"]}
-    return {"type": "function_call", **own, "arguments": arguments, "status": status}
+    return {"type": "function_call", **own, "arguments": written_arguments(call), "status": "completed"}
 
 
 def _chat_request(given: _Body) -> ChatRequest:

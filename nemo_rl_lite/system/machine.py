@@ -19,7 +19,6 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from nemo_rl_lite.errors import ConfigError, Violation
 
@@ -45,7 +44,7 @@ _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 # Number of tasks of an srun, and of an mpirun. A batch script also has SLURM_NTASKS, the job's.
 _COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
 _COPIES_RULE = "starts this command once per worker, but one launcher starts all workers itself"
-WANDB = "https://api.wandb.ai"
+_WANDB = "api.wandb.ai"
 
 
 def log_to_stderr() -> None:
@@ -240,20 +239,17 @@ def check_single_launcher(environ: Mapping[str, str] = os.environ) -> None:
             raise ConfigError([Violation(name, count, f"{starter} {_COPIES_RULE}", fix)])
 
 
-def wandb_login(environment: Mapping[str, str], address: str) -> str:
-    """Return the variable or file with W&B's key for the server at `address`; empty without one. Raises OSError,
-    netrc.NetrcParseError: the netrc file cannot be read."""
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
-        if environment.get(name):
-            return name
-    file = netrc_file(environment)
-    if not file.is_file():
-        return ""
-    entry = netrc.netrc(str(file)).authenticators(urlsplit(address).netloc)
-    return str(file) if entry and entry[2] else ""
+def has_wandb_key(environment: Mapping[str, str]) -> bool:
+    """Return whether a variable or the netrc file has a key of W&B. Raises OSError, netrc.NetrcParseError: the netrc
+    file cannot be read."""
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    file = _netrc_file(environment)
+    entry = netrc.netrc(str(file)).authenticators(_WANDB) if file.is_file() else None
+    return bool(entry and entry[2])
 
 
-def netrc_file(environment: Mapping[str, str]) -> Path:
+def _netrc_file(environment: Mapping[str, str]) -> Path:
     if named := environment.get("NETRC"):
         return Path(named).expanduser()
     home = Path(environment.get("HOME", "~")).expanduser()

@@ -76,11 +76,11 @@ def bind(gpu: str, root: Path = SYSFS) -> Binding:
     return Binding(node, cpus, not refused, refused)
 
 
-def gpu_address(device: int = 0) -> str:
-    """Return the PCI address of a visible GPU in sysfs notation."""
+def gpu_address() -> str:
+    """Return the PCI address of the first visible GPU in sysfs notation."""
     import torch
 
-    properties: Any = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(0)
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 

@@ -30,7 +30,7 @@ from nemo_rl_lite.config.sources import of_source, source_configs, teacher_confi
 from nemo_rl_lite.data.tasks import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.shape import known_shape, push_problems
-from nemo_rl_lite.system.machine import WANDB, wandb_login
+from nemo_rl_lite.system.machine import has_wandb_key
 from nemo_rl_lite.validation.compose import rule
 from nemo_rl_lite.validation.layout import (
     BATCH,
@@ -415,6 +415,6 @@ def _has_wandb_key() -> bool:
     if os.environ.get("WANDB_BASE_URL"):
         return True
     try:
-        return bool(wandb_login(os.environ, WANDB))
+        return has_wandb_key(os.environ)
     except (OSError, netrc.NetrcParseError):
         return False

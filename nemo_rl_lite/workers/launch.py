@@ -51,11 +51,8 @@ class Workers:
     def groups(self) -> list[WorkerGroup]:
         """Return all workers that live."""
         teacher = [self.teacher.group] if self.teacher else []
-        return [self.policy.group, *teacher, self.generation.live, *self._rollouts]
-
-    @property
-    def _rollouts(self) -> list[WorkerGroup]:
-        return [self.rollouts.group] if self.rollouts else []
+        rollouts = [self.rollouts.group] if self.rollouts else []
+        return [self.policy.group, *teacher, self.generation.live, *rollouts]
 
 
 def launch(

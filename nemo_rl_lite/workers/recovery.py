@@ -1,7 +1,6 @@
 """Keeps engines running: restarts those that died or whose settings have changed, and adds or ends some."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
@@ -308,7 +307,7 @@ class _Start:
     """The start of engines, in a thread."""
 
     def __init__(self, work: Callable[[], object]):
-        self.future, self._began = Future[None](), time.monotonic()
+        self.future = Future[None]()
 
         def run() -> None:
             try:

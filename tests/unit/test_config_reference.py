@@ -2,10 +2,7 @@
 
 import sys
 
-from tests.unit.pages import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import config_reference
+from scripts import config_reference
 
 
 def test_the_page_is_up_to_date(monkeypatch):

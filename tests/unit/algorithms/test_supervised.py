@@ -87,7 +87,6 @@ def sft(validation=ROWS, steps_per_epoch=3, **changes) -> Supervised:
         config=dataclasses.replace(CONFIG, **changes),
         loss=SFTLoss(),
         with_reference=False,
-        shown=(),
         policy=policy,
         training=Data(steps_per_epoch),
         validation=validation,

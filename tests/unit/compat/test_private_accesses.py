@@ -1,14 +1,9 @@
 """Private names of libraries, and patches of them, are in `compat/` alone."""
 
-import sys
-
 import pytest
+from house import private_accesses
 
 from tests.unit.pages import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-
-from house import private_accesses
 
 PACKAGE = ROOT / "nemo_rl_lite"
 

@@ -35,24 +35,33 @@ def test_ranks_are_those_of_megatron_core(dims):
     assert dims.splits_weights == (dims.tp * dims.pp * dims.ep > 1)
 
 
+def pipelined(stages, first, last=None, chunks=None):
+    """megatron-core's configuration of 12 layers."""
+    from nemo_rl_lite.compat.megatron_cpu import prepare_import
+
+    prepare_import()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=12,
+        hidden_size=8,
+        num_attention_heads=1,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        virtual_pipeline_model_parallel_size=chunks,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32,
+    )
+
+
 @pytest.mark.parametrize(
     ("stages", "first", "last"),
     [(1, None, None), (2, None, None), (2, None, 5), (2, 7, 5), (3, None, 4), (4, 2, 4), (4, 3, None), (4, None, 3)],
 )
 def test_layers_are_spread_as_megatron_core_spreads_them(stages, first, last):
-    from nemo_rl_lite.compat.megatron_cpu import prepare_import
-
-    prepare_import()
+    config = pipelined(stages, first, last=last)
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    settings = {
-        "num_layers_in_first_pipeline_stage": first,
-        "num_layers_in_last_pipeline_stage": last,
-        "pipeline_model_parallel_size": stages,
-        "pipeline_dtype": torch.float32,
-    }
-    config = TransformerConfig(num_layers=12, hidden_size=8, num_attention_heads=1, **settings)
     expected = [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
     dims = ParallelDims(tp=1, pp=stages, cp=1, ep=1, world=stages, first_layers=first, last_layers=last)
     assert dims.stage_layers(12) == expected and sum(expected) == 12
@@ -60,19 +69,9 @@ def test_layers_are_spread_as_megatron_core_spreads_them(stages, first, last):
 
 @pytest.mark.parametrize(("stages", "chunks", "first"), [(2, 3, None), (3, 2, None), (2, 2, 4)])
 def test_chunks_have_the_layers_that_megatron_core_gives_them(stages, chunks, first):
-    from nemo_rl_lite.compat.megatron_cpu import prepare_import
-
-    prepare_import()
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    config = pipelined(stages, first, chunks=chunks)
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    settings = {
-        "num_layers_in_first_pipeline_stage": first,
-        "virtual_pipeline_model_parallel_size": chunks,
-        "pipeline_model_parallel_size": stages,
-        "pipeline_dtype": torch.float32,
-    }
-    config = TransformerConfig(num_layers=12, hidden_size=8, num_attention_heads=1, **settings)
     dims = ParallelDims(tp=1, pp=stages, cp=1, ep=1, world=stages, first_layers=first, chunks=chunks)
     for stage, spans in enumerate(dims.stage_spans(12)):
         for chunk, span in enumerate(spans):

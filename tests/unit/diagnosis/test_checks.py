@@ -21,7 +21,6 @@ GIB = 2**30
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 # Its module is there wherever tests run, as that of no distribution.
 THERE = Package("some-package", "json", "a feature")
-OPTIONAL = Package("some-package", "json", "a feature", optional=True)
 
 
 def test_every_package_is_pinned_and_known_by_the_module_that_it_has():

@@ -1,14 +1,13 @@
 """Places, order and capacity of requests: single steps, and rollouts on engines that preempt in virtual time."""
 
-import importlib
 from dataclasses import replace
 from types import ModuleType
 
+import admission
 import pytest
 
 from nemo_rl_lite.generation.assignment import Assignment, PendingRequest
 from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Request, Sampling
-from tests.unit.pages import ROOT
 
 SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
 
@@ -222,10 +221,8 @@ def test_conversations_do_not_move_to_an_engine_without_room():
 @pytest.fixture
 def bench(monkeypatch) -> ModuleType:
     """The simulation of scripts/bench/admission.py, for engines of at most 16 requests."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    module = importlib.import_module("admission")
-    monkeypatch.setattr(module, "MOST", 16)
-    return module
+    monkeypatch.setattr(admission, "MOST", 16)
+    return admission
 
 
 def measured(bench: ModuleType, name: str, cache: int, way: str, **own) -> dict[str, float]:

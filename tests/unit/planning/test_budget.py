@@ -1,8 +1,6 @@
 """What is added to the predicted components, and what fits."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +17,8 @@ from nemo_rl_lite.planning.budget import (
 from nemo_rl_lite.planning.memory import Bytes, engine_weights, token_cache_bytes
 from nemo_rl_lite.planning.page import largest_micro_batch, preset_budgets
 from nemo_rl_lite.validation.compose import compose_config
+from tests.unit.pages import ROOT
 
-ROOT = Path(__file__).parents[3]
 GPU = int(79.2 * 2**30)
 MODEL = model_shape(KNOWN_MODELS["Qwen/Qwen3-1.7B"])
 ONE = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-1.7B"]
@@ -184,9 +182,8 @@ def test_presets_are_those_of_the_configuration():
     assert "incompatible with LoRA" in adapters["activations"]
 
 
-def test_plans_are_within_a_tenth_of_what_runs_measured(monkeypatch):
+def test_plans_are_within_a_tenth_of_what_runs_measured():
     """The allocator's peak in training, of the runs that were kept since the refit's buffers are as they are."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "scripts" / "bench")])
     import plan_check
 
     names = [*(path.stem for path in plan_check.RUNS.glob("preset-*.json")), "refit-tp2-tp2", "refit-pp2-tp2"]

@@ -1,18 +1,15 @@
 """reward=math judges every pair of scripts/bench/answers.tsv rightly, and reads long responses fast."""
 
 import json
-import sys
 import time
 
+import answers
 import pytest
 
 from nemo_rl_lite.rewards.answers import find_answer
 from nemo_rl_lite.rewards.mathematics import same_value
 from nemo_rl_lite.rewards.numbers import last_number_in
 from tests.unit.pages import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-import answers
 
 
 def test_the_table_is_judged_rightly():

@@ -1,6 +1,6 @@
 """An engine that answers from a list, and a tokenizer of letters."""
 
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -64,19 +64,26 @@ def collected_by(
     return RolloutCollector(LocalPlayers(generation, {"": player}), {"": replace(shares, section=runner.section)})
 
 
-class Script:
-    """Answers each turn from a list of its own, in the order of the requests; keeps what it was asked. A text that ends
-    in three dots was cut."""
+class Queue:
+    """A queue of requests that never waits."""
 
     are_in_work, unfinished_tokens = False, 0
-
-    def __init__(self, *turns: list[str]):
-        self.turns, self.asked, self.is_held_back = [list(turn) for turn in turns], [[] for _ in turns], False
-        self.conversations, self.ended_before = {}, []
 
     @asynccontextmanager
     async def serving(self):
         yield self
+
+    def submit_as_batch(self):
+        return nullcontext()
+
+
+class Script(Queue):
+    """Answers each turn from a list of its own, in the order of the requests; keeps what it was asked. A text that ends
+    in three dots was cut."""
+
+    def __init__(self, *turns: list[str]):
+        self.turns, self.asked, self.is_held_back = [list(turn) for turn in turns], [[] for _ in turns], False
+        self.conversations, self.ended_before = {}, []
 
     @contextmanager
     def submit_as_batch(self):

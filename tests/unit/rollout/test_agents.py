@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
 import pyarrow.parquet
@@ -23,7 +22,7 @@ from nemo_rl_lite.rollout.play import Turns
 from nemo_rl_lite.rollout.store import RolloutFiles, rollout_files
 from nemo_rl_lite.serving.server import Endpoint, ServedGeneration, bound_socket
 from tests.unit.pages import DOCS, blocks
-from tests.unit.rollout.script import Letters, collected_by, completion, judged_by, plain
+from tests.unit.rollout.script import Letters, Queue, collected_by, completion, judged_by, plain
 from tests.unit.rollout.test_tool_turns import tokenizer_of
 from tests.unit.serving.served import LOCAL, SAMPLING
 
@@ -33,20 +32,11 @@ ASKED = "6*7+1?"
 SAID = {f"{ASKED}|": CALL, f"{ASKED}|{CALL}\0" + "42|": FINAL}
 
 
-class Book:
+class Book(Queue):
     """Engines that answer a prompt as a book says; what it does not have is `43`. `hanging` requests never end."""
-
-    are_in_work, unfinished_tokens = False, 0
 
     def __init__(self, said=SAID, hanging=0, error=None):
         self.said, self.hanging, self.error, self.asked, self.aborted = said, hanging, error, [], 0
-
-    @asynccontextmanager
-    async def serving(self):
-        yield self
-
-    def submit_as_batch(self):
-        return nullcontext()
 
     async def sample(self, request, conversation, progress=None):
         self.asked.append(request)

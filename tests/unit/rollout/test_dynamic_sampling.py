@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections import Counter
-from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,26 +13,17 @@ from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutTask
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.validation.compose import compose_config
-from tests.unit.rollout.script import collected_by, judged_by
+from tests.unit.rollout.script import Queue, collected_by, judged_by
 
 SAMPLES = 4
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=())
 
 
-class Engine:
+class Engine(Queue):
     """Answers the first sample of a prompt whose text has an `m` differently; prompts with `slow` take longer."""
-
-    are_in_work, unfinished_tokens = False, 0
 
     def __init__(self):
         self.begun, self.aborted = [], 0
-
-    @asynccontextmanager
-    async def serving(self):
-        yield self
-
-    def submit_as_batch(self):
-        return nullcontext()
 
     async def sample(self, request, conversation, progress=None):
         text = "".join(map(chr, request.prompt))

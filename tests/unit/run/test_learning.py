@@ -1,23 +1,14 @@
 """Records of what algorithms learn: continued, drawn, and summed up over seeds."""
 
-import importlib
 import json
-from pathlib import Path
 
+import learning
+import learning_figure as figure
 import pytest
 
-ROOT = Path(__file__).parents[3]
 
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """Import modules of scripts/bench by name."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    return importlib.import_module
-
-
-def test_a_record_is_continued_with_the_runs_that_have_not_finished(scripts, tmp_path, monkeypatch):
-    learning, kept = scripts("learning"), tmp_path / "kept.json"
+def test_a_record_is_continued_with_the_runs_that_have_not_finished(tmp_path, monkeypatch):
+    kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"runs": [run("grpo", 1), run("dapo", 1) | {"finished": False}]}))
     begun = []
     monkeypatch.setattr(learning, "run_together", lambda jobs, *rest: begun.extend(job.name for job in jobs))
@@ -26,8 +17,7 @@ def test_a_record_is_continued_with_the_runs_that_have_not_finished(scripts, tmp
     assert begun == ["dapo-1", "gspo-2"]
 
 
-def test_the_picture_is_stale_when_the_runs_change(scripts, tmp_path, monkeypatch):
-    figure = scripts("learning_figure")
+def test_the_picture_is_stale_when_the_runs_change(tmp_path, monkeypatch):
     monkeypatch.setattr(figure, "PICTURE", tmp_path / "learning.svg")
     records = [{"bench": "learning-gcd", "task": "gcd", "runs": [run("grpo", 1), run("gspo", 1)]}]
     assert figure.is_stale(records)
@@ -39,20 +29,19 @@ def test_the_picture_is_stale_when_the_runs_change(scripts, tmp_path, monkeypatc
     assert not figure.is_stale([]) and not figure.PICTURE.exists()
 
 
-def test_an_interval_over_seeds_is_that_of_student(scripts):
+def test_an_interval_over_seeds_is_that_of_student():
     runs = [run("grpo", seed) for seed in (1, 2, 3)]
     for one, accuracy in zip(runs, (0.4, 0.5, 0.6), strict=True):
         one["validation"][-1]["accuracy"] = accuracy
-    interval_of_seeds = scripts("learning_figure").interval_of_seeds
     # 4.303 standard deviations of the mean, with two degrees of freedom.
-    assert interval_of_seeds(runs) == pytest.approx((0.5 - 0.2484, 0.5 + 0.2484), abs=1e-3)
-    assert interval_of_seeds(runs[:1]) is None
+    assert figure.interval_of_seeds(runs) == pytest.approx((0.5 - 0.2484, 0.5 + 0.2484), abs=1e-3)
+    assert figure.interval_of_seeds(runs[:1]) is None
 
 
-def test_a_problem_is_one_observation_of_several_seeds(scripts):
+def test_a_problem_is_one_observation_of_several_seeds():
     one, other = run("grpo", 1), run("grpo", 2)
     one["validation"][-1]["right"], other["validation"][-1]["right"] = "1100", "1000"
-    mean, low, high = scripts("learning_figure").over_seeds([one, other], -1)
+    mean, low, high = figure.over_seeds([one, other], -1)
     assert mean == pytest.approx(3 / 8) and low < mean < high
 
 

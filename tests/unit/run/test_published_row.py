@@ -1,12 +1,12 @@
 """The scripts about NeMo-RL's published step: forced lengths, and variants that compose."""
 
 import asyncio
-import importlib
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
+import published_row
 import pytest
+from random_model import model_config
 
 from nemo_rl_lite.config.sizes import (
     ParallelDims,
@@ -21,21 +21,12 @@ from nemo_rl_lite.models.shape import find_shape, model_shape
 from nemo_rl_lite.rollout.play import SingleTurn
 from nemo_rl_lite.validation.compose import compose_config
 
-ROOT = Path(__file__).parents[3]
 MODEL = "policy.model_name=a/model"
 
 
-@pytest.fixture
-def scripts(monkeypatch):
-    """Import modules of scripts/bench by name."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    return importlib.import_module
-
-
-def test_each_step_deals_the_same_lengths_to_other_responses(scripts, monkeypatch):
-    forced = scripts("published_row")
+def test_each_step_deals_the_same_lengths_to_other_responses(monkeypatch):
     monkeypatch.setattr(SingleTurn, "play", SingleTurn.play)
-    forced.force(30, 1.0, samples=4, count=32)
+    published_row.force(30, 1.0, samples=4, count=32)
     sampling = Sampling(1.0, 1.0, None, 128, stop_token_ids=(2,), stop_strings=())
 
     def asked(seed: int) -> list[int]:
@@ -52,15 +43,15 @@ def test_each_step_deals_the_same_lengths_to_other_responses(scripts, monkeypatc
 
     first, again, second = asked(1), asked(1), asked(2)
     assert first == again != second
-    assert Counter(first) == Counter(second) == Counter(forced.quantiles(32, 30, 1.0, 128))
+    assert Counter(first) == Counter(second) == Counter(published_row.quantiles(32, 30, 1.0, 128))
 
 
 @pytest.mark.parametrize(
     ("gpus", "rollouts", "batch"),
     [(8, "one step off", 512), (2, "sync", 2048), (1, "sync", 512), (4, "partial", 512)],
 )
-def test_every_variant_composes_with_its_share_of_the_batch(scripts, gpus, rollouts, batch):
-    config = compose_config([*scripts("published_row").settings(gpus, batch, rollouts), MODEL])
+def test_every_variant_composes_with_its_share_of_the_batch(gpus, rollouts, batch):
+    config = compose_config([*published_row.settings(gpus, batch, rollouts), MODEL])
     assert keeps_partial_rollouts(config) == (rollouts == "partial")
     assert samples_per_step(config) == 256 * gpus
     assert optimizer_steps(config) == 2048 // batch
@@ -70,6 +61,6 @@ def test_every_variant_composes_with_its_share_of_the_batch(scripts, gpus, rollo
     assert parallel_dims(config) == ParallelDims(tp=1, pp=stages, cp=1, ep=1, world=policy)
 
 
-def test_the_random_model_has_the_published_shape(scripts):
-    made = scripts("random_model").model_config("llama3.1-8b").to_dict()
-    assert model_shape(made) == find_shape(scripts("published_row").PUBLISHED)
+def test_the_random_model_has_the_published_shape():
+    made = model_config("llama3.1-8b").to_dict()
+    assert model_shape(made) == find_shape(published_row.PUBLISHED)

@@ -2,12 +2,11 @@
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import trace_busy
 
-ROOT = Path(__file__).parents[3]
 REFIT = "prepare_for_generation/transfer_and_update_weights"
 EPOCH = 1_790_857_026
 
@@ -36,11 +35,8 @@ def test_it_prints_the_share_of_each_phase_and_writes_a_record(tmp_path, monkeyp
     first = [("kernel", "e", 4.5, 6.5), ("kernel", "f", 5, 6), ("kernel", "g", 7, 9)]
     write_trace(step / "policy-0.json.gz", [*first, ("user_annotation", "train", 4, 9)])
     write_trace(step / "policy-1.json.gz", [("kernel", "e", 4, 5), ("gpu_memset", "f", 8, 9)])
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "scripts" / "bench")])
     monkeypatch.setenv("NRL_BENCH_OUT", str(tmp_path / "records"))
     monkeypatch.setenv("NRL_BENCH_COMMIT", "abc")
-    import trace_busy
-
     trace_busy.main([str(step)])
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert table[0] == ["phase", "s", "generation-0", "policy-0", "policy-1"]

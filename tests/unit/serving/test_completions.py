@@ -2,19 +2,12 @@
 
 from dataclasses import replace
 
-import httpx
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError
 
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.generation.interface import ServedOptions
 from tests.unit.serving.served import SPEAKER, Client, Echo, answering
-
-
-@pytest.fixture
-def openai(endpoint):
-    with OpenAI(base_url=endpoint.url, api_key=endpoint.token, http_client=httpx.Client(trust_env=False)) as client:
-        yield client
 
 
 def test_several_answers_have_seeds_of_their_own(openai, echo):

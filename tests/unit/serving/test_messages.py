@@ -4,17 +4,10 @@ import pytest
 from anthropic import Anthropic, APIStatusError, AuthenticationError, DefaultHttpxClient, types
 from pydantic import TypeAdapter
 
-from tests.unit.serving.test_tools import PARAMETERS, hermes, speaking
+from tests.unit.serving.test_tools import ASKED, PARAMETERS, hermes
 
 ADD = {"name": "add", "description": "adds", "input_schema": PARAMETERS, "cache_control": {"type": "ephemeral"}}
-ASKED = {"role": "user", "content": "1+1?"}
 EVENT = TypeAdapter(types.RawMessageStreamEvent)
-
-
-@pytest.fixture
-def model(tmp_path):
-    with speaking(tmp_path, "qwen3_instruct_2507.jinja", "<|im_end|>") as model:
-        yield model
 
 
 @pytest.fixture

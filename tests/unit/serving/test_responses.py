@@ -10,16 +10,10 @@ from pydantic import TypeAdapter
 from nemo_rl_lite.serving.openai_responses import ResponsesExchange
 from nemo_rl_lite.serving.protocol import RefusedError
 from tests.unit.rollout.script import Letters, completion
-from tests.unit.serving.test_tools import PARAMETERS, hermes, speaking
+from tests.unit.serving.test_tools import PARAMETERS, hermes
 
 ADD = {"type": "function", "name": "add", "description": "adds", "parameters": PARAMETERS, "strict": True}
 EVENT = TypeAdapter(ResponseStreamEvent)
-
-
-@pytest.fixture
-def model(tmp_path):
-    with speaking(tmp_path, "qwen3_instruct_2507.jinja", "<|im_end|>") as model:
-        yield model
 
 
 def ask(model, asked="1+1?", **parameters):

@@ -1,19 +1,11 @@
 """A stream has the tokens as they are made, and the same answer as without a stream."""
 
-import httpx
 import pytest
-from openai import OpenAI
 
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.serving.openai_completions import ChatExchange
 from nemo_rl_lite.serving.protocol import ChatRequest
 from tests.unit.rollout.script import Letters
-
-
-@pytest.fixture
-def openai(endpoint):
-    with OpenAI(base_url=endpoint.url, api_key=endpoint.token, http_client=httpx.Client(trust_env=False)) as client:
-        yield client
 
 
 def test_a_chat_comes_token_by_token(openai, echo):

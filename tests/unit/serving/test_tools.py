@@ -61,12 +61,6 @@ def speaking(folder, name, end):
             yield model
 
 
-@pytest.fixture
-def model(tmp_path):
-    with speaking(tmp_path, "qwen3_instruct_2507.jinja", "<|im_end|>") as model:
-        yield model
-
-
 def hermes(name: str = "add") -> str:
     return HERMES.replace("NAME", name)
 
