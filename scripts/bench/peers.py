@@ -117,7 +117,7 @@ def _peer(given: argparse.Namespace, name: str, setting: dict[str, Any]) -> dict
 
 
 def _run(command: list[str], paths: str) -> int:
-    """Run a peer's script with these folders of imports; return its status."""
+    """Run a peer's script with this PYTHONPATH; return its exit status."""
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, stdout=sys.stderr).returncode
 
 
@@ -165,7 +165,7 @@ def trial() -> None:
 
 
 def _run_here(command: list[str], _: str) -> int:
-    """Do what a peer's script would do in a process of its own, which imports for many seconds."""
+    """Do what a peer's script would do in a separate process, which imports for many seconds."""
     importlib.import_module(Path(command[1]).stem).main(command[2:])
     return 0
 

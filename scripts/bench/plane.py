@@ -376,7 +376,7 @@ def write_replay(results: list[dict[str, Any]]) -> None:
 
 
 def trial() -> None:
-    """Measure a few engines, whose queues share a process, and each way with short responses."""
+    """Measure four engines, and each way with short responses."""
     with runtime():
         script = Script(0.02, 4, 100)
         # Engines are full within a few of these steps.
