@@ -68,6 +68,13 @@ _RULES = tuple(
         (r"isinstance\(tensors\[key\], torch\.Tensor\)", "isinstance(tensors.get(key), torch.Tensor)"),
         # Recomputed norms would ask Transformer Engine for its FP8 state.
         (r"self\.fp8 = fp8 is not None", "self.fp8 = bool(fp8)"),
+        # Outputs that were recomputed would be shared by an extension, which each machine compiles for half a minute.
+        (r"share_storage = _get_share_storage\(\)", "pass"),
+        (
+            r"share_storage\(output, recomputation_output\)",
+            "output.untyped_storage().resize_(recomputation_output.untyped_storage().size())"
+            ".copy_(recomputation_output.untyped_storage())",
+        ),
         # torch's compiler takes a second to import, without a gain.
         (r"jit_fuser = torch\.compile\b", "jit_fuser = noop_decorator"),
         (r"@torch\.compile\b(\(.*\))?\n", "\n"),

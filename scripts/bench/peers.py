@@ -12,6 +12,7 @@ verl 0.9.1 does not start next to TRL 1.
 """
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import record
 from trl_step import PLAIN
@@ -107,11 +109,16 @@ def _peer(given: argparse.Namespace, name: str, setting: dict[str, Any]) -> dict
         command += ["--lora", "16"] if given.lora else []
         packages = dict(one.split("=") for one in given.packages).get(PEERS[name][0])
         paths = ":".join(filter(None, (packages, os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, stdout=sys.stderr)
+        status = _run(command, paths)
         found = json.loads(times.read_text()) if times.exists() else {"steps": {}, "skipped": {}}
         if not found["steps"]:
-            raise SystemExit(f"status {done.returncode}, {found['skipped']}")
+            raise SystemExit(f"status {status}, {found['skipped']}")
         return found["steps"][label(setting)]
+
+
+def _run(command: list[str], paths: str) -> int:
+    """Run a peer's script with this PYTHONPATH; return its exit status."""
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, stdout=sys.stderr).returncode
 
 
 def _write(
@@ -143,7 +150,7 @@ def _row(name: str) -> str:
 
 
 def trial() -> None:
-    """Take the steps of TRL with the setting of a search, and ours from a known run."""
+    """Take the steps of TRL with the setting of a search, in this process, and ours from a known run."""
     own = Path(os.environ["NRL_BENCH_OUT"]) / "times"
     own.mkdir(exist_ok=True)
     times = Times(own / "trl.times")
@@ -153,8 +160,14 @@ def trial() -> None:
     shutil.copytree(tiny_model(), own / "model", dirs_exist_ok=True)
     shape = json.loads((own / "model" / "config.json").read_text()) | {"max_position_embeddings": 1024}
     (own / "model" / "config.json").write_text(json.dumps(shape))
-    with tried():
+    with tried(), patch.dict(os.environ), patch.object(sys.modules[__name__], "_run", _run_here):
         main([str(own / "model"), "--times", str(own), "--rounds", "1", "--steps", "1"])
+
+
+def _run_here(command: list[str], _: str) -> int:
+    """Do what a peer's script would do in a separate process, which imports for many seconds."""
+    importlib.import_module(Path(command[1]).stem).main(command[2:])
+    return 0
 
 
 if __name__ == "__main__":

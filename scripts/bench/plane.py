@@ -11,6 +11,7 @@ import argparse
 import gc
 import os
 import statistics
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -21,6 +22,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ray
 import record
@@ -374,9 +376,13 @@ def write_replay(results: list[dict[str, Any]]) -> None:
 
 
 def trial() -> None:
+    """Measure four engines, and each way with short responses."""
     with runtime():
         script = Script(0.02, 4, 100)
-        write_engines(measure_engines(4, 2, script, 0.5, 1), script)
+        # Engines are full within a few of these steps.
+        here = sys.modules[__name__]
+        with patch.object(here, "PROCESSES", 1), patch.object(here, "_LOOK_S", 0.3):
+            write_engines(measure_engines(4, 2, script, 0.5, 1), script)
         launcher, replay = measure_ways(2, partial(measure_launcher, (20, 200), 1), partial(measure_replay, 50, 1))
         write_launcher(launcher)
         write_replay(replay)

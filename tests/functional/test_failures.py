@@ -211,13 +211,8 @@ def test_sigterm_to_the_whole_group_saves_and_leaves_nothing(start, tmp_path, mo
     assert run.survivors() == [] and time.monotonic() - ended < SOON_S
 
 
-class Hangs:
-    def step(self, problem, conversation):
-        time.sleep(600)
-
-
 def test_an_environment_that_always_hangs_ends_the_run(tmp_path, model_folder):
-    options = ["environment.name=tests.functional.test_failures.Hangs", "environment.max_turns=2"]
+    options = ["environment.name=tests.functional.waiting.Hangs", "environment.max_turns=2"]
     options += ["environment.timeout_s=1", "algorithm.val_at_start=false", "policy.train_global_batch_size=16"]
     started = time.monotonic()
     done = run_here(tmp_path / "run", model_folder, *SMALL, *options, "algorithm.num_prompts_per_step=2")

@@ -1,4 +1,4 @@
-"""A run with several sources: shares, limits, environments and agents by source, rollout workers, and resume."""
+"""A run with several sources: shares, limits, environments and agents by source, turns, rollout workers, and resume."""
 
 import json
 from collections import Counter
@@ -10,6 +10,7 @@ from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
 from tests.functional.conftest import train
 from tests.functional.here import train_here
 from tests.functional.test_resume import metrics_of
+from tests.functional.test_turn_credit import rows_of
 
 pytestmark = pytest.mark.functional
 
@@ -38,15 +39,16 @@ def mixture(folder: Path) -> list[str]:
     rows.write_text("".join(json.dumps({"prompt": f"{n}", "answer": f"{n}"[::-1]}) + "\n" for n in range(10, 22)))
     return [
         f"reward.name={code}:share",
-        "data.sources.digits.weight=2",
-        "data.sources.digits.environment.name=calculator",
-        "data.sources.digits.environment.max_turns=2",
+        "data.sources.digits.weight=0.5",
+        "data.sources.digits.environment.name=tests.functional.digits.Digits",
+        "data.sources.digits.environment.max_turns=3",
         f"data.sources.played.agent={code}:play",
         "data.sources.played.weight.solve_rate={0:1.0,1:0.5}",
         f"data.sources.short.train_path={rows}",
         "data.sources.short.reward=last_number",
         "data.sources.short.max_new_tokens=2",
         f"data.sources.short.weight.step={{1:1.0,{STEPS}:3.0}}",
+        *("algorithm.credit=turn", "policy.max_total_sequence_length=96"),
         *("algorithm.max_val_samples=4", f"algorithm.num_prompts_per_step={PROMPTS}"),
         *("algorithm.num_generations_per_prompt=4", "policy.train_global_batch_size=16"),
         *("algorithm.use_dynamic_sampling=true", "algorithm.dynamic_sampling_max_gen_batches=2"),
@@ -91,9 +93,17 @@ def test_a_mixture_resumes_like_one_that_was_not_stopped_and_workers_play_the_sa
     begins = (2, "validation/")
     assert metrics_of(halves) == nearly({key: value for key, value in metrics.items() if key >= begins})
 
-    options = [f"algorithm.max_num_steps={STEPS}", "algorithm.rollouts.num_workers=1"]
-    train(workers, model_folder, *common, *options)
-    assert sources_of(workers) == by_step and metrics_of(workers) == nearly(metrics)
+    two = ["generation.data_parallel_size=2", "algorithm.rollouts.num_workers=2"]
+    train(workers, model_folder, *common, *two, f"algorithm.max_num_steps={STEPS}")
+    found = metrics_of(workers)
+    assert sources_of(workers) == by_step and found == nearly(metrics)
+    # They credit turns like the launcher.
+    rows, by_workers = rows_of(whole, 1), rows_of(workers, 1)
+    assert max(len(row["turn_rewards"]) for row in rows) > 1
+    for name in ("token_ids", "turn_rewards", "token_advantages"):
+        assert [row[name] for row in by_workers] == [row[name] for row in rows], name
+    norms = [one[1, "train/grad_norm"] for one in (metrics, found)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0
 
 
 def test_an_asynchronous_run_resumes_with_sources_and_without(tmp_path, model_folder):

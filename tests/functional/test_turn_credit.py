@@ -1,46 +1,24 @@
 """Runs with an advantage for each turn."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.losses.advantages import returns_to_go, turn_advantages
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files
-from tests.functional.conftest import train
 from tests.functional.here import train_here
 from tests.functional.test_recovery import TASK
 from tests.functional.test_resume import assert_same_weights, metrics_of
 
 pytestmark = pytest.mark.functional
 
-RUN = [*TASK, "algorithm.max_num_steps=3", "environment.max_turns=3", "policy.max_total_sequence_length=96"]
+TURNS = ["environment.max_turns=3", "policy.max_total_sequence_length=96"]
+RUN = [*TASK, *TURNS, "algorithm.max_num_steps=3"]
 TURN = ["algorithm.credit=turn"]
-OWN = "environment.name=tests.functional.test_turn_credit.Digits"
+OWN = "environment.name=tests.functional.digits.Digits"
 BY_TURN = ["algorithm.turn_discount=0.5", "algorithm.reward_shaping.overlong_buffer_length=2"]
-
-
-class Digits:
-    """Rewards each turn for the digits in it, and ends with the first turn that has a 7."""
-
-    def step(self, problem, conversation):
-        digits = {letter for letter in conversation[-1]["content"] if letter.isdigit()}
-        messages = ({"role": "user", "content": "12"},)
-        return Observation(messages, "7" in digits, len(digits) / 10)
-
-
-class LastDigits(Digits):
-    """Rewards only the last turn."""
-
-    def step(self, problem, conversation):
-        found = super().step(problem, conversation)
-        return found if found.done else replace(found, reward=None)
-
-    def cut_short(self, problem, conversation):
-        return super().step(problem, conversation).reward
 
 
 def rows_of(folder: Path, step: int) -> list[dict]:
@@ -75,7 +53,7 @@ def test_a_token_has_the_return_of_its_turn_relative_to_those_of_its_group(tmp_p
 
 
 def test_with_an_outcome_only_the_run_is_that_of_episodes(tmp_path, model_folder):
-    own = [*RUN, "environment.name=tests.functional.test_turn_credit.LastDigits"]
+    own = [*RUN, "environment.name=tests.functional.digits.LastDigits"]
     train_here(tmp_path / "episode", model_folder, *own)
     train_here(tmp_path / "turn", model_folder, *own, *TURN)
     assert_same_weights(tmp_path / "episode" / "hf", tmp_path / "turn" / "hf")
@@ -88,17 +66,3 @@ def test_with_an_outcome_only_the_run_is_that_of_episodes(tmp_path, model_folder
     rows, by_turn = rows_of(tmp_path / "episode", 3), rows_of(tmp_path / "turn", 3)
     assert [row["advantage"] for row in rows] == [row["advantage"] for row in by_turn]
     assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in by_turn]
-
-
-def test_rollout_workers_credit_turns_like_the_launcher(tmp_path, model_folder):
-    own = [*RUN, *TURN, OWN, "algorithm.max_num_steps=1", "generation.colocated.enabled=false"]
-    # Otherwise, timing decides how many prompts are sampled and discarded.
-    own += ["algorithm.use_dynamic_sampling=true", "algorithm.oversample=1.0"]
-    train_here(tmp_path / "alone", model_folder, *own, "algorithm.rollouts.num_workers=0")
-    two = ["generation.data_parallel_size=2", "algorithm.rollouts.num_workers=2"]
-    train(tmp_path / "workers", model_folder, *own, *two)
-    alone, workers = rows_of(tmp_path / "alone", 1), rows_of(tmp_path / "workers", 1)
-    for name in ("token_ids", "turn_rewards", "token_advantages"):
-        assert [row[name] for row in workers] == [row[name] for row in alone], name
-    measured = [metrics_of(tmp_path / name)[1, "train/grad_norm"] for name in ("alone", "workers")]
-    assert measured[0] == pytest.approx(measured[1], rel=1e-5) and measured[0] > 0

@@ -1,4 +1,4 @@
-"""An environment whose episodes stay unfinished until a file exists."""
+"""Environments that wait. Their processes import this module, and nothing else that takes long."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,8 @@ from nemo_rl_lite.environments.interface import Observation
 
 
 class Waits:
-    """Ends after three responses, with a reward of 1. Problems whose answer is at least `first` wait after two."""
+    """Ends after three responses, with a reward of 1. Problems whose answer is at least `first` wait after two, until a
+    file exists."""
 
     def __init__(self, file: str, first: int):
         self._file, self._first, self._turns = Path(file), first, 0
@@ -25,3 +26,8 @@ class Waits:
 
     def restore(self, state):
         self._turns = state["turns"]
+
+
+class Hangs:
+    def step(self, problem, conversation):
+        time.sleep(600)

@@ -18,6 +18,7 @@ from nemo_rl_lite.compat.megatron_cpu import rewrite
         ("jit_fuser = torch.compile\n", "jit_fuser = noop_decorator\n"),
         ("    @torch.compile(dynamic=False)\n    def f():", "    \n    def f():"),
         ("f = torch.compile(g)", "f = g"),
+        ("        share_storage = _get_share_storage()\n", "        pass\n"),
         ("if torch.cuda.is_available():", "if torch.cuda.is_available():"),
     ],
 )
