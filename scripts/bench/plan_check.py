@@ -167,7 +167,7 @@ def _shared_prompts(setting: str) -> Recorded:
 
 
 def _experts(*arguments: Any, **others: Any) -> Recorded:
-    """Return a record of `_way` with vLLM's first model runner, which only router replay has today."""
+    """Return a record of `_way` with vLLM's first model runner, which router replay still has."""
     one = _way(*arguments, kind="experts", **others)
     return dataclasses.replace(one, overrides=[*one.overrides, "policy.router_replay.enabled=true"])
 

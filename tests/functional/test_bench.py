@@ -26,11 +26,6 @@ class Fails:
         raise ValueError("the cause")
 
 
-@pytest.fixture(autouse=True)
-def scripts_are_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-
-
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
     """The folder of the records of all trials. They run in one process, which shares imports and a small run."""
