@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 
 import httpx
+from openai import AsyncOpenAI
 
 from nemo_rl_lite.environments.agents import Outcome
 
@@ -97,8 +98,6 @@ async def player(problem, endpoint, how):
 
 async def chooser(problem, endpoint, streams):
     """Ask for three choices; the reward of each is its number."""
-    from openai import AsyncOpenAI
-
     client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
     asked = {"model": endpoint.model, "messages": list(problem.messages), "n": 3}
     if not streams:
@@ -123,8 +122,6 @@ class ToolUser:
         self._endpoint, self._streams, self.pieces = endpoint, streams, 0
 
     async def chat(self, messages):
-        from openai import AsyncOpenAI
-
         client = AsyncOpenAI(base_url=self._endpoint.base_url, api_key=self._endpoint.api_key, max_retries=0)
         tool = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": ADD}}
         asked = {"model": self._endpoint.model, "messages": messages, "tools": [tool]}
@@ -144,8 +141,6 @@ class ToolUser:
         )
 
     async def responses(self, messages):
-        from openai import AsyncOpenAI
-
         client = AsyncOpenAI(base_url=self._endpoint.base_url, api_key=self._endpoint.api_key, max_retries=0)
         tool = {"type": "function", "name": "add", "description": "adds", "parameters": ADD}
         asked = {"model": self._endpoint.model, "input": messages, "tools": [tool]}

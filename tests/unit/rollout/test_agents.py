@@ -275,9 +275,9 @@ class Mute(Book):
 
 
 def test_an_agent_may_end_before_the_first_of_several_choices(caplog):
-    rollout = collect(engines := Mute(), config("chooser", timeout_s=2.0, streams=False), share=1.0)
+    rollout = collect(engines := Mute(), config("chooser", timeout_s=4.0, streams=False), share=1.0)
     assert len(engines.asked) == 3 and rollout.environment_errors == 1
-    assert "no answer within agent.timeout_s = 2" in caplog.text
+    assert "no answer within agent.timeout_s = 4" in caplog.text
 
 
 def test_without_a_reward_of_the_agent_the_configured_one_judges():
