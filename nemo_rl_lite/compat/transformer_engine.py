@@ -1,4 +1,4 @@
-"""Transformer Engine: token order when ranks exchange heads, the random state of attention, groups of FP8.
+"""Transformer Engine: token order when ranks exchange heads, the random state of attention, groups of FP8, experts.
 
 With `cp_comm_type=a2a`, context-parallel ranks exchange parts of sequences for parts of heads, and back. Tokens arrive
 in the order of ranks, but attention needs the order of sequences. Transformer Engine 2.12 computes both orders on the
@@ -7,6 +7,7 @@ per row, on the device. Later releases have a kernel under other names.
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -22,6 +23,7 @@ written_for(__name__, "transformer-engine", _RELEASE)
 
 log = logging.getLogger(__name__)
 
+_CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 # Two orders per row, for a few rows in flight.
 _KEPT = 8
 
@@ -44,6 +46,31 @@ def forget_groups() -> None:
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # pyrefly: ignore[missing-import]
 
         FP8GlobalStateManager.reset()
+
+
+def multiply_experts_at_once() -> None:
+    """Multiply all experts of a layer in one CUTLASS kernel on Hopper GPUs, instead of one cuBLAS kernel each.
+
+    The environment variable `NVTE_USE_CUTLASS_GROUPED_GEMM` wins. Gradients of weights stay with cuBLAS. Other
+    releases are not changed.
+    """
+    if not fits("transformer-engine", _RELEASE) or os.environ.setdefault(_CUTLASS, "1") != "1":
+        return
+    from transformer_engine.pytorch.module import grouped_linear  # pyrefly: ignore[missing-import]
+
+    gemm = grouped_linear.general_grouped_gemm
+
+    def multiply(*tensors: Any, m_splits: Sequence[int], **options: Any) -> Any:
+        if any(m_splits):
+            return gemm(*tensors, m_splits=m_splits, **options)
+        # CUTLASS reads the first expert that has tokens (github.com/NVIDIA/TransformerEngine/pull/3037).
+        os.environ[_CUTLASS] = "0"
+        try:
+            return gemm(*tensors, m_splits=m_splits, **options)
+        finally:
+            os.environ[_CUTLASS] = "1"
+
+    grouped_linear.general_grouped_gemm = multiply
 
 
 def exchange_heads_on_device(settings: Any) -> None:

@@ -464,6 +464,8 @@ def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
         provider.moe_flex_dispatcher_backend = options.moe_flex_dispatcher_backend
         provider.moe_shared_expert_overlap = options.moe_shared_expert_overlap
         provider.moe_grouped_gemm = options.moe_grouped_gemm
+        if options.moe_grouped_gemm:
+            transformer_engine.multiply_experts_at_once()
         provider.moe_permute_fusion = options.moe_permute_fusion
         provider.moe_router_fusion = options.moe_router_fusion
 

@@ -1,6 +1,10 @@
 """The order of tokens where ranks exchange heads, and attention without dropout."""
 
+import os
+import sys
 from itertools import accumulate
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ import torch
 from nemo_rl_lite.compat import transformer_engine
 from nemo_rl_lite.policy.context import own_places
 
+CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 NAMES = ("reorder_seq_chunks_after_a2a_before_attn_thd", "reorder_seq_chunks_before_a2a_after_attn_thd")
 
 
@@ -49,3 +54,31 @@ def test_an_order_is_computed_once_for_a_row_and_anew_for_equal_boundaries_elsew
     assert orders[0] is orders[1] is orders[2]
     assert transformer_engine.places_of_ranks(boundaries([8]), 2, 8) is not orders[0]
     assert whole[orders[0]].tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
+
+
+@pytest.fixture
+def grouped_linear(monkeypatch) -> ModuleType:
+    """A module of Transformer Engine whose GEMM returns what it got, and the value of the environment variable."""
+    module: Any = ModuleType("transformer_engine.pytorch.module.grouped_linear")
+    module.general_grouped_gemm = lambda *given, **options: (given, options, os.environ[CUTLASS])
+    parent = ModuleType("transformer_engine.pytorch.module")
+    parent.grouped_linear = module  # pyrefly: ignore
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module", parent)
+    monkeypatch.setattr(transformer_engine, "fits", lambda name, release: True)
+    monkeypatch.setitem(os.environ, CUTLASS, "1")
+    return module
+
+
+def test_experts_without_tokens_are_multiplied_by_cublas(grouped_linear):
+    transformer_engine.multiply_experts_at_once()
+    multiply: Any = grouped_linear.general_grouped_gemm
+    assert multiply("a", "b", m_splits=[0, 3], grad=True) == (("a", "b"), {"m_splits": [0, 3], "grad": True}, "1")
+    assert multiply("a", m_splits=[0, 0])[2] == "0"
+    assert os.environ[CUTLASS] == "1"
+
+
+def test_the_environment_may_choose_cublas(grouped_linear, monkeypatch):
+    monkeypatch.setitem(os.environ, CUTLASS, "0")
+    before: Any = grouped_linear.general_grouped_gemm
+    transformer_engine.multiply_experts_at_once()
+    assert grouped_linear.general_grouped_gemm is before
