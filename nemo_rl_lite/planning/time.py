@@ -63,7 +63,7 @@ from nemo_rl_lite.planning.memory import (
 # Achieved shares of peak FLOP/s, and of memory bandwidth: the policy's and an engine's.
 MFU, POLICY_READS, READS = 0.56, 0.78, 0.64
 # Minimum time of a layer's forward or backward pass over a micro-batch: without experts; with them, and for each one.
-LAUNCH_S, LAUNCH_EXPERTS_S, LAUNCH_EXPERT_S = 4.5e-3, 2.7e-2, 1.4e-4
+LAUNCH_S, LAUNCH_EXPERTS_S, LAUNCH_EXPERT_S = 4.5e-3, 1.7e-2, 7e-5
 # An engine's host time per decoding step, token and request. vLLM's first model runner, which records experts, draws
 # each request's token by a separate kernel, and takes longer per token.
 ENGINE_STEP_S, TOKEN_S, TOKEN_FIRST_RUNNER_S, REQUEST_S = 2e-3, 1.7e-5, 6e-5, 5e-4

@@ -146,14 +146,22 @@ def _way(
     return Recorded(name, setting or way, [*compared.task, *compared.ways[way]], model, lengths, **others)
 
 
-def _engine(name: str, model: str, prompt: int, tokens: int, sequences: int, setting: str) -> Recorded:
+def _engine(name: str, model: str, prompt: int, tokens: int, sequences: int, setting: str, **others: Any) -> Recorded:
     """Return a record of rollout_rate.py."""
     samples = rollout_rate.SAMPLES
     sizes = [f"algorithm.num_prompts_per_step={sequences // samples}", f"generation.max_new_tokens={tokens}"]
     sizes += [f"algorithm.num_generations_per_prompt={samples}", f"generation.vllm_cfg.max_num_seqs={sequences}"]
     sizes += [f"policy.max_total_sequence_length={prompt + tokens}", f"policy.train_global_batch_size={sequences}"]
     lengths = Lengths(prompt, tokens, tokens)
-    return Recorded(name, setting, [*rollout_rate.GPU, *sizes], model, lengths, sampled=sequences * tokens)
+    overrides = [*rollout_rate.GPU, *sizes]
+    return Recorded(name, setting, overrides, model, lengths, sampled=sequences * tokens, **others)
+
+
+def _training(name: str, comparison: str, way: str, model: str, **others: Any) -> Recorded:
+    """Return a record of training.py."""
+    overrides = [one for one in training.COMPARISONS[comparison].task(way) if not one.startswith("data.")]
+    # Mean length of its chats, by the FLOPs of a recorded step.
+    return Recorded(name, way, overrides, model, Lengths(0, 2230, 4096), **others)
 
 
 def _shared_prompts(setting: str) -> Recorded:
@@ -167,17 +175,16 @@ def _shared_prompts(setting: str) -> Recorded:
 
 
 def _experts(*arguments: Any, **others: Any) -> Recorded:
-    """Return a record of `_way` with vLLM's first model runner, which router replay still has."""
-    one = _way(*arguments, kind="experts", **others)
+    """Return a record of `_way` with vLLM's first model runner, which router replay still has. Its policy launched a
+    GEMM for each expert, so only generation counts."""
+    one = _way(*arguments, kind="experts", names=dict.fromkeys(("logprob", "train", "step time"), ""), **others)
     return dataclasses.replace(one, overrides=[*one.overrides, "policy.router_replay.enabled=true"])
 
 
 # Random models answer the default task, whose prompts have about 10 tokens.
 LONG, MIDDLE, SHORT = Lengths(10, 512, 512), Lengths(10, 256, 256), Lengths(10, 190, 512)
-# Those of training.py, by the FLOPs of a recorded step.
-CHATS = Lengths(0, 2230, 4096)
 REPLAY = "experts-router-replay-qwen3-moe-1.5b-1x-h100"
-_decoding = partial(_engine, prompt=rollout_rate.PROMPT_TOKENS, tokens=512, sequences=512)
+_decoding = partial(_engine, prompt=rollout_rate.PROMPT_TOKENS, sequences=512, setting="the launcher's")
 # The packs of this run, by its note.
 SMALL_PACKS = [f"{ways.PACKS}.{phase}_mb_tokens=4096" for phase in ("train", "logprob")]
 RECORDS = [
@@ -192,12 +199,11 @@ RECORDS = [
     _way("engines-versions-1x-h100", "speed", "fast scheduler", "qwen3-1.7b", LONG),
     _way("speed-ablation-large-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG),
     _way("peers-1.7b-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, "nemo_rl_lite"),
-    _decoding("engine-settings-1x-h100", "qwen3-1.7b", setting="default"),
+    _decoding("engine-settings-1x-h100", "qwen3-1.7b", tokens=512, setting="default"),
     # By its trace.
-    dataclasses.replace(_decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", setting="the launcher's"), fitted=True),
-    dataclasses.replace(
-        _decoding("decode-llama3.1-8b-8-1x-h200", "llama3.1-8b:8", setting="the launcher's"), kind="8 layers, no policy"
-    ),
+    _decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", tokens=512, fitted=True),
+    _decoding("decode-llama3.1-8b-8-1x-h200", "llama3.1-8b:8", tokens=512, kind="8 layers, no policy"),
+    _decoding("decode-qwen3-30b-a3b-1x-h200", "qwen3-30b-a3b", tokens=256, kind="experts, no policy"),
     _way("lora-next-to-trl-large-1x-h100", "lora", "adapters, rank 16", "qwen3-1.7b", LONG, kind="adapters"),
     Recorded(
         "async-rate-1x-h100",
@@ -213,13 +219,11 @@ RECORDS = [
     _experts("experts-rate-2x-h100", "experts", "EP 1 (data parallel)", "qwen3-30b-a3b:4", LONG, fitted=True),
     _experts(REPLAY, "router_replay", "without replay", "qwen3-moe-1.5b", MIDDLE),
     _experts(REPLAY, "router_replay", "with replay", "qwen3-moe-1.5b", MIDDLE),
-    Recorded(
-        "training-experts-1x-h200",
-        "packs of 32,768",
-        [one for one in training.COMPARISONS["experts"].task("packs of 32,768") if not one.startswith("data.")],
-        "qwen3-30b-a3b:8",
-        CHATS,
-        kind="experts",
+    _training("experts-training-1x-h200", "experts", "packs of 32,768", "qwen3-30b-a3b:8", kind="experts", fitted=True),
+    _training("training-fusion-1x-h200", "fusion", "gradients added apart", "qwen3-1.7b"),
+    *(
+        _training("training-tensor-2x-h200", "tensor", way, "llama3.1-70b:4", kind="tensor parallel")
+        for way in ("no recomputation", "MLPs recomputed")
     ),
 ]
 GRID = [

@@ -257,7 +257,12 @@ TABLES = {
     ),
     "experts training table": Table(
         "analysis/moe",
-        "training-experts-1x-h200",
+        "experts-training-1x-h200",
+        columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
+    ),
+    "tensor table": Table(
+        "gpus",
+        "training-tensor-2x-h200",
         columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
     ),
     "experts rate table": Table(
