@@ -9,16 +9,18 @@ The first option that is predicted to fit the GPU is chosen:
 A later option is chosen if it is predicted to save `WORTH` of the step: its larger KV cache lets fewer requests wait.
 
 Engines stay awake only if micro-batches of `enough_tokens` fit next to them. Micro-batches are as large as the GPU
-holds, up to `MOST_TOKENS`. Both are tokens per GPU; context-parallel ranks share larger micro-batches. Logits are kept
-if they fit too, or if micro-batches that leave room for them are at least `KEEPING_SHARE` as large.
+holds, up to `MOST_TOKENS`. Both are tokens per GPU; context-parallel ranks share larger micro-batches. Pipeline stages
+train on smaller ones while halving them saves `SOONER` of the predicted time. Logits are kept if they fit too, or if
+micro-batches that leave room for them are at least `KEEPING_SHARE` as large.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
+from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.engines import engine_of, engines_sleep
 from nemo_rl_lite.config.schema import Config, OffloadedComponent
 from nemo_rl_lite.config.sizes import (
@@ -43,18 +45,21 @@ from nemo_rl_lite.planning.budget import (
     chooses_share,
     last_that,
     size,
+    speed_of,
     with_first_share,
     with_more_share,
 )
-from nemo_rl_lite.planning.lengths import assumed_lengths
+from nemo_rl_lite.planning.lengths import Lengths, assumed_lengths
 from nemo_rl_lite.planning.memory import kept_logits, micro_batch, own_part, totals
-from nemo_rl_lite.planning.time import predict_step
+from nemo_rl_lite.planning.time import optimizer_step_seconds, predict_step
 
 # Gradients are dropped, weights copied; optimizer states are six times as large.
 CHEAPEST_FIRST: tuple[OffloadedComponent, ...] = ("gradients", "parameters", "optimizer_states")
 MOST_TOKENS, GRAIN = 65536, 1024
 # Margin for predictions of GPU memory that are too small (docs/benchmarks, plan-against-measured).
 USED = 0.9
+# The share of training that smaller micro-batches must save: their GEMMs are slower, which no prediction includes.
+SOONER = 0.02
 # Kept logits save more time than slightly larger micro-batches.
 KEEPING_SHARE = 0.8
 # The share of a step that more offload must save, and bytes/s between a GPU and its host, in pinned memory (assumed).
@@ -103,6 +108,7 @@ def resolve_auto(
         chosen = _fastest(fitting, shape, gpu_bytes, host_bytes)
         if chosen is not fitting[0]:
             about_cache = ["more is offloaded than necessary, for a larger KV cache: fewer requests wait"]
+    chosen, fewer = _with_pipelined_tokens(chosen, config, shape, gpu_bytes)
     about_logits = []
     if config.policy.megatron_cfg.keep_logits == "auto":
         chosen, reason = _with_kept_logits(chosen, config, shape, gpu_bytes)
@@ -112,7 +118,8 @@ def resolve_auto(
         reasons.append(f"an engine takes {engine_share(chosen.generation):.0%} of its GPU")
     if mode != "fixed" and token_limits(config.policy, mode).train_mb_tokens == "auto":
         tokens = token_limits(chosen.policy, mode).train_mb_tokens
-        reasons.append(f"training micro-batches have up to {tokens:,} tokens")
+        why = ", so that pipeline stages wait less" if fewer else ""
+        reasons.append(f"training micro-batches have up to {tokens:,} tokens{why}")
     return Resolved(chosen, [*reasons, *about_cache, *about_logits, *about_replicas])
 
 
@@ -191,13 +198,36 @@ def _most_useful(config: Config) -> int:
 
 def _with_tokens(config: Config, tokens: int) -> Config:
     """Return `config` with micro-batches of `tokens` instead of `auto`."""
-    policy, mode = config.policy, batch_mode(config.policy, on_gpus(config))
+    mode = batch_mode(config.policy, on_gpus(config))
     if mode == "fixed":
         return config
-    limits = token_limits(policy, mode)
+    limits = token_limits(config.policy, mode)
     wanted = {key: tokens for key in ("train_mb_tokens", "logprob_mb_tokens") if getattr(limits, key) == "auto"}
+    return _with_limits(config, mode, **wanted)
+
+
+def _with_limits(config: Config, mode: Literal["packed", "dynamic"], **tokens: int) -> Config:
     section = "sequence_packing" if mode == "packed" else "dynamic_batching"
-    return replace(config, policy=replace(policy, **{section: replace(limits, **wanted)}))
+    return _with_policy(config, **{section: replace(token_limits(config.policy, mode), **tokens)})
+
+
+def _with_pipelined_tokens(chosen: Config, given: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, bool]:
+    """Return `chosen`, with smaller training micro-batches if they fill the pipeline so much sooner, and whether."""
+    mode = batch_mode(given.policy, on_gpus(given))
+    if parallel_dims(given).pp == 1 or mode == "fixed" or token_limits(given.policy, mode).train_mb_tokens != "auto":
+        return chosen, False
+    longest, gpu = given.policy.max_total_sequence_length, speed_of(gpu_bytes)[1]
+    lengths = assumed_lengths(given) if generates(given) else Lengths(0, longest / 2, longest)
+
+    def seconds(tokens: int) -> float:
+        return optimizer_step_seconds(_with_limits(chosen, mode, train_mb_tokens=tokens), shape, gpu, lengths)
+
+    most = tokens = micro_batch(chosen, training=True).tokens
+    while (half := tokens // 2) >= sequences_together(given) * longest:
+        if seconds(half) > (1 - SOONER) * seconds(tokens):
+            break
+        tokens = half
+    return _with_limits(chosen, mode, train_mb_tokens=tokens), tokens < most
 
 
 def _with_kept_logits(chosen: Config, config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, str]:

@@ -203,3 +203,16 @@ def test_ranks_that_share_sequences_have_larger_micro_batches():
         for ranks in (1, 2)
     ]
     assert tokens[0] <= MOST_TOKENS < tokens[1] <= 2 * MOST_TOKENS
+
+
+def test_pipeline_stages_train_on_smaller_micro_batches_that_save_time():
+    few = ["policy.train_global_batch_size=64", "cluster.gpus_per_node=2", "offload=auto"]
+    few += ["policy.max_total_sequence_length=4096", "generation.max_new_tokens=2048"]
+    stages = "policy.megatron_cfg.pipeline_model_parallel_size=2"
+    alone, pipelined = settled(MIDDLE, *few)[0], settled(MIDDLE, *few, stages)
+    packs = pipelined[0].policy.sequence_packing
+    assert packs.train_mb_tokens <= packs.logprob_mb_tokens / 2
+    assert alone.policy.sequence_packing.train_mb_tokens == alone.policy.sequence_packing.logprob_mb_tokens
+    assert any(reason.endswith("so that pipeline stages wait less") for reason in pipelined[1])
+    kept = settled(MIDDLE, *few, stages, "policy.sequence_packing.train_mb_tokens=8192")
+    assert kept[0].policy.sequence_packing.train_mb_tokens == 8192
