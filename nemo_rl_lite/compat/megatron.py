@@ -269,6 +269,30 @@ def fuse_accumulation_without_apex() -> None:
     layers._grad_accum_fusion_available = True
 
 
+def clip_in_few_kernels() -> None:
+    """Let torch's kernels for many tensors compute the norm of gradients, and scale them.
+
+    megatron-core wants Transformer Engine's kernel `multi_tensor_scale_tensor`, which release 2.12 lacks. Without it,
+    megatron-core launches kernels for each gradient, and waits for each norm.
+    """
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm_of_all
+        clip_grads.multi_tensor_scale_impl = _scale_all
+
+
+def _norm_of_all(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], per_tensor: bool) -> Any:
+    norms = torch._foreach_norm(tensors[0], dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+def _scale_all(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
+    # megatron-core's clipping gives the same gradients twice.
+    torch._foreach_mul_(tensors[1], factor)
+
+
 def leave_sorted_tokens(chunks: Sequence[Any]) -> None:
     """Skip the sort of tokens by expert on ranks that have all experts, where permuted tokens are sorted already.
 
