@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -126,27 +125,25 @@ def _write(
 ) -> Path:
     """Write the record: the repetitions, the settings, and the search for them."""
     rows = [
-        record.result(quantity, _row(name), UNITS.get(quantity, "s"), found) for (quantity, name), found in reps.items()
+        record.result(quantity, _row(name, searched), UNITS.get(quantity, "s"), found)
+        for (quantity, name), found in reps.items()
     ]
     more = {
         "settings": best,
         "search": {name: one["steps"] for name, one in searched.items()},
         "skipped": {name: one["skipped"] for name, one in searched.items()},
+        "versions of peers": {name: one["versions"] for name, one in searched.items()},
         "steps of the search count": given.searched,
         "failures": failures,
     }
     bench = "peers-lora-1.7b" if given.lora else "peers-1.7b"
-    return record.write(bench, rows, [], "; ".join(map(_row, [OURS, *best])), more)
+    return record.write(bench, rows, [], "; ".join(_row(name, searched) for name in [OURS, *best]), more)
 
 
-def _row(name: str) -> str:
-    """Return a name with its version."""
-    if name == OURS:
-        return name
-    try:
-        return f"{name} {version(PEERS[name][0])}"
-    except PackageNotFoundError:
-        return name
+def _row(name: str, searched: dict[str, Any]) -> str:
+    """Return a name, that of a peer with the version that was searched."""
+    found = searched[name]["versions"].get(PEERS[name][0]) if name in searched else None
+    return f"{name} {found}" if found else name
 
 
 def trial() -> None:

@@ -18,6 +18,10 @@ from typing import Any
 
 import record
 
+from nemo_rl_lite.observability.environment import versions
+
+PACKAGES = ("trl", "verl", "vllm", "transformers", "torch", "megatron-core", "transformer-engine", "peft")
+"""What a peer's steps depend on."""
 # A run keeps nothing but its metrics, and takes steps and does nothing else.
 STEPS_ALONE = [
     *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"),
@@ -124,7 +128,7 @@ class Times:
         self._write()
 
     def _write(self) -> None:
-        kept = {"steps": self.steps, "settings": self.settings, "skipped": self.skipped}
+        kept = {"steps": self.steps, "settings": self.settings, "skipped": self.skipped, "versions": versions(PACKAGES)}
         self.path.write_text(json.dumps(kept, indent=2))
 
 
