@@ -229,7 +229,7 @@ TABLES = {
         columns=("save, training waits", "save, whole", "host memory of a save", "written", "load", "read"),
     ),
     "shared prompts table": Table(
-        "gpus",
+        "training",
         "shared-prompts-run-qwen3-1.7b-1x-h200",
         columns=("step time", "generation", "train", "refit", "policy's memory in training"),
     ),
@@ -261,7 +261,7 @@ TABLES = {
         columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
     ),
     "tensor table": Table(
-        "gpus",
+        "training",
         "training-tensor-2x-h200",
         columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
     ),

@@ -21,7 +21,7 @@ import record
 from nemo_rl_lite.observability.environment import versions
 
 PACKAGES = ("trl", "verl", "vllm", "transformers", "torch", "megatron-core", "transformer-engine", "peft")
-"""What a peer's steps depend on."""
+"""Packages that a peer's steps depend on."""
 # A run keeps nothing but its metrics, and takes steps and does nothing else.
 STEPS_ALONE = [
     *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"),
