@@ -5,7 +5,7 @@ training.py COMPARISON MODEL [--steps 3] [--only WAY ...] [--record NAME] [-- OV
 experts: qwen3-30b-a3b:8. Size of packs, kernels of experts and routers, each way adding to those before it. The last
 has a GEMM for each expert.
 precision: llama3.1-8b:8. Matrix products in bfloat16 or FP8.
-fusion: qwen3-1.7b. Gradients added in the GEMM.
+fusion: qwen3-1.7b. Gradients added in the GEMM, and Transformer Engine's kernel of SwiGLU.
 layouts: llama3.1-8b:16, two GPUs. Data, tensor and pipeline parallel.
 tensor: llama3.1-70b:4, two GPUs. Tensor parallel; what is recomputed, and FP8.
 expert_parallel: qwen3-235b-a22b:4, two GPUs. Experts split over both.
@@ -94,6 +94,9 @@ def recomputed(*modules: str) -> Way:
 
 
 LONG, FUSION = Way([f"{PACKS}=16384"]), Way([f"{MEGATRON}.gradient_accumulation_fusion=true"])
+ACTIVATION = Way(
+    [f"{MEGATRON}.model_overrides.{name}" for name in ("bias_activation_fusion=false", "use_te_activation_func=true")]
+)
 FP8 = Way([f"{MEGATRON}.fp8_cfg.enabled=true"])
 CUBLAS = Way(environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "0"})
 ROUTER = Way([f"{MEGATRON}.moe_router_dtype=fp32", f"{MEGATRON}.moe_router_fusion=true"])
@@ -114,7 +117,15 @@ COMPARISONS = {
         KNOWN_EXPERTS,
     ),
     "precision": Comparison({"bfloat16": LONG, "FP8, blockwise": LONG + FP8}),
-    "fusion": Comparison({"gradients added apart": LONG, "gradient accumulation fusion": LONG + FUSION}),
+    "fusion": Comparison(
+        cumulative(
+            {
+                "gradients added apart": LONG,
+                "gradient accumulation fusion": FUSION,
+                "activation by Transformer Engine": ACTIVATION,
+            }
+        )
+    ),
     "layouts": Comparison(
         {
             "data parallel": LONG,
