@@ -235,7 +235,7 @@ class MegatronConfig(TeacherParallelConfig):
         Literal["deepep", "hybridep"], ActiveIf("GPUs"), ActiveIf(".moe_token_dispatcher_type", "flex")
     ]
     moe_shared_expert_overlap: Annotated[bool, ActiveIf("GPUs")]
-    gradient_accumulation_fusion: Annotated[bool, ActiveIf("GPUs")]
+    gradient_accumulation_fusion: Annotated[bool, ActiveIf("GPUs"), ActiveIf("policy.megatron_cfg.peft.enabled", False)]
     cuda_graph_impl: Annotated[Literal["none", "full_iteration"], ActiveIf("GPUs")]
     activation_checkpointing: bool
     recompute_granularity: Annotated[Literal["full", "selective"], ActiveIf(".activation_checkpointing")]

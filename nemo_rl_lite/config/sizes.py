@@ -83,6 +83,11 @@ def model_chunks(parallel: MegatronConfig) -> int:
     return (parallel.virtual_pipeline_model_parallel_size or 1) if parallel.pipeline_model_parallel_size > 1 else 1
 
 
+def adds_in_gemms(parallel: MegatronConfig, on_gpu: bool) -> bool:
+    """Return whether GEMMs add gradients of weights to their sums. LoRA's adapters are layers that need Apex for it."""
+    return on_gpu and parallel.gradient_accumulation_fusion and not parallel.peft.enabled
+
+
 def recomputed_modules(parallel: MegatronConfig) -> Sequence[RecomputeModule]:
     """Return the parts of layers that selective recomputation recomputes; none without it."""
     selective = parallel.activation_checkpointing and parallel.recompute_granularity == "selective"

@@ -28,6 +28,7 @@ from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import (
     ParallelDims,
     adapted_layers,
+    adds_in_gemms,
     keeps_logits,
     linear_layers,
     model_chunks,
@@ -454,8 +455,8 @@ def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
     provider.apply_rope_fusion = not provider.multi_latent_attention
     # megatron-bridge sets it for some models. Unfused, the activation keeps two more copies of its input.
     provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
-    provider.gradient_accumulation_fusion = options.gradient_accumulation_fusion
-    if options.gradient_accumulation_fusion:
+    provider.gradient_accumulation_fusion = adds_in_gemms(options, on_gpu=True)
+    if provider.gradient_accumulation_fusion:
         fuse_accumulation_without_apex()
     if options.fp8_cfg.enabled:
         provider.fp8, provider.fp8_recipe = options.fp8_cfg.fp8, options.fp8_cfg.fp8_recipe

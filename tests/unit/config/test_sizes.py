@@ -3,6 +3,7 @@
 import pytest
 
 from nemo_rl_lite.config.sizes import (
+    adds_in_gemms,
     batch_mode,
     bucket_size,
     engine_capacity,
@@ -144,3 +145,16 @@ def test_engines_with_partial_rollouts_have_a_share_of_one_rollout():
     assert engine_capacity(compose_config([*partial, "generation.colocated.sleep=false"])) == most
     assert engine_capacity(compose_config([*partial, "algorithm.use_dynamic_sampling=true"])) == most
     assert engine_capacity(compose_config([*partial, f"{ENGINE}.max_num_seqs=8"])) == 8
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "overrides", "adds"),
+    [
+        (True, [], True),
+        (False, [], False),
+        (True, ["policy.megatron_cfg.peft.enabled=true"], False),
+    ],
+)
+def test_gemms_add_gradients_on_gpus_but_not_those_of_adapters(on_gpu, overrides, adds):
+    fused = "policy.megatron_cfg.gradient_accumulation_fusion=true"
+    assert adds_in_gemms(compose_config([fused, *overrides]).policy.megatron_cfg, on_gpu) == adds
