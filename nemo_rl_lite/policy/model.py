@@ -234,8 +234,7 @@ def build_model(
         leave_queries_unnormalized()
     provider.finalize()
     check_shareable(provider)
-    if on_gpu:
-        transformer_engine.exchange_heads_on_device(provider)
+    transformer_engine.exchange_heads_on_device(provider)
     if not parallel_state.model_parallel_is_initialized():
         provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     peft, lora = parallel.peft, None
