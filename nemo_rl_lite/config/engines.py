@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_lite.compat.versions import is_cpu_build
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config, GenerationConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import engine_share, engines, on_gpus, samples_per_step, sleep_is_wanted
@@ -68,6 +69,8 @@ class Engine:
     """It verifies drafts of several tokens in one pass."""
     caches_latents: bool = False
     """On a GPU, it caches the compressed keys and values of latent attention."""
+    needs_cpu_build: bool = False
+    """On a CPU, it needs its package's build for CPUs."""
     least_cpu_head_dim: int = 1
     """Smallest head dimension on a CPU."""
     precisions: tuple[tuple[str, ...], ...] = ()
@@ -136,6 +139,7 @@ ENGINES: dict[str, Engine] = {
         speculates=True,
         precisions=_vllm_precisions(),
         caches_latents=True,
+        needs_cpu_build=True,
         least_cpu_head_dim=32,
         # vLLM rejects T > 2 and clamps T < 0.01, so its logprobs would differ from the policy's.
         temperatures=(0.01, 2.0),
@@ -151,6 +155,11 @@ ENGINES: dict[str, Engine] = {
 def engine_of(config: Config) -> Engine:
     """Return the row of the configuration's engine."""
     return ENGINES[config.generation.backend]
+
+
+def has_build(engine: Engine, on_gpu: bool) -> bool:
+    """Return whether the installed build of an engine's package runs on GPUs, or on CPUs."""
+    return on_gpu or not engine.needs_cpu_build or is_cpu_build(engine.package)
 
 
 def engines_sleep(config: Config) -> bool:

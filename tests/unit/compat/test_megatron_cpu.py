@@ -1,6 +1,22 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
 from nemo_rl_lite.compat.megatron_cpu import rewrite
+
+# Prints the modules of the optimizers' classes, after all imports of a policy with LoRA.
+CHOICES = """
+from importlib.util import find_spec
+from nemo_rl_lite.compat.megatron import auto_bridge
+auto_bridge()
+import megatron.bridge.peft.lora
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_APEX, HAVE_TE
+from megatron.core.optimizer import Adam, distrib_optimizer
+assert not (HAVE_TE or HAVE_APEX or find_spec("transformer_engine"))
+print(Adam.__module__, distrib_optimizer.Adam.__module__)
+"""
 
 
 @pytest.mark.parametrize(
@@ -24,3 +40,13 @@ from nemo_rl_lite.compat.megatron_cpu import rewrite
 )
 def test_rewrite(source, rewritten):
     assert rewrite(source) == rewritten
+
+
+def test_megatron_chooses_torchs_classes_where_packages_for_gpus_are_installed(tmp_path):
+    for name in ("transformer_engine", "apex"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} needs a GPU')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environ = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", CHOICES], capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "torch.optim.adamw torch.optim.adam"

@@ -113,6 +113,11 @@ def test_on_a_gpu_vllm_takes_what_fits_of_the_context(tmp_path, monkeypatch):
     assert config.policy.max_total_sequence_length == 10**6 and config.generation.vllm_kwargs["max_model_len"] == -1
 
 
+def test_a_folder_is_served_on_cpus_without_vllms_build_for_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "has_build", lambda engine, on_gpu: on_gpu)
+    assert find(model_folder(tmp_path / "mine")).config.generation.backend == "transformers"
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

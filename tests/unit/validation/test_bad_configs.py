@@ -7,6 +7,7 @@ import re
 import pytest
 
 from nemo_rl_lite import train
+from nemo_rl_lite.config import engines
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.system import machine
 from nemo_rl_lite.system.machine import check_single_launcher
@@ -347,6 +348,14 @@ def test_a_bad_command(arguments, places):
 )
 def test_what_follows_from_a_problem_is_no_second_one(arguments, key):
     assert [one.key for one in problems(arguments.split()).violations] == [key]
+
+
+def test_an_engine_on_cpus_needs_a_build_for_them(monkeypatch):
+    monkeypatch.setattr(engines, "is_cpu_build", lambda library: False)
+    (broken,) = problems([]).violations
+    assert broken.key == "generation.backend" and "runs on GPUs only" in broken.rule
+    for others in ("cluster.gpus_per_node=1", "generation=transformers", "algorithm=sft"):
+        compose_config([others])
 
 
 @pytest.mark.parametrize("own", ["2.12.0", "2.14.0", None])
