@@ -59,6 +59,8 @@ def multiply_experts_at_once() -> None:
     from transformer_engine.pytorch.module import grouped_linear  # pyrefly: ignore[missing-import]
 
     gemm = grouped_linear.general_grouped_gemm
+    if gemm.__module__ == __name__:
+        return
 
     def multiply(*tensors: Any, m_splits: Sequence[int], **options: Any) -> Any:
         if any(m_splits):

@@ -9,13 +9,13 @@ The first option that is predicted to fit the GPU is chosen:
 A later option is chosen if it is predicted to save `WORTH` of the step: its larger KV cache lets fewer requests wait.
 
 Engines stay awake only if micro-batches of `enough_tokens` fit next to them. Micro-batches are as large as the GPU
-holds, up to `MOST_TOKENS`. Both are tokens per GPU; context-parallel ranks share larger micro-batches. Pipeline stages
-train on smaller ones while halving them saves `SOONER` of the predicted time. Logits are kept if they fit too, or if
+holds, up to `MOST_TOKENS`. Both are tokens per GPU; context-parallel ranks share larger micro-batches. Those of
+pipeline stages are halved while that saves `SOONER` of the predicted time. Logits are kept if they fit too, or if
 micro-batches that leave room for them are at least `KEEPING_SHARE` as large.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
@@ -51,14 +51,14 @@ from nemo_rl_lite.planning.budget import (
 )
 from nemo_rl_lite.planning.lengths import Lengths, assumed_lengths
 from nemo_rl_lite.planning.memory import kept_logits, micro_batch, own_part, totals
-from nemo_rl_lite.planning.time import optimizer_step_seconds, predict_step
+from nemo_rl_lite.planning.time import logprob_seconds, optimizer_step_seconds, predict_step
 
 # Gradients are dropped, weights copied; optimizer states are six times as large.
 CHEAPEST_FIRST: tuple[OffloadedComponent, ...] = ("gradients", "parameters", "optimizer_states")
 MOST_TOKENS, GRAIN = 65536, 1024
 # Margin for predictions of GPU memory that are too small (docs/benchmarks, plan-against-measured).
 USED = 0.9
-# The share of training that smaller micro-batches must save: their GEMMs are slower, which no prediction includes.
+# The share of a pass that smaller micro-batches must save: their GEMMs are slower, which no prediction includes.
 SOONER = 0.02
 # Kept logits save more time than slightly larger micro-batches.
 KEEPING_SHARE = 0.8
@@ -108,7 +108,8 @@ def resolve_auto(
         chosen = _fastest(fitting, shape, gpu_bytes, host_bytes)
         if chosen is not fitting[0]:
             about_cache = ["more is offloaded than necessary, for a larger KV cache: fewer requests wait"]
-    chosen, fewer = _with_pipelined_tokens(chosen, config, shape, gpu_bytes)
+    fitted, chosen = chosen, _with_pipelined_tokens(chosen, config, shape, gpu_bytes)
+    fewer = micro_batch(chosen, training=True).tokens < micro_batch(fitted, training=True).tokens
     about_logits = []
     if config.policy.megatron_cfg.keep_logits == "auto":
         chosen, reason = _with_kept_logits(chosen, config, shape, gpu_bytes)
@@ -211,23 +212,25 @@ def _with_limits(config: Config, mode: Literal["packed", "dynamic"], **tokens: i
     return _with_policy(config, **{section: replace(token_limits(config.policy, mode), **tokens)})
 
 
-def _with_pipelined_tokens(chosen: Config, given: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, bool]:
-    """Return `chosen`, with smaller training micro-batches if they fill the pipeline so much sooner, and whether."""
-    mode = batch_mode(given.policy, on_gpus(given))
-    if parallel_dims(given).pp == 1 or mode == "fixed" or token_limits(given.policy, mode).train_mb_tokens != "auto":
-        return chosen, False
-    longest, gpu = given.policy.max_total_sequence_length, speed_of(gpu_bytes)[1]
+def _with_pipelined_tokens(chosen: Config, given: Config, shape: ModelShape, gpu_bytes: int) -> Config:
+    """Return `chosen`, with smaller micro-batches where `given` has `auto` and they save time in the pipeline."""
+    mode, longest = batch_mode(given.policy, on_gpus(given)), given.policy.max_total_sequence_length
+    if parallel_dims(given).pp == 1 or mode == "fixed":
+        return chosen
+    limits, gpu = token_limits(given.policy, mode), speed_of(gpu_bytes)[1]
     lengths = assumed_lengths(given) if generates(given) else Lengths(0, longest / 2, longest)
-
-    def seconds(tokens: int) -> float:
-        return optimizer_step_seconds(_with_limits(chosen, mode, train_mb_tokens=tokens), shape, gpu, lengths)
-
-    most = tokens = micro_batch(chosen, training=True).tokens
-    while (half := tokens // 2) >= sequences_together(given) * longest:
-        if seconds(half) > (1 - SOONER) * seconds(tokens):
-            break
-        tokens = half
-    return _with_limits(chosen, mode, train_mb_tokens=tokens), tokens < most
+    passes: list[tuple[str, bool, Callable[..., float]]] = [("train_mb_tokens", True, optimizer_step_seconds)]
+    passes += [("logprob_mb_tokens", False, logprob_seconds)] * generates(given)
+    for key, training, predict in passes:
+        while getattr(limits, key) == "auto":
+            half = micro_batch(chosen, training).tokens // 2
+            smaller = _with_limits(chosen, mode, **{key: half})
+            if half < sequences_together(given) * longest:
+                break
+            if predict(smaller, shape, gpu, lengths) > (1 - SOONER) * predict(chosen, shape, gpu, lengths):
+                break
+            chosen = smaller
+    return chosen
 
 
 def _with_kept_logits(chosen: Config, config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, str]:
@@ -243,8 +246,10 @@ def _with_kept_logits(chosen: Config, config: Config, shape: ModelShape, gpu_byt
         return kept, f"logits ({nbytes} of a micro-batch) are kept for the backward pass, because they fit"
     limits = {name: getattr(config.policy, name) for name in ("sequence_packing", "dynamic_batching")}
     undecided = _with_policy(kept, **limits)
-    tokens = _most_tokens(undecided, shape, gpu_bytes)
-    smaller = _with_tokens(undecided, tokens)
+    tokens, mode = _most_tokens(undecided, shape, gpu_bytes), batch_mode(config.policy, on_gpus(config))
+    smaller = kept
+    if mode != "fixed" and token_limits(config.policy, mode).train_mb_tokens == "auto":
+        smaller = _with_limits(kept, mode, train_mb_tokens=tokens)
     if smaller != kept and tokens >= KEEPING_SHARE * micro_batch(chosen, training=True).tokens:
         return smaller, f"logits are kept for the backward pass, with micro-batches of {tokens:,} tokens"
     needed = f"{size(max(planned.device[phase] for phase in phases))}, above {USED:.0%} of {size(gpu_bytes)}"

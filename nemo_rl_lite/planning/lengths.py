@@ -81,7 +81,7 @@ def quantiles(count: int, mean: float, sigma: float, most: int) -> tuple[int, ..
 
     After the cut at `most` they have this mean. Raises ValueError: none have it.
     """
-    if not 1 <= mean < most:
+    if not 1 <= mean <= most:
         raise ValueError(f"a mean of {mean:g} tokens is not possible with 1 to {most} tokens")
     factors = [exp(NormalDist(0, sigma).inv_cdf((place + 0.5) / count)) for place in range(count)]
     shortest, longest = 0.0, float(most) / factors[0]

@@ -241,6 +241,9 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     skipped = 1 - 1 / siblings_per_pack(config, shape, lengths.prompt, lengths.mean, training)
     tokens = length - skipped * lengths.prompt
     count = math.ceil(share / (batch.tokens // batch.row if padded else batch.tokens / tokens))
+    # Interleaved stages need a multiple: packs become smaller, padded micro-batches are added.
+    filled = -(-count // dims.pp) * dims.pp if dims.chunks > 1 else count
+    count = count if padded else filled
     again = recomputed_share(config, shape, max(dims.stage_layers(shape.layers)), length) if training else 0.0
     whole, matrix = (SequenceFlops(own, parallel.peft) for own in (shape, replace(shape, layers=0, dense_layers=0)))
 
@@ -262,10 +265,8 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     experts_s = LAUNCH_EXPERTS_S + shape.experts / dims.ep * LAUNCH_EXPERT_S
     launch = (1 - sparse) * LAUNCH_S + sparse * experts_s
     each = max(flops / (MFU * gpu.flops) + read + moved, passes * max(layers) * launch)
-    if dims.chunks > 1:
-        count = -(-count // dims.pp) * dims.pp
     # Filling the pipeline takes a pass per further stage, of one model chunk.
-    return (count + (dims.pp - 1) / dims.chunks) * each
+    return (filled + (dims.pp - 1) / dims.chunks) * each
 
 
 def _weights_read(config: Config, shape: ModelShape, training: bool) -> int:

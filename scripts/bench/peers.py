@@ -132,7 +132,7 @@ def _write(
         "settings": best,
         "search": {name: one["steps"] for name, one in searched.items()},
         "skipped": {name: one["skipped"] for name, one in searched.items()},
-        "versions of peers": {name: one["versions"] for name, one in searched.items()},
+        "versions of peers": {name: one.get("versions", {}) for name, one in searched.items()},
         "steps of the search count": given.searched,
         "failures": failures,
     }
@@ -142,7 +142,7 @@ def _write(
 
 def _row(name: str, searched: dict[str, Any]) -> str:
     """Return a name, that of a peer with the version that was searched."""
-    found = searched[name]["versions"].get(PEERS[name][0]) if name in searched else None
+    found = searched[name].get("versions", {}).get(PEERS[name][0]) if name in searched else None
     return f"{name} {found}" if found else name
 
 

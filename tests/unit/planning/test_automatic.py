@@ -1,5 +1,7 @@
 """What `auto` becomes is what the predicted bytes leave room for."""
 
+from dataclasses import replace
+
 import pytest
 
 from nemo_rl_lite.config.schema import Config
@@ -7,7 +9,9 @@ from nemo_rl_lite.config.sizes import engine_share, keeps_partial_rollouts, with
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.automatic import KEEPING_SHARE, MOST_TOKENS, USED, resolve_auto
-from nemo_rl_lite.planning.budget import budget
+from nemo_rl_lite.planning.budget import budget, speed_of
+from nemo_rl_lite.planning.lengths import assumed_lengths
+from nemo_rl_lite.planning.time import optimizer_step_seconds
 from nemo_rl_lite.validation.compose import compose_config
 
 GPU = 80 * 2**30
@@ -65,7 +69,7 @@ def test_logits_are_kept_where_micro_batches_stay_nearly_as_large():
     assert config.policy.megatron_cfg.keep_logits is True and KEEPING_SHARE * tokens <= most < tokens
     assert f"{most:,} tokens" in reasons[-1] and share(MIDDLE, config, Phase.TRAIN) <= USED
     asked, reasons = settled(MIDDLE, f"{KEEP}=true")
-    assert asked.policy.sequence_packing == config.policy.sequence_packing and "logits" not in "".join(reasons)
+    assert asked.policy.sequence_packing.train_mb_tokens == most and "logits" not in "".join(reasons)
     for given, kept in ((most, True), (most + 1024, False)):
         config, reasons = settled(MIDDLE, f"policy.sequence_packing.train_mb_tokens={given}")
         assert config.policy.megatron_cfg.keep_logits is kept and "GiB" in reasons[-1]
@@ -209,10 +213,18 @@ def test_pipeline_stages_train_on_smaller_micro_batches_that_save_time():
     few = ["policy.train_global_batch_size=64", "cluster.gpus_per_node=2", "offload=auto"]
     few += ["policy.max_total_sequence_length=4096", "generation.max_new_tokens=2048"]
     stages = "policy.megatron_cfg.pipeline_model_parallel_size=2"
-    alone, pipelined = settled(MIDDLE, *few)[0], settled(MIDDLE, *few, stages)
-    packs = pipelined[0].policy.sequence_packing
-    assert packs.train_mb_tokens <= packs.logprob_mb_tokens / 2
-    assert alone.policy.sequence_packing.train_mb_tokens == alone.policy.sequence_packing.logprob_mb_tokens
-    assert any(reason.endswith("so that pipeline stages wait less") for reason in pipelined[1])
+    config, reasons = settled(MIDDLE, *few, stages)
+    assert config.policy.sequence_packing.train_mb_tokens <= config.policy.sequence_packing.logprob_mb_tokens / 2
+    assert any(reason.endswith("so that pipeline stages wait less") for reason in reasons)
+    shape, gpu = model_shape(KNOWN_MODELS[MIDDLE]), speed_of(GPU)[1]
+
+    def seconds(factor: float) -> float:
+        packs = config.policy.sequence_packing
+        packs = replace(packs, train_mb_tokens=int(factor * int(packs.train_mb_tokens)))
+        changed = replace(config, policy=replace(config.policy, sequence_packing=packs))
+        return optimizer_step_seconds(changed, shape, gpu, assumed_lengths(config))
+
+    assert seconds(2) > 1.02 * seconds(1) and seconds(0.5) > 0.98 * seconds(1)
+    settled(MIDDLE, *few, stages, "generation.max_new_tokens=1")
     kept = settled(MIDDLE, *few, stages, "policy.sequence_packing.train_mb_tokens=8192")
     assert kept[0].policy.sequence_packing.train_mb_tokens == 8192

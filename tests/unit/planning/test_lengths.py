@@ -23,6 +23,7 @@ def test_a_long_tail_reaches_the_longest():
     assert lengths[1024] < 600 and lengths[-1] == lengths[-20] == 3840
     with pytest.raises(ValueError, match="is not possible"):
         quantiles(8, 200, SIGMA, 100)
+    assert quantiles(3, 100, SIGMA, 100) == (100, 100, 100)
 
 
 @pytest.mark.parametrize(("replicas", "idle"), [(8, 0.0), (128, 0.1), (256, 0.55), (512, 0.8)])

@@ -137,14 +137,14 @@ def test_a_refit_between_machines_takes_all_links_unless_weights_are_computed():
 
 
 def test_interleaved_stages_wait_less():
-    """A replica's 128 sequences are 7 packs, which interleaved stages make 8. Filling 4 stages takes 3 passes, or one
-    with 3 chunks."""
+    """A replica's 128 sequences are 7 packs, which interleaved stages make 8 smaller ones. Filling 4 stages takes 3
+    passes, or one with 3 chunks."""
     stages = [*GPUS, "policy.megatron_cfg.pipeline_model_parallel_size=4"]
     chunks = [*stages, "policy.megatron_cfg.virtual_pipeline_model_parallel_size=3"]
     plain, interleaved = (
         logprob_seconds(compose_config(overrides), SHAPE, SLOW_TO_COMPUTE, LENGTHS) for overrides in (stages, chunks)
     )
-    assert plain / interleaved == pytest.approx((7 + 3) / (8 + 1), rel=1e-3)
+    assert plain / interleaved == pytest.approx((7 + 3) / 7 / ((8 + 1) / 8), rel=1e-3)
 
 
 def test_small_micro_batches_take_their_launches():
