@@ -5,7 +5,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # An environment for GPUs stays. Its vLLM does not run on CPUs.
 kind=$(cat "$root/.venv/kind" 2>/dev/null || echo cpu)
-[[ $kind == cpu ]] || set -- generation=transformers "$@"
+[[ $kind == cpu || " $*" == *" generation="* ]] || set -- generation=transformers "$@"
 bash "$root/scripts/install.sh" "$kind"
 # Not exec: the seconds of a start are those of this process.
 "$root/.venv/bin/python" -m nemo_rl_lite.quickstart "$@"
