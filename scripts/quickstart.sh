@@ -3,8 +3,9 @@
 # Arguments are overrides, for instance: bash scripts/quickstart.sh algorithm.seed=1
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# An environment for GPUs stays. Its vLLM does not run on CPUs.
-kind=$(cat "$root/.venv/kind" 2>/dev/null || echo cpu)
+# A whole environment for GPUs stays. Its vLLM does not run on CPUs.
+kind=cpu
+[[ ! -f "$root/.venv/installed" ]] || read -r kind _ <"$root/.venv/installed"
 [[ $kind == cpu || " $*" == *" generation="* ]] || set -- generation=transformers "$@"
 bash "$root/scripts/install.sh" "$kind"
 # Not exec: the seconds of a start are those of this process.

@@ -6,8 +6,8 @@ The task is 64 x 8 responses of 512 tokens. There is no KL penalty and one optim
 the same GPU. All weights are trained, or adapters of rank 16. FOLDER has trl.times and verl.times, the searches of
 `trl_step.py grpo` and `verl_step.py`. Each peer runs with its fastest setting; one without a file is left out. A round
 runs this project and each peer once, and the record is written after each run. Warm-up steps do not count: the first of
-a peer, the first two of this project. A peer of `--searched` does not run again: the steps of its search count, which
-must be of the same machine. `--packages` gives the first folders of the import path for `trl` and `verl`.
+a peer, the first two of this project. A peer of `--searched` does not run again: the steps of its search count, so
+search on this machine. `--packages` gives the first folders of the import path for `trl` and `verl`.
 verl 0.9.1 does not start next to TRL 1.
 """
 

@@ -66,8 +66,8 @@ SMOLLM2 = {
 # Memory that the driver reports, in MiB.
 GPU_MIB = {"h100": 81559, "h200": 143771}
 POLICY, WHOLE = "memory/policy_peak_bytes/", "memory/device_bytes/"
-# These runs are of earlier code, from before supervised runs let torch's segments grow, before refits between GPUs had
-# several buffers, or before the cache was trimmed between phases.
+# Supervised runs without growing segments of torch, refits between GPUs with one buffer, and runs that did not trim the
+# cache between phases.
 EARLIER = {
     "sft-gsm8k",
     "sft-gsm8k-lora",
@@ -290,7 +290,7 @@ def check_time(found: Sequence[dict[str, Any]]) -> None:
         print(f"{phase:12s} median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
     more, more_bars = records_and_choice()
     results, bars = results + more, bars + more_bars
-    note = "The moves of offload presets are in measured refits and whole steps, and in no prediction."
+    note = "The moves of offload presets are in measured refits and step times, and in no prediction."
     record.write("plan-time-against-measured", results, bars, note)
 
 

@@ -20,8 +20,6 @@ import record
 
 from nemo_rl_lite.observability.environment import versions
 
-PACKAGES = ("trl", "verl", "vllm", "transformers", "torch", "megatron-core", "transformer-engine", "peft")
-"""Packages that a peer's steps depend on."""
 # A run keeps nothing but its metrics, and takes steps and does nothing else.
 STEPS_ALONE = [
     *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"),
@@ -128,7 +126,12 @@ class Times:
         self._write()
 
     def _write(self) -> None:
-        kept = {"steps": self.steps, "settings": self.settings, "skipped": self.skipped, "versions": versions(PACKAGES)}
+        kept = {
+            "steps": self.steps,
+            "settings": self.settings,
+            "skipped": self.skipped,
+            "versions": versions((*record.PACKAGES, "trl", "verl", "peft")),
+        }
         self.path.write_text(json.dumps(kept, indent=2))
 
 
