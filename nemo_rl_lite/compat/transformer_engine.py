@@ -41,11 +41,13 @@ def leave_random_state(chunks: Sequence[Any]) -> None:
 
 
 def forget_groups() -> None:
-    """Drop the process groups and maxima of FP8, which outlive a model."""
+    """Drop what outlives a model: process groups and maxima of FP8, and placeholders of fused gradients."""
     if installed("transformer-engine") is not None:
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # pyrefly: ignore[missing-import]
+        from transformer_engine.pytorch.module import base  # pyrefly: ignore[missing-import]
 
         FP8GlobalStateManager.reset()
+        base._dummy_wgrads.clear()
 
 
 def multiply_experts_at_once() -> None:

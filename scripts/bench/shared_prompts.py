@@ -3,7 +3,7 @@ shared_prompts.py MODEL
 
 shared_prompts.py MODEL [--prompts 64] [--samples 8] [--prompt 2048] [--response 512] [--mb-tokens 12800] [--reps 2]
                         [--profile]
-shared_prompts.py MODEL --whole [the same]
+shared_prompts.py MODEL --whole [the same] [-- OVERRIDE ...]
 
 Passes: tokens are random. One policy rank computes previous logprobs, and takes a GRPO optimizer step, without Ray.
 Each way has its own process, whose first passes are over few groups and do not count. The record also has the mean
@@ -64,7 +64,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--mb-tokens", type=int, default=12800)
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    given = parser.parse_args(arguments)
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args(arguments)
     sizes = f"{given.prompts} prompts of {given.prompt} tokens, {given.samples} responses of {given.response} each"
     note = f"{sizes}; packs of {given.mb_tokens} tokens"
     if given.whole:
@@ -102,7 +103,7 @@ def whole(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         rows.write_text("".join(f"{json.dumps({'prompt': one, 'answer': '1'})}\n" for one in questions))
         own = ["data.name=file", f"data.train_path={rows}", "reward=format", "reward.kwargs.pattern='.*[aeiou]'"]
         own += ["generation=vllm_gpu"] if gpu_count() else []
-        own += [*STEPS_ALONE, f"algorithm.max_num_steps={FIRST_STEPS + given.reps}"]
+        own += [*STEPS_ALONE, f"algorithm.max_num_steps={FIRST_STEPS + given.reps}", *given.overrides]
         for way, value in WAYS.items():
             steps, _ = one_run([*overrides(given, value), *own], FIRST_STEPS)
             results = results_of(steps, way, QUANTITIES)

@@ -2,8 +2,7 @@
 
 training.py COMPARISON MODEL [--steps 3] [--only WAY ...] [--record NAME] [-- OVERRIDE ...]
 
-experts: qwen3-30b-a3b:8. Size of packs, kernels of experts and routers, each way adding to those before it. The last
-has a GEMM for each expert.
+experts: qwen3-30b-a3b:8. Size of packs, kernels of routers, gradients added apart, a GEMM for each expert.
 precision: llama3.1-8b:8. Matrix products in bfloat16 or FP8.
 fusion: qwen3-1.7b. Gradients added in the GEMM, and Transformer Engine's kernel of SwiGLU.
 layouts: llama3.1-8b:16, two GPUs. Data, tensor and pipeline parallel.
@@ -93,7 +92,8 @@ def recomputed(*modules: str) -> Way:
     return Way([f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective", chosen])
 
 
-LONG, FUSION = Way([f"{PACKS}=16384"]), Way([f"{MEGATRON}.gradient_accumulation_fusion=true"])
+LONG, APART = Way([f"{PACKS}=16384"]), Way([f"{MEGATRON}.gradient_accumulation_fusion=false"])
+EXPERTS_PACKS = Way([f"{PACKS}=32768"])
 ACTIVATION = Way(
     [f"{MEGATRON}.model_overrides.{name}" for name in ("bias_activation_fusion=false", "use_te_activation_func=true")]
 )
@@ -108,23 +108,25 @@ COMPARISONS = {
         cumulative(
             {
                 "packs of 8,192": Way([f"{PACKS}=8192"]),
-                "packs of 32,768": Way([f"{PACKS}=32768"]),
-                "gradient accumulation fusion": FUSION,
+                "packs of 32,768": EXPERTS_PACKS,
                 "router fusion": ROUTER,
             }
         )
-        | {"packs of 32,768, a GEMM for each expert": Way([f"{PACKS}=32768"]) + CUBLAS},
+        | {
+            "packs of 32,768, gradients added apart": EXPERTS_PACKS + APART,
+            "packs of 32,768, a GEMM for each expert": EXPERTS_PACKS + CUBLAS,
+        },
         KNOWN_EXPERTS,
     ),
     "precision": Comparison({"bfloat16": LONG, "FP8, blockwise": LONG + FP8}),
     "fusion": Comparison(
         cumulative(
             {
-                "gradients added apart": LONG,
-                "gradient accumulation fusion": FUSION,
+                "gradient accumulation fusion": LONG,
                 "activation by Transformer Engine": ACTIVATION,
             }
         )
+        | {"gradients added apart": LONG + APART},
     ),
     "layouts": Comparison(
         {
@@ -153,7 +155,6 @@ COMPARISONS = {
         cumulative(
             {
                 "packs of 16,384": LONG + SPREAD,
-                "gradient accumulation fusion": FUSION,
                 "activations of experts recomputed": recomputed("moe_act"),
             }
         ),

@@ -42,7 +42,7 @@ LAYOUTS = {
         [*PACKED, PARTS[0], f"{MEGATRON}.recompute_method=block", f"{MEGATRON}.recompute_num_layers=2"],
     ),
     "packed, gradients in bfloat16": (1, [*PACKED, SUMS]),
-    "packed, gradients added in GEMMs": (1, [*PACKED, f"{MEGATRON}.gradient_accumulation_fusion=true"]),
+    "packed, gradients added apart": (1, [*PACKED, f"{MEGATRON}.gradient_accumulation_fusion=false"]),
     "packed, moments in bfloat16": (1, [*PACKED, *MOMENTS, f"{MEGATRON}.optimizer.use_precision_aware_optimizer=true"]),
     "dynamic": (1, DYNAMIC),
     "packed, offloaded": (
