@@ -148,6 +148,13 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
     return [results[reference] for reference in origin]
 
 
+def has_died(call: Call) -> bool:
+    """Return whether a worker of a call is known to have died, without waiting."""
+    done, _ = ray.wait([*call.references], num_returns=len(call.references), timeout=0)
+    outcomes = (_outcome(reference, "", call) for reference in done)
+    return any(isinstance(outcome, _Failure) and outcome.error.lost for outcome in outcomes)
+
+
 @dataclass(frozen=True)
 class _Failure:
     """A worker's error, and its distance from the cause: 0 died, 1 failed, 2 lost the connection to another."""

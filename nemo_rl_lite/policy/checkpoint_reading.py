@@ -1,14 +1,16 @@
 """Read a distributed checkpoint: each part once, verified, and without running code from it.
 
 One of the ranks that need a part owns it. The owner reads the part, compares its digest, and sends the others the
-pieces that they need. So ranks of any layout together read each part once.
+pieces that they need. So ranks of any layout together read each part once. Threads of a rank read ahead.
 """
 
 import io
 import os
 import pickle
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future as Result
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
 from math import prod
@@ -26,6 +28,7 @@ from torch.futures import Future
 from nemo_rl_lite.checkpoint.store import Part, digest_of, has_changed, load
 from nemo_rl_lite.compat.megatron import PartReader, files_read_by
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.policy.optimizer import rank_threads
 from nemo_rl_lite.refit.group import all_gather
 
 # torch.distributed.checkpoint's index.
@@ -50,6 +53,8 @@ _NAMES = {
 }
 # Bytes that a rank reads before it sends their pieces.
 _ROUND = 2**26
+# Bytes that a rank's threads read ahead, and the most threads.
+_AHEAD, _THREADS = 2**30, 8
 # Errors from reading a damaged file.
 _OF_DAMAGED_FILES = (
     OSError,
@@ -143,9 +148,13 @@ class _SharedReader(PartReader):
         lengths = {place: parts[place][0] for place in needs}
         owners = _owners(needs, lengths, len(everyone))
         failure: BaseException | None = None
-        for places in _rounds(owners, lengths):
+        rounds = _rounds(owners, lengths)
+        to_read = [(place, parts[place][0]) for one in rounds for place in one if owners[place] == dist.get_rank()]
+        ahead = _in_threads(lambda place: self._read(place, *parts[place]), to_read, min(rank_threads(), _THREADS))
+        for places in rounds:
+            results = [(place, next(ahead)) for place in places if owners[place] == dist.get_rank()]
             try:
-                mine = {place: self._read(place, *parts[place]) for place in places if owners[place] == dist.get_rank()}
+                mine = {place: result.result() for place, result in results}
             except (CheckpointError, *_OF_DAMAGED_FILES) as error:
                 # The others wait for this rank's pieces.
                 failure, mine = failure or error, {}
@@ -229,6 +238,19 @@ def _rounds(owners: Mapping[Place, int], lengths: Mapping[Place, int]) -> list[l
         rounds[read[owners[place]] // _ROUND].append(place)
         read[owners[place]] += lengths[place]
     return [rounds[number] for number in sorted(rounds)]
+
+
+def _in_threads(
+    read: Callable[[Place], Tensor], parts: Sequence[tuple[Place, int]], threads: int
+) -> Iterator[Result[Tensor]]:
+    """Yield the results of reading `parts` (place and bytes) in order. Threads read up to `_AHEAD` bytes ahead."""
+    waiting, begun = deque(parts), deque[tuple[Result[Tensor], int]]()
+    with ThreadPoolExecutor(threads) as pool:
+        while waiting or begun:
+            while waiting and (not begun or sum(length for _, length in begun) + waiting[0][1] <= _AHEAD):
+                place, length = waiting.popleft()
+                begun.append((pool.submit(read, place), length))
+            yield begun.popleft()[0]
 
 
 def _piece(item: ReadItem) -> Piece:

@@ -141,8 +141,7 @@ def release_copies_of_construction() -> None:
     free_host_cache()
 
 
-def step_threads() -> int:
-    """Return the number of CPU threads for this rank's optimizer step: its CPUs, divided among the ranks that share
-    them. Collective."""
+def rank_threads() -> int:
+    """Return the number of CPU threads of this rank: its CPUs, divided among the ranks that share them. Collective."""
     own = (socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))
     return max(1, len(own[1]) // all_gather(own).count(own))

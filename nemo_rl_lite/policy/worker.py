@@ -37,7 +37,7 @@ from nemo_rl_lite.policy.memory import clear_module_caches, phase_memory, requir
 from nemo_rl_lite.policy.micro_batches import Layout
 from nemo_rl_lite.policy.model import build_model
 from nemo_rl_lite.policy.moe import expert_biases
-from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, step_threads
+from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, rank_threads
 from nemo_rl_lite.policy.passes import forward_backward, forward_scores, put_rows
 from nemo_rl_lite.policy.reference import Reference
 from nemo_rl_lite.policy.score_files import ScoreFile, ScoreWriter, Update
@@ -96,7 +96,7 @@ class MegatronWorker:
         with SETUP("optimizer"):
             self._optimizer, self._scheduler = build_optimizer(policy, self._model)
         if policy.megatron_cfg.optimizer.optimizer_cpu_offload and cluster.threads_per_worker is None:
-            torch.set_num_threads(step_threads())
+            torch.set_num_threads(rank_threads())
         self._reference = Reference(policy, self._model) if keep_reference else None
         shares = self._model.place.shares_prompts
         self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together, shares)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.cluster.calls import Call, wait
+from nemo_rl_lite.cluster.calls import Call, has_died, wait
 from nemo_rl_lite.cluster.runtime import Placement, Slot, available_cores, place
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
@@ -132,8 +132,9 @@ def begin_again(begun: StartingWorkers, resumes: bool) -> StartingWorkers:
         raise ValueError("there are no engines")
     closing = policy.close() if _can_close(config) else None
     lost = _not_answering(config, begun.generation)
+    died = [] if closing is None else _replace_dead(policy, closing)
     closed = [] if closing is None else _closed(policy, closing, CLOSE_GPU_S if on_gpus(config) else CLOSE_S)
-    policy.replace([rank for rank in policy.ranks if rank not in closed])
+    policy.replace([rank for rank in policy.ranks if rank not in (*died, *closed)])
     for group in (teacher, rollouts):
         if group is not None:
             group.replace(range(len(group)))
@@ -158,6 +159,13 @@ def _can_close(config: Config) -> bool:
     """Return whether policy ranks can leave a lost one. DeepEP's kernels wait for it, and NCCL's abort does not end
     them."""
     return not on_gpus(config) or config.policy.megatron_cfg.moe_token_dispatcher_type != "flex"
+
+
+def _replace_dead(policy: WorkerGroup, closing: Call) -> list[int]:
+    """Replace workers that are known to have died, and return their ranks. They import while the others close."""
+    died = [rank for rank, call in closing.by_rank(policy.ranks).items() if has_died(call)]
+    policy.replace(died).load(POLICY_CLASS, [{}] * len(died))
+    return died
 
 
 def _closed(policy: WorkerGroup, closing: Call, limit_s: float) -> list[int]:

@@ -257,12 +257,22 @@ TABLES = {
     ),
     "experts training table": Table(
         "analysis/moe",
-        "experts-training-1x-h200",
+        "training-experts-1x-h200",
         columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
     ),
     "tensor table": Table(
         "training",
         "training-tensor-2x-h200",
+        columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
+    ),
+    "expert parallel table": Table(
+        "analysis/moe",
+        "training-expert_parallel-2x-h200",
+        columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
+    ),
+    "precision training table": Table(
+        "training",
+        "training-precision-1x-h200",
         columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
     ),
     "experts rate table": Table(

@@ -4,7 +4,7 @@ training.py COMPARISON MODEL [--steps 3] [--only WAY ...] [--record NAME] [-- OV
 
 experts: qwen3-30b-a3b:8. Size of packs, kernels of routers, gradients added apart, a GEMM for each expert.
 precision: llama3.1-8b:8. Matrix products in bfloat16 or FP8.
-fusion: qwen3-1.7b. Gradients added in the GEMM, and Transformer Engine's kernel of SwiGLU.
+fusion: qwen3-1.7b. Gradients added in the GEMM, or apart.
 layouts: llama3.1-8b:16, two GPUs. Data, tensor and pipeline parallel.
 tensor: llama3.1-70b:4, two GPUs. Tensor parallel; what is recomputed, and FP8.
 expert_parallel: qwen3-235b-a22b:4, two GPUs. Experts split over both.
@@ -94,9 +94,6 @@ def recomputed(*modules: str) -> Way:
 
 LONG, APART = Way([f"{PACKS}=16384"]), Way([f"{MEGATRON}.gradient_accumulation_fusion=false"])
 EXPERTS_PACKS = Way([f"{PACKS}=32768"])
-ACTIVATION = Way(
-    [f"{MEGATRON}.model_overrides.{name}" for name in ("bias_activation_fusion=false", "use_te_activation_func=true")]
-)
 FP8 = Way([f"{MEGATRON}.fp8_cfg.enabled=true"])
 CUBLAS = Way(environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "0"})
 ROUTER = Way([f"{MEGATRON}.moe_router_dtype=fp32", f"{MEGATRON}.moe_router_fusion=true"])
@@ -120,13 +117,7 @@ COMPARISONS = {
     ),
     "precision": Comparison({"bfloat16": LONG, "FP8, blockwise": LONG + FP8}),
     "fusion": Comparison(
-        cumulative(
-            {
-                "gradient accumulation fusion": LONG,
-                "activation by Transformer Engine": ACTIVATION,
-            }
-        )
-        | {"gradients added apart": LONG + APART},
+        {"gradient accumulation fusion": LONG, "gradients added apart": LONG + APART},
     ),
     "layouts": Comparison(
         {
@@ -144,7 +135,7 @@ COMPARISONS = {
     "tensor": Comparison(
         {
             "no recomputation": LONG + TENSOR,
-            "norms recomputed": LONG + TENSOR + recomputed("layernorm"),
+            "attention recomputed": LONG + TENSOR + recomputed("core_attn"),
             "MLPs recomputed": LONG + TENSOR + recomputed("mlp"),
             "FP8, blockwise": LONG + TENSOR + FP8,
         },

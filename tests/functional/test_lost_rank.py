@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -14,13 +15,13 @@ from nemo_rl_lite.cluster import heartbeat
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.workers.reserve import _closed
+from nemo_rl_lite.workers import reserve
 from tests.functional.conftest import PYTHONPATH
 from tests.functional.lost_policy import describe, lose_a_rank
 
 pytestmark = pytest.mark.functional
 LIMIT_S = 5 * heartbeat.PERIOD_S
-LOST = 1
+LOST, BLOCKED = 1, "tests.functional.blocked_workers.Blocked"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,12 +33,13 @@ def local_ray():
 
 def build(group: WorkerGroup, closing: list[str]) -> list[int]:
     """Build the workers; return their processes."""
-    wait(group.load("tests.functional.blocked_workers.Blocked", [{}] * len(group)), timeout_s=200)
+    wait(group.load(BLOCKED, [{}] * len(group)), timeout_s=200)
     wait(group.start([{"closing": one} for one in closing]), timeout_s=200)
     return wait(group.call("process"), timeout_s=200)
 
 
-def test_ranks_that_come_back_keep_their_processes(tmp_path, caplog):
+def test_ranks_that_come_back_keep_their_processes(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(reserve, "POLICY_CLASS", BLOCKED)
     how = ["well", "well", "fails", "stuck", "well"]
     group = WorkerGroup("policy", [{}] * 5, str(tmp_path), {"PYTHONPATH": PYTHONPATH}, limit_s=600)
     before = build(group, how)
@@ -49,14 +51,20 @@ def test_ranks_that_come_back_keep_their_processes(tmp_path, caplog):
     assert caught.value.lost and caught.value.worker == f"policy rank {LOST}"
     began = time.monotonic()
     with caplog.at_level(logging.INFO, "nemo_rl_lite.workers.reserve"):
-        kept = _closed(group, group.close(), LIMIT_S)
+        closing = group.close()
+        # Ray fails a call of a dead process a moment later.
+        ray.wait([closing.references[LOST]], timeout=60)
+        assert reserve._replace_dead(group, closing) == [LOST]
+        kept = reserve._closed(group, closing, LIMIT_S)
     assert kept == [0, 4] and time.monotonic() - began < LIMIT_S + 3
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 2 and "RuntimeError: CUDA error: an illegal memory access" in said[0]
     assert "not done within" in said[1] and all("it gets a new process" in line for line in said)
-    group.replace([rank for rank in group.ranks if rank not in kept])
+    group.replace([2, 3])
     after = build(group, ["well"] * 5)
     assert [rank for rank in range(5) if after[rank] == before[rank]] == kept
+    log = (tmp_path / f"policy-{LOST}.log").read_text()
+    assert re.findall(r"process (\d+)", log) == [str(one[LOST]) for one in (before, after)]
     # A request that a worker needed no more does not free its successor.
     time.sleep(2 * heartbeat.PERIOD_S)
     assert wait(group.call("is_freed"), timeout_s=60) == [False] * 5
@@ -67,7 +75,7 @@ def test_a_rank_that_waits_without_a_lost_one_is_freed_too(tmp_path):
     group = WorkerGroup("slow", [{}] * 2, str(tmp_path), {"PYTHONPATH": PYTHONPATH}, limit_s=600)
     before = build(group, ["well"] * 2)
     waiting: Call = group.call("train")
-    assert _closed(group, group.close(), LIMIT_S) == [0, 1]
+    assert reserve._closed(group, group.close(), LIMIT_S) == [0, 1]
     assert wait(waiting, timeout_s=0) == ["wrong weights"] * 2
     group.replace([])
     assert build(group, ["well"] * 2) == before

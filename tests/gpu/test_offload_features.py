@@ -168,7 +168,7 @@ def run(model_folder: str, overrides: list[str]) -> dict[str, Any]:
 
     result: dict[str, Any] = {
         "binding": binding.describe(),
-        "threads": optimizer.step_threads(),
+        "threads": optimizer.rank_threads(),
         "masters_are_weights": torch.equal(masters(worker), weights(worker)),
         "share_on_cpu": share_on_cpu(worker),
     }
