@@ -101,7 +101,7 @@ def run(folder: Path, settings: list[str], victim: int | None, after_s: float = 
     killed_at, found = None, dict[str, float]()
     for line in process.stdout or ():
         now = time.monotonic()
-        if killed_at is not None and "the engines keep running" in line:
+        if killed_at is not None and "restarting from the last checkpoint" in line:
             found[LOST] = now - killed_at
         if (step := re.match(r"step +(\d+)/", line)) is None:
             continue
