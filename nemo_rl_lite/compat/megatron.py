@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,32 @@ def _norm_of_all(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]],
 def _scale_all(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
     # megatron-core's clipping gives the same gradients twice.
     torch._foreach_mul_(tensors[1], factor)
+
+
+def copy_in_few_kernels() -> None:
+    """Let torch's kernels for many tensors copy the parameters of an optimizer step to the model.
+
+    megatron-core launches a kernel for each parameter of a distributed optimizer. A MoE layer has hundreds. Parameters
+    that megatron-core quantizes are not supported.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    DistributedOptimizer._copy_main_params_to_model_params = _copy_all  # pyrefly: ignore[bad-assignment]
+
+
+def _copy_all(part: Any) -> None:
+    # Precision-aware optimizers write the model's parameters.
+    if part.is_stub_optimizer or part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        return
+    targets = []
+    for parameter in chain(*part.model_float16_groups, *part.model_fp32_groups):
+        range_ = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+        buffer, _, bucket = part.model_param_gbuf_map[parameter]
+        whole = part.buffers[buffer].buckets[bucket].param_data
+        targets.append(whole.view(-1)[range_.start : range_.end])
+    masters = [*chain(*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)]
+    if targets:
+        torch._foreach_copy_(targets, masters)
 
 
 def leave_sorted_tokens(chunks: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.compat.megatron import clip_in_few_kernels, forget_classes
+from nemo_rl_lite.compat.megatron import clip_in_few_kernels, copy_in_few_kernels, forget_classes
 from nemo_rl_lite.compat.torch import free_host_cache
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.policy.memory import gradient_buffers, torch_optimizers
@@ -50,6 +50,7 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
             "exp_avg_sq_dtype": getattr(torch, settings.exp_avg_sq_dtype),
         }
     clip_in_few_kernels()
+    copy_in_few_kernels()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             **{name: getattr(settings, name) for name in _SAME_FIELDS},

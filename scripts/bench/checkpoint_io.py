@@ -1,57 +1,73 @@
-"""Measure the bytes and seconds of checkpoints on four policy ranks on CPUs: checkpoint_io.py MODEL
+"""Measure the bytes and seconds of checkpoints on four policy ranks on CPUs, or on GPUs:
+checkpoint_io.py MODEL [--gpus N] [--repetitions 3] [--folder FOLDER]
 
 Each layout saves a checkpoint and loads it again, and the second layout also loads the checkpoint of the first. The
 policy's processes are those of a run, without Ray. Bytes are those of read and write calls of all ranks and of the
 launcher's check (/proc/self/io). A second read of the same bytes counts, also if memory has them. Host memory is a
-rank's largest increase while training waits.
+rank's largest increase while training waits. Checkpoints are in FOLDER for a while.
 """
 
 import argparse
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import record
 import torch.distributed as dist
-from whole_runs import processes, tiny_model
+from whole_runs import model_key, processes, tiny_model
 
 from nemo_rl_lite.checkpoint.store import POLICY, CheckpointStore, Retention, files_below
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.supervised import SFTLoss
+from nemo_rl_lite.refit.group import all_gather
 from nemo_rl_lite.system.machine import free_port
 from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.workers.reserve import policy_arguments, policy_environment
 
-RANKS, MOST_READ = 4, 1.05
+CPU_RANKS, MOST_READ = 4, 1.05
 TENSOR = "policy.megatron_cfg.tensor_model_parallel_size=2"
 SECONDS, BYTES = ("save, training waits", "save, whole", "load"), ("read", "written")
 MEMORY, OF_SIZE = "host memory of a save", "x checkpoint"
-LAYOUTS = {"data 4": [], "data 2 x tensor 2": [TENSOR]}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a policy, on GPUs or CPUs, and its layouts."""
+
+    count: int
+    on_gpus: bool
+
+    @property
+    def layouts(self) -> dict[str, list[str]]:
+        return {f"data {self.count}": [], f"data {self.count // 2} x tensor 2": [TENSOR]}
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"cluster.gpus_per_node={self.count}"] if self.on_gpus else [f"cluster.cpu_ranks={self.count}"]
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--folder", type=Path)
     given = parser.parse_args(arguments)
-    folder = Path(tempfile.mkdtemp(dir=os.environ.get("NRL_BENCH_OUT")))
-    try:
-        measure(given.model.resolve(), given.repetitions, folder)
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        measure(given.model.resolve(), Ranks(given.gpus or CPU_RANKS, given.gpus > 0), given.repetitions, Path(folder))
 
 
-def measure(model: Path, repetitions: int, folder: Path) -> None:
-    results, bars, (first, second) = [], [], LAYOUTS
+def measure(model: Path, ranks: Ranks, repetitions: int, folder: Path) -> None:
+    results, bars, (first, second) = [], [], ranks.layouts
     for layout, source in ((first, first), (second, second), (second, first)):
         case = layout if layout == source else f"{layout}, from {source}"
         store = CheckpointStore(folder / source, Retention(1, 0, None, True))
-        ranks = run(model, layout, store, repetitions, layout == source)
-        found = [combined(reps, store) for reps in zip(*ranks, strict=True)]
+        of_ranks = run(model, ranks, layout, store, repetitions, layout == source)
+        found = [combined(reps, store) for reps in zip(*of_ranks, strict=True)]
         results += [record.result(name, case, unit, [one[name, unit] for one in found]) for name, unit in found[0]]
         for one in results:
             if one["config"] == case:
@@ -96,19 +112,19 @@ def forget_peak() -> None:
 
 
 def run(
-    model: Path, layout: str, store: CheckpointStore, repetitions: int, saves: bool
+    model: Path, ranks: Ranks, layout: str, store: CheckpointStore, repetitions: int, saves: bool
 ) -> list[list[dict[str, float]]]:
     """Return what each rank of a new policy measures in each repetition of a load, after a save if it `saves`."""
-    context, port = processes(False), str(free_port())
+    context, port = processes(ranks.on_gpus), str(free_port())
     answers = context.Queue()
-    arguments = (port, model, LAYOUTS[layout], store, repetitions, saves, answers)
-    ranks = [context.Process(target=as_rank, args=(rank, *arguments)) for rank in range(RANKS)]
+    arguments = (port, model, ranks, ranks.layouts[layout], store, repetitions, saves, answers)
+    begun = [context.Process(target=as_rank, args=(rank, *arguments)) for rank in range(ranks.count)]
     try:
-        for process in ranks:
+        for process in begun:
             process.start()
-        return [answers.get(timeout=280) for _ in ranks]
+        return [answers.get(timeout=280) for _ in begun]
     finally:
-        for process in ranks:
+        for process in begun:
             process.kill()
             process.join()
 
@@ -117,19 +133,22 @@ def as_rank(
     rank: int,
     port: str,
     model: Path,
+    ranks: Ranks,
     own: list[str],
     store: CheckpointStore,
     repetitions: int,
     saves: bool,
     answers: Any,
 ) -> None:
-    ranks = [f"cluster.cpu_ranks={RANKS}", "policy.train_global_batch_size=8", "policy.train_micro_batch_size=1"]
-    config = compose_config(["algorithm=sft", f"policy.model_name={model}", "policy.precision=bfloat16", *ranks, *own])
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    batch = ["policy.train_global_batch_size=8", "policy.train_micro_batch_size=1", "policy.precision=bfloat16"]
+    config = compose_config(["algorithm=sft", model_key(model), *batch, *ranks.overrides, *own])
+    place = {"RANK": rank, "WORLD_SIZE": ranks.count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": rank} if ranks.on_gpus else {"LOCAL_RANK": rank}
     os.environ.update(policy_environment(config) | {name: str(value) for name, value in place.items()})
     from nemo_rl_lite.policy.worker import MegatronWorker
 
-    worker = MegatronWorker(**policy_arguments(config, model) | {"threads": 1, "resumes": not saves})
+    threads = {} if ranks.on_gpus else {"threads": 1}
+    worker = MegatronWorker(**policy_arguments(config, model) | threads | {"resumes": not saves})
     worker.prepare_for_training()
     # An optimizer has no states before its first step.
     rows = [TokenRow(list(range(4, 16)), [False] * 4 + [True] * 8)]
@@ -154,8 +173,7 @@ def save(worker: Any, store: CheckpointStore, rank: int) -> dict[str, float]:
     waits, memory = time.perf_counter() - started, peak_bytes() - before
     parts = worker.finish_save()
     whole, written = time.perf_counter() - started, counter.bytes()
-    everyone: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyone, parts)
+    everyone = all_gather(parts)
     if rank == 0:
         store.finish(1, {}, {}, {f"{POLICY}/{name}": own for one in everyone for name, own in one.items()})
     dist.barrier()

@@ -106,6 +106,7 @@ COMPARISONS = {
             {
                 "packs of 8,192": Way([f"{PACKS}=8192"]),
                 "packs of 32,768": EXPERTS_PACKS,
+                "packs of 49,152": Way([f"{PACKS}=49152"]),
                 "router fusion": ROUTER,
             }
         )

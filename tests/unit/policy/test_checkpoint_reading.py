@@ -1,8 +1,9 @@
-"""A checkpoint's index is looked at before it is read."""
+"""A checkpoint's index is looked at before it is read, and threads read its parts."""
 
 import os
 import pickle
 import random
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.policy import checkpoint_reading
 from nemo_rl_lite.policy.checkpoint_reading import INDEX_FILE, reading_only
 
 
@@ -63,3 +65,30 @@ def test_a_damaged_index_is_an_error_that_a_user_can_read_or_harmless(tmp_path):
         except CheckpointError:
             refused += 1
     assert refused > 30
+
+
+def test_threads_read_ahead_up_to_a_limit_and_in_order(monkeypatch):
+    monkeypatch.setattr(checkpoint_reading, "_AHEAD", 30)
+    begun, has_begun, may_end = [], threading.Event(), threading.Event()
+
+    def read(place):
+        begun.append(place)
+        has_begun.set()
+        assert may_end.wait(60)
+        if place[1] == 1:
+            raise ValueError("damaged")
+        return torch.tensor(place[1])
+
+    sizes = [50, 10, 10, 10, 40]
+    results = checkpoint_reading._in_threads(read, [(("file", one), size) for one, size in enumerate(sizes)], 8)
+    first = next(results)
+    # The first exceeds the limit alone.
+    assert has_begun.wait(60)
+    assert begun == [("file", 0)]
+    may_end.set()
+    assert first.result() == 0
+    damaged = next(results)
+    with pytest.raises(ValueError, match="damaged"):
+        damaged.result()
+    assert [int(result.result()) for result in results] == [2, 3, 4]
+    assert sorted(begun) == [("file", one) for one in range(5)]
