@@ -47,7 +47,7 @@ def forget_groups() -> None:
         from transformer_engine.pytorch.module import base  # pyrefly: ignore[missing-import]
 
         FP8GlobalStateManager.reset()
-        base._dummy_wgrads.clear()
+        getattr(base, "_dummy_wgrads", {}).clear()
 
 
 def multiply_experts_at_once() -> None:

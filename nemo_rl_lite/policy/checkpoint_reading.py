@@ -8,10 +8,10 @@ import io
 import os
 import pickle
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future as Result
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -150,20 +150,21 @@ class _SharedReader(PartReader):
         failure: BaseException | None = None
         rounds = _rounds(owners, lengths)
         to_read = [(place, parts[place][0]) for one in rounds for place in one if owners[place] == dist.get_rank()]
-        ahead = _in_threads(lambda place: self._read(place, *parts[place]), to_read, min(rank_threads(), _THREADS))
-        for places in rounds:
-            results = [(place, next(ahead)) for place in places if owners[place] == dist.get_rank()]
-            try:
-                mine = {place: result.result() for place, result in results}
-            except (CheckpointError, *_OF_DAMAGED_FILES) as error:
-                # The others wait for this rank's pieces.
-                failure, mine = failure or error, {}
-            for place, pieces in self._exchanged(places, mine, needs, owners, parts):
-                if pieces:
-                    _put(own[place], pieces, planner)
-                else:
-                    # The part's owner names the cause.
-                    failure = failure or CheckpointError("")
+        threads = min(rank_threads(), _THREADS)
+        with closing(_in_threads(lambda place: self._read(place, *parts[place]), to_read, threads)) as ahead:
+            for places in rounds:
+                results = [(place, next(ahead)) for place in places if owners[place] == dist.get_rank()]
+                try:
+                    mine = {place: result.result() for place, result in results}
+                except (CheckpointError, *_OF_DAMAGED_FILES) as error:
+                    # The others wait for this rank's pieces.
+                    failure, mine = failure or error, {}
+                for place, pieces in self._exchanged(places, mine, needs, owners, parts):
+                    if pieces:
+                        _put(own[place], pieces, planner)
+                    else:
+                        # The part's owner names the cause.
+                        failure = failure or CheckpointError("")
         if failure is not None:
             raise failure
         done = Future[None]()
@@ -242,15 +243,21 @@ def _rounds(owners: Mapping[Place, int], lengths: Mapping[Place, int]) -> list[l
 
 def _in_threads(
     read: Callable[[Place], Tensor], parts: Sequence[tuple[Place, int]], threads: int
-) -> Iterator[Result[Tensor]]:
+) -> Generator[Result[Tensor], None, None]:
     """Yield the results of reading `parts` (place and bytes) in order. Threads read up to `_AHEAD` bytes ahead."""
-    waiting, begun = deque(parts), deque[tuple[Result[Tensor], int]]()
-    with ThreadPoolExecutor(threads) as pool:
+    waiting, begun, ahead = deque(parts), deque[tuple[Result[Tensor], int]](), 0
+    pool = ThreadPoolExecutor(threads)
+    try:
         while waiting or begun:
-            while waiting and (not begun or sum(length for _, length in begun) + waiting[0][1] <= _AHEAD):
+            while waiting and (not begun or ahead + waiting[0][1] <= _AHEAD):
                 place, length = waiting.popleft()
                 begun.append((pool.submit(read, place), length))
-            yield begun.popleft()[0]
+                ahead += length
+            result, length = begun.popleft()
+            ahead -= length
+            yield result
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _piece(item: ReadItem) -> Piece:

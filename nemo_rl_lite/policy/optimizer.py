@@ -143,6 +143,6 @@ def release_copies_of_construction() -> None:
 
 
 def rank_threads() -> int:
-    """Return the number of CPU threads of this rank: its CPUs, divided among the ranks that share them. Collective."""
+    """Return how many threads this rank may use: its CPUs, divided among the ranks that share them. Collective."""
     own = (socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))
     return max(1, len(own[1]) // all_gather(own).count(own))

@@ -138,8 +138,8 @@ def begin_again(begun: StartingWorkers, resumes: bool) -> StartingWorkers:
     for group in (teacher, rollouts):
         if group is not None:
             group.replace(range(len(group)))
-    imports = _load_others(config, policy, teacher, rollouts)
     engine_imports = load_generation(config, begun.generation.replace(lost)).by_rank(lost) if lost else {}
+    imports = _load_others(config, policy, teacher, rollouts)
     reserved = AllocatedWorkers(config, policy, teacher, begun.generation, rollouts, imports, engine_imports)
     engines_begun = _begin_engines(reserved, begun.model_path)
     return _begin_others(engines_begun, reserved, begun.model_path, begun.folder, resumes)
@@ -195,12 +195,11 @@ def _load_others(
     config: Config, policy: WorkerGroup, teacher: WorkerGroup | None, rollouts: WorkerGroup | None
 ) -> tuple[Call, ...]:
     """Import the classes of all workers except engines."""
-    imports = [_load_policy(config, policy, POLICY_CLASS)]
+    imports = [load_rollout_workers(rollouts)] if rollouts is not None else []
     if teacher is not None:
         imports.append(_load_policy(config, teacher, TEACHER_CLASS))
-    if rollouts is not None:
-        imports.append(load_rollout_workers(rollouts))
-    return tuple(imports)
+    # The last, because a replaced first rank gives its address after its import.
+    return (*imports, _load_policy(config, policy, POLICY_CLASS))
 
 
 def _begin_others(
@@ -308,7 +307,7 @@ def generation_group(config: Config, placement: Placement, run_folder: Path) -> 
 
 
 def _load_policy(config: Config, policy: WorkerGroup, class_path: str) -> Call:
-    host, port = policy.addresses(config.cluster.start_timeout_s)[0]
+    ((host, port),) = policy.part([0]).addresses(config.cluster.start_timeout_s)
     places = [
         {
             "RANK": str(rank),

@@ -4,7 +4,7 @@ checkpoint_io.py MODEL [--gpus N] [--repetitions 3] [--folder FOLDER]
 Each layout saves a checkpoint and loads it again, and the second layout also loads the checkpoint of the first. The
 policy's processes are those of a run, without Ray. Bytes are those of read and write calls of all ranks and of the
 launcher's check (/proc/self/io). A second read of the same bytes counts, also if memory has them. Host memory is a
-rank's largest increase while training waits. Checkpoints are in FOLDER for a while.
+rank's largest increase while training waits. FOLDER holds the checkpoints until the end.
 """
 
 import argparse
@@ -55,8 +55,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder", type=Path, default=os.environ.get("NRL_BENCH_OUT"))
     given = parser.parse_args(arguments)
+    if given.gpus % 2:
+        parser.error("--gpus: an even number, for tensor parallel 2")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         measure(given.model.resolve(), Ranks(given.gpus or CPU_RANKS, given.gpus > 0), given.repetitions, Path(folder))
 

@@ -201,7 +201,8 @@ RECORDS = [
     _way("peers-1.7b-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, "nemo_rl_lite"),
     _decoding("engine-settings-1x-h100", "qwen3-1.7b", tokens=512, setting="default"),
     # By its trace.
-    _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512, fitted=True),
+    _decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", tokens=512, fitted=True),
+    _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512),
     _decoding("decode-llama3.1-8b-8-1x-h200", "llama3.1-8b:8", tokens=512, kind="8 layers, no policy"),
     _decoding("decode-qwen3-30b-a3b-1x-h200", "qwen3-30b-a3b", tokens=256, kind="experts, no policy"),
     _way("lora-next-to-trl-large-1x-h100", "lora", "adapters, rank 16", "qwen3-1.7b", LONG, kind="adapters"),
@@ -219,7 +220,8 @@ RECORDS = [
     _experts("experts-rate-2x-h100", "experts", "EP 1 (data parallel)", "qwen3-30b-a3b:4", LONG, fitted=True),
     _experts(REPLAY, "router_replay", "without replay", "qwen3-moe-1.5b", MIDDLE),
     _experts(REPLAY, "router_replay", "with replay", "qwen3-moe-1.5b", MIDDLE),
-    _training("training-experts-1x-h200", "experts", "packs of 32,768", "qwen3-30b-a3b:8", kind="experts", fitted=True),
+    _training("experts-training-1x-h200", "experts", "packs of 32,768", "qwen3-30b-a3b:8", kind="experts", fitted=True),
+    _training("training-experts-1x-h200", "experts", "packs of 32,768", "qwen3-30b-a3b:8", kind="experts"),
     _training(
         "training-expert_parallel-2x-h200", "expert_parallel", "packs of 16,384", "qwen3-235b-a22b:4", kind="experts"
     ),

@@ -66,6 +66,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args(arguments)
+    if given.overrides and not given.whole:
+        parser.error("overrides need --whole")
     sizes = f"{given.prompts} prompts of {given.prompt} tokens, {given.samples} responses of {given.response} each"
     note = f"{sizes}; packs of {given.mb_tokens} tokens"
     if given.whole:
