@@ -49,6 +49,7 @@ LONGEST = (
     *("step time", "step time, predicted", "throughput per GPU", "policy's peak", "policy's peak, predicted"),
     *("GPU in use", "GPU in use, predicted"),
 )
+TRAINING = ("step time", "train", "MFU of training", "policy's memory in training", "loss")
 # The key is the mark around the table.
 TABLES = {
     "quickstart table": Table(
@@ -255,26 +256,10 @@ TABLES = {
             *("token_mult_prob_error", "generation", "logprob", "train", "step time"),
         ),
     ),
-    "experts training table": Table(
-        "analysis/moe",
-        "training-experts-1x-h200",
-        columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
-    ),
-    "tensor table": Table(
-        "training",
-        "training-tensor-2x-h200",
-        columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
-    ),
-    "expert parallel table": Table(
-        "analysis/moe",
-        "training-expert_parallel-2x-h200",
-        columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
-    ),
-    "precision training table": Table(
-        "training",
-        "training-precision-1x-h200",
-        columns=("step time", "train", "MFU of training", "policy's memory in training", "loss"),
-    ),
+    "experts training table": Table("analysis/moe", "training-experts-1x-h200", columns=TRAINING),
+    "tensor table": Table("training", "training-tensor-2x-h200", columns=TRAINING),
+    "expert parallel table": Table("analysis/moe", "training-expert_parallel-2x-h200", columns=TRAINING),
+    "precision training table": Table("training", "training-precision-1x-h200", columns=TRAINING),
     "experts rate table": Table(
         "analysis/moe",
         "experts-rate-2x-h100",

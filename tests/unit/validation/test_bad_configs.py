@@ -98,6 +98,7 @@ CASES = {
     f"{OVERRIDES}.pipeline_model_parallel_size=2": f"set {PP} instead",
     f"{OVERRIDES}.params_dtype=bfloat16": "set policy.precision instead",
     f"{OVERRIDES}.hidden_size=128": "config.json",
+    f"{OVERRIDES}.fp4_param=true": "weights that are not quantized",
     f"{MEGATRON}.recompute_modules=[attention]": f"{MEGATRON}.recompute_modules",
     f"{PARTS}=[core_attn,moe_act]": f"{MEGATRON}.recompute_modules=[core_attn]",
     f"cluster.cpu_ranks=2 {ETP}=4": ETP,
