@@ -70,27 +70,36 @@ def engines(gpus: int) -> list[str]:
 
 
 WHOLE: dict[int, tuple[int | None, list[str]]] = {gpus: (None, []) for gpus in (1, 2, 4)}
-TP2: dict[int, tuple[int | None, list[str]]] = {2: (16, []), 4: (None, [])}
+PP2: dict[int, tuple[int | None, list[str]]] = {2: (16, []), 4: (None, [])}
+TP2 = {1: (12, [tensor(1)])} | PP2
 STAGES = [f"{MEGATRON}.num_layers_in_{place}_pipeline_stage=null" for place in ("first", "last")]
+ONE_CONTEXT = [*STAGES, f"{MEGATRON}.context_parallel_size=1"]
 CASES = {
     "grpo-qwen2.5-0.5b-1n1g": Case("qwen2.5-0.5b", {1: (None, [])}),
     "grpo-qwen2.5-1.5b-1n8g": Case("qwen2.5-1.5b", WHOLE),
     "grpo-qwen3-8b-1n1g-lora": Case("qwen3-8b", {1: (None, [])}),
     "grpo-qwen3-8b-1n8g-tp2": Case("qwen3-8b", TP2),
     "grpo-llama3.1-8b-1n8g-tp2": Case("llama3.1-8b", TP2),
-    "grpo-llama3.1-8b-1n8g-pp2": Case("llama3.1-8b", TP2),
+    "grpo-llama3.1-8b-1n8g-pp2": Case("llama3.1-8b", PP2),
     "grpo-qwen3-8b-2n8g-noncolocated": Case("qwen3-8b", {2: (8, [tensor(1), *engines(1)]), 4: (16, engines(2))}),
-    "grpo-qwen3-30b-a3b-2n8g-ep8": Case("qwen3-30b-a3b", {2: (6, experts(2)), 4: (12, experts(4))}),
+    "grpo-qwen3-30b-a3b-2n8g-ep8": Case(
+        "qwen3-30b-a3b", {1: (4, [tensor(1), *experts(1)]), 2: (6, experts(2)), 4: (12, experts(4))}
+    ),
     "grpo-qwen3-235b-a22b-16n8g-ep16": Case(
         "qwen3-235b-a22b",
         {
-            2: (2, [pipeline(1), *experts(2), *STAGES, f"{MEGATRON}.context_parallel_size=1"]),
-            4: (4, [pipeline(2), *experts(2), *STAGES, f"{MEGATRON}.context_parallel_size=1"]),
+            1: (1, [pipeline(1), tensor(1), *experts(1), *ONE_CONTEXT]),
+            2: (2, [pipeline(1), *experts(2), *ONE_CONTEXT]),
+            4: (4, [pipeline(2), *experts(2), *ONE_CONTEXT]),
         },
     ),
     "distillation-qwen3-32b-to-4b-1n8g": Case(
         "qwen3-4b",
-        {2: (None, ["teacher.megatron_cfg.tensor_model_parallel_size=2"]), 4: (None, [])},
+        {
+            1: (18, ["teacher.megatron_cfg.tensor_model_parallel_size=1"]),
+            2: (None, ["teacher.megatron_cfg.tensor_model_parallel_size=2"]),
+            4: (None, []),
+        },
         teacher="qwen3-32b:16",
     ),
     "dpo-qwen3-8b-1n8g-tp2": Case("qwen3-8b", TP2, ROWS),
@@ -132,7 +141,7 @@ def planned(name: str, gpus: int) -> None:
     print(f"== {name}: {shape(CASES[name], CASES[name].on[gpus][0])} on {gpus} GPUs", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         overrides = settings(name, gpus, *without_weights(name, gpus, Path(folder)))
-        subprocess.run([sys.executable, "-m", "nemo_rl_lite.plan", *overrides, "--gpu", "H100"], cwd=record.ROOT)
+        subprocess.run([sys.executable, "-m", "nemo_rl_lite.plan", *overrides, "--gpu", "H200"], cwd=record.ROOT)
 
 
 def without_weights(name: str, gpus: int, folder: Path) -> tuple[str, str]:

@@ -56,7 +56,7 @@ SETTINGS: dict[str, list[str]] = {
     "compiled": [COMPILED],
     "compiled, one split, blocks of 128": [COMPILED, ONE_SPLIT, BLOCKS],
     "Triton attention": [TRITON],
-    "FlashInfer attention": [f"{KWARGS}.attention_backend=FLASHINFER"],
+    "FlashInfer attention": [f"{KWARGS}.attention_backend=FLASHINFER", f"{KWARGS}.enable_flashinfer_autotune=false"],
     "compiled, Triton attention": [COMPILED, TRITON],
     "fp8 cache": [f"{KWARGS}.kv_cache_dtype=fp8"],
     "first runner": [],
