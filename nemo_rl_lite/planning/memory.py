@@ -480,7 +480,7 @@ def _of_stage(
         if component is Component.OPTIMIZER_STATES:
             return _optimizer_states(config, trained, place)
         if component is Component.ACTIVATIONS:
-            return _activations(config, shape, phase, stage)
+            return _activations(config, shape, trained, phase, stage)
         if component is Component.TEACHER_WEIGHTS:
             if not config.teacher.offload:
                 return _at(place, sum(of_teachers))
@@ -504,10 +504,11 @@ def _at(place: Place, nbytes: int, moved: bool = True) -> Bytes:
             return Bytes()
 
 
-def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) -> Bytes:
+def _activations(config: Config, shape: ModelShape, trained: Parameters, phase: Phase, stage: int) -> Bytes:
     training = Bytes(*training_activations(config, shape, stage))
     if phase is Phase.TRAIN:
-        return training
+        # The optimizer's step begins when activations are free.
+        return Bytes(max(training.device, _step_copies(config, trained)), training.host)
     # A captured training pass keeps its memory in all phases.
     kept = training if records_training(config) else Bytes()
     if phase is not Phase.LOGPROB:
@@ -519,22 +520,41 @@ def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) ->
 
 def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> Bytes:
     """Return the bytes of master weights (float32, unless parameters are) and of the optimizer's moments."""
-    settings, dims = config.policy.megatron_cfg.optimizer, parallel_dims(config)
-    held = parameters.total
-    if settings.use_distributed_optimizer:
-        held = ceil(parameters.dense / dims.dense_dp) + ceil(parameters.experts / dims.expert_dp)
+    settings, held = config.policy.megatron_cfg.optimizer, _stepped(config, parameters)
     masters = 4 if config.policy.precision == "bfloat16" else 0
     past = 8 if settings.optimizer == "adam" else 4 if settings.sgd_momentum > 0 else 0
-    if settings.use_precision_aware_optimizer and on_gpus(config) and not settings.optimizer_cpu_offload:
+    if _has_narrow_states(config):
         # Master weights are the lower 16 bits of float32 values, whose upper 16 bits are the weights.
-        masters = 2
-        past = sum(2 if name == "bfloat16" else 4 for name in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype))
+        masters, past = 2, 8 - 2 * _narrow_moments(config)
     whole = held * (masters + past)
     if not settings.optimizer_cpu_offload:
         return _at(place, whole)
     away = settings.optimizer_offload_fraction
     # The CPU optimizer keeps float32 copies of the parameters and gradients that it steps.
     return Bytes(device=int((1 - away) * whole), host=int(away * held * (4 + gradient_bytes(config) + past)))
+
+
+def _step_copies(config: Config, parameters: Parameters) -> int:
+    """Return the bytes of float32 copies that a step of Transformer Engine's Adam makes of 16-bit moments."""
+    return _stepped(config, parameters) * 4 * _narrow_moments(config) if _has_narrow_states(config) else 0
+
+
+def _has_narrow_states(config: Config) -> bool:
+    settings = config.policy.megatron_cfg.optimizer
+    return settings.use_precision_aware_optimizer and on_gpus(config) and not settings.optimizer_cpu_offload
+
+
+def _narrow_moments(config: Config) -> int:
+    settings = config.policy.megatron_cfg.optimizer
+    return [settings.exp_avg_dtype, settings.exp_avg_sq_dtype].count("bfloat16")
+
+
+def _stepped(config: Config, parameters: Parameters) -> int:
+    """Count the parameters that a rank's optimizer steps."""
+    if not config.policy.megatron_cfg.optimizer.use_distributed_optimizer:
+        return parameters.total
+    dims = parallel_dims(config)
+    return ceil(parameters.dense / dims.dense_dp) + ceil(parameters.experts / dims.expert_dp)
 
 
 def engine_weights(config: Config, shape: ModelShape) -> int:

@@ -67,6 +67,9 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         for own in torch_optimizers(optimizer):
             forget_classes(own)
         release_copies_of_construction()
+    elif settings.use_precision_aware_optimizer and model.device.type == "cuda":
+        for own in torch_optimizers(optimizer):
+            own.register_step_pre_hook(allocate_states)
     # megatron-core requires decay steps after the warm-up even for a constant rate.
     decay_steps = schedule.lr_decay_iters
     if schedule.lr_decay_style == "constant":
@@ -86,6 +89,15 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
     )
     _connect(model, optimizer)
     return optimizer, scheduler
+
+
+def allocate_states(own: Any, *_: Any) -> None:
+    """Allocate the states that Transformer Engine's Adam lacks. Its first step would allocate each parameter's between
+    float32 copies of 16-bit moments. When a step's copies are freed, holes too small for activations remain."""
+    for group in own.param_groups:
+        for parameter in group["params"]:
+            if not own.state[parameter]:
+                own.initialize_state(parameter, own.store_param_remainders and parameter.dtype == torch.bfloat16)
 
 
 def _connect(model: MegatronModel, optimizer: Any) -> None:

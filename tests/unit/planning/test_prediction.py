@@ -323,6 +323,16 @@ def test_low_precision_takes_fewer_bytes_per_parameter(overrides, states, gradie
     assert prediction[Phase.TRAIN, Component.GRADIENTS].device == gradients * parameters
 
 
+def test_copies_of_narrow_moments_count_where_activations_are_smaller():
+    def activations(*more: str) -> int:
+        config = compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128", LOW, *more])
+        return predict(config, SMOLLM2, H100)[Phase.TRAIN, Component.ACTIVATIONS].device
+
+    narrow, few = f"{OPTIMIZER}.exp_avg_dtype=bfloat16", "policy.sequence_packing.train_mb_tokens=128"
+    assert activations() == activations(narrow) > 4 * parameter_count(SMOLLM2)
+    assert activations(few) < activations(few, narrow) == 4 * parameter_count(SMOLLM2)
+
+
 def test_split_experts_are_counted_in_parts():
     shape, layout = model_shape(MODEL_CONFIG | EXPERTS), {"tp": 1, "pp": 1, "cp": 1, "world": 2}
     whole, spread, split = (
