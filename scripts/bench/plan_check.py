@@ -157,9 +157,9 @@ def _engine(name: str, model: str, prompt: int, tokens: int, sequences: int, set
     return Recorded(name, setting, overrides, model, lengths, sampled=sequences * tokens, **others)
 
 
-def _training(name: str, comparison: str, way: str, model: str, **others: Any) -> Recorded:
-    """Return a record of training.py."""
-    overrides = [one for one in training.COMPARISONS[comparison].task(way) if not one.startswith("data.")]
+def _training(name: str, comparison: str, way: str, model: str, *more: str, **others: Any) -> Recorded:
+    """Return a record of training.py, with `more` overrides."""
+    overrides = [one for one in training.COMPARISONS[comparison].task(way) if not one.startswith("data.")] + [*more]
     # Mean length of its chats, by the FLOPs of a recorded step.
     return Recorded(name, way, overrides, model, Lengths(0, 2230, 4096), **others)
 
@@ -187,6 +187,10 @@ REPLAY = "experts-router-replay-qwen3-moe-1.5b-1x-h100"
 _decoding = partial(_engine, prompt=rollout_rate.PROMPT_TOKENS, sequences=512, setting="the launcher's")
 # The packs of this run, by its note.
 SMALL_PACKS = [f"{ways.PACKS}.{phase}_mb_tokens=4096" for phase in ("train", "logprob")]
+SMALL_BATCH = "policy.train_global_batch_size=16"
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+MOMENTS = [f"{OPTIMIZER}.{name}=bfloat16" for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+MOMENTS += [f"{OPTIMIZER}.use_precision_aware_optimizer=true"]
 RECORDS = [
     _published(1, 8, "h100", fitted=True),
     _published(2, 16, "h100", fitted=True),
@@ -222,10 +226,13 @@ RECORDS = [
     _experts(REPLAY, "router_replay", "with replay", "qwen3-moe-1.5b", MIDDLE),
     _training("experts-training-1x-h200", "experts", "packs of 32,768", "qwen3-30b-a3b:8", kind="experts", fitted=True),
     _training("training-experts-1x-h200", "experts", "packs of 32,768", "qwen3-30b-a3b:8", kind="experts"),
+    _training("training-experts-packs-1x-h200", "experts", "packs of 32,768", "qwen3-30b-a3b:8", kind="experts"),
     _training(
         "training-expert_parallel-2x-h200", "expert_parallel", "packs of 16,384", "qwen3-235b-a22b:4", kind="experts"
     ),
     _training("training-fusion-1x-h200", "fusion", "gradient accumulation fusion", "qwen3-1.7b"),
+    _training("training-precision-16-1x-h200", "precision", "bfloat16", "llama3.1-8b:16", SMALL_BATCH),
+    _training("training-precision-24-1x-h200", "precision", "bfloat16", "llama3.1-8b:24", SMALL_BATCH, *MOMENTS),
     *(
         _training("training-tensor-2x-h200", "tensor", way, "llama3.1-70b:4", kind="tensor parallel")
         for way in ("no recomputation", "MLPs recomputed")
