@@ -23,6 +23,9 @@ from nemo_rl_lite.system.machine import free_port, log_to_stderr
 # Environment of every worker: no Hub access, no tokenizer threads, unbuffered output of child processes.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
+# Part of the start-up that has all others but the import.
+BUILD = "build"
+
 
 @contextmanager
 def errors_that_travel() -> Iterator[None]:
@@ -84,7 +87,7 @@ class WorkerProcess:
 
     def start(self, arguments: dict[str, Any]) -> dict[str, float]:
         """Construct the loaded worker; return seconds by part of the start-up. `build` is the whole constructor."""
-        with self._heartbeat.during("start", None), SETUP("build"), errors_that_travel():
+        with self._heartbeat.during("start", None), SETUP(BUILD), errors_that_travel():
             self._worker = self._class(**arguments)
         return SETUP.take()
 
@@ -131,6 +134,11 @@ WorkerActor = ray.remote(**_OPTIONS)(WorkerProcess)
 
 class ListenedProcess(WorkerProcess):
     """A process whose worker has its own thread. It takes further calls, which wait for results."""
+
+    @ray.method(concurrency_group="beside")
+    def wait_for_part(self, part: str) -> None:
+        """Wait until the starting worker has ended this part of its start-up, or the whole."""
+        SETUP.wait_for(part, BUILD)
 
     @ray.method(concurrency_group="beside")
     def call_beside(self, method: str, *arguments: Any) -> Any:

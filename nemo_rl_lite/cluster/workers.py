@@ -122,6 +122,10 @@ class WorkerGroup:
         pairs = zip(self._started(), arguments, strict=True)
         return self._start_call([process.start.remote(own) for (_, _, process), own in pairs])
 
+    def start_reaches(self, part: str) -> Call:
+        """Wait until each worker's start has ended this part. Only listened groups can wait."""
+        return self._as_call(START, [host.wait_for_part.remote(part) for host in self.hosts])
+
     def close(self) -> Call:
         """Close the workers after the loss of one, so that their processes can build others. Those that wait for the
         lost one are freed."""

@@ -13,7 +13,14 @@ from typing import Any
 from nemo_rl_lite.compat.versions import is_cpu_build
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config, GenerationConfig, PolicyConfig
-from nemo_rl_lite.config.sizes import engine_share, engines, on_gpus, samples_per_step, sleep_is_wanted
+from nemo_rl_lite.config.sizes import (
+    engine_share,
+    engines,
+    leaving_for_generation,
+    on_gpus,
+    samples_per_step,
+    sleep_is_wanted,
+)
 
 # vLLM's quantisations of the linear weights of a refit, all with dynamic scales of activations.
 VLLM_QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
@@ -166,6 +173,11 @@ def engines_sleep(config: Config) -> bool:
     """Return whether engines sleep between generation phases."""
     shares = config.generation.colocated.enabled and on_gpus(config)
     return shares and engine_of(config).can_sleep and sleep_is_wanted(config)
+
+
+def engines_leave_room(config: Config) -> bool:
+    """Return whether engines stay awake on GPUs that they share with a policy, which stays there, too."""
+    return not engines_sleep(config) and not leaving_for_generation(config.policy)
 
 
 def engines_quantize(generation: GenerationConfig) -> bool:

@@ -1,6 +1,7 @@
 """Time named phases, and compute rates of work and shares of a GPU's limits."""
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,12 +100,31 @@ class Timer:
         return taken
 
 
+class SetupTimer(Timer):
+    """Timer of a start-up. Other threads can wait for the end of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended, self._changed = set[str](), threading.Condition()
+
+    def add(self, name: str, seconds: float) -> None:
+        super().add(name, seconds)
+        with self._changed:
+            self._ended.add(name)
+            self._changed.notify_all()
+
+    def wait_for(self, *names: str) -> None:
+        """Wait until one of these parts has ended in this process."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._ended.isdisjoint(names))
+
+
 def unix_time(at: float) -> float:
     """Convert a time of `time.perf_counter()` in this process to Unix time in seconds."""
     return at + _UNIX_ZERO
 
 
-SETUP = Timer()
+SETUP = SetupTimer()
 """Timer of a worker process' start, read by `WorkerProcess.start`."""
 
 

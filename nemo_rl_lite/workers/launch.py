@@ -8,6 +8,7 @@ from pathlib import Path
 from nemo_rl_lite.checkpoint.store import explained
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.config.engines import engines_leave_room
 from nemo_rl_lite.config.sizes import (
     engine_capacity,
     generates_ahead,
@@ -34,6 +35,9 @@ from nemo_rl_lite.workers.recovery import EngineRules, RecoveringGeneration
 from nemo_rl_lite.workers.reserve import StartingWorkers, load_generation, start_engines, start_policy, start_teacher
 from nemo_rl_lite.workers.rollouts import RolloutWorkers
 from nemo_rl_lite.workers.weight_sync import ProbeSettings, WeightSync
+
+# The last part of a vLLM engine's start that takes GPU memory.
+_LAST_MEMORY = "cuda_graphs"
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,7 @@ def launch(
     started = [rank for rank in range(len(generation)) if rank not in starting]
     remote_generation = RemoteGeneration(generation, shares_device, started)
     if begun.policy is None:
-        with setup("generation_init"):
-            _built(setup, limit, *engines, *_if_any(begun.rollout_workers))
-            remote_generation.finish_generation()
-        with setup("policy_init"):
-            teachers = [start_teacher(config, begun.teacher_group)] if begun.teacher_group else []
-            _built(
-                setup, limit, start_policy(config, begun.policy_group, begun.model_path, saved is not None), *teachers
-            )
+        _build_beside_engines(begun, remote_generation, engines, saved is not None, setup)
     else:
         with setup("policy_and_generation_init"):
             _built(setup, limit, begun.policy, *engines, *_if_any(begun.teacher), *_if_any(begun.rollout_workers))
@@ -138,6 +135,26 @@ def launch(
     own = remote_generation, weights, restart_engines, mismatch, budget
     recovering = RecoveringGeneration(*own, make_queue, policy_waits, say, rules, starting)
     return Workers(remote_policy, teacher, recovering, weights, next(iter(rollouts), None))
+
+
+def _build_beside_engines(
+    begun: StartingWorkers, generation: RemoteGeneration, engines: Sequence[Call], resumes: bool, setup: Timer
+) -> None:
+    """Build policy and teacher on the GPUs of engines, which have begun to start. If the engines sleep while the policy
+    works, they complete their start before. Otherwise they only take their memory before."""
+    config, limit = begun.config, begun.config.cluster.start_timeout_s
+    others = [*engines, *_if_any(begun.rollout_workers)]
+    stays = engines_leave_room(config)
+    with setup("generation_init"):
+        if stays:
+            wait(generation.group.part(generation.live).start_reaches(_LAST_MEMORY), timeout_s=limit)
+        else:
+            _built(setup, limit, *others)
+            generation.finish_generation()
+    with setup("policy_init"):
+        policy = start_policy(config, begun.policy_group, begun.model_path, resumes)
+        teachers = [start_teacher(config, begun.teacher_group)] if begun.teacher_group else []
+        _built(setup, limit, policy, *teachers, *(others if stays else []))
 
 
 def _if_any(call: Call | None) -> list[Call]:

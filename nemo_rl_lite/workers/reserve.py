@@ -210,7 +210,7 @@ def _begin_others(
     resumes: bool,
 ) -> StartingWorkers:
     config, generation = reserved.config, reserved.generation
-    # An engine measures free GPU memory at start, so a colocated policy starts when the engine sleeps.
+    # An engine measures free GPU memory at start, so a colocated policy starts when the engine has taken its part.
     waits = generation is not None and on_gpus(config) and config.generation.colocated.enabled
     policy_built = None if waits else start_policy(config, reserved.policy_group, model_path, resumes)
     teacher, rollouts = reserved.teacher_group, reserved.rollouts

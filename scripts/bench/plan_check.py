@@ -188,9 +188,6 @@ _decoding = partial(_engine, prompt=rollout_rate.PROMPT_TOKENS, sequences=512, s
 # The packs of this run, by its note.
 SMALL_PACKS = [f"{ways.PACKS}.{phase}_mb_tokens=4096" for phase in ("train", "logprob")]
 SMALL_BATCH = "policy.train_global_batch_size=16"
-OPTIMIZER = "policy.megatron_cfg.optimizer"
-MOMENTS = [f"{OPTIMIZER}.{name}=bfloat16" for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
-MOMENTS += [f"{OPTIMIZER}.use_precision_aware_optimizer=true"]
 RECORDS = [
     _published(1, 8, "h100", fitted=True),
     _published(2, 16, "h100", fitted=True),
@@ -232,7 +229,14 @@ RECORDS = [
     ),
     _training("training-fusion-1x-h200", "fusion", "gradient accumulation fusion", "qwen3-1.7b"),
     _training("training-precision-16-1x-h200", "precision", "bfloat16", "llama3.1-8b:16", SMALL_BATCH),
-    _training("training-precision-24-1x-h200", "precision", "bfloat16", "llama3.1-8b:24", SMALL_BATCH, *MOMENTS),
+    _training(
+        "training-precision-24-1x-h200",
+        "precision",
+        "bfloat16",
+        "llama3.1-8b:24",
+        SMALL_BATCH,
+        *training.MOMENTS.overrides,
+    ),
     *(
         _training("training-tensor-2x-h200", "tensor", way, "llama3.1-70b:4", kind="tensor parallel")
         for way in ("no recomputation", "MLPs recomputed")

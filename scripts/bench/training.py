@@ -94,6 +94,13 @@ def recomputed(*modules: str) -> Way:
 
 LONG, APART = Way([f"{PACKS}=16384"]), Way([f"{MEGATRON}.gradient_accumulation_fusion=false"])
 EXPERTS_PACKS = Way([f"{PACKS}=32768"])
+OPTIMIZER = f"{MEGATRON}.optimizer"
+MOMENTS = Way(
+    [
+        f"{OPTIMIZER}.use_precision_aware_optimizer=true",
+        *(f"{OPTIMIZER}.{moment}=bfloat16" for moment in ("exp_avg_dtype", "exp_avg_sq_dtype")),
+    ]
+)
 FP8 = Way([f"{MEGATRON}.fp8_cfg.enabled=true"])
 CUBLAS = Way(environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "0"})
 ROUTER = Way([f"{MEGATRON}.moe_router_dtype=fp32", f"{MEGATRON}.moe_router_fusion=true"])
@@ -106,13 +113,14 @@ COMPARISONS = {
             {
                 "packs of 8,192": Way([f"{PACKS}=8192"]),
                 "packs of 32,768": EXPERTS_PACKS,
-                "packs of 49,152": Way([f"{PACKS}=49152"]),
+                "packs of 40,960": Way([f"{PACKS}=40960"]),
                 "router fusion": ROUTER,
             }
         )
         | {
             "packs of 32,768, gradients added apart": EXPERTS_PACKS + APART,
             "packs of 32,768, a GEMM for each expert": EXPERTS_PACKS + CUBLAS,
+            "packs of 49,152, moments in bfloat16": Way([f"{PACKS}=49152"]) + MOMENTS,
         },
         KNOWN_EXPERTS,
     ),

@@ -1,4 +1,5 @@
-"""A rank that hangs is named, with its stack, and the launcher does not wait for ever; so is one that dies."""
+"""A rank that hangs is named, with its stack, and the launcher does not wait for ever; so is one that dies. Parts of a
+start can be awaited."""
 
 import asyncio
 import os
@@ -124,3 +125,23 @@ def test_a_step_of_an_engine_that_does_not_end_is_named_with_its_stack(tmp_path,
         until(lambda: "Timeout (0:00:04)!" in log.read_text() and "compute_in_c" in log.read_text())
     else:
         assert "its step is not done within 4 s" in str(error) and "step" in error.details
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_launcher_goes_on_when_a_part_of_a_start_ends(tmp_path, fails):
+    name = f"starting-{fails}"
+    group = WorkerGroup(name, [{}], str(tmp_path), {"PYTHONPATH": PYTHONPATH}, is_listened=True)
+    wait(group.load("tests.functional.workers.SlowStart", [{}]), timeout_s=200)
+    go_on = tmp_path / "go on"
+    start = group.start([{"go_on": str(go_on), "fails": fails}])
+    if fails:
+        # The start's end also ends the wait for a part that never comes.
+        wait(group.start_reaches("cuda_graphs"), timeout_s=200)
+        with pytest.raises(WorkerError, match="it fails"):
+            wait(start, timeout_s=200)
+        return
+    wait(group.start_reaches("cuda_graphs"), timeout_s=200)
+    assert ray.wait(list(start.references), timeout=0.5)[0] == []
+    go_on.touch()
+    (parts,) = wait(start, timeout_s=200)
+    assert {"cuda_graphs", "build"} <= set(parts)

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from nemo_rl_lite.config.engines import EngineHost
 from nemo_rl_lite.generation.interface import EngineLoad
 from nemo_rl_lite.observability.liveness import note_progress
+from nemo_rl_lite.observability.timer import SETUP
 
 
 class Quiet:
@@ -118,3 +119,16 @@ class StuckEngine:
 def compute_in_c() -> None:
     # A `PyDLL` keeps the GIL.
     ctypes.PyDLL(None).sleep(600)
+
+
+class SlowStart:
+    """Starts in two parts. The second one ends when the file `go_on` exists."""
+
+    def __init__(self, go_on: str, fails: bool):
+        if fails:
+            raise RuntimeError("it fails")
+        SETUP.add("cuda_graphs", 0.1)
+        deadline = time.monotonic() + 200
+        while not Path(go_on).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
