@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 # versions use vLLM's scheduler.
 COMPARED = ("0.26.0", "0.31.0")
 _SCHEDULER = "nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"
+_CASCADE = "nemo_rl_lite.compat.vllm_cascade.CascadeBackend"
 # Log messages of vLLM at the end of each part of an engine's start-up.
 PARTS = {
     "Model loading took": "model",
@@ -69,6 +70,13 @@ def prefer_second_runner() -> None:
 
     module: Any = vllm
     module.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES |= _SECOND_RUNNER
+
+
+def offer_cascade_attention() -> None:
+    """Make `attention_backend=CUSTOM` select cascade attention by prompt. Each process of an engine must call this."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, _CASCADE)
 
 
 @contextmanager

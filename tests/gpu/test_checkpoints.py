@@ -17,10 +17,14 @@ SCRIPT = Path(__file__).parents[1] / "functional" / "checkpoint_rank.py"
 GPU = ["policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.sequence_length_round=16"]
 # What checkpoint_rank.py adds.
 COMMON = ["algorithm=sft", "policy.train_global_batch_size=8", "policy.train_micro_batch_size=4"]
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+MOMENTS = [f"{OPTIMIZER}.use_precision_aware_optimizer=true"]
+MOMENTS += [f"{OPTIMIZER}.{name}=bfloat16" for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
 SETTINGS = {
     "fused": [],
     "moved": ["policy.use_pinned_optimizer_offload=true", "policy.offload_optimizer_states_for_logprob=true"],
     "lora": ["policy.megatron_cfg.peft.enabled=true"],
+    "moments": MOMENTS,
     "on the host": ["offload=cpu_optimizer"],
     "half on the host": [
         "offload=cpu_optimizer",

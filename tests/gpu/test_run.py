@@ -79,6 +79,13 @@ def test_colocated_engines_stay_awake_where_both_fit(gpu_model, tmp_path):
 
 
 @pytest.mark.gpu
+def test_an_engine_reads_a_shared_prompt_once(gpu_model, tmp_path):
+    long = ["policy.max_total_sequence_length=512", f"data.system_prompt='{'a long prompt ' * 100}'"]
+    check(run(tmp_path / "run", gpu_model, 1, "+generation.vllm_kwargs.attention_backend=CUSTOM", *long))
+    assert "CUSTOM" in "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", VLLM_QUANTIZATIONS)
 def test_an_engine_quantises_what_it_gets(way, gpu_model, tmp_path):
     metrics = run(tmp_path / "run", gpu_model, 1, f"+generation.vllm_kwargs.quantization={way}")

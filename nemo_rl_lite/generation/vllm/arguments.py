@@ -12,6 +12,7 @@ from nemo_rl_lite.compat.vllm import (
     import_model_class,
     keep_first_scales,
     lengthen_head,
+    offer_cascade_attention,
     prefer_second_runner,
     repair_cpu_build,
 )
@@ -55,6 +56,7 @@ def engine_arguments(
     settings = generation.vllm_cfg
     import_model_class(Path(model_path))
     prefer_second_runner()
+    offer_cascade_attention()
     if on_gpu and engines_quantize(generation):
         keep_first_scales()
     if not on_gpu:

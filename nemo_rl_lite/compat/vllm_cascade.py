@@ -1,0 +1,223 @@
+"""Cascade attention by prompt: a decoding step reads the keys and values of a prompt once for all its samples.
+
+vLLM's cascade attention has one prefix for a whole batch. Here neighboring requests whose cache begins with the same
+blocks are a group, which attends to these blocks in one call. A second call attends to the rest of each request, and
+`merge_attn_states` combines both. `attention_backend=CUSTOM` selects this backend. Batches with prompts, and layers
+with sliding windows, sinks or ALiBi, are computed as by vLLM's FlashAttention.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+
+from nemo_rl_lite.compat.versions import written_for
+
+written_for(__name__, "vllm", "0.26")
+
+# Blocks of a prefix that is worth a call of its own.
+MIN_BLOCKS = 8
+# Rows of a group: FlashAttention 3 computes up to 64 in its smallest tile.
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Shared prefixes of R requests, in as many groups or fewer."""
+
+    starts: Tensor
+    """(R + 1) First request of each group, and R for the groups that remain."""
+    lengths: Tensor
+    """(R) Tokens of each group's prefix."""
+    table: Tensor
+    """(R, blocks) Blocks of each group's first request."""
+    most: int
+    """Most requests of a group."""
+
+    def copy_from(self, other: "Prefixes") -> None:
+        self.starts.copy_(other.starts)
+        self.lengths.copy_(other.lengths)
+        self.table.copy_(other.table)
+
+    def first(self, requests: int) -> "Prefixes":
+        """Return the part for a number of requests, which shares memory."""
+        return Prefixes(self.starts[: requests + 1], self.lengths[:requests], self.table[:requests], self.most)
+
+
+def find_prefixes(table: Tensor, lengths: Tensor, block: int, most: int) -> tuple[Prefixes, Tensor, Tensor]:
+    """Group neighboring requests, without a wait for the device.
+
+    Args:
+        table: (R, blocks) int32, blocks of each request's cache. Entries after its last one may be anything.
+        lengths: (R) int32, tokens of each request's cache, the newest included.
+        block: tokens of a block.
+        most: most requests of a group.
+
+    Returns:
+        The prefixes, and the rest of each request: blocks (R, blocks) and tokens (R), at least 1.
+    """
+    count, width = table.shape
+    number = torch.arange(count, dtype=torch.int32, device=table.device)
+    whole = (lengths - 1).clamp(min=0) // block
+    same = (table[1:] == table[:-1]).cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+    # Blocks in common with the request before, and the most in common with either neighbor.
+    common = torch.cat([whole.new_zeros(1), torch.minimum(same, torch.minimum(whole[1:], whole[:-1]))])
+    after = torch.cat([common[1:], whole.new_zeros(1)])
+    # Samples of two prompts also share blocks, those of a system prompt. They are a group of their own only if that is
+    # most of the prompts.
+    joins = (common >= MIN_BLOCKS) & (4 * common >= 3 * torch.maximum(common.roll(1), after))
+    begin = torch.where(joins, 0, number).cummax(0).values
+    joins &= (number - begin) % most != 0
+    group = (~joins).cumsum(0) - 1
+    starts = number.new_full((count + 1,), count).scatter_reduce_(0, group, number, "amin")
+    unset = width + 1
+    blocks = whole.new_full((count,), unset)
+    blocks = blocks.scatter_reduce_(0, group, torch.where(joins, common, unset), "amin")
+    blocks = torch.where(blocks == unset, 0, blocks)
+    own = blocks[group]
+    prefixes = Prefixes(starts, blocks * block, table[starts[:count].clamp(max=count - 1)], most)
+    columns = own[:, None] + torch.arange(width, device=table.device)
+    rest = table.gather(1, columns.clamp(max=width - 1))
+    return prefixes, rest, (lengths - own * block).clamp(min=1)
+
+
+class CascadeBuilder(FlashAttentionMetadataBuilder):
+    """Adds `prefixes` to the metadata of decoding steps, whose other fields describe the rest of each request."""
+
+    # A graph of prompts would not be one of decoding steps.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table = False
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self._most = max(1, _ROWS // (self.num_heads_q // self.num_heads_kv))
+        self._applies: bool | None = None
+        # CUDA graphs read from the same memory at every step.
+        self._prefixes: Prefixes | None = None
+        self._rest = self._rest_lengths = torch.empty(0)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        given = common_attn_metadata
+        if self._applies is None:
+            # The layers do not exist before.
+            self._applies = self._is_plain()
+        if given.max_query_len != 1 or given.causal is not True or not self._applies:
+            return super().build(common_prefix_len, given, fast_build)
+        count = given.num_reqs
+        found, rest, lengths = find_prefixes(
+            given.block_table_tensor[:count], given.seq_lens[:count], self.block_size, self._most
+        )
+        prefixes = self._kept(given.block_table_tensor).first(count)
+        prefixes.copy_from(found)
+        own = self._rest[:count].copy_(rest), self._rest_lengths[:count].copy_(lengths)
+        made: Any = super().build(0, given.replace(block_table_tensor=own[0], seq_lens=own[1]), fast_build)
+        made.prefixes = prefixes
+        return made
+
+    def use_cascade_attention(self, *arguments: Any, **named: Any) -> bool:
+        return False
+
+    def _is_plain(self) -> bool:
+        """Return whether all layers attend to all tokens."""
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        impls: list[Any] = [layer.impl for layer in layers.values()]
+        return self.dcp_world_size == 1 and all(
+            one.sliding_window == (-1, -1)
+            and one.alibi_slopes is None
+            and one.sinks is None
+            and not one.kv_cache_dtype.startswith("fp8")
+            for one in impls
+        )
+
+    def _kept(self, table: Tensor) -> Prefixes:
+        if self._prefixes is None:
+            most = max(self.vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
+            self._rest = table.new_zeros(most, table.shape[1])
+            self._rest_lengths = table.new_zeros(most)
+            self._prefixes = Prefixes(
+                table.new_zeros(most + 1), table.new_zeros(most), table.new_zeros(most, table.shape[1]), self._most
+            )
+        return self._prefixes
+
+
+class CascadeImpl(FlashAttentionImpl):
+    """Attends to `prefixes` and to the rest, where the metadata has them."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        prefixes: Prefixes | None = getattr(attn_metadata, "prefixes", None)
+        if prefixes is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        count = attn_metadata.num_actual_tokens
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        shared: dict[str, Any] = {
+            "q": query[:count],
+            "k": canonicalize_singleton_dim_strides(keys),
+            "v": canonicalize_singleton_dim_strides(values),
+            "max_seqlen_k": attn_metadata.max_seq_len,
+            "softmax_scale": self.scale,
+            "window_size": [-1, -1],
+            "softcap": self.logits_soft_cap,
+            "return_softmax_lse": True,
+            "fa_version": self.vllm_flash_attn_version,
+            "num_splits": attn_metadata.max_num_splits,
+        }
+        of_prefix = fa_utils.flash_attn_varlen_func(
+            cu_seqlens_q=prefixes.starts,
+            max_seqlen_q=prefixes.most,
+            seqused_k=prefixes.lengths,
+            block_table=prefixes.table,
+            causal=False,
+            **shared,
+        )
+        of_rest = fa_utils.flash_attn_varlen_func(
+            cu_seqlens_q=attn_metadata.query_start_loc,
+            max_seqlen_q=1,
+            seqused_k=attn_metadata.seq_lens,
+            block_table=attn_metadata.block_table,
+            causal=True,
+            scheduler_metadata=attn_metadata.scheduler_metadata,
+            **shared,
+        )
+        merge_attn_states(output[:count], *of_prefix, *of_rest)
+        return output
+
+
+class CascadeBackend(FlashAttentionBackend):
+    """FlashAttention with cascade attention by prompt."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return CascadeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return CascadeBuilder
