@@ -1,6 +1,7 @@
 """Measure tokens per second of one engine, and what vLLM's own settings change.
 
-rollout_rate.py {MODEL|SHAPE[:LAYERS] --tokenizer FOLDER} [--sequences 512] [--tokens 512] [--only SETTING ...]
+rollout_rate.py {MODEL|SHAPE[:LAYERS] --tokenizer FOLDER} [--sequences 512] [--prompt 46] [--tokens 512]
+    [--only SETTING ...]
 
 Each setting runs in a separate process, and samples SEQUENCES responses of exactly TOKENS tokens four times, 8 to a
 prompt. The first time does not count. MODEL is a folder; a SHAPE of random_model.py needs no weights. The record is
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +60,7 @@ SETTINGS: dict[str, list[str]] = {
     "Triton attention": [TRITON],
     "FlashInfer attention": [f"{KWARGS}.attention_backend=FLASHINFER", f"{KWARGS}.enable_flashinfer_autotune=false"],
     "compiled, Triton attention": [COMPILED, TRITON],
+    "cascade attention": [f"{KWARGS}.attention_backend=CUSTOM"],
     "fp8 cache": [f"{KWARGS}.kv_cache_dtype=fp8"],
     "first runner": [],
 }
@@ -79,6 +82,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("model", metavar="MODEL|SHAPE")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer of a SHAPE")
     parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="SETTING")
     parser.add_argument("--record", default="engine-settings", help="name of the record")
@@ -90,7 +94,7 @@ def main(arguments: list[str]) -> None:
         wanted = [
             *GPU,
             f"generation.vllm_cfg.max_num_seqs={given.sequences}",
-            f"policy.max_total_sequence_length={PROMPT_TOKENS + given.tokens}",
+            f"policy.max_total_sequence_length={given.prompt + given.tokens}",
             f"generation.max_new_tokens={given.tokens}",
             *SETTINGS[given.here],
         ]
@@ -103,7 +107,8 @@ def main(arguments: list[str]) -> None:
                 name = KNOWN_EXPERTS if experts else KNOWN_MODEL
                 # Random routers choose the same few experts.
                 os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random" if experts else ""
-            found = Run(model, [*wanted, f"{FORMAT}{load}"], given.sequences // SAMPLES, SAMPLES, name)
+            prompts = Prompts(given.sequences // SAMPLES, SAMPLES, given.prompt)
+            found = Run(model, [*wanted, f"{FORMAT}{load}"], prompts, name)
             results = found.rates(given.here)
             if given.profile:
                 results += found.kernels(given.here, Path(folder) / "decoding.json.gz")
@@ -111,7 +116,8 @@ def main(arguments: list[str]) -> None:
         return
     results: Results = []
     for name in given.only:
-        sizes = [f"--sequences={given.sequences}", f"--tokens={given.tokens}", *["--profile"] * given.profile]
+        sizes = [f"--{size}={getattr(given, size)}" for size in ("sequences", "prompt", "tokens")]
+        sizes += ["--profile"] * given.profile
         tokenizer = [f"--tokenizer={given.tokenizer}"] if given.tokenizer else []
         command = [sys.executable, __file__, given.model, *sizes, *tokenizer, "--here", name]
         environment = os.environ | ENVIRONMENTS.get(name, {})
@@ -122,6 +128,7 @@ def main(arguments: list[str]) -> None:
         own = json.loads(done.stdout.splitlines()[-1])
         results += own
         note = f"model: {Path(given.model).name}, {given.sequences} sequences of {given.tokens} tokens"
+        note += f", prompts of {given.prompt}"
         print(name, {one["name"]: one["median"] for one in own}, write(given.record, results, note), flush=True)
 
 
@@ -140,13 +147,21 @@ def write(name: str, results: Results, note: str) -> Path:
     return record.write(name, results, bars, note)
 
 
+@dataclass(frozen=True)
+class Prompts:
+    count: int
+    samples: int
+    """Samples of each prompt."""
+    tokens: int = PROMPT_TOKENS
+
+
 class Run:
-    """An engine and its requests: some samples of each of some prompts.
+    """An engine and its requests.
 
     A model without weights begins with random ones, and needs the `name` of a known model.
     """
 
-    def __init__(self, model: Path, overrides: list[str], prompts: int, samples: int, name: str = ""):
+    def __init__(self, model: Path, overrides: list[str], prompts: Prompts, name: str = ""):
         config = compose_config([*overrides, f"policy.model_name={name or model.resolve()}"])
         on_gpu = gpu_name() is not None
         own = engine_of(config)
@@ -161,8 +176,9 @@ class Run:
         self.shape = find_shape(str(model), model / "config.json")
         self.bytes = DecodingBytes.of(config, self.shape)
         sampling = Sampling(1.0, 1.0, None, self.tokens, (), ())
-        asked = [tuple(4 + prompt + place for place in range(PROMPT_TOKENS)) for prompt in range(prompts)]
-        self.requests = [Request(prompt, sampling, seed) for seed in range(samples) for prompt in asked]
+        self.prompt = prompts.tokens
+        asked = [tuple(4 + prompt + place for place in range(self.prompt)) for prompt in range(prompts.count)]
+        self.requests = [Request(prompt, sampling, seed) for prompt in asked for seed in range(prompts.samples)]
 
     def rates(self, setting: str) -> Results:
         """Return the start's seconds, and of each repetition tokens per second and shares of the bandwidth and the
@@ -170,7 +186,7 @@ class Run:
         count, tokens, gpu = len(self.requests), self.tokens, known_by_name(gpu_name())
         speed = DecodingSpeed(self.bytes.step, self.bytes.token, gpu.bandwidth if gpu else None)
         linear = count * matrix_flops(self.shape, tokens)
-        whole, prompt = (attention_flops(self.shape, length) for length in (PROMPT_TOKENS + tokens, PROMPT_TOKENS))
+        whole, prompt = (attention_flops(self.shape, length) for length in (self.prompt + tokens, self.prompt))
         rates, shares, of_roofline = [], [], []
         for repeat in range(REPEATS):
             seconds, decoded = self._sample(), self.engine.take_decoded()
@@ -215,7 +231,7 @@ def trial() -> None:
     """Measure the reference engine in this process."""
     small = ["generation=transformers", "policy.max_total_sequence_length=64", "generation.max_new_tokens=8"]
     with patch.dict(os.environ), tempfile.TemporaryDirectory() as folder:
-        results = Run(tiny_model(), small, prompts=2, samples=2).rates("the launcher's")
+        results = Run(tiny_model(), small, Prompts(2, 2)).rates("the launcher's")
         without_weights("qwen3-30b-a3b:2", tiny_model(), Path(folder))
     print(write("engine-settings", results, "model: tiny"))
 
