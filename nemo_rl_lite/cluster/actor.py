@@ -23,7 +23,7 @@ from nemo_rl_lite.system.machine import free_port, log_to_stderr
 # Environment of every worker: no Hub access, no tokenizer threads, unbuffered output of child processes.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
-# Part of the start-up that has all others but the import.
+# The whole constructor, which contains all other parts of the start-up except the import.
 BUILD = "build"
 
 

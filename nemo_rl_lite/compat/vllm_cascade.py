@@ -6,6 +6,7 @@ blocks are a group, which attends to these blocks in one call. A second call att
 with sliding windows, sinks or ALiBi, are computed as by vLLM's FlashAttention.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,9 @@ from nemo_rl_lite.compat.versions import written_for
 
 written_for(__name__, "vllm", "0.26")
 
-# Blocks of a prefix that is worth a call of its own.
+log = logging.getLogger(__name__)
+
+# Shortest prefix, in blocks, that is worth a separate call.
 MIN_BLOCKS = 8
 # Rows of a group: FlashAttention 3 computes up to 64 in its smallest tile.
 _ROWS = 64
@@ -44,7 +47,7 @@ class Prefixes:
     table: Tensor
     """(R, blocks) Blocks of each group's first request."""
     most: int
-    """Most requests of a group."""
+    """Maximum number of requests in a group."""
 
     def copy_from(self, other: "Prefixes") -> None:
         self.starts.copy_(other.starts)
@@ -63,7 +66,7 @@ def find_prefixes(table: Tensor, lengths: Tensor, block: int, most: int) -> tupl
         table: (R, blocks) int32, blocks of each request's cache. Entries after its last one may be anything.
         lengths: (R) int32, tokens of each request's cache, the newest included.
         block: tokens of a block.
-        most: most requests of a group.
+        most: maximum number of requests in a group.
 
     Returns:
         The prefixes, and the rest of each request: blocks (R, blocks) and tokens (R), at least 1.
@@ -75,8 +78,7 @@ def find_prefixes(table: Tensor, lengths: Tensor, block: int, most: int) -> tupl
     # Blocks in common with the request before, and the most in common with either neighbor.
     common = torch.cat([whole.new_zeros(1), torch.minimum(same, torch.minimum(whole[1:], whole[:-1]))])
     after = torch.cat([common[1:], whole.new_zeros(1)])
-    # Samples of two prompts also share blocks, those of a system prompt. They are a group of their own only if that is
-    # most of the prompts.
+    # Samples of two prompts share the blocks of a system prompt. They form a group only if it is most of each prompt.
     joins = (common >= MIN_BLOCKS) & (4 * common >= 3 * torch.maximum(common.roll(1), after))
     begin = torch.where(joins, 0, number).cummax(0).values
     joins &= (number - begin) % most != 0
@@ -113,7 +115,10 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
         if self._applies is None:
             # The layers do not exist before.
             self._applies = self._is_plain()
-        if given.max_query_len != 1 or given.causal is not True or not self._applies:
+            how = "" if self._applies else "do not "
+            log.info("decoding steps %suse cascade attention by prompt", how)
+        is_decoding = given.max_query_len == 1 and given.num_actual_tokens >= given.num_reqs
+        if not is_decoding or given.causal is not True or not self._applies:
             return super().build(common_prefix_len, given, fast_build)
         count = given.num_reqs
         found, rest, lengths = find_prefixes(
@@ -133,12 +138,16 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
         """Return whether all layers attend to all tokens."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         impls: list[Any] = [layer.impl for layer in layers.values()]
-        return self.dcp_world_size == 1 and all(
-            one.sliding_window == (-1, -1)
-            and one.alibi_slopes is None
-            and one.sinks is None
-            and not one.kv_cache_dtype.startswith("fp8")
-            for one in impls
+        return (
+            self.dcp_world_size == 1
+            and self.rswa_window is None
+            and all(
+                one.sliding_window == (-1, -1)
+                and one.alibi_slopes is None
+                and one.sinks is None
+                and not one.kv_cache_dtype.startswith("fp8")
+                for one in impls
+            )
         )
 
     def _kept(self, table: Tensor) -> Prefixes:
@@ -209,6 +218,10 @@ class CascadeImpl(FlashAttentionImpl):
 
 class CascadeBackend(FlashAttentionBackend):
     """FlashAttention with cascade attention by prompt."""
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
 
     @staticmethod
     def get_name() -> str:

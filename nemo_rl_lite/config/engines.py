@@ -176,8 +176,9 @@ def engines_sleep(config: Config) -> bool:
 
 
 def engines_leave_room(config: Config) -> bool:
-    """Return whether engines stay awake on GPUs that they share with a policy, which stays there, too."""
-    return not engines_sleep(config) and not leaving_for_generation(config.policy)
+    """Return whether engines stay awake on GPUs that they share with a policy, which stays there, too. Whether they do
+    is open until the model and the GPU are known."""
+    return config.generation.colocated.sleep is False and not leaving_for_generation(config.policy)
 
 
 def engines_quantize(generation: GenerationConfig) -> bool:

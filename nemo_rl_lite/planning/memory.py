@@ -507,8 +507,10 @@ def _at(place: Place, nbytes: int, moved: bool = True) -> Bytes:
 def _activations(config: Config, shape: ModelShape, trained: Parameters, phase: Phase, stage: int) -> Bytes:
     training = Bytes(*training_activations(config, shape, stage))
     if phase is Phase.TRAIN:
-        # The optimizer's step begins when activations are free.
-        return Bytes(max(training.device, _step_copies(config, trained)), training.host)
+        copies = _step_copies(config, trained)
+        # The optimizer's step begins when activations are free, except those of a captured pass.
+        device = training.device + copies if records_training(config) else max(training.device, copies)
+        return Bytes(device, training.host)
     # A captured training pass keeps its memory in all phases.
     kept = training if records_training(config) else Bytes()
     if phase is not Phase.LOGPROB:

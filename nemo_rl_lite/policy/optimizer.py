@@ -92,8 +92,8 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
 
 
 def allocate_states(own: Any, *_: Any) -> None:
-    """Allocate the states that Transformer Engine's Adam lacks. Its first step would allocate each parameter's between
-    float32 copies of 16-bit moments. When a step's copies are freed, holes too small for activations remain."""
+    """Allocate the states that Transformer Engine's Adam lacks. Its first step would allocate states and float32 copies
+    of moments alternately. The freed copies would leave holes that are too small for activations."""
     for group in own.param_groups:
         for parameter in group["params"]:
             if not own.state[parameter]:

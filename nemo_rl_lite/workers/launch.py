@@ -36,7 +36,8 @@ from nemo_rl_lite.workers.reserve import StartingWorkers, load_generation, start
 from nemo_rl_lite.workers.rollouts import RolloutWorkers
 from nemo_rl_lite.workers.weight_sync import ProbeSettings, WeightSync
 
-# The last part of a vLLM engine's start that takes GPU memory.
+# After this part of its start, a vLLM engine allocates only within its share of the GPU. Engines without it, such as
+# those of several GPUs or without CUDA graphs, end their whole start before.
 _LAST_MEMORY = "cuda_graphs"
 
 
@@ -140,8 +141,8 @@ def launch(
 def _build_beside_engines(
     begun: StartingWorkers, generation: RemoteGeneration, engines: Sequence[Call], resumes: bool, setup: Timer
 ) -> None:
-    """Build policy and teacher on the GPUs of engines, which have begun to start. If the engines sleep while the policy
-    works, they complete their start before. Otherwise they only take their memory before."""
+    """Build policy and teacher on the GPUs of engines, which have begun to start. Engines that sleep while the policy
+    works complete their start before. Others only take their memory before."""
     config, limit = begun.config, begun.config.cluster.start_timeout_s
     others = [*engines, *_if_any(begun.rollout_workers)]
     stays = engines_leave_room(config)

@@ -72,7 +72,8 @@ class AllocatedWorkers:
 
 @dataclass(frozen=True)
 class StartingWorkers(AllocatedWorkers):
-    """Worker processes that are building. `policy` and `teacher` are None if they wait for colocated engines to sleep.
+    """Worker processes that are building. `policy` and `teacher` are None if they wait for the memory of
+    colocated engines.
 
     Each call returns start-up times by part.
     """

@@ -47,14 +47,15 @@ def groups_of(prefixes) -> list[tuple[int, int]]:
     [
         ([(12, 4), (20, 3), (9, 2)], 0, [(4, 12), (3, 20), (2, 9)]),
         # A system prompt alone does not join samples of two prompts.
-        ([(12, 4), (12, 4)], 8, [(4, 20), (4, 20)]),
+        ([(12, 3), (12, 3)], 8, [(3, 20), (3, 20)]),
+        ([(4, 2), (4, 2)], 14, [(4, 14)]),
         # It is what single samples share.
         ([(1, 1), (2, 1), (1, 1)], 20, [(3, 20)]),
         # No group is larger than `MOST`; one request has no prefix to share.
         ([(12, 9)], 0, [(4, 12), (4, 12), (1, 0)]),
         ([(12, 1), (MIN_BLOCKS - 1, 3)], 0, [(1, 0)] * 4),
     ],
-    ids=["prompts", "system prompt", "single samples", "many samples", "short prompts"],
+    ids=["prompts", "system prompt", "long system prompt", "single samples", "many samples", "short prompts"],
 )
 def test_groups(prompts, system, groups):
     table, lengths = requests(*prompts, system=system)
@@ -79,11 +80,14 @@ def test_padded_requests_have_a_token_of_the_first_block():
     assert left[2:].tolist() == [1, 1] and not rest[2:].any()
 
 
-def attend(q, k, v, cu_seqlens_q, seqused_k, block_table, softmax_scale, **_) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to a paged cache, of sequences whose queries are all after it, with the logarithms of the sums."""
+def attend(
+    q, k, v, cu_seqlens_q, seqused_k, block_table, softmax_scale, *, causal, max_seqlen_q, max_seqlen_k, **_
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to a paged cache, with the logarithms of the sums. The last query of a sequence is at its end."""
     output, sums = torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), -torch.inf)
     for number, (begin, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
         count = int(seqused_k[number])
+        assert end - begin <= max_seqlen_q and count <= max_seqlen_k
         if begin == end or count == 0:
             continue
         blocks = block_table[number, : -(-count // BLOCK)].long()
@@ -91,6 +95,9 @@ def attend(q, k, v, cu_seqlens_q, seqused_k, block_table, softmax_scale, **_) ->
             one[blocks].flatten(0, 1)[:count].repeat_interleave(q.shape[1] // KV_HEADS, dim=1) for one in (k, v)
         )
         scores = torch.einsum("qhd,khd->hqk", q[begin:end], keys) * softmax_scale
+        if causal:
+            seen = torch.arange(count) <= torch.arange(count - (end - begin), count)[:, None]
+            scores = scores.masked_fill(~seen, -torch.inf)
         output[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
         sums[:, begin:end] = scores.logsumexp(-1)
     return output, sums
@@ -115,13 +122,13 @@ class Given(SimpleNamespace):
         return Given(**vars(self) | fields)
 
 
-def decoding(table: torch.Tensor, lengths: torch.Tensor, queries: int = 1) -> Given:
+def decoding(table: torch.Tensor, lengths: torch.Tensor) -> Given:
     count = len(table)
     starts = torch.arange(count + 1, dtype=torch.int32)
     return Given(
         num_reqs=count,
         num_actual_tokens=count,
-        max_query_len=queries,
+        max_query_len=1,
         causal=True,
         block_table_tensor=table,
         seq_lens=lengths,
@@ -144,23 +151,59 @@ def test_outputs_are_those_of_the_whole_cache(builder, monkeypatch):
     for prompts in ([(12, 3), (9, 2)], [(20, 5), (3, 2), (10, 4)], [(11, 1), (15, 2)]):
         table, lengths = requests(*prompts)
         made = builder.build(0, decoding(table, lengths))
-        kept.add(made.prefixes.table.data_ptr())
+        own = (*vars(made.prefixes).values(), made.block_table_tensor, made.seq_lens)
+        kept.add(tuple(one.data_ptr() for one in own if isinstance(one, torch.Tensor)))
         made.block_table = made.block_table_tensor
         query = torch.randn(len(table), HEADS, SIZE)
         output = torch.empty_like(query)
         impl.forward(None, query, None, None, cache, made, output)
-        expected, _ = attend(query, keys, values, made.query_start_loc, lengths, table, impl.scale)
+        most = {"causal": True, "max_seqlen_q": 1, "max_seqlen_k": WIDTH * BLOCK}
+        expected, _ = attend(query, keys, values, made.query_start_loc, lengths, table, impl.scale, **most)
         torch.testing.assert_close(output, expected)
     assert len(kept) == 1
 
 
 def test_other_batches_are_vllms(builder):
     table, lengths = requests((12, 4))
-    given = decoding(table, lengths, queries=3)
-    assert builder.build(0, given) is given
+    for own in ({"max_query_len": 3}, {"causal": False}, {"num_actual_tokens": 3}):
+        given = decoding(table, lengths).replace(**own)
+        assert builder.build(0, given) is given
     builder._applies = False
     given = decoding(table, lengths)
     assert builder.build(0, given) is given
+
+
+PLAIN = {"sliding_window": (-1, -1), "alibi_slopes": None, "sinks": None, "kv_cache_dtype": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "others", "plain"),
+    [
+        ({}, {}, True),
+        ({"sliding_window": (127, 0)}, {}, False),
+        ({"alibi_slopes": torch.ones(HEADS)}, {}, False),
+        ({"sinks": torch.ones(HEADS)}, {}, False),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {}, False),
+        ({}, {"dcp_world_size": 2}, False),
+        ({}, {"rswa_window": 128}, False),
+    ],
+)
+def test_only_attention_to_all_tokens_is_divided(builder, layer, others, plain, monkeypatch):
+    layers = {
+        str(number): SimpleNamespace(impl=SimpleNamespace(**PLAIN | own)) for number, own in enumerate([{}, layer])
+    }
+    monkeypatch.setattr(vllm_cascade, "get_layers_from_vllm_config", lambda *_: layers)
+    vars(builder).update({"layer_names": [], "dcp_world_size": 1, "rswa_window": None} | others)
+    assert builder._is_plain() == plain
+
+
+@pytest.mark.parametrize(("heads", "most"), [((16, 8), 32), ((64, 8), 8), ((128, 1), 1)])
+def test_a_group_fits_the_smallest_tile(heads, most, monkeypatch):
+    def construct(own) -> None:
+        own.num_heads_q, own.num_heads_kv = heads
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", construct)
+    assert CascadeBuilder()._most == most
 
 
 def test_engines_offer_it_by_the_name_of_custom_backends():
@@ -172,3 +215,14 @@ def test_engines_offer_it_by_the_name_of_custom_backends():
     assert CascadeBackend.get_builder_cls() is CascadeBuilder and CascadeBackend.get_impl_cls() is CascadeImpl
     # A graph of the whole model is only for batches of one token per request.
     assert CascadeBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+    assert not CascadeBuilder.supports_update_block_table and not CascadeBackend.supports_batch_invariance()
+    assert not object.__new__(CascadeBuilder).use_cascade_attention(128, num_reqs=8)
+
+
+def test_other_versions_have_no_such_backend(monkeypatch):
+    from vllm.v1.attention.backends import registry
+
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    monkeypatch.setattr("nemo_rl_lite.compat.vllm.fits", lambda *_: False)
+    offer_cascade_attention()
+    assert not registry._ATTN_OVERRIDES

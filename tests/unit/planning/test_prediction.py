@@ -331,6 +331,9 @@ def test_copies_of_narrow_moments_count_where_activations_are_smaller():
     narrow, few = f"{OPTIMIZER}.exp_avg_dtype=bfloat16", "policy.sequence_packing.train_mb_tokens=128"
     assert activations() == activations(narrow) > 4 * parameter_count(SMOLLM2)
     assert activations(few) < activations(few, narrow) == 4 * parameter_count(SMOLLM2)
+    # A captured pass keeps its activations during the step.
+    graphs = f"{MEGATRON}.cuda_graph_impl=full_iteration"
+    assert activations(graphs, narrow) - activations(graphs) == 4 * parameter_count(SMOLLM2)
 
 
 def test_split_experts_are_counted_in_parts():
