@@ -50,6 +50,7 @@ KWARGS = "+generation.vllm_kwargs"
 COMPILED = "generation.vllm_kwargs.compilation_config.mode=3"
 BLOCKS = f"{KWARGS}.block_size=128"
 TRITON = f"{KWARGS}.attention_backend=TRITON_ATTN"
+CASCADE = f"{KWARGS}.attention_backend=CUSTOM"
 ONE_SPLIT = f"{KWARGS}.attention_config={{flash_attn_max_num_splits_for_cuda_graph: 1}}"
 SETTINGS: dict[str, list[str]] = {
     "the launcher's": [],
@@ -60,7 +61,8 @@ SETTINGS: dict[str, list[str]] = {
     "Triton attention": [TRITON],
     "FlashInfer attention": [f"{KWARGS}.attention_backend=FLASHINFER", f"{KWARGS}.enable_flashinfer_autotune=false"],
     "compiled, Triton attention": [COMPILED, TRITON],
-    "cascade attention": [f"{KWARGS}.attention_backend=CUSTOM"],
+    "cascade attention": [CASCADE],
+    "cascade attention in one split": [CASCADE, ONE_SPLIT],
     "fp8 cache": [f"{KWARGS}.kv_cache_dtype=fp8"],
     "first runner": [],
 }
