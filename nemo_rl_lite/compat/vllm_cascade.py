@@ -7,8 +7,7 @@ with sliding windows, sinks or ALiBi, are computed as by vLLM's FlashAttention.
 """
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +35,8 @@ MIN_BLOCKS = 8
 _ROWS = 64
 
 
-@dataclass(frozen=True)
-class Prefixes:
-    """Shared prefixes of R requests, in as many groups or fewer."""
+class Division(NamedTuple):
+    """The caches of R requests, divided into the shared prefixes of groups, R of them or fewer, and the rest."""
 
     starts: Tensor
     """(R + 1) First request of each group, and R for the groups that remain."""
@@ -46,30 +44,25 @@ class Prefixes:
     """(R) Tokens of each group's prefix."""
     table: Tensor
     """(R, blocks) Blocks of each group's first request."""
-    most: int
-    """Maximum number of requests in a group."""
-
-    def copy_from(self, other: "Prefixes") -> None:
-        self.starts.copy_(other.starts)
-        self.lengths.copy_(other.lengths)
-        self.table.copy_(other.table)
-
-    def first(self, requests: int) -> "Prefixes":
-        """Return the part for a number of requests, which shares memory."""
-        return Prefixes(self.starts[: requests + 1], self.lengths[:requests], self.table[:requests], self.most)
+    rest_lengths: Tensor
+    """(R) Tokens of each request after its prefix, at least 1."""
+    rest_table: Tensor
+    """(R, blocks) Their blocks."""
 
 
-def find_prefixes(table: Tensor, lengths: Tensor, block: int, most: int) -> tuple[Prefixes, Tensor, Tensor]:
-    """Group neighboring requests, without a wait for the device.
+def group_size(queries_per_key: int) -> int:
+    """Return the maximum number of requests in a group, by a model's query heads for each key head."""
+    return max(1, _ROWS // queries_per_key)
+
+
+def divide(table: Tensor, lengths: Tensor, block: int, most: int) -> Division:
+    """Divide the caches of requests, without a wait for the device.
 
     Args:
         table: (R, blocks) int32, blocks of each request's cache. Entries after its last one may be anything.
         lengths: (R) int32, tokens of each request's cache, the newest included.
         block: tokens of a block.
         most: maximum number of requests in a group.
-
-    Returns:
-        The prefixes, and the rest of each request: blocks (R, blocks) and tokens (R), at least 1.
     """
     count, width = table.shape
     number = torch.arange(count, dtype=torch.int32, device=table.device)
@@ -89,14 +82,14 @@ def find_prefixes(table: Tensor, lengths: Tensor, block: int, most: int) -> tupl
     blocks = blocks.scatter_reduce_(0, group, torch.where(joins, common, unset), "amin")
     blocks = torch.where(blocks == unset, 0, blocks)
     own = blocks[group]
-    prefixes = Prefixes(starts, blocks * block, table[starts[:count].clamp(max=count - 1)], most)
-    columns = own[:, None] + torch.arange(width, device=table.device)
-    rest = table.gather(1, columns.clamp(max=width - 1))
-    return prefixes, rest, (lengths - own * block).clamp(min=1)
+    columns = (own[:, None] + torch.arange(width, device=table.device)).clamp(max=width - 1)
+    rest_lengths = (lengths - own * block).clamp(min=1)
+    first = starts[:count].clamp(max=count - 1)
+    return Division(starts, blocks * block, table[first], rest_lengths, table.gather(1, columns))
 
 
 class CascadeBuilder(FlashAttentionMetadataBuilder):
-    """Adds `prefixes` to the metadata of decoding steps, whose other fields describe the rest of each request."""
+    """Adds a division to the metadata of decoding steps, whose other fields describe the rest of each request."""
 
     # A graph of prompts would not be one of decoding steps.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -104,11 +97,9 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        self._most = max(1, _ROWS // (self.num_heads_q // self.num_heads_kv))
         self._applies: bool | None = None
         # CUDA graphs read from the same memory at every step.
-        self._prefixes: Prefixes | None = None
-        self._rest = self._rest_lengths = torch.empty(0)
+        self._kept: Division | None = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         given = common_attn_metadata
@@ -120,15 +111,14 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
         is_decoding = given.max_query_len == 1 and given.num_actual_tokens >= given.num_reqs
         if not is_decoding or given.causal is not True or not self._applies:
             return super().build(common_prefix_len, given, fast_build)
-        count = given.num_reqs
-        found, rest, lengths = find_prefixes(
-            given.block_table_tensor[:count], given.seq_lens[:count], self.block_size, self._most
-        )
-        prefixes = self._kept(given.block_table_tensor).first(count)
-        prefixes.copy_from(found)
-        own = self._rest[:count].copy_(rest), self._rest_lengths[:count].copy_(lengths)
-        made: Any = super().build(0, given.replace(block_table_tensor=own[0], seq_lens=own[1]), fast_build)
-        made.prefixes = prefixes
+        table, lengths = given.block_table_tensor[: given.num_reqs], given.seq_lens[: given.num_reqs]
+        found = divide(table, lengths, self.block_size, group_size(self.num_heads_q // self.num_heads_kv))
+        if self._kept is None:
+            self._kept = self._allocated(table)
+        division = Division(*(kept[: len(new)].copy_(new) for kept, new in zip(self._kept, found, strict=True)))
+        own = given.replace(block_table_tensor=division.rest_table, seq_lens=division.rest_lengths)
+        made: Any = super().build(0, own, fast_build)
+        made.division = division
         return made
 
     def use_cascade_attention(self, *arguments: Any, **named: Any) -> bool:
@@ -150,19 +140,14 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
             )
         )
 
-    def _kept(self, table: Tensor) -> Prefixes:
-        if self._prefixes is None:
-            most = max(self.vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
-            self._rest = table.new_zeros(most, table.shape[1])
-            self._rest_lengths = table.new_zeros(most)
-            self._prefixes = Prefixes(
-                table.new_zeros(most + 1), table.new_zeros(most), table.new_zeros(most, table.shape[1]), self._most
-            )
-        return self._prefixes
+    def _allocated(self, table: Tensor) -> Division:
+        """Return memory for the largest batch."""
+        most, width = max(self.vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0), table.shape[1]
+        return Division(*(table.new_zeros(shape) for shape in (most + 1, most, (most, width), most, (most, width))))
 
 
 class CascadeImpl(FlashAttentionImpl):
-    """Attends to `prefixes` and to the rest, where the metadata has them."""
+    """Attends to prefixes and to the rest, where the metadata has a division."""
 
     def forward(
         self,
@@ -176,8 +161,8 @@ class CascadeImpl(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        prefixes: Prefixes | None = getattr(attn_metadata, "prefixes", None)
-        if prefixes is None:
+        division: Division | None = getattr(attn_metadata, "division", None)
+        if division is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
@@ -196,18 +181,18 @@ class CascadeImpl(FlashAttentionImpl):
             "num_splits": attn_metadata.max_num_splits,
         }
         of_prefix = fa_utils.flash_attn_varlen_func(
-            cu_seqlens_q=prefixes.starts,
-            max_seqlen_q=prefixes.most,
-            seqused_k=prefixes.lengths,
-            block_table=prefixes.table,
+            cu_seqlens_q=division.starts,
+            max_seqlen_q=group_size(self.num_queries_per_kv),
+            seqused_k=division.lengths,
+            block_table=division.table,
             causal=False,
             **shared,
         )
         of_rest = fa_utils.flash_attn_varlen_func(
             cu_seqlens_q=attn_metadata.query_start_loc,
             max_seqlen_q=1,
-            seqused_k=attn_metadata.seq_lens,
-            block_table=attn_metadata.block_table,
+            seqused_k=division.rest_lengths,
+            block_table=division.rest_table,
             causal=True,
             scheduler_metadata=attn_metadata.scheduler_metadata,
             **shared,

@@ -507,8 +507,9 @@ def _at(place: Place, nbytes: int, moved: bool = True) -> Bytes:
 def _activations(config: Config, shape: ModelShape, trained: Parameters, phase: Phase, stage: int) -> Bytes:
     training = Bytes(*training_activations(config, shape, stage))
     if phase is Phase.TRAIN:
-        copies = _step_copies(config, trained)
-        # The optimizer's step begins when activations are free, except those of a captured pass.
+        # A step of Transformer Engine's Adam copies 16-bit moments to float32. It begins when activations are free,
+        # except those of a captured pass.
+        copies = 4 * (_narrow_moments(config) or 0) * _stepped(config, trained)
         device = training.device + copies if records_training(config) else max(training.device, copies)
         return Bytes(device, training.host)
     # A captured training pass keeps its memory in all phases.
@@ -525,9 +526,9 @@ def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> B
     settings, held = config.policy.megatron_cfg.optimizer, _stepped(config, parameters)
     masters = 4 if config.policy.precision == "bfloat16" else 0
     past = 8 if settings.optimizer == "adam" else 4 if settings.sgd_momentum > 0 else 0
-    if _has_narrow_states(config):
+    if (narrow := _narrow_moments(config)) is not None:
         # Master weights are the lower 16 bits of float32 values, whose upper 16 bits are the weights.
-        masters, past = 2, 8 - 2 * _narrow_moments(config)
+        masters, past = 2, 8 - 2 * narrow
     whole = held * (masters + past)
     if not settings.optimizer_cpu_offload:
         return _at(place, whole)
@@ -536,19 +537,12 @@ def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> B
     return Bytes(device=int((1 - away) * whole), host=int(away * held * (4 + gradient_bytes(config) + past)))
 
 
-def _step_copies(config: Config, parameters: Parameters) -> int:
-    """Return the bytes of float32 copies that a step of Transformer Engine's Adam makes of 16-bit moments."""
-    return _stepped(config, parameters) * 4 * _narrow_moments(config) if _has_narrow_states(config) else 0
-
-
-def _has_narrow_states(config: Config) -> bool:
-    settings = config.policy.megatron_cfg.optimizer
-    return settings.use_precision_aware_optimizer and on_gpus(config) and not settings.optimizer_cpu_offload
-
-
-def _narrow_moments(config: Config) -> int:
-    settings = config.policy.megatron_cfg.optimizer
-    return [settings.exp_avg_dtype, settings.exp_avg_sq_dtype].count("bfloat16")
+def _narrow_moments(config: Config) -> int | None:
+    """Count the moments of 16 bits; None without the precision-aware optimizer."""
+    own = config.policy.megatron_cfg.optimizer
+    if not own.use_precision_aware_optimizer or own.optimizer_cpu_offload or not on_gpus(config):
+        return None
+    return [own.exp_avg_dtype, own.exp_avg_sq_dtype].count("bfloat16")
 
 
 def _stepped(config: Config, parameters: Parameters) -> int:

@@ -67,7 +67,7 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         for own in torch_optimizers(optimizer):
             forget_classes(own)
         release_copies_of_construction()
-    elif settings.use_precision_aware_optimizer and model.device.type == "cuda":
+    elif states:
         for own in torch_optimizers(optimizer):
             own.register_step_pre_hook(allocate_states)
     # megatron-core requires decay steps after the warm-up even for a constant rate.

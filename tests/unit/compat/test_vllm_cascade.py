@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 from nemo_rl_lite.compat import vllm_cascade
 from nemo_rl_lite.compat.vllm import offer_cascade_attention
-from nemo_rl_lite.compat.vllm_cascade import MIN_BLOCKS, CascadeBackend, CascadeBuilder, CascadeImpl, find_prefixes
+from nemo_rl_lite.compat.vllm_cascade import MIN_BLOCKS, CascadeBackend, CascadeBuilder, CascadeImpl, divide, group_size
 
 BLOCK, MOST, WIDTH = 4, 4, 40
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -36,10 +36,10 @@ def requests(*prompts: tuple[int, int], system: int = 0) -> tuple[torch.Tensor, 
     return torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
 
 
-def groups_of(prefixes) -> list[tuple[int, int]]:
+def groups_of(division) -> list[tuple[int, int]]:
     """Requests and blocks of each group."""
-    sizes = (prefixes.starts[1:] - prefixes.starts[:-1]).tolist()
-    return [(size, length // BLOCK) for size, length in zip(sizes, prefixes.lengths.tolist(), strict=True) if size]
+    sizes = division.starts.diff().tolist()
+    return [(size, length // BLOCK) for size, length in zip(sizes, division.lengths.tolist(), strict=True) if size]
 
 
 @pytest.mark.parametrize(
@@ -59,25 +59,26 @@ def groups_of(prefixes) -> list[tuple[int, int]]:
 )
 def test_groups(prompts, system, groups):
     table, lengths = requests(*prompts, system=system)
-    prefixes, _, _ = find_prefixes(table, lengths, BLOCK, MOST)
-    assert groups_of(prefixes) == groups
-    assert prefixes.starts[-1] == len(table)
+    division = divide(table, lengths, BLOCK, MOST)
+    assert groups_of(division) == groups
+    assert division.starts[-1] == len(table)
 
 
 def test_a_prefix_ends_before_the_newest_token():
     table = torch.arange(1, 1 + WIDTH, dtype=torch.int32).repeat(2, 1)
     lengths = torch.tensor([10 * BLOCK, 10 * BLOCK + 1], dtype=torch.int32)
-    prefixes, rest, left = find_prefixes(table, lengths, BLOCK, MOST)
-    assert groups_of(prefixes) == [(2, 9)]
-    assert left.tolist() == [BLOCK, BLOCK + 1] and rest[:, 0].tolist() == [10, 10]
+    division = divide(table, lengths, BLOCK, MOST)
+    assert groups_of(division) == [(2, 9)]
+    assert division.rest_lengths.tolist() == [BLOCK, BLOCK + 1]
+    assert division.rest_table[:, 0].tolist() == [10, 10]
 
 
 def test_padded_requests_have_a_token_of_the_first_block():
     table, lengths = requests((12, 2))
     table, lengths = torch.cat([table, torch.zeros_like(table)]), torch.cat([lengths, torch.zeros_like(lengths)])
-    prefixes, rest, left = find_prefixes(table, lengths, BLOCK, MOST)
-    assert groups_of(prefixes) == [(2, 12), (1, 0), (1, 0)]
-    assert left[2:].tolist() == [1, 1] and not rest[2:].any()
+    division = divide(table, lengths, BLOCK, MOST)
+    assert groups_of(division) == [(2, 12), (1, 0), (1, 0)]
+    assert division.rest_lengths[2:].tolist() == [1, 1] and not division.rest_table[2:].any()
 
 
 def attend(
@@ -112,7 +113,8 @@ def merge(output, prefix, prefix_sums, rest, rest_sums) -> None:
 def builder(monkeypatch) -> CascadeBuilder:
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", lambda _, common, given, fast: given)
     own = object.__new__(CascadeBuilder)
-    own._applies, own._most, own._prefixes, own.block_size, own.max_cudagraph_size = True, MOST, None, BLOCK, 16
+    own._applies, own._kept, own.block_size, own.max_cudagraph_size = True, None, BLOCK, 16
+    own.num_heads_q, own.num_heads_kv = HEADS, KV_HEADS
     own.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=12))
     return own
 
@@ -144,6 +146,7 @@ def test_outputs_are_those_of_the_whole_cache(builder, monkeypatch):
     monkeypatch.setattr(vllm_cascade, "merge_attn_states", merge)
     impl = object.__new__(CascadeImpl)
     impl.head_size, impl.scale, impl.logits_soft_cap, impl.vllm_flash_attn_version = SIZE, 0.3, 0, 3
+    impl.num_queries_per_kv = HEADS // KV_HEADS
     cache = torch.randn(4001, KV_HEADS, BLOCK, 2 * SIZE)
     keys, values = cache.transpose(1, 2).split(SIZE, dim=-1)
     kept = set()
@@ -151,9 +154,8 @@ def test_outputs_are_those_of_the_whole_cache(builder, monkeypatch):
     for prompts in ([(12, 3), (9, 2)], [(20, 5), (3, 2), (10, 4)], [(11, 1), (15, 2)]):
         table, lengths = requests(*prompts)
         made = builder.build(0, decoding(table, lengths))
-        own = (*vars(made.prefixes).values(), made.block_table_tensor, made.seq_lens)
-        kept.add(tuple(one.data_ptr() for one in own if isinstance(one, torch.Tensor)))
-        made.block_table = made.block_table_tensor
+        assert made.block_table_tensor is made.division.rest_table and made.seq_lens is made.division.rest_lengths
+        kept.add(tuple(one.data_ptr() for one in made.division))
         query = torch.randn(len(table), HEADS, SIZE)
         output = torch.empty_like(query)
         impl.forward(None, query, None, None, cache, made, output)
@@ -197,13 +199,9 @@ def test_only_attention_to_all_tokens_is_divided(builder, layer, others, plain, 
     assert builder._is_plain() == plain
 
 
-@pytest.mark.parametrize(("heads", "most"), [((16, 8), 32), ((64, 8), 8), ((128, 1), 1)])
-def test_a_group_fits_the_smallest_tile(heads, most, monkeypatch):
-    def construct(own) -> None:
-        own.num_heads_q, own.num_heads_kv = heads
-
-    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", construct)
-    assert CascadeBuilder()._most == most
+@pytest.mark.parametrize(("queries", "most"), [(2, 32), (8, 8), (128, 1)])
+def test_a_group_fits_the_smallest_tile(queries, most):
+    assert group_size(queries) == most
 
 
 def test_engines_offer_it_by_the_name_of_custom_backends():
