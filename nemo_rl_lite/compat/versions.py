@@ -6,6 +6,9 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+# Release of vLLM that `vllm_cascade.py` fits.
+CASCADE_RELEASE = "0.26"
+
 
 def constraints_file() -> Path:
     """Return the path of constraints.txt: in the package of a wheel, next to it in a checkout."""

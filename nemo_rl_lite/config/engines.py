@@ -90,7 +90,7 @@ def _vllm_precisions() -> tuple[tuple[str, ...], ...]:
     """Return FP8 weights of each kind, an FP8 KV cache, both, and other attention kernels."""
     key = "++generation.vllm_kwargs"
     weights, cache = [f"{key}.quantization={way}" for way in VLLM_QUANTIZATIONS], f"{key}.kv_cache_dtype=fp8"
-    kernels = [f"{key}.attention_backend={kind}" for kind in ("FLASHINFER", "TRITON_ATTN")]
+    kernels = [f"{key}.attention_backend={kind}" for kind in ("FLASHINFER", "TRITON_ATTN", "CUSTOM")]
     return *((one,) for one in (*weights, cache, *kernels)), (f"{key}.quantization=fp8_per_channel", cache)
 
 

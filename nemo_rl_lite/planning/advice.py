@@ -1,4 +1,4 @@
-"""Advises a run on GPUs which split of them would be faster, by the phases that its steps have measured."""
+"""Advises a run on GPUs what would be faster, by the phases and lengths that its steps have measured."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from nemo_rl_lite.compat.versions import CASCADE_RELEASE
 from nemo_rl_lite.config.algorithms import generates
+from nemo_rl_lite.config.engines import speculation
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape, published_shape
@@ -29,6 +32,9 @@ _TIMERS = [
     f"timing/train/{name}"
     for name in ("total_step_time", "generation", "policy_and_reference_logprobs", "policy_training")
 ]
+# A run hears of cascade attention if decoding steps would read keys and values this many times less.
+_FEWER = 2.0
+_CASCADE = "+generation.vllm_kwargs.attention_backend=CUSTOM"
 History = Sequence[Mapping[str, float | None]]
 """Metrics by full name, in order of steps."""
 
@@ -48,6 +54,24 @@ def faster_split(config: Config, shape: ModelShape, gpu_bytes: int, steps: Histo
     return (
         f"a step takes {shown_seconds(now.seconds)} s (median of {len(steps)} steps); with {described(best)} it would "
         f"take {shown_seconds(best.seconds)} s, by the measured phases: {shlex.join(best.overrides)}"
+    )
+
+
+def cascade_attention(config: Config, steps: History) -> str | None:
+    """Return a sentence on cascade attention, if the measured prompts are long enough for it; None otherwise.
+
+    `steps`: see `measured_steps`.
+    """
+    generation, prompt, response = config.generation, *(_median(steps, name) for name in _LENGTHS[:2])
+    samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
+    # Halfway through the responses.
+    fewer = (prompt + response / 2) / (prompt / samples + response / 2)
+    has_own = {"attention_backend", "kv_cache_dtype"} & generation.vllm_kwargs.keys()
+    if fewer < _FEWER or has_own or generation.backend != "vllm" or speculation(generation) is not None:
+        return None
+    return (
+        f"prompts have {prompt:,.0f} tokens, and {samples} samples each; with cascade attention engines would read "
+        f"{fewer:.1f} times fewer keys and values: {_CASCADE}"
     )
 
 
@@ -80,21 +104,23 @@ def measured_phases(
 
 
 @dataclass
-class SplitAdvice:
-    """Tells a run once which split would be faster. `config` has `auto` unresolved."""
+class Advice:
+    """Tells a run once what would be faster. `config` has `auto` unresolved."""
 
     config: Config
     shape: ModelShape
     gpu_bytes: int
+    can_cascade: bool
     _told: bool = False
 
     @classmethod
-    def of(cls, folder: Path, shape: ModelShape | None = None) -> "SplitAdvice | None":
+    def of(cls, folder: Path, shape: ModelShape | None = None) -> "Advice | None":
         """Read a run's folder. Return None for a run without rollouts or on CPUs, and if files are incomplete.
 
         `shape`: the model's architecture, if its name does not tell.
         """
-        gpus = read_json(folder / ENVIRONMENT_FILE).get("hardware", {}).get("gpus")
+        environment = read_json(folder / ENVIRONMENT_FILE)
+        gpus = environment.get("hardware", {}).get("gpus")
         if not gpus:
             return None
         try:
@@ -106,15 +132,18 @@ class SplitAdvice:
         if shape is None or not generates(config) or not on_gpus(config):
             return None
         # Lines of nvidia-smi: name, memory, driver.
-        return cls(config, shape, min(parse_size(line.split(",")[1]) for line in gpus))
+        gpu_bytes = min(parse_size(line.split(",")[1]) for line in gpus)
+        has_release = environment.get("versions", {}).get("vllm", "").startswith(f"{CASCADE_RELEASE}.")
+        return cls(config, shape, gpu_bytes, has_release and not shape.latent)
 
     def news(self, history: History) -> Iterator[str]:
-        """Yield the sentence of `faster_split` as soon as enough steps are measured."""
+        """Yield the sentences of `faster_split` and `cascade_attention` as soon as enough steps are measured."""
         steps = [] if self._told else measured_steps(history)
         if steps:
             self._told = True
-            sentence = faster_split(self.config, self.shape, self.gpu_bytes, steps)
-            yield from filter(None, [sentence])
+            split = faster_split(self.config, self.shape, self.gpu_bytes, steps)
+            cascade = cascade_attention(self.config, steps) if self.can_cascade else None
+            yield from filter(None, [split, cascade])
 
 
 def _median(steps: History, name: str) -> float:

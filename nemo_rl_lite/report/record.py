@@ -30,7 +30,7 @@ from nemo_rl_lite.observability.runs import is_run, metrics_entry, runs_below
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.sinks import spread, text_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
-from nemo_rl_lite.planning.advice import SplitAdvice
+from nemo_rl_lite.planning.advice import Advice
 from nemo_rl_lite.rollout.store import Times, read_rollout, read_spans, read_times, rollout_files, step_of
 from nemo_rl_lite.validation.compose import default_values
 
@@ -105,7 +105,7 @@ def read_run(folder: Path) -> RunRecord:
     trained = [file for file in rollout_files(folder) if file.stem.endswith("train")]
     config = dict(flatten(redact(read_json(folder / CONFIG_FILE, notes))))
     notes += WeakSignals(config).at_end(metrics)
-    if advice := SplitAdvice.of(folder):
+    if advice := Advice.of(folder):
         notes += advice.news(metrics)
     return RunRecord(
         folder=folder,

@@ -23,7 +23,7 @@ from nemo_rl_lite.errors import LauncherError, printable
 from nemo_rl_lite.observability.console import PHASES, duration
 from nemo_rl_lite.observability.environment import CONFIG_FILE, ERROR_FILE
 from nemo_rl_lite.observability.runs import RunState, read_json, read_state, silent_s
-from nemo_rl_lite.planning.advice import SplitAdvice
+from nemo_rl_lite.planning.advice import Advice
 from nemo_rl_lite.planning.budget import size
 from nemo_rl_lite.run.folder import how_to_resume
 from nemo_rl_lite.system.stopping import request_end
@@ -104,7 +104,7 @@ def status_rows(state: RunState) -> Iterator[tuple[str, str]]:
             yield label, f"{value:.4g} after step {step}"
     if memory := _memory(state):
         yield "memory", memory
-    if advice := SplitAdvice.of(state.folder):
+    if advice := Advice.of(state.folder):
         yield from (("faster", sentence) for sentence in advice.news(state.metrics))
     yield "checkpoint", _checkpoint(state)
     for problem in _problems(state):

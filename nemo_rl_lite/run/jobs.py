@@ -49,7 +49,7 @@ from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.signal import WeakSignals
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
-from nemo_rl_lite.planning.advice import SplitAdvice
+from nemo_rl_lite.planning.advice import Advice
 from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rollout.collector import RolloutCollector
@@ -220,7 +220,7 @@ class GRPOJob(_AlgorithmJob):
             # Engines with requests in progress do not restart.
             if not generates_ahead(self._config):
                 of_engines["note_mismatch"] = generation.mismatch.note
-            if advice := SplitAdvice.of(self._folder, shape):
+            if advice := Advice.of(self._folder, shape):
                 of_engines["advise"] = advice.news
             own = workers.policy, workers.teacher, source, lambda: workers.groups
             loop = self._loop(metrics, start, *own, callbacks, **of_engines)

@@ -80,7 +80,7 @@ def test_colocated_engines_stay_awake_where_both_fit(gpu_model, tmp_path):
 
 @pytest.mark.gpu
 def test_an_engine_reads_a_shared_prompt_once(gpu_model, tmp_path):
-    long = ["policy.max_total_sequence_length=512", f"data.system_prompt='{'a long prompt ' * 100}'"]
+    long = ["policy.max_total_sequence_length=1024", f"data.system_prompt='{'a long prompt ' * 50}'"]
     check(run(tmp_path / "run", gpu_model, 1, "+generation.vllm_kwargs.attention_backend=CUSTOM", *long))
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
     assert "decoding steps use cascade attention by prompt" in logs

@@ -12,7 +12,8 @@ from nemo_rl_lite.observability.runs import read_state
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.planning.advice import (
     FEWEST_STEPS,
-    SplitAdvice,
+    Advice,
+    cascade_attention,
     faster_split,
     measured_phases,
     measured_steps,
@@ -224,6 +225,22 @@ def test_phases_are_those_that_a_run_measured():
     assert measured_phases(apart, 70, 0, 23, 46, 30).generation == pytest.approx(70 - 30 - 1)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "overrides", "fewer"),
+    [
+        (2048, [], "6.0"),
+        (512, [], "2.7"),
+        (256, [], None),
+        (2048, ["+generation.vllm_kwargs.kv_cache_dtype=fp8"], None),
+    ],
+)
+def test_long_prompts_ask_for_cascade_attention(prompt, overrides, fewer):
+    config = compose_config([*ROW, *overrides, "algorithm.num_generations_per_prompt=16"])
+    lengths = {"train/mean_prompt_length": prompt, "train/mean_gen_tokens_per_sample": 512}
+    sentence = cascade_attention(config, [one | lengths for one in entries(5)])
+    assert sentence is None if fewer is None else f"{fewer} times fewer keys and values" in sentence
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A run of the measured row, one step off."""
@@ -234,7 +251,7 @@ def folder(tmp_path):
 
 
 def test_a_run_is_told_once(folder):
-    advice = SplitAdvice.of(folder)
+    advice = Advice.of(folder)
     assert [*advice.news(entries(1))] == []
     assert len([*advice.news(entries(9))]) == 1 and [*advice.news(entries(10))] == []
 
@@ -244,9 +261,9 @@ def test_no_advice_without_gpus_or_a_known_model(folder):
     config = json.loads((folder / "config.json").read_text())
     config["policy"]["model_name"] = "someone/unknown"
     (folder / "config.json").write_text(json.dumps(config))
-    assert SplitAdvice.of(folder) is None and SplitAdvice.of(folder, SHAPE) is not None
+    assert Advice.of(folder) is None and Advice.of(folder, SHAPE) is not None
     environment.write_text("{}")
-    assert SplitAdvice.of(folder, SHAPE) is None
+    assert Advice.of(folder, SHAPE) is None
 
 
 def test_status_and_report_name_the_faster_split(folder):
