@@ -36,7 +36,7 @@ from nemo_rl_lite.errors import ConfigError, Violation
 CONFIG_NAME = "train"
 DEFAULT_DATA = "reverse_digits"
 # Keys of data, and the file of the group that reads them.
-_DATA_OF = {"train_path": "file", "path": "hub"}
+DATA_OF = {"train_path": "file", "path": "hub"}
 # Default files of groups that depend on the machine, and those that a run on GPUs has instead.
 ON_CPUS = {"policy": "megatron", "generation": "vllm", "offload": "none"}
 _ON_GPUS = {"policy": "megatron_gpu", "generation": "vllm_gpu", "offload": "auto"}
@@ -144,7 +144,7 @@ def _implied(composed: DictConfig, choices: Sequence[str]) -> list[str]:
         # Someone who chooses the policy's file has decided where its tensors are.
         implied += [f"{one}={_ON_GPUS[one]}" for one in open_groups if one != "offload" or "policy" in open_groups]
     if "data" not in chosen and default.data == DEFAULT_DATA:
-        implied += [f"data={file}" for key, file in _DATA_OF.items() if composed.data.get(key) is not None][:1]
+        implied += [f"data={file}" for key, file in DATA_OF.items() if composed.data.get(key) is not None][:1]
     if "algorithm" not in chosen and default.algorithm == DEFAULT_ALGORITHM:
         implied += [
             f"algorithm={name}" for name in ALGORITHM_SECTIONS if name != DEFAULT_ALGORITHM and name in composed
@@ -183,7 +183,7 @@ def _completed(composed: DictConfig, shared: Mapping[str, Any], key: str, given:
     preset = given.pop("preset", None)
     base = dict(shared) if preset is None else _file("data", preset, f"{key}.preset")
     base.pop("sources", None)
-    implied = next(({"name": file} for own, file in _DATA_OF.items() if given.get(own) is not None), {})
+    implied = next(({"name": file} for own, file in DATA_OF.items() if given.get(own) is not None), {})
     own = {"weight": 1.0, "max_new_tokens": "${generation.max_new_tokens}"}
     own |= {"teacher": {"model_name": "${teacher.model_name}"}}
     found: Any = OmegaConf.merge(base, implied, own, given)

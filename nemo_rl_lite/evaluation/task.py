@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_rl_lite.config.composition import as_composed, compose_files, lay_over
+from nemo_rl_lite.config.composition import DATA_OF, as_composed, compose_files, lay_over
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
@@ -36,6 +36,7 @@ _KEYS = (
     *(f"cluster.{name}" for name in ("start_timeout_s", "phase_timeout_s", "max_restarts")),
 )
 _OF_POLICY = ("max_total_sequence_length", "precision", "tokenizer")
+_READERS = DATA_OF | {"validation_path": "file"}
 # Keys of generation that do not change responses: place and number of engines. Each response has its own seed.
 _PLACES = ("data_parallel_size", "colocated", "serve")
 
@@ -135,6 +136,10 @@ def compose(model: Served, arguments: Sequence[str], options: Options) -> Evalua
         fix = "data=file data.validation_path=FILE.jsonl, or another: data=math500 reward=math"
         raise ConfigError([Violation("data", None, rule, fix)])
     model = _with_source(model, options.source, is_given=any(is_of(key, ["data"]) for key in given))
+    # As in a training, a path chooses what reads it.
+    reader = next((file for key, file in _READERS.items() if f"data.{key}" in given), model.config.data.name)
+    if "data" not in given and reader != model.config.data.name:
+        overrides = [f"data={reader}", *overrides]
     config = _resolved(lay_over(_base(model), overrides), given)
     evaluation = Evaluation(replace(model, config=_with_own_engines(config)), options)
     whole = {section: asdict(getattr(config, section)) for section in SECTIONS}

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 
@@ -16,6 +16,8 @@ _KEPT_S = 15.0
 # A conversation leaves an engine with this many more than twice the conversations of another. Below, the larger batch
 # costs less than computing the prefix again.
 _MOVED = 8
+# Tokens of a prompt whose samples share an engine, and how many more requests than another that engine may get by it.
+_LONG_PROMPT, _TOGETHER = 512, 8
 # Seconds after which newly known lengths change the order.
 _SORTED_S = 1.0
 # Turns that the mean wait remembers.
@@ -182,7 +184,8 @@ class ReplicaLoad:
 
 class Assignment:
     """Assigns each request to the replica with the fewest unfinished ones, at most `capacity` to each, and fewer where
-    the KV cache has no room. Later turns stay with their replica, unless another has far fewer conversations.
+    the KV cache has no room. Eight samples of a long prompt share a replica, which computes it once. Later turns stay
+    with their replica, unless another has far fewer conversations.
 
     A replica with `share` requests begins no further episodes to train on. Validations, later turns and responses with
     tokens of a lost replica do not wait for that.
@@ -201,6 +204,8 @@ class Assignment:
         # Requests of conversations with a place.
         self._returning: list[PendingRequest] = []
         self._share, self._sorted_s = capacity if share is None else share, 0.0
+        # Hash of the last first prompt, and its replica.
+        self._newest = (0, -1)
         self._lengths, self._clock = ResponseLengths(), clock
         # Mean seconds between a turn's end and the next turn.
         self._wait_s = 0.0
@@ -286,12 +291,23 @@ class Assignment:
         else:
             able = [one for one in self._able if not asked.begins_rollout or self.held[one].load < self._share]
             chosen = min(able, key=lambda replica: (self.held[replica].load, replica), default=None)
+            if chosen is not None and asked.conversation.prompt_tokens >= _LONG_PROMPT:
+                chosen = self._with_samples(asked.conversation.prompt, able, chosen)
         if chosen is None:
             return False
         if home is not None:
             self.held[home].between_turns.discard(asked.conversation)
         self._hand(chosen, asked)
         return True
+
+    def _with_samples(self, prompt: int, able: Sequence[int], fewest: int) -> int:
+        """Return the replica of the prompt's samples before, or the one with the fewest requests."""
+        before, replica = self._newest
+        has_samples = before == prompt and replica in able
+        if not has_samples or self.held[replica].load >= self.held[fewest].load + _TOGETHER:
+            replica = fewest
+        self._newest = (prompt, replica)
+        return replica
 
     @property
     def _able(self) -> list[int]:

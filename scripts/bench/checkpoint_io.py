@@ -59,6 +59,8 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     if given.gpus % 2:
         parser.error("--gpus: an even number, for tensor parallel 2")
+    if given.folder is not None:
+        Path(given.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         measure(given.model.resolve(), Ranks(given.gpus or CPU_RANKS, given.gpus > 0), given.repetitions, Path(folder))
 

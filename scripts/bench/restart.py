@@ -5,7 +5,8 @@ to the end of the next step. The parts of the restart are those of the run's met
 processes must be the same. On CPUs, the weights at the end must be bitwise identical to those of an undisturbed run.
 
 MODEL is a folder, also one with random weights (random_model.py). On GPUs, two tensor-parallel ranks are a replica,
-engines share the GPUs, and kills hit different phases of a step.
+engines share the GPUs, and kills hit different phases of a step. Such a run ends after its first step with the new
+rank. The record is written after each repetition.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args(arguments)
     ranks, settings = given.gpus or CPU_RANKS, [*settings_of(given.gpus, given.model), *given.overrides]
-    found: dict[str, list[float]] = defaultdict(list)
+    found = defaultdict[str, list[float]](list)
     with tempfile.TemporaryDirectory() as folder:
         alone = Path(folder) / "alone"
         if not given.gpus:
@@ -72,16 +73,16 @@ def main(arguments: list[str]) -> None:
         for repetition in range(given.reps):
             hit, victim = Path(folder) / f"hit-{repetition}", repetition % ranks
             after_s = KILL_S[repetition % len(KILL_S)] if given.gpus else 0.0
-            for name, seconds in run(hit, settings, victim, after_s).items():
+            for name, seconds in run(hit, settings, victim, after_s, is_whole=not given.gpus).items():
                 found[name].append(seconds)
             check_processes(hit, victim)
             if not given.gpus:
                 check_weights(hit, alone)
             # Checkpoints of a large model fill a disk.
             shutil.rmtree(hit)
-    results = [record.result(name, f"one of {ranks} ranks killed", "s", reps) for name, reps in found.items()]
-    bars = [record.bar(RECOVERED, max(found[RECOVERED]), TARGET_S, at_least=False)] if given.gpus else []
-    print(record.write("restart", results, bars))
+            results = [record.result(name, f"one of {ranks} ranks killed", "s", reps) for name, reps in found.items()]
+            bars = [record.bar(RECOVERED, max(found[RECOVERED]), TARGET_S, at_least=False)] if given.gpus else []
+            print(record.write("restart", results, bars), flush=True)
 
 
 def settings_of(gpus: int, model: Path | None) -> list[str]:
@@ -93,9 +94,11 @@ def settings_of(gpus: int, model: Path | None) -> list[str]:
     return [*ON_GPUS, f"cluster.gpus_per_node={gpus}", model_key(model)]
 
 
-def run(folder: Path, settings: list[str], victim: int | None, after_s: float = 0.0) -> dict[str, float]:
+def run(
+    folder: Path, settings: list[str], victim: int | None, after_s: float = 0.0, is_whole: bool = True
+) -> dict[str, float]:
     """Train in a folder, and kill a policy rank `after_s` seconds after the end of a step. Return the recovery times in
-    seconds, by name."""
+    seconds, by name. `is_whole`: also train the steps after the recovery."""
     command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", *settings]
     process = subprocess.Popen(command, cwd=record.ROOT, stdout=subprocess.PIPE, text=True)
     killed_at, found = None, dict[str, float]()
@@ -107,11 +110,14 @@ def run(folder: Path, settings: list[str], victim: int | None, after_s: float = 
             continue
         if killed_at is not None and LOST in found and RECOVERED not in found:
             found[RECOVERED] = now - killed_at
+            if not is_whole:
+                process.send_signal(signal.SIGINT)
         if victim is not None and killed_at is None and int(step[1]) == KILLED_AFTER:
             time.sleep(after_s)
             killed_at = now + after_s
             os.kill(processes(folder, f"policy-{victim}")[-1], signal.SIGKILL)
-    if process.wait():
+    # 130: Ctrl-C.
+    if process.wait() not in ((0,) if is_whole else (130,)):
         sys.exit(f"the run in {folder} ended with status {process.returncode}")
     return found | (parts(folder) if found else {})
 

@@ -48,6 +48,31 @@ def test_requests_that_all_fit_keep_their_order():
     assert queue.given() == [3, 1, 2, 1]
 
 
+def test_samples_of_a_long_prompt_share_an_engine_up_to_eight_requests_more_than_another_has():
+    queue = Queue(engines=3, most=40)
+    for prompt in (1, 2, 3, 4):
+        for _ in range(8):
+            queue.ask(prompt, tokens=512)
+    assert [queue.given(engine) for engine in range(3)] == [[1] * 8 + [4] * 8, [2] * 8, [3] * 8]
+    for _ in range(16):
+        queue.ask(5, tokens=512)
+    assert [len(queue.given(engine)) for engine in range(3)] == [0, 8, 8]
+
+
+def test_samples_of_a_short_prompt_spread_over_the_engines():
+    queue = Queue(engines=2, most=40)
+    for prompt in (1, 1, 1, 1):
+        queue.ask(prompt, tokens=511)
+    assert [queue.given(engine) for engine in range(2)] == [[1, 1], [1, 1]]
+
+
+def test_an_engine_without_room_leaves_samples_of_a_long_prompt_to_others():
+    queue = Queue(engines=2, most=3)
+    for _ in range(5):
+        queue.ask(1, tokens=512)
+    assert [len(queue.given(engine)) for engine in range(2)] == [3, 2]
+
+
 def test_of_more_requests_the_longest_of_the_earliest_step_start_first():
     queue = Queue(most=2)
     for number, length in enumerate((10, 90, 50)):

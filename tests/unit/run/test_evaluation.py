@@ -66,6 +66,14 @@ def test_a_model_of_no_run_needs_its_data(model, file):
         compose(foreign, given, ONE)
 
 
+def test_a_path_chooses_what_reads_it(model, file):
+    found = compose(model, [f"data.validation_path={file}"], ONE).config.data
+    assert (found.name, found.validation_path) == ("file", str(file))
+    # Someone who names the default means it.
+    named = compose(model, ["data=reverse_digits", f"data.validation_path={file}"], ONE)
+    assert named.config.data.name == "reverse_digits"
+
+
 def test_what_is_asked_is_said_first(model, file):
     options = Options(samples=2, problems=None, temperature=0.5, pass_reward=1.0)
     said = compose(model, ["data=file", f"data.validation_path={file}"], options).describe(7)
