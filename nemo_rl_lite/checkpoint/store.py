@@ -13,12 +13,14 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Buffer, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import xxhash
 
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.system.machine import why_full
@@ -248,10 +250,9 @@ def _trouble(checkpoint: Checkpoint, with_parts: bool) -> str:
     wrong = {name for name in whole if digests[name] != whole[name]}
     wrong |= {name for name in parts if names[name].stat().st_size != sum(length for length, _ in parts[name])}
     if with_parts and not wrong:
-        lengths = {name: [length for length, _ in parts[name]] for name in parts}
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = dict(zip(parts, pool.map(lambda name: parts_of(names[name], lengths[name]), parts), strict=True))
-        wrong = {name for name in parts if found[name] != [tuple(part) for part in parts[name]]}
+            intact = pool.map(lambda name: _are_intact(names[name], parts[name]), parts)
+            wrong = {name for name, is_intact in zip(parts, intact, strict=True) if not is_intact}
     return _HAS_CHANGED.format(min(wrong)) if wrong else ""
 
 
@@ -330,15 +331,15 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def parts_of(file: Path, lengths: Iterable[int]) -> list[Part]:
-    """Return parts of these lengths from the begin of a file, with their digests. Raises OSError."""
+def _are_intact(file: Path, parts: Sequence[Part]) -> bool:
     with file.open("rb") as opened:
-        return [(length, digest_of(opened.read(length))) for length in lengths]
+        return all(has_digest(opened.read(length), digest) for length, digest in parts)
 
 
-def digest_of(content: bytes) -> str:
-    """Return the SHA-256 of bytes in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
+def has_digest(content: Buffer, digest: str) -> bool:
+    """Return whether a part has this digest: its XXH3, or in older checkpoints its SHA-256, in hexadecimal."""
+    is_older = len(digest) == 2 * hashlib.sha256().digest_size
+    return digest == (hashlib.sha256(content) if is_older else xxhash.xxh3_128(content)).hexdigest()
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -4,9 +4,11 @@ megatron-bridge: its import, and the export of adapters.
 """
 
 import io
+import mmap
 import queue
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -14,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.utils.serialization import config as torch_format
 
 from nemo_rl_lite.compat.megatron_cpu import prepare_import
 from nemo_rl_lite.compat.versions import written_for
@@ -125,62 +129,106 @@ def put_states(part: Any, states: Iterable[tuple[Tensor, dict[str, Tensor]]]) ->
         part.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
-def async_request(state: dict[str, Any], folder: Path) -> Any:
-    """Return megatron-core's AsyncRequest to write a state, for a thread of this process. Data-parallel ranks divide
-    what they have in common."""
+def async_request(state: dict[str, Any], folder: Path, files: int) -> Any:
+    """Return megatron-core's AsyncRequest to write a state, for `staged_writing`. Each rank writes up to `files` files.
+    Data-parallel ranks divide what they have in common."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     # Otherwise megatron-core starts a process to pass on results.
     filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
     divided: Any = FullyParallelSaveStrategyWrapper(
-        dist_checkpointing.serialization.get_default_save_sharded_strategy(),
+        TorchDistSaveShardedStrategy(thread_count=files),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     return dist_checkpointing.save(state, str(folder), divided, async_sharded_save=True, async_strategy="mcore")
 
 
-def staged_writing(request: Any, stage: Callable[[Any], Any]) -> Callable[[], dict[str, list[int]]] | None:
-    """Stage a request's buckets, which are (file, key, (bytes, tensors)). Return the function that writes them, and
-    returns the lengths of the items in each file, in order.
+def staged_writing(request: Any, stage: Callable[[Any], Any]) -> Callable[[], dict[str, list[tuple[int, str]]]] | None:
+    """Stage a request's buckets, which are (file, key, (bytes, tensors)). Return the function that writes each in a
+    thread, and returns the lengths and digests of the parts of each file, in order.
 
     Returns None on a rank without a part of the state.
     """
     if request.async_fn is None:
         return None
-    rank, _, results = request.async_fn_args
+    _, _, results = request.async_fn_args
     buckets = [stage(bucket) for bucket in request.preload_fn()]
 
-    def write() -> dict[str, list[int]]:
-        request.async_fn(rank, buckets, results)
-        # The request's finalizing functions take the results later. Errors have no items.
-        (found,) = results.queue
-        lengths: dict[str, list[int]] = {}
-        for items in found.values() if isinstance(found, dict) else ():
-            for item in items:
-                lengths.setdefault(item.storage_data.relative_path, []).append(item.storage_data.length)
-        return lengths
+    def write() -> dict[str, list[tuple[int, str]]]:
+        # The digests replace the checksums of torch's format, which hold the interpreter's lock.
+        without_checksums = torch_format.patch({"save.compute_crc32": False})  # pyrefly: ignore[missing-attribute]
+        with without_checksums, ThreadPoolExecutor(len(buckets)) as pool:
+            written = [*pool.map(_written, buckets)]
+        failures = [one for one, _ in written if isinstance(one, Exception)]
+        # The request's finalizing functions take the results later.
+        results.put(failures[0] if failures else {number: items for number, (items, _) in enumerate(written)})
+        return {key: parts for (_, key, _), (_, parts) in zip(buckets, written, strict=True)}
 
     return write
+
+
+def _written(bucket: Any) -> tuple[Any, list[tuple[int, str]]]:
+    """Write a bucket to its file. Return what megatron-core returns, or the error, and the file's parts."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    parts = _Parts()
+    answer: Any = FileSystemWriterAsync.write_preloaded_data([parts], 0, bucket, None, None, use_fsync=True)
+    return answer[1], [(part.length, part.digest.hexdigest()) for part in parts.begun]
+
+
+class _Parts:
+    """Has megatron-core write each part of a file through a `_Part`."""
+
+    def __init__(self):
+        self.begun: list[_Part] = []
+
+    def transform_save_stream(self, _: Any, file: io.BufferedWriter) -> "tuple[_Part, list[str]]":
+        """See torch's _StorageWriterTransforms."""
+        self.begun.append(_Part(file))
+        return self.begun[-1], []
+
+
+class _Part:
+    """Writes to a file, and computes the length and the digest of what it has written."""
+
+    def __init__(self, file: io.BufferedWriter):
+        self._file, self.length, self.digest = file, 0, xxhash.xxh3_128()
+
+    def write(self, content: Buffer) -> int:
+        self.digest.update(content)
+        written = self._file.write(content)
+        self.length += written
+        return written
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """The file has more parts."""
 
 
 class PartReader(FileSystemReader):
     """Reads a part of a file at once, and calls `verify` with the file's name, the part's begin, and its content."""
 
-    def __init__(self, folder: str, index: Any, verify: Callable[[str, int, bytes], None]):
+    def __init__(self, folder: str, index: Any, verify: Callable[[str, int, mmap.mmap], None]):
         super().__init__(folder)
         self._index, self._verify = index, verify
-        self._last: tuple[tuple[str, int], bytes] = (("", 0), b"")
+        self._last: tuple[tuple[str, int], Buffer] = (("", 0), b"")
 
     def read_metadata(self, *_: Any, **__: Any) -> Any:
         return self._index
 
-    def part(self, file: str, begin: int, length: int) -> bytes:
-        """Return a verified part of a file."""
+    def part(self, file: str, begin: int, length: int) -> mmap.mmap:
+        """Return a verified part of a file, in new memory."""
+        content = mmap.mmap(-1, length, mmap.MAP_PRIVATE)
+        content.madvise(mmap.MADV_HUGEPAGE)
         with (Path(self.path) / file).open("rb") as opened:
             opened.seek(begin)
-            content = opened.read(length)
+            if opened.readinto(content) < length:
+                raise EOFError(f"{file} ends early")
         self._verify(file, begin, content)
         return content
 

@@ -83,3 +83,14 @@ def nccl_error(backend: Any) -> str:
     """Return what NCCL's watchdog has found: "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR", or "" without an error."""
     found = backend.get_error().name
     return "" if found == "SUCCESS" else found
+
+
+def tensor_within(content: Any) -> Tensor:
+    """Return the tensor that `torch.save` wrote into `content`, an `mmap.mmap`, without copying its elements."""
+    # On "meta" torch reads only the description of the tensor and the place of its elements.
+    described = torch.load(content, map_location="meta", weights_only=True)
+    storage = described.untyped_storage()
+    begin = storage._checkpoint_offset
+    elements = torch.frombuffer(content, dtype=torch.uint8)[begin : begin + storage.nbytes()].view(described.dtype)
+    first = elements.storage_offset() + described.storage_offset()
+    return elements.as_strided(described.size(), described.stride(), first)

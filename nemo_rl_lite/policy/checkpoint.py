@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_rl_lite.checkpoint.store import Part, parts_of
+from nemo_rl_lite.checkpoint.store import Part
 from nemo_rl_lite.compat.megatron import (
     STATES_BY_PARAMETER,
     async_request,
@@ -31,11 +31,14 @@ from nemo_rl_lite.policy import optimizer as cpu_optimizer
 from nemo_rl_lite.policy.checkpoint_reading import first_line, read_common, read_state
 from nemo_rl_lite.policy.memory import torch_optimizers
 from nemo_rl_lite.policy.model import MegatronModel, is_adapter
+from nemo_rl_lite.policy.optimizer import rank_threads
 from nemo_rl_lite.policy.optimizer_state import states_by_parameter
 from nemo_rl_lite.policy.reference import Reference
 
 _REFERENCE = "has_reference"
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
+# A rank's files in a checkpoint, each written by a thread.
+_MOST_FILES = 8
 
 
 class PolicyState:
@@ -75,18 +78,18 @@ class PolicyState:
             moved = self._reference is not None and self._reference.has_moved
             with states_by_parameter(self._optimizer):
                 state = self._sharded(moved, is_loading=False)
-            request = async_request(state, folder)
+            request = async_request(state, folder, files=min(rank_threads(), _MOST_FILES))
         # megatron-core rejects a model or optimizer with an assertion, on all ranks.
         except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
             raise CheckpointError(_cause(error)) from error
-        self._writing = _Writing(request, folder, self._live_storages())
+        self._writing = _Writing(request, self._live_storages())
 
     def is_written(self) -> bool:
         """Return whether this rank's thread has ended."""
         return self._writing is None or not self._writing.thread.is_alive()
 
     def finish_save(self) -> dict[str, list[Part]]:
-        """Wait for all ranks and make the folder loadable. Returns the parts of this rank's file, by its name. Raises
+        """Wait for all ranks and make the folder loadable. Returns the parts of this rank's files, by name. Raises
         CheckpointError: a rank could not write."""
         writing, self._writing = self._writing, None
         return {} if writing is None else writing.finish()
@@ -149,9 +152,9 @@ class PolicyState:
 class _Writing:
     """Save in flight: a copy of the state, and the thread that writes it."""
 
-    def __init__(self, request: Any, folder: Path, changing: set[int]):
-        """Copy the state of megatron-core's `request` to host memory, and start to write it to an empty folder.
-        `changing`: addresses of storages that training writes to."""
+    def __init__(self, request: Any, changing: set[int]):
+        """Copy the state of megatron-core's `request` to host memory, and start to write it. `changing`: addresses of
+        storages that training writes to."""
         self._finalize = request.finalize_fns
         self._parts: dict[str, list[Part]] = {}
 
@@ -167,8 +170,7 @@ class _Writing:
         def work() -> None:
             # None if other ranks write this rank's state.
             if writing is not None:
-                # Ranks compute digests in parallel, while training continues.
-                self._parts = {name: parts_of(folder / name, lengths) for name, lengths in writing().items()}
+                self._parts = writing()
 
         self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self.thread.start()

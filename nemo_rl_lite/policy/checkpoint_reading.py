@@ -5,6 +5,7 @@ pieces that they need. So ranks of any layout together read each part once. Thre
 """
 
 import io
+import mmap
 import os
 import pickle
 from collections import Counter, defaultdict, deque
@@ -25,8 +26,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from nemo_rl_lite.checkpoint.store import Part, digest_of, has_changed, load
+from nemo_rl_lite.checkpoint.store import Part, has_changed, has_digest, load
 from nemo_rl_lite.compat.megatron import PartReader, files_read_by
+from nemo_rl_lite.compat.torch import tensor_within
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.policy.optimizer import rank_threads
 from nemo_rl_lite.refit.group import all_gather
@@ -173,9 +175,7 @@ class _SharedReader(PartReader):
 
     def _read(self, place: Place, length: int, dtype: torch.dtype | None) -> Tensor:
         content = self.part(*place, length)
-        if dtype is None:
-            return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return torch.frombuffer(content, dtype=torch.uint8) if dtype is None else tensor_within(content)
 
     @staticmethod
     def _exchanged(
@@ -330,7 +330,7 @@ def reading(folder: Path) -> Iterator[PartReader]:
         yield PartReader(str(folder), index, _verifier(folder))
 
 
-def _verifier(folder: Path) -> Callable[[str, int, bytes], None]:
+def _verifier(folder: Path) -> Callable[[str, int, mmap.mmap], None]:
     """Return the `verify` of `PartReader`. It raises CheckpointError: a part has changed."""
     recorded = load(folder.parent)
     parts: dict[str, Mapping[int, Part]] = {}
@@ -338,8 +338,9 @@ def _verifier(folder: Path) -> Callable[[str, int, bytes], None]:
         begins = accumulate((length for length, _ in own), initial=0)
         parts[Path(name).name] = {begin: (length, digest) for begin, (length, digest) in zip(begins, own, strict=False)}
 
-    def verify(name: str, begin: int, content: bytes) -> None:
-        if name in parts and parts[name].get(begin) != (len(content), digest_of(content)):
+    def verify(name: str, begin: int, content: mmap.mmap) -> None:
+        length, digest = parts[name].get(begin, (0, "")) if name in parts else (len(content), None)
+        if length != len(content) or (digest is not None and not has_digest(content, digest)):
             raise has_changed(folder.parent, f"{folder.name}/{name}")
 
     return verify

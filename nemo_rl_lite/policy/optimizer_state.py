@@ -59,7 +59,9 @@ def load_states(part: Any, loaded: Mapping[int, Mapping[str, Mapping[int, Tensor
     """Take over states that were read into `sharded_states`."""
 
     def joined(boxes: Mapping[int, Tensor]) -> Tensor:
-        return torch.cat([box.flatten() for _, box in sorted(boxes.items())])
+        flat = [box.flatten() for _, box in sorted(boxes.items())]
+        # Most states are a single box, which was read into the state's own memory.
+        return torch.cat(flat) if len(flat) > 1 else flat[0]
 
     own = zip(own_states(part), sorted(loaded.items()), strict=True)
     put_states(

@@ -1,14 +1,16 @@
 """Checkpoints on disk: whole or not there."""
 
+import hashlib
 import json
 import math
 import os
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from nemo_rl_lite.checkpoint import store as store_module
-from nemo_rl_lite.checkpoint.store import LATEST, RECORD, CheckpointStore, Retention, checked, parts_of, way_out
+from nemo_rl_lite.checkpoint.store import LATEST, RECORD, CheckpointStore, Retention, checked, way_out
 from nemo_rl_lite.errors import CheckpointError
 
 
@@ -163,11 +165,15 @@ def test_every_bit_of_a_file_counts(two):
     assert make(two).newest().step == 2
 
 
-def test_a_part_is_verified_by_its_reader_and_its_size_by_everyone(tmp_path):
+def parts(digest=xxhash.xxh3_128):
+    return {"weights": [(len(content), digest(content).hexdigest()) for content in (b"0123", b"456789")]}
+
+
+@pytest.mark.parametrize("digest", [xxhash.xxh3_128, hashlib.sha256], ids=["xxh3", "sha256 of older checkpoints"])
+def test_a_part_is_verified_by_its_reader_and_its_size_by_everyone(tmp_path, digest):
     store = make(tmp_path)
-    file = store.begin(3) / "weights"
-    file.write_text("0123456789")
-    saved = store.finish(3, {}, {}, {"weights": parts_of(file, [4, 6])})
+    (store.begin(3) / "weights").write_text("0123456789")
+    saved = store.finish(3, {}, {}, parts(digest))
     assert store.newest().parts == {"weights": [list(part) for part in saved.parts["weights"]]}
     whole = saved.path / "weights"
     flip(whole, 50)
@@ -183,9 +189,8 @@ def test_a_part_is_verified_by_its_reader_and_its_size_by_everyone(tmp_path):
 def test_the_way_out_is_an_older_one_with_intact_parts(tmp_path):
     store = make(tmp_path, newest=3)
     for step in (1, 2, 3):
-        file = store.begin(step) / "weights"
-        file.write_text("0123456789")
-        store.finish(step, {}, {}, {"weights": parts_of(file, [4, 6])})
+        (store.begin(step) / "weights").write_text("0123456789")
+        store.finish(step, {}, {}, parts())
     flip(tmp_path / "step-00000002" / "weights", 0)
     assert way_out(tmp_path / "step-00000003").startswith(f"the newest intact one is {tmp_path / 'step-00000001'}; fix")
     assert way_out(tmp_path / "step-00000001").startswith("no older one is intact; fix")

@@ -2,17 +2,24 @@
 
 import os
 import pickle
+import queue
 import random
 import threading
+from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
+from nemo_rl_lite.checkpoint.store import has_digest
+from nemo_rl_lite.compat.megatron import staged_writing
+from nemo_rl_lite.compat.megatron_cpu import prepare_import
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.policy import checkpoint_reading
-from nemo_rl_lite.policy.checkpoint_reading import INDEX_FILE, reading_only
+from nemo_rl_lite.policy.checkpoint_reading import INDEX_FILE, _SharedReader, reading_only
 
 
 def read(folder):
@@ -92,3 +99,42 @@ def test_threads_read_ahead_up_to_a_limit_and_in_order(monkeypatch):
         damaged.result()
     assert [int(result.result()) for result in results] == [2, 3, 4]
     assert sorted(begun) == [("file", one) for one in range(5)]
+
+
+def written(folder, buckets):
+    """The parts of each file, and what the threads tell megatron-core."""
+    prepare_import()
+    results = queue.Queue()
+    files = [
+        (str(folder / name), name, ([], [(_create_write_items("a", tensor)[0], tensor) for tensor in tensors]))
+        for name, tensors in buckets.items()
+    ]
+    request = SimpleNamespace(async_fn=object(), async_fn_args=(0, files, results), preload_fn=lambda: files)
+    return staged_writing(request, lambda bucket: bucket)(), results.get_nowait()
+
+
+def test_tensors_that_threads_write_to_files_are_read_with_their_digests(tmp_path):
+    tensors = [
+        torch.randn(300, 5),
+        torch.randn(4, 3).t(),
+        torch.tensor(2.0),
+        torch.randn(0, 2),
+        torch.ones(3).bfloat16(),
+    ]
+    parts, told = written(tmp_path, {"one": tensors, "two": tensors[::-1]})
+    for number, (name, own) in enumerate(parts.items()):
+        begins = accumulate((length for length, _ in own), initial=0)
+        places = [(one.storage_data.offset, one.storage_data.length) for one in told[number]]
+        assert places == [(begin, length) for begin, (length, _) in zip(begins, own, strict=False)]
+        verified = []
+        reader = _SharedReader(str(tmp_path), None, lambda *part, verified=verified: verified.append(part[2]))
+        found = [reader._read((name, begin), length, torch.float32) for begin, length in places]
+        assert all(has_digest(content, digest) for content, (_, digest) in zip(verified, own, strict=True))
+        assert all(map(torch.equal, found, tensors if name == "one" else tensors[::-1]))
+        with pytest.raises(EOFError, match=f"{name} ends early"):
+            reader.part(name, places[-1][0], places[-1][1] + 1)
+
+
+def test_a_file_that_a_thread_cannot_write_is_an_error(tmp_path):
+    _, told = written(tmp_path, {"there": [torch.ones(2)], "missing/file": [torch.ones(2)]})
+    assert isinstance(told, FileNotFoundError)
