@@ -9,7 +9,7 @@ import queue
 import sys
 from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -224,7 +224,9 @@ class PartReader(FileSystemReader):
     def part(self, file: str, begin: int, length: int) -> mmap.mmap:
         """Return a verified part of a file, in new memory."""
         content = mmap.mmap(-1, length, mmap.MAP_PRIVATE)
-        content.madvise(mmap.MADV_HUGEPAGE)
+        # Some kernels have no huge pages.
+        with suppress(OSError):
+            content.madvise(mmap.MADV_HUGEPAGE)
         with (Path(self.path) / file).open("rb") as opened:
             opened.seek(begin)
             if opened.readinto(content) < length:
