@@ -29,6 +29,8 @@ _ROUNDING = (
     *("quantization", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales"),
     *("attention_backend", "attention_config"),
 )
+# vLLM's name for attention kernels of others; here cascade attention by prompt.
+CASCADE = "CUSTOM"
 # LoRA ranks with a vLLM kernel. Smaller adapters are padded with zeros.
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Longest text that an n-gram draft looks up.
@@ -90,7 +92,7 @@ def _vllm_precisions() -> tuple[tuple[str, ...], ...]:
     """Return FP8 weights of each kind, an FP8 KV cache, both, and other attention kernels."""
     key = "++generation.vllm_kwargs"
     weights, cache = [f"{key}.quantization={way}" for way in VLLM_QUANTIZATIONS], f"{key}.kv_cache_dtype=fp8"
-    kernels = [f"{key}.attention_backend={kind}" for kind in ("FLASHINFER", "TRITON_ATTN", "CUSTOM")]
+    kernels = [f"{key}.attention_backend={kind}" for kind in ("FLASHINFER", "TRITON_ATTN", CASCADE)]
     return *((one,) for one in (*weights, cache, *kernels)), (f"{key}.quantization=fp8_per_channel", cache)
 
 

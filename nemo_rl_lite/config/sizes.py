@@ -36,6 +36,8 @@ VOCABULARY_SLICE = 8192
 FP8_BLOCK = 128
 # Share of a batch's tokens that shared prompts must save, with `auto`.
 LEAST_SAVED = 0.05
+# Tokens of a prompt from which on engines share its samples in eights, which is how many more requests one may have.
+LONG_PROMPT, TOGETHER = 512, 8
 BatchMode = Literal["fixed", "dynamic", "packed"]
 
 
@@ -375,6 +377,14 @@ def engines(config: Config) -> int:
     if not on_gpus(config):
         return config.generation.data_parallel_size or 1
     return generation_gpus(config) // engine_ranks(config)
+
+
+def samples_together(config: Config, prompt: float) -> float:
+    """Return how many samples of a prompt with this number of tokens an engine has."""
+    samples, count = config.options(RolloutAlgorithmConfig).num_generations_per_prompt, engines(config)
+    if count == 1:
+        return samples
+    return min(samples, TOGETHER) if prompt >= LONG_PROMPT else max(1.0, samples / count)
 
 
 def least_engines(config: Config) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 
+from nemo_rl_lite.config.sizes import LONG_PROMPT, TOGETHER
 from nemo_rl_lite.generation.admission import Admission, ResponseLengths
 from nemo_rl_lite.generation.interface import Completion, Conversation, EngineLoad, Progress, Request, Unfinished
 
@@ -16,8 +17,6 @@ _KEPT_S = 15.0
 # A conversation leaves an engine with this many more than twice the conversations of another. Below, the larger batch
 # costs less than computing the prefix again.
 _MOVED = 8
-# Tokens of a prompt whose samples share an engine, and how many more requests than another that engine may get by it.
-_LONG_PROMPT, _TOGETHER = 512, 8
 # Seconds after which newly known lengths change the order.
 _SORTED_S = 1.0
 # Turns that the mean wait remembers.
@@ -291,7 +290,7 @@ class Assignment:
         else:
             able = [one for one in self._able if not asked.begins_rollout or self.held[one].load < self._share]
             chosen = min(able, key=lambda replica: (self.held[replica].load, replica), default=None)
-            if chosen is not None and asked.conversation.prompt_tokens >= _LONG_PROMPT:
+            if chosen is not None and asked.conversation.prompt_tokens >= LONG_PROMPT:
                 chosen = self._with_samples(asked.conversation.prompt, able, chosen)
         if chosen is None:
             return False
@@ -304,7 +303,7 @@ class Assignment:
         """Return the replica of the prompt's samples before, or the one with the fewest requests."""
         before, replica = self._newest
         has_samples = before == prompt and replica in able
-        if not has_samples or self.held[replica].load >= self.held[fewest].load + _TOGETHER:
+        if not has_samples or self.held[replica].load >= self.held[fewest].load + TOGETHER:
             replica = fewest
         self._newest = (prompt, replica)
         return replica

@@ -8,7 +8,7 @@ from statistics import median
 
 from nemo_rl_lite.compat.versions import CASCADE_RELEASE
 from nemo_rl_lite.config.algorithms import generates
-from nemo_rl_lite.config.engines import speculation
+from nemo_rl_lite.config.engines import CASCADE, speculation
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import on_gpus
@@ -34,7 +34,6 @@ _TIMERS = [
 ]
 # A run hears of cascade attention if decoding steps would read keys and values this many times less.
 _FEWER = 2.0
-_CASCADE = "+generation.vllm_kwargs.attention_backend=CUSTOM"
 History = Sequence[Mapping[str, float | None]]
 """Metrics by full name, in order of steps."""
 
@@ -71,7 +70,7 @@ def cascade_attention(config: Config, steps: History) -> str | None:
         return None
     return (
         f"prompts have {prompt:,.0f} tokens, and {samples} samples each; with cascade attention engines would read "
-        f"{fewer:.1f} times fewer keys and values: {_CASCADE}"
+        f"{fewer:.1f} times fewer keys and values: +generation.vllm_kwargs.attention_backend={CASCADE}"
     )
 
 

@@ -8,8 +8,9 @@ its busiest stage, and fills once per optimizer step. Replicas reduce gradients 
 step; overlapped, only what exceeds the passes counts.
 
 Engines read weights once per decoding step and each request's KV cache once per token, at `READS` of the memory
-bandwidth. Where the FLOPs of linear layers or of attention take longer than their bytes, they count instead. The host
-schedules the next step meanwhile, so the slower of GPU and host counts.
+bandwidth. Samples of a prompt find part of its cache on the chip, or read it once with cascade attention. Where the
+FLOPs of linear layers or of attention take longer than their bytes, they count instead. The host schedules the next
+step meanwhile, so the slower of GPU and host counts.
 
 The constants fit records of docs/benchmarks that `scripts/bench/plan_check.py` names; other records are held out. Not
 predicted: offload moves, FP8, communication of engines and context parallel ranks, environments, rewards, agents and
@@ -21,9 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.engines import engine_of, engines_quantize, engines_sleep
+from nemo_rl_lite.config.engines import CASCADE, engine_of, engines_quantize, engines_sleep
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     as_teacher,
     batch_mode,
@@ -38,6 +38,7 @@ from nemo_rl_lite.config.sizes import (
     previous_passes,
     rollouts_in_flight,
     samples_per_step,
+    samples_together,
     sequences_per_optimizer_step,
     with_overlap,
 )
@@ -67,6 +68,10 @@ LAUNCH_S, LAUNCH_EXPERTS_S, LAUNCH_EXPERT_S = 4.5e-3, 1.7e-2, 7e-5
 # An engine's host time per decoding step, token and request. vLLM's first model runner, which records experts, draws
 # each request's token by a separate kernel, and takes longer per token.
 ENGINE_STEP_S, TOKEN_S, TOKEN_FIRST_RUNNER_S, REQUEST_S = 2e-3, 1.7e-5, 6e-5, 5e-4
+# Query heads that cascade attention computes for one key head and prompt (`compat/vllm_cascade.py`).
+CASCADE_ROWS = 64
+# Share of a prompt's reads that go to the GPU's memory; other samples have brought the rest to its cache.
+PROMPT_READS = 0.45
 # An engine's GPU time per token outside of matrices and attention: sampling, logprobs, small kernels and gaps.
 SAMPLE_S = 5e-6
 # Time of a CPU optimizer step per parameter of a rank.
@@ -179,22 +184,31 @@ def free_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, le
 
 
 def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:
-    """Return the time of an engine's GPUs. A prompt is prefilled once for all its samples, and an unfinished response
+    """Return the time of an engine's GPUs. It prefills a prompt once for all its samples, and an unfinished response
     again after each refit that drops its KV cache."""
     item, wide, token_bytes = item_bytes(config), engine_ranks(config), token_cache_bytes(config, shape)
     decoding = steps, requests = _decoding(config, shape, gpu_bytes, lengths)
-    caches = requests * (lengths.mean * lengths.prompt + mean_square(lengths, requests) / 2) * token_bytes
+    together = samples_together(config, lengths.prompt)
+    prompt = lengths.mean * lengths.prompt * _reads_per_sample(config, shape, together)
+    caches = requests * (prompt + mean_square(lengths, requests) / 2) * token_bytes
     weights = steps * matrix_weights(shape, shape.experts) * item / wide
     reading, rate = READS * gpu.bandwidth, MFU * gpu.flops * wide
-    samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
     whole = lengths.prompt + lengths.mean
-    prompts = requests / samples * forward_flops(shape, lengths.prompt)
+    prompts = requests / together * forward_flops(shape, lengths.prompt)
     if keeps_partial_rollouts(config):
         prompts += sum(forward_flops(shape, lengths.prompt + own) for own in _unfinished(config, lengths, *decoding))
     linear = requests * matrix_flops(shape, lengths.mean)
     attention = requests * (attention_flops(shape, whole) - attention_flops(shape, lengths.prompt))
     layers = max(weights / reading, linear / rate) + max(caches / reading, attention / rate)
     return prompts / rate + layers + requests * lengths.mean * SAMPLE_S
+
+
+def _reads_per_sample(config: Config, shape: ModelShape, together: float) -> float:
+    """Return how often a decoding step reads the keys and values of a prompt from memory, divided by the samples that
+    an engine has `together`."""
+    if config.generation.vllm_kwargs.get("attention_backend") == CASCADE:
+        return 1 / min(together, max(1, CASCADE_ROWS // (shape.heads // shape.kv_heads)))
+    return max(1 / together, PROMPT_READS)
 
 
 def _scheduling_seconds(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> float:

@@ -153,7 +153,7 @@ def _engine(name: str, model: str, prompt: int, tokens: int, sequences: int, set
     sizes += [f"algorithm.num_generations_per_prompt={samples}", f"generation.vllm_cfg.max_num_seqs={sequences}"]
     sizes += [f"policy.max_total_sequence_length={prompt + tokens}", f"policy.train_global_batch_size={sequences}"]
     lengths = Lengths(prompt, tokens, tokens)
-    overrides = [*rollout_rate.GPU, *sizes]
+    overrides = [*rollout_rate.GPU, *rollout_rate.SETTINGS.get(setting, []), *sizes]
     return Recorded(name, setting, overrides, model, lengths, sampled=sequences * tokens, **others)
 
 
@@ -185,6 +185,9 @@ def _experts(*arguments: Any, **others: Any) -> Recorded:
 LONG, MIDDLE, SHORT = Lengths(10, 512, 512), Lengths(10, 256, 256), Lengths(10, 190, 512)
 REPLAY = "experts-router-replay-qwen3-moe-1.5b-1x-h100"
 _decoding = partial(_engine, prompt=rollout_rate.PROMPT_TOKENS, sequences=512, setting="the launcher's")
+_prompts = partial(
+    _engine, "decode-512-prompts-2048-1x-h200", "qwen3-1.7b", 2048, 512, sequences=512, kind="prompts of 2,048"
+)
 # The packs of this run, by its note.
 SMALL_PACKS = [f"{ways.PACKS}.{phase}_mb_tokens=4096" for phase in ("train", "logprob")]
 SMALL_BATCH = "policy.train_global_batch_size=16"
@@ -204,6 +207,9 @@ RECORDS = [
     # By its trace.
     _decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", tokens=512, fitted=True),
     _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512),
+    _prompts(setting="the launcher's", fitted=True),
+    _prompts(setting="cascade attention"),
+    _prompts(setting="cascade attention in one split"),
     _decoding("decode-llama3.1-8b-8-1x-h200", "llama3.1-8b:8", tokens=512, kind="8 layers, no policy"),
     _decoding("decode-qwen3-30b-a3b-1x-h200", "qwen3-30b-a3b", tokens=256, kind="experts, no policy"),
     _way("lora-next-to-trl-large-1x-h100", "lora", "adapters, rank 16", "qwen3-1.7b", LONG, kind="adapters"),

@@ -126,12 +126,12 @@ def test_a_policy_that_takes_the_step_shares_all_gpus():
 def test_stale_rollouts_must_save_more():
     """A few seconds less with stale rollouts are no reason to give up synchronous ones, but they are one to stay."""
     small = model_shape(KNOWN_MODELS["Qwen/Qwen3-0.6B"])
-    batch = ["algorithm.num_prompts_per_step=128", "policy.train_global_batch_size=1024"]
-    sync = replace(splits_of(*batch, "generation.max_new_tokens=400"), shape=small)
+    batch = ["algorithm.num_prompts_per_step=192", "policy.train_global_batch_size=1536"]
+    sync = replace(splits_of(*batch, "generation.max_new_tokens=500"), shape=small)
     faster = next(one for one in sync.others if one.colocated and one.overlaps)
     assert 0.85 * sync.present.seconds < faster.seconds < 0.95 * sync.present.seconds
     assert sync.best is sync.present and "or by 15% with stale rollouts" in said_of(sync)
-    stale = replace(splits_of(*batch, *OFF, "generation.max_new_tokens=400"), shape=small)
+    stale = replace(splits_of(*batch, *OFF, "generation.max_new_tokens=500"), shape=small)
     assert stale.best is stale.present and said_of(stale).endswith("no other split shortens the step by 5%")
 
 

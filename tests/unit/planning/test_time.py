@@ -1,6 +1,7 @@
 """Phase times, against figures computed by hand."""
 
 import importlib
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -15,6 +16,7 @@ from nemo_rl_lite.planning.time import (
     LAUNCH_S,
     MFU,
     POLICY_READS,
+    PROMPT_READS,
     RATE_BETWEEN,
     RATE_LINK,
     READS,
@@ -206,22 +208,28 @@ def test_a_pipeline_is_as_fast_as_its_busiest_stage():
     assert seconds == pytest.approx(5 * 24 * LAUNCH_S)
 
 
-def test_engines_read_weights_and_caches():
+@pytest.mark.parametrize(
+    ("prompt", "overrides", "share"),
+    # Samples of a short prompt are on different engines.
+    [(100, [], 1), (600, [], PROMPT_READS), (600, ["+generation.vllm_kwargs.attention_backend=CUSTOM"], 1 / 8)],
+)
+def test_engines_read_weights_and_caches(prompt, overrides, share):
     """Each of 8 engines has 32 requests, and room for all. A response of n tokens reads its cache n times, which has n
     / 2 of them on average."""
-    config, squares = compose_config(GPUS), sum(one * one for one in quantiles(32, 300, SIGMA, 500))
+    config, squares = compose_config([*GPUS, *overrides]), sum(one * one for one in quantiles(32, 300, SIGMA, 500))
     assert squares > 1.2 * 32 * 300**2
-    read = 500 * 2 * MATRICES + (9600 * 100 + squares / 2) * CACHE
-    seconds = generation_seconds(config, SHAPE, SLOW_TO_READ, MEMORY, LENGTHS)
+    read = 500 * 2 * MATRICES + (9600 * prompt * share + squares / 2) * CACHE
+    lengths = replace(LENGTHS, prompt=prompt)
+    seconds = generation_seconds(config, SHAPE, SLOW_TO_READ, MEMORY, lengths)
     assert seconds == pytest.approx(read / (READS * 1e12) + 9600 * SAMPLE_S, rel=1e-3)
-    free = free_seconds(config, SHAPE, SLOW_TO_READ, MEMORY, LENGTHS)
+    free = free_seconds(config, SHAPE, SLOW_TO_READ, MEMORY, lengths)
     assert free == 0 and seconds > OWN_S
 
 
 def test_engines_compute_where_that_takes_longer():
-    """The 4 prompts of an engine are computed once, and each of its 9,600 tokens."""
+    """The 32 prompts of an engine are computed once, and each of its 9,600 tokens."""
     config = compose_config(GPUS)
-    linear = (400 + 9600) * 2 * MATRICES + 400 * 2 * LAYERS * QUERIES * 100
+    linear = (3200 + 9600) * 2 * MATRICES + 3200 * 2 * LAYERS * QUERIES * 100
     attention = 32 * 2 * LAYERS * QUERIES * (400 * 400 - 100 * 100)
     seconds = generation_seconds(config, SHAPE, SLOW_TO_COMPUTE, MEMORY, LENGTHS)
     assert seconds == pytest.approx((linear + attention) / (MFU * 1e13) + 9600 * SAMPLE_S, rel=1e-3)
@@ -286,7 +294,7 @@ def test_held_out_records_of_dense_models_are_within_15_percent(plan_check):
         assert compared and {phase: one.predicted()[phase] for phase in compared} == pytest.approx(compared, rel=0.15)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("experts", 6), ("tensor parallel", 2)])
+@pytest.mark.parametrize(("kind", "count"), [("experts", 6), ("tensor parallel", 2), ("prompts of 2,048", 2)])
 def test_held_out_records_of_larger_models_are_near(plan_check, kind, count):
     held_out = [one for one in plan_check.RECORDS if not one.fitted and one.kind.startswith(kind)]
     ratios = [
