@@ -216,7 +216,7 @@ class PartReader(FileSystemReader):
     def __init__(self, folder: str, index: Any, verify: Callable[[str, int, mmap.mmap], None]):
         super().__init__(folder)
         self._index, self._verify = index, verify
-        self._last: tuple[tuple[str, int], Buffer] = (("", 0), b"")
+        self._last: tuple[tuple[str, int], bytes] = (("", 0), b"")
 
     def read_metadata(self, *_: Any, **__: Any) -> Any:
         return self._index
@@ -238,7 +238,8 @@ class PartReader(FileSystemReader):
         """Successive tensors may be in the same part."""
         place = (sinfo.relative_path, sinfo.offset)
         if self._last[0] != place:
-            self._last = place, self.part(*place, sinfo.length)
+            # BytesIO shares bytes, and would copy other memory each time.
+            self._last = place, bytes(self.part(*place, sinfo.length))
         return io.BytesIO(self._last[1])
 
 

@@ -36,7 +36,7 @@ VOCABULARY_SLICE = 8192
 FP8_BLOCK = 128
 # Share of a batch's tokens that shared prompts must save, with `auto`.
 LEAST_SAVED = 0.05
-# Tokens of a prompt from which on engines share its samples in eights, which is how many more requests one may have.
+# Samples of a prompt with this many tokens go to one engine. It may then have this many more requests than another.
 LONG_PROMPT, TOGETHER = 512, 8
 BatchMode = Literal["fixed", "dynamic", "packed"]
 
@@ -380,7 +380,7 @@ def engines(config: Config) -> int:
 
 
 def samples_together(config: Config, prompt: float) -> float:
-    """Return how many samples of a prompt with this number of tokens an engine has."""
+    """Return how many samples of a prompt with this number of tokens an engine has, if it has room for all."""
     samples, count = config.options(RolloutAlgorithmConfig).num_generations_per_prompt, engines(config)
     if count == 1:
         return samples

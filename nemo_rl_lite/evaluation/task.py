@@ -136,11 +136,12 @@ def compose(model: Served, arguments: Sequence[str], options: Options) -> Evalua
         fix = "data=file data.validation_path=FILE.jsonl, or another: data=math500 reward=math"
         raise ConfigError([Violation("data", None, rule, fix)])
     model = _with_source(model, options.source, is_given=any(is_of(key, ["data"]) for key in given))
-    # As in a training, a path chooses what reads it.
-    reader = next((file for key, file in _READERS.items() if f"data.{key}" in given), model.config.data.name)
-    if "data" not in given and reader != model.config.data.name:
-        overrides = [f"data={reader}", *overrides]
-    config = _resolved(lay_over(_base(model), overrides), given)
+    composed = lay_over(_base(model), overrides)
+    # A given path chooses what reads it.
+    readers = [file for key, file in _READERS.items() if f"data.{key}" in given and composed.data.get(key) is not None]
+    if readers and not {"data", "data.name"} & set(given):
+        composed.data.name = readers[0]
+    config = _resolved(composed, given)
     evaluation = Evaluation(replace(model, config=_with_own_engines(config)), options)
     whole = {section: asdict(getattr(config, section)) for section in SECTIONS}
     missing = [

@@ -183,8 +183,8 @@ class ReplicaLoad:
 
 class Assignment:
     """Assigns each request to the replica with the fewest unfinished ones, at most `capacity` to each, and fewer where
-    the KV cache has no room. Eight samples of a long prompt share a replica, which computes it once. Later turns stay
-    with their replica, unless another has far fewer conversations.
+    the KV cache has no room. Samples of a long prompt go to the same one, up to eight requests more than another has.
+    Later turns stay with their replica, unless another has far fewer conversations.
 
     A replica with `share` requests begins no further episodes to train on. Validations, later turns and responses with
     tokens of a lost replica do not wait for that.
@@ -203,7 +203,7 @@ class Assignment:
         # Requests of conversations with a place.
         self._returning: list[PendingRequest] = []
         self._share, self._sorted_s = capacity if share is None else share, 0.0
-        # Hash of the last first prompt, and its replica.
+        # Hash of the last assigned long prompt, and its replica.
         self._newest = (0, -1)
         self._lengths, self._clock = ResponseLengths(), clock
         # Mean seconds between a turn's end and the next turn.
@@ -302,8 +302,8 @@ class Assignment:
     def _with_samples(self, prompt: int, able: Sequence[int], fewest: int) -> int:
         """Return the replica of the prompt's samples before, or the one with the fewest requests."""
         before, replica = self._newest
-        has_samples = before == prompt and replica in able
-        if not has_samples or self.held[replica].load >= self.held[fewest].load + TOGETHER:
+        load = self.held[replica].load if before == prompt and replica in able else 0
+        if not 0 < load < self.held[fewest].load + TOGETHER:
             replica = fewest
         self._newest = (prompt, replica)
         return replica

@@ -10,7 +10,6 @@ from nemo_rl_lite.compat.versions import CASCADE_RELEASE
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.engines import CASCADE, speculation
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape, published_shape
@@ -32,8 +31,8 @@ _TIMERS = [
     f"timing/train/{name}"
     for name in ("total_step_time", "generation", "policy_and_reference_logprobs", "policy_training")
 ]
-# A run hears of cascade attention if decoding steps would read keys and values this many times less.
-_FEWER = 2.0
+# Part of the time of generation that cascade attention must save.
+_MUCH = 0.25
 History = Sequence[Mapping[str, float | None]]
 """Metrics by full name, in order of steps."""
 
@@ -56,21 +55,24 @@ def faster_split(config: Config, shape: ModelShape, gpu_bytes: int, steps: Histo
     )
 
 
-def cascade_attention(config: Config, steps: History) -> str | None:
-    """Return a sentence on cascade attention, if the measured prompts are long enough for it; None otherwise.
+def cascade_attention(config: Config, shape: ModelShape, gpu_bytes: int, steps: History) -> str | None:
+    """Return a sentence on cascade attention, if it shortens the predicted generation by `_MUCH`; None otherwise.
 
     `steps`: see `measured_steps`.
     """
-    generation, prompt, response = config.generation, *(_median(steps, name) for name in _LENGTHS[:2])
-    samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
-    # Halfway through the responses.
-    fewer = (prompt + response / 2) / (prompt / samples + response / 2)
-    has_own = {"attention_backend", "kv_cache_dtype"} & generation.vllm_kwargs.keys()
-    if fewer < _FEWER or has_own or generation.backend != "vllm" or speculation(generation) is not None:
+    generation, options = config.generation, config.generation.vllm_kwargs
+    has_own = {"attention_backend", "kv_cache_dtype"} & options.keys() or options.get("enable_prefix_caching") is False
+    # Drafts and recorded experts need vLLM's first model runner, or several tokens per step.
+    if has_own or generation.backend != "vllm" or speculation(generation) or config.policy.router_replay.enabled:
+        return None
+    lengths = Lengths(*(_median(steps, name) for name in _LENGTHS))
+    with_it = replace(config, generation=replace(generation, vllm_kwargs={**options, "attention_backend": CASCADE}))
+    now, then = (GpuSplits(one, shape, gpu_bytes, lengths).present.time for one in (config, with_it))
+    if now is None or then is None or then.generation > (1 - _MUCH) * now.generation:
         return None
     return (
-        f"prompts have {prompt:,.0f} tokens, and {samples} samples each; with cascade attention engines would read "
-        f"{fewer:.1f} times fewer keys and values: +generation.vllm_kwargs.attention_backend={CASCADE}"
+        f"prompts have {lengths.prompt:,.0f} tokens; with cascade attention generation would take about "
+        f"{then.generation / now.generation:.0%} of its time: +generation.vllm_kwargs.attention_backend={CASCADE}"
     )
 
 
@@ -141,7 +143,7 @@ class Advice:
         if steps:
             self._told = True
             split = faster_split(self.config, self.shape, self.gpu_bytes, steps)
-            cascade = cascade_attention(self.config, steps) if self.can_cascade else None
+            cascade = cascade_attention(self.config, self.shape, self.gpu_bytes, steps) if self.can_cascade else None
             yield from filter(None, [split, cascade])
 
 

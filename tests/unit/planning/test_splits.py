@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from nemo_rl_lite.config.composition import overlaid
 from nemo_rl_lite.models.shape import KNOWN_MODELS, find_shape, model_shape
 from nemo_rl_lite.observability.console import ENGINES_IDLE
 from nemo_rl_lite.observability.runs import read_state
@@ -23,7 +24,7 @@ from nemo_rl_lite.planning.splits import GpuSplits, lines, rows
 from nemo_rl_lite.planning.time import StepTime
 from nemo_rl_lite.report.record import read_run
 from nemo_rl_lite.run.following import status_rows
-from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config, resolve
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
 GPUS = ["policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-8B", "cluster.gpus_per_node=8"]
@@ -225,20 +226,39 @@ def test_phases_are_those_that_a_run_measured():
     assert measured_phases(apart, 70, 0, 23, 46, 30).generation == pytest.approx(70 - 30 - 1)
 
 
+KWARGS = "+generation.vllm_kwargs"
+
+
 @pytest.mark.parametrize(
-    ("prompt", "overrides", "fewer"),
+    ("prompt", "overrides", "is_told"),
     [
-        (2048, [], "6.0"),
-        (512, [], "2.7"),
-        (256, [], None),
-        (2048, ["+generation.vllm_kwargs.kv_cache_dtype=fp8"], None),
+        (2048, [], True),
+        (128, [], False),
+        (2048, [f"{KWARGS}.kv_cache_dtype=fp8"], False),
+        (2048, [f"{KWARGS}.attention_backend=FLASHINFER"], False),
+        (2048, [f"{KWARGS}.enable_prefix_caching=false"], False),
+        (2048, ["policy.router_replay.enabled=true"], False),
+        (2048, [f"{KWARGS}.speculative_config={{method: ngram, num_speculative_tokens: 3}}"], False),
     ],
 )
-def test_long_prompts_ask_for_cascade_attention(prompt, overrides, fewer):
-    config = compose_config([*ROW, *overrides, "algorithm.num_generations_per_prompt=16"])
-    lengths = {"train/mean_prompt_length": prompt, "train/mean_gen_tokens_per_sample": 512}
-    sentence = cascade_attention(config, [one | lengths for one in entries(5)])
-    assert sentence is None if fewer is None else f"{fewer} times fewer keys and values" in sentence
+def test_long_prompts_ask_for_cascade_attention(prompt, overrides, is_told):
+    # The model has no experts to replay.
+    config = resolve(overlaid(compose_config([*ROW, *HALVES]), overrides), matters=lambda _: False)
+    sentence = cascade_attention(config, find_shape(LLAMA), H200, long_prompts(prompt))
+    assert ("attention_backend=CUSTOM" in sentence) if is_told else sentence is None
+
+
+def long_prompts(tokens: int) -> list[dict]:
+    lengths = {"mean_prompt_length": tokens, "mean_gen_tokens_per_sample": 512, "max_gen_tokens_per_sample": 512}
+    return [one | {f"train/{name}": value for name, value in lengths.items()} for one in entries(5)]
+
+
+@pytest.mark.parametrize(("version", "told"), [("0.26.0", 1), ("0.27.0", 0), ("0.260.1", 0)])
+def test_only_a_release_with_cascade_attention_is_told_of_it(version, told, folder):
+    environment = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps(environment | {"versions": {"vllm": version}}))
+    news = [*Advice.of(folder).news(long_prompts(2048))]
+    assert sum("cascade attention" in one for one in news) == told
 
 
 @pytest.fixture

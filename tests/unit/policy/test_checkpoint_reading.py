@@ -119,6 +119,7 @@ def test_tensors_that_threads_write_to_files_are_read_with_their_digests(tmp_pat
         torch.randn(4, 3).t(),
         torch.tensor(2.0),
         torch.randn(0, 2),
+        torch.arange(100.0)[10:20],
         torch.ones(3).bfloat16(),
     ]
     parts, told = written(tmp_path, {"one": tensors, "two": tensors[::-1]})
@@ -135,6 +136,7 @@ def test_tensors_that_threads_write_to_files_are_read_with_their_digests(tmp_pat
             reader.part(name, places[-1][0], places[-1][1] + 1)
 
 
-def test_a_file_that_a_thread_cannot_write_is_an_error(tmp_path):
-    _, told = written(tmp_path, {"there": [torch.ones(2)], "missing/file": [torch.ones(2)]})
+@pytest.mark.parametrize("names", [("there", "missing/file"), ("missing/file", "there")])
+def test_a_file_that_a_thread_cannot_write_is_an_error(names, tmp_path):
+    _, told = written(tmp_path, {name: [torch.ones(2)] for name in names})
     assert isinstance(told, FileNotFoundError)

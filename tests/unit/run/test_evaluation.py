@@ -67,8 +67,11 @@ def test_a_model_of_no_run_needs_its_data(model, file):
 
 
 def test_a_path_chooses_what_reads_it(model, file):
+    model = replace(model, config=replace(model.config, data=replace(model.config.data, system_prompt="Think.")))
     found = compose(model, [f"data.validation_path={file}"], ONE).config.data
-    assert (found.name, found.validation_path) == ("file", str(file))
+    assert (found.name, found.validation_path, found.system_prompt) == ("file", str(file), "Think.")
+    assert "data.validation_split" in refused(model, "data.path=someone/problems")
+    assert compose(model, ["data.validation_path=null"], ONE).config.data.name == "reverse_digits"
     # Someone who names the default means it.
     named = compose(model, ["data=reverse_digits", f"data.validation_path={file}"], ONE)
     assert named.config.data.name == "reverse_digits"
