@@ -8,7 +8,7 @@ from statistics import median
 
 from nemo_rl_lite.compat.versions import CASCADE_RELEASE
 from nemo_rl_lite.config.algorithms import generates
-from nemo_rl_lite.config.engines import CASCADE, speculation
+from nemo_rl_lite.config.engines import CASCADE, engine_of, speculation
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError
@@ -63,7 +63,8 @@ def cascade_attention(config: Config, shape: ModelShape, gpu_bytes: int, steps: 
     generation, options = config.generation, config.generation.vllm_kwargs
     has_own = {"attention_backend", "kv_cache_dtype"} & options.keys() or options.get("enable_prefix_caching") is False
     # Drafts and recorded experts need vLLM's first model runner, or several tokens per step.
-    if has_own or generation.backend != "vllm" or speculation(generation) or config.policy.router_replay.enabled:
+    needs_other = speculation(generation) is not None or config.policy.router_replay.enabled
+    if has_own or needs_other or not engine_of(config).precisions:
         return None
     lengths = Lengths(*(_median(steps, name) for name in _LENGTHS))
     with_it = replace(config, generation=replace(generation, vllm_kwargs={**options, "attention_backend": CASCADE}))
