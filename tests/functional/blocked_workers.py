@@ -32,6 +32,8 @@ class Blocked:
 
     def close(self, is_rank_lost: bool) -> None:
         assert is_rank_lost
+        # A heartbeat may free a rank that waits for nothing, until it closes.
+        _freed.clear()
         if self._closing == "stuck":
             time.sleep(600)
         if self._closing == "fails":
