@@ -98,6 +98,16 @@ def rollouts_of(folder: Path) -> dict[str, list[dict]]:
     }
 
 
+def assert_same_run(folder: Path, other: Path) -> None:
+    """All metrics and samples agree. Logprobs of an engine agree up to rounding: when it is killed decides which
+    requests share a batch."""
+    assert metrics_of(folder) == pytest.approx(metrics_of(other), rel=1e-5, abs=1e-9)
+    found, expected = rollouts_of(folder), rollouts_of(other)
+    for row in (row for rows in expected.values() for row in rows):
+        row["generation_logprobs"] = pytest.approx(row["generation_logprobs"], abs=1e-5)
+    assert found == expected
+
+
 def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder, monkeypatch, capfd):
     alone, folder = tmp_path / "alone", tmp_path / "hit"
     _, metrics = train_here(alone, model_folder, *GRPO)
@@ -125,8 +135,8 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder,
     gate.passed(99)
     resumed = run_here(folder, model_folder, "logger.plots=false", *GRPO, *TRACKED, *gate.overrides)
     assert resumed.returncode == 0 and beginnings(resumed.stdout) == [saved] and saved in (2, 4), resumed.stderr
-    assert metrics_of(folder) == metrics_of(alone)
-    assert rollouts_of(folder) == rollouts_of(alone) and len(rollouts_of(folder)) == 7 + 5
+    assert_same_run(folder, alone)
+    assert len(rollouts_of(folder)) == 7 + 5
     assert_same_weights(folder / "hf", alone / "hf")
     # One W&B run, although several processes have logged to it.
     run_id = (folder / "wandb-run-id.txt").read_text().strip()
@@ -151,8 +161,7 @@ def test_engines_outlive_a_policy_rank_and_the_run_is_the_same(tmp_path, model_f
     for rank in range(2):
         assert len(processes(folder, f"generation-{rank}")) == 1
     assert [len(processes(folder, f"policy-{rank}")) for rank in range(2)] == [1, 2]
-    assert metrics_of(folder) == metrics_of(alone)
-    assert rollouts_of(folder) == rollouts_of(alone)
+    assert_same_run(folder, alone)
     assert_same_weights(folder / "hf", alone / "hf")
 
 
