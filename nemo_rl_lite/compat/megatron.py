@@ -321,8 +321,8 @@ def fuse_accumulation_without_apex() -> None:
     layers._grad_accum_fusion_available = True
 
 
-def clip_in_few_kernels() -> None:
-    """Let torch's kernels for many tensors compute the norm of gradients, and scale them.
+def add_norms_in_few_kernels() -> None:
+    """Let torch's kernels for many tensors compute the norm of gradients.
 
     megatron-core wants Transformer Engine's kernel `multi_tensor_scale_tensor`, which release 2.12 lacks. Without it,
     megatron-core launches kernels for each gradient, and waits for each norm.
@@ -332,17 +332,11 @@ def clip_in_few_kernels() -> None:
 
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _norm_of_all
-        clip_grads.multi_tensor_scale_impl = _scale_all
 
 
 def _norm_of_all(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], per_tensor: bool) -> Any:
     norms = torch._foreach_norm(tensors[0], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
-
-
-def _scale_all(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
-    # megatron-core's clipping gives the same gradients twice.
-    torch._foreach_mul_(tensors[1], factor)
 
 
 def copy_in_few_kernels() -> None:

@@ -225,7 +225,7 @@ class PhaseMemory:
         self.require(component)
 
     def recount(self) -> None:
-        """Count bytes again after an optimizer step, which may have made states."""
+        """Count bytes again, because states may have been made."""
         for own in self._movable.values():
             own.recount()
 

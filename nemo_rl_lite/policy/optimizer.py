@@ -9,12 +9,13 @@ import gc
 import math
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from nemo_rl_lite.compat.megatron import clip_in_few_kernels, copy_in_few_kernels, forget_classes
+from nemo_rl_lite.compat.megatron import add_norms_in_few_kernels, chained, copy_in_few_kernels, forget_classes
 from nemo_rl_lite.compat.torch import free_host_cache
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.policy.memory import gradient_buffers, torch_optimizers
@@ -49,13 +50,11 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
             "exp_avg_dtype": getattr(torch, settings.exp_avg_dtype),
             "exp_avg_sq_dtype": getattr(torch, settings.exp_avg_sq_dtype),
         }
-    clip_in_few_kernels()
+    add_norms_in_few_kernels()
     copy_in_few_kernels()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             **{name: getattr(settings, name) for name in _SAME_FIELDS},
-            # Infinity, because megatron-core computes the norm only if it clips.
-            clip_grad=math.inf if config.max_grad_norm is None else config.max_grad_norm,
             bf16=config.precision == "bfloat16",
             params_dtype=getattr(torch, config.precision),
             overlap_param_gather=model.gather.overlaps,
@@ -126,13 +125,31 @@ def disconnect(model: MegatronModel) -> None:
         config.no_sync_func = config.grad_sync_func = None
 
 
-def gradients_are_finite(model: MegatronModel) -> bool:
-    """Return whether the gradients of all ranks are finite. Collective."""
-    finite = torch.ones((), device=model.device)
-    for gradients in gradient_buffers(model):
-        finite *= gradients.sum().isfinite()
-    dist.all_reduce(finite, dist.ReduceOp.MIN)
-    return bool(finite)
+def take_step(optimizer: Any, max_norm: float | None) -> float:
+    """Scale the gradients to the maximum norm, and update the weights. Return the norm before. If it is not finite,
+    nothing is updated. Collective."""
+    # The host prepares all tensors before it waits for the norm, while the device is still in the backward pass.
+    optimizer.prepare_grads()
+    gradients = list(_gradients(optimizer))
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return norm
+    # As megatron-core and torch.
+    factor = math.inf if max_norm is None else max_norm / (norm + 1e-6)
+    if gradients and factor < 1:
+        torch._foreach_mul_(gradients, factor)
+    optimizer.step_with_ready_grads()
+    return norm
+
+
+def _gradients(optimizer: Any) -> Iterator[Tensor]:
+    for part in chained(optimizer):
+        # Gradients and parameters may have different types.
+        is_apart = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        for parameter in part.get_parameters():
+            gradient = getattr(parameter, "decoupled_grad", None) if is_apart else parameter.grad
+            if gradient is not None:
+                yield gradient
 
 
 def is_split(optimizer: torch.optim.Optimizer) -> bool:

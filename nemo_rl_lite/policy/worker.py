@@ -37,7 +37,7 @@ from nemo_rl_lite.policy.memory import clear_module_caches, phase_memory, requir
 from nemo_rl_lite.policy.micro_batches import Layout
 from nemo_rl_lite.policy.model import build_model
 from nemo_rl_lite.policy.moe import expert_biases
-from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, rank_threads
+from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, rank_threads, take_step
 from nemo_rl_lite.policy.passes import forward_backward, forward_scores, put_rows
 from nemo_rl_lite.policy.reference import Reference
 from nemo_rl_lite.policy.score_files import ScoreFile, ScoreWriter, Update
@@ -88,7 +88,7 @@ class MegatronWorker:
         self._model_path, self._rank = Path(model_path), int(os.environ["RANK"])
         self._base = base_name(policy.model_name, self._model_path)
         self._seed, self._temperature = seed, temperature
-        self._weight_decay = policy.megatron_cfg.optimizer.weight_decay
+        self._weight_decay, self._max_norm = policy.megatron_cfg.optimizer.weight_decay, policy.max_grad_norm
         with SETUP("model"):
             # The reference policy begins with the model's weights.
             reads = keep_reference or policy.megatron_cfg.peft.enabled or not resumes
@@ -109,6 +109,7 @@ class MegatronWorker:
         self._experts: dict[str, RoutedExperts | None] = {}
         self._updates: dict[str, list[Update]] = {}
         self._score_writer = ScoreWriter(self._model.place.data_rank)
+        self._has_stepped = False
         self._state = PolicyState(self._model, self._optimizer, self._scheduler, self._reference)
 
     def place(self) -> ParallelPlace:
@@ -236,15 +237,18 @@ class MegatronWorker:
             self._phases.arrive(Component.OPTIMIZER_STATES)
             self._model.gather.mark_stale()
             learning_rate = self._optimizer.param_groups[0]["lr"]
-            finite, grad_norm = gradients_are_finite(self._model), math.nan
-            if finite:
-                _, grad_norm, _ = self._optimizer.step()
+            grad_norm = take_step(self._optimizer, self._max_norm)
+            if finite := math.isfinite(grad_norm):
                 self._scheduler.step(increment=1)
+                if not self._has_stepped:
+                    # The first step may have made states.
+                    self._phases.recount()
+                    self._has_stepped = True
             else:
+                grad_norm = math.nan
                 # megatron-core has already updated them.
                 for bias, value in zip(biases, before, strict=True):
                     bias.copy_(value)
-            self._phases.recount()
         if not self._model.place.reports:
             return None
         # Scores of samples are written to files, or are the previous logprobs of later steps.

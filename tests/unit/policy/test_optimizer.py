@@ -1,8 +1,12 @@
-"""States of Transformer Engine's Adam are allocated before its step makes copies."""
+"""An optimizer step, and the states of Transformer Engine's Adam, which are allocated before its step makes copies."""
 
+import math
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from nemo_rl_lite.policy.optimizer import allocate_states
+from nemo_rl_lite.policy.optimizer import allocate_states, take_step
 
 
 class Adam(torch.optim.Optimizer):
@@ -34,3 +38,45 @@ def test_all_states_are_allocated_before_the_first_copy():
     assert own.calls == states + copies
     own.step()
     assert own.calls == states + copies + copies
+
+
+class Chain:
+    """Subtracts the gradients of two optimizers, of which the second one keeps them apart, in bfloat16."""
+
+    def __init__(self, given):
+        self.given, self.weights = given, [torch.zeros(2) for _ in given]
+        self.chained_optimizers = [self.part(0, False), self.part(1, True)]
+
+    def part(self, number, is_apart):
+        config = SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=is_apart)
+        frozen = torch.zeros(1)
+        return SimpleNamespace(config=config, get_parameters=lambda: [self.weights[number], frozen])
+
+    def prepare_grads(self):
+        self.weights[0].grad = torch.tensor(self.given[0])
+        self.weights[1].decoupled_grad = torch.tensor(self.given[1], dtype=torch.bfloat16)
+
+    def gradients(self):
+        return [self.weights[0].grad, self.weights[1].decoupled_grad]
+
+    def get_grad_norm(self):
+        return torch.cat([one.float() for one in self.gradients()]).norm().view(1)
+
+    def step_with_ready_grads(self):
+        for weight, gradient in zip(self.weights, self.gradients(), strict=True):
+            weight -= gradient
+
+
+@pytest.mark.parametrize(("most", "factor"), [(10.0, 1.0), (2.5, 0.5), (None, 1.0)])
+def test_gradients_of_all_optimizers_have_at_most_the_norm(most, factor):
+    chain = Chain([[3.0, 0.0], [0.0, 4.0]])
+    assert take_step(chain, most) == 5
+    wanted = [[-3 * factor, 0.0], [0.0, -4 * factor]]
+    torch.testing.assert_close([one.tolist() for one in chain.weights], wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("one", [math.nan, math.inf])
+def test_nothing_is_updated_if_a_gradient_is_not_finite(one):
+    chain = Chain([[3.0, 0.0], [one, 4.0]])
+    assert not math.isfinite(take_step(chain, 1.0))
+    assert not torch.cat(chain.weights).any()
