@@ -6,12 +6,12 @@ blocks are a group, which attends to these blocks in one call. A second call att
 with sliding windows, sinks or ALiBi, are computed as by vLLM's FlashAttention.
 """
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -27,7 +27,8 @@ from nemo_rl_lite.compat.versions import written_for
 
 written_for(__name__, "vllm", "0.26")
 
-log = logging.getLogger(__name__)
+# The workers of a tensor-parallel engine log what vLLM's loggers get.
+log = init_logger(f"vllm.{__name__}")
 
 # Shortest prefix, in blocks, that is worth a separate call.
 MIN_BLOCKS = 8

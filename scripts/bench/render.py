@@ -178,6 +178,7 @@ TABLES = {
         columns=("throughput", "rollout", "preemptions", "tokens computed again, per sampled token"),
     ),
     "restart table": Table("analysis/faults", "restart-cpu-2cores"),
+    "restart GPU table": Table("analysis/faults", "restart-2x-h200"),
     "month table": Table("analysis/faults", "month-cpu", columns=("goodput", "mean ends per run")),
     "full cache table": Table(
         "analysis/full_caches", "full-cache-1x-h100", columns=("throughput", "rollout", "preemptions")
@@ -228,6 +229,15 @@ TABLES = {
         "analysis/checkpoints",
         "checkpoint-io-cpu-2cores",
         columns=("save, training waits", "save, whole", "host memory of a save", "written", "load", "read"),
+    ),
+    "checkpoint GPU table": Table(
+        "analysis/checkpoints",
+        "checkpoint-io-2x-h200",
+        tuple(
+            f"{what}{rate}"
+            for what in ("save, training waits", "save, whole", "load")
+            for rate in ("", ", of 100 GB at this rate")
+        ),
     ),
     "shared prompts table": Table(
         "training",
