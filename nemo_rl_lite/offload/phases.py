@@ -225,7 +225,7 @@ class PhaseMemory:
         self.require(component)
 
     def recount(self) -> None:
-        """Count bytes again, because states may have been made."""
+        """Count bytes again, because tensors may have been added or replaced."""
         for own in self._movable.values():
             own.recount()
 

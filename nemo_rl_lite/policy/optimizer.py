@@ -57,6 +57,8 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
             **{name: getattr(settings, name) for name in _SAME_FIELDS},
             bf16=config.precision == "bfloat16",
             params_dtype=getattr(torch, config.precision),
+            # `take_step` clips.
+            clip_grad=0.0,
             overlap_param_gather=model.gather.overlaps,
             **states,
         ),

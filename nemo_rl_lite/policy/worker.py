@@ -217,8 +217,8 @@ class MegatronWorker:
 
         Returns this replica's share of the step's and the mismatch's metrics (`mismatch_counts`: see
         `forward_backward`). If it measures the mismatch, the batch gets its logprobs as previous ones. `grad_norm`,
-        `lr`, `wd` and `skipped_steps` are equal on all replicas. If a gradient is not finite, nothing is updated:
-        `skipped_steps` is 1 and `grad_norm` is NaN.
+        `lr`, `wd` and `skipped_steps` are equal on all replicas. If the gradients' norm is not finite, nothing is
+        updated: `skipped_steps` is 1 and `grad_norm` is NaN.
         """
         self._phases.require(Component.PARAMETERS)
         self._phases.expect(Component.OPTIMIZER_STATES)

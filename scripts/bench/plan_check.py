@@ -230,7 +230,7 @@ RECORDS = [
     _training("experts-training-1x-h200", "experts", "packs of 32,768", "qwen3-30b-a3b:8", kind="experts", fitted=True),
     _training("training-experts-1x-h200", "experts", "packs of 32,768", "qwen3-30b-a3b:8", kind="experts"),
     _training("training-experts-packs-1x-h200", "experts", "packs of 32,768", "qwen3-30b-a3b:8", kind="experts"),
-    _training("training-experts-1x-h200-fewer-waits", "experts", "packs of 40,960", "qwen3-30b-a3b:8", kind="experts"),
+    _training("training-experts-fewer-waits-1x-h200", "experts", "packs of 40,960", "qwen3-30b-a3b:8", kind="experts"),
     _training(
         "training-expert_parallel-2x-h200", "expert_parallel", "packs of 16,384", "qwen3-235b-a22b:4", kind="experts"
     ),

@@ -106,14 +106,14 @@ def reads_of(config: Config, worker: MegatronWorker) -> dict[str, int]:
     worker.put_batch(rows)
     worker.prepare_for_training()
     counts, reads = loss.counts(rows), Reads()
-    step = worker._optimizer.step
+    step = worker._optimizer.step_with_ready_grads
 
     def paused() -> Any:
         with reads.pausing():
             return step()
 
     # On a CPU megatron-core steps with torch's optimizer, which reads the number of steps of each parameter.
-    worker._optimizer.step = paused
+    worker._optimizer.step_with_ready_grads = paused
     for _ in range(2):
         reads.found.clear()
         with Copies(reads), reads:

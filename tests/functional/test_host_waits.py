@@ -25,8 +25,7 @@ CASES = {
         "algorithm.loss_fn.token_veto_ratio=0.01",
     ],
 }
-# Lengths and, for packs, tokens of the rows, which are on the host anyway; whether gradients are finite; all metrics at
-# once.
+# Lengths and, for packs, tokens of the rows, which are on the host anyway; the norm of gradients; all metrics at once.
 MOST = 4
 
 

@@ -45,12 +45,17 @@ class Chain:
 
     def __init__(self, given):
         self.given, self.weights = given, [torch.zeros(2) for _ in given]
-        self.chained_optimizers = [self.part(0, False), self.part(1, True)]
+        # The last one has nothing on this rank.
+        self.chained_optimizers = [
+            self.part(self.weights[:1], False),
+            self.part(self.weights[1:], True),
+            self.part([], False),
+        ]
 
-    def part(self, number, is_apart):
+    def part(self, weights, is_apart):
         config = SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=is_apart)
         frozen = torch.zeros(1)
-        return SimpleNamespace(config=config, get_parameters=lambda: [self.weights[number], frozen])
+        return SimpleNamespace(config=config, get_parameters=lambda: [*weights, frozen])
 
     def prepare_grads(self):
         self.weights[0].grad = torch.tensor(self.given[0])
@@ -80,3 +85,10 @@ def test_nothing_is_updated_if_a_gradient_is_not_finite(one):
     chain = Chain([[3.0, 0.0], [one, 4.0]])
     assert not math.isfinite(take_step(chain, 1.0))
     assert not torch.cat(chain.weights).any()
+
+
+def test_a_rank_without_gradients_takes_part():
+    chain = Chain([])
+    chain.prepare_grads, chain.get_grad_norm = (lambda: None), (lambda: torch.tensor([5.0]))
+    chain.gradients = list
+    assert take_step(chain, 1.0) == 5
