@@ -178,7 +178,6 @@ TABLES = {
         columns=("throughput", "rollout", "preemptions", "tokens computed again, per sampled token"),
     ),
     "restart table": Table("analysis/faults", "restart-cpu-2cores"),
-    "restart GPU table": Table("analysis/faults", "restart-2x-h200"),
     "month table": Table("analysis/faults", "month-cpu", columns=("goodput", "mean ends per run")),
     "full cache table": Table(
         "analysis/full_caches", "full-cache-1x-h100", columns=("throughput", "rollout", "preemptions")
