@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.compat.megatron import add_norms_in_few_kernels, chained, copy_in_few_kernels, forget_classes
-from nemo_rl_lite.compat.torch import free_host_cache
+from nemo_rl_lite.compat.torch import foreach_mul, free_host_cache
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.policy.memory import gradient_buffers, torch_optimizers
 from nemo_rl_lite.policy.model import MegatronModel
@@ -139,7 +139,7 @@ def take_step(optimizer: Any, max_norm: float | None) -> float:
     # As megatron-core and torch.
     factor = math.inf if max_norm is None else max_norm / (norm + 1e-6)
     if gradients and factor < 1:
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul(gradients, factor)
     optimizer.step_with_ready_grads()
     return norm
 
