@@ -15,8 +15,7 @@ from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from tests.functional.conftest import PYTHONPATH, run_command, train
 from tests.functional.here import train_here
 from tests.functional.rewards import Gate
-from tests.functional.test_recovery import TASK, rollouts_of
-from tests.functional.test_resume import assert_same_weights, metrics_of
+from tests.functional.test_recovery import TASK, assert_same_run
 
 pytestmark = pytest.mark.functional
 
@@ -47,12 +46,6 @@ def alone(tmp_path_factory, model_folder) -> Path:
     folder = tmp_path_factory.mktemp("alone") / "run"
     train_here(folder, model_folder, *GRPO)
     return folder
-
-
-def assert_same_run(folder: Path, other: Path) -> None:
-    assert metrics_of(folder) == metrics_of(other)
-    assert rollouts_of(folder) == rollouts_of(other)
-    assert_same_weights(folder / "hf", other / "hf")
 
 
 def hit(
