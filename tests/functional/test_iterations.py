@@ -72,7 +72,8 @@ def test_all_passes_compare_with_the_weights_before_the_first_one(outcomes, mode
     )
     assert (mean["clip_ratio/high"] > 0) == (passes > 1 or steps > 1)
     trained = load_file(f"{outcomes / name.replace(' ', '-')}.hf/model.safetensors")
-    assert all(torch.allclose(trained[key], model.state_dict()[key], atol=1e-5) for key in trained)
+    # Weights move by up to 2, and rounding differs between CPUs.
+    assert all(torch.allclose(trained[key], model.state_dict()[key], atol=1e-4) for key in trained)
     assert max((trained[key] - before[key]).abs().max().item() for key in trained) > 1e-3
 
 

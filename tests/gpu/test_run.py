@@ -78,19 +78,23 @@ def test_colocated_engines_stay_awake_where_both_fit(gpu_model, tmp_path):
             assert line["memory/device_bytes/train"] > 0.25 * 79 * 2**30
 
 
-@pytest.mark.parametrize(
-    ("gpus", "own"),
-    [
-        pytest.param(1, [], marks=pytest.mark.gpu, id="awake"),
-        pytest.param(1, ["generation.colocated.sleep=true"], marks=pytest.mark.gpu, id="asleep"),
-        pytest.param(2, ["generation.vllm_cfg.tensor_parallel_size=2"], marks=pytest.mark.gpu(2), id="TP 2"),
-    ],
-)
-def test_an_engine_reads_a_shared_prompt_once(gpus, own, gpu_model, tmp_path):
-    long = ["policy.max_total_sequence_length=1024", f"data.system_prompt='{'a long prompt ' * 50}'", *own]
-    check(run(tmp_path / "run", gpu_model, gpus, "+generation.vllm_kwargs.attention_backend=CUSTOM", *long))
-    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
+def read_shared_prompts(folder: Path, model: Path, gpus: int, own: str) -> None:
+    """Run with long prompts, and check that engines read each once for its samples."""
+    long = ["policy.max_total_sequence_length=1024", f"data.system_prompt='{'a long prompt ' * 50}'"]
+    check(run(folder, model, gpus, "+generation.vllm_kwargs.attention_backend=CUSTOM", *long, own))
+    logs = "".join(path.read_text() for path in (folder / "logs").iterdir())
     assert "decoding steps use cascade attention by prompt" in logs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sleeps", ["false", "true"])
+def test_an_engine_reads_a_shared_prompt_once(sleeps, gpu_model, tmp_path):
+    read_shared_prompts(tmp_path / "run", gpu_model, 1, f"generation.colocated.sleep={sleeps}")
+
+
+@pytest.mark.gpu(2)
+def test_a_tensor_parallel_engine_reads_a_shared_prompt_once(gpu_model, tmp_path):
+    read_shared_prompts(tmp_path / "run", gpu_model, 2, "generation.vllm_cfg.tensor_parallel_size=2")
 
 
 @pytest.mark.gpu
