@@ -109,7 +109,6 @@ class MegatronWorker:
         self._experts: dict[str, RoutedExperts | None] = {}
         self._updates: dict[str, list[Update]] = {}
         self._score_writer = ScoreWriter(self._model.place.data_rank)
-        self._has_stepped = False
         self._state = PolicyState(self._model, self._optimizer, self._scheduler, self._reference)
 
     def place(self) -> ParallelPlace:
@@ -240,10 +239,9 @@ class MegatronWorker:
             grad_norm = take_step(self._optimizer, self._max_norm)
             if finite := math.isfinite(grad_norm):
                 self._scheduler.step(increment=1)
-                if not self._has_stepped:
+                if self._scheduler.num_steps == 1:
                     # The first step may have made states.
                     self._phases.recount()
-                    self._has_stepped = True
             else:
                 grad_norm = math.nan
                 # megatron-core has already updated them.
