@@ -6,8 +6,8 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-# Release of vLLM that `vllm_cascade.py` fits.
-CASCADE_RELEASE = "0.26"
+# Release of vLLM that `vllm_cascade.py` and `vllm_decoding.py` fit.
+KERNEL_RELEASE = "0.26"
 
 
 def constraints_file() -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_rl_lite.compat.versions import CASCADE_RELEASE, fits, installed, since, written_for
+from nemo_rl_lite.compat.versions import KERNEL_RELEASE, fits, installed, since, written_for
 
 written_for(__name__, "vllm", "0.26", "0.31")
 
@@ -74,8 +74,8 @@ def prefer_second_runner() -> None:
 
 def offer_cascade_attention() -> None:
     """Make `attention_backend=CUSTOM` select cascade attention by prompt. Each process of an engine must call this.
-    Only `CASCADE_RELEASE` gets it; others name the missing backend."""
-    if not fits("vllm", CASCADE_RELEASE):
+    Only `KERNEL_RELEASE` gets it; others name the missing backend."""
+    if not fits("vllm", KERNEL_RELEASE):
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

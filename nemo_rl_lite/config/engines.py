@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.compat.versions import CASCADE_RELEASE, fits, is_cpu_build
+from nemo_rl_lite.compat.versions import KERNEL_RELEASE, fits, is_cpu_build
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config, GenerationConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import (
@@ -92,7 +92,7 @@ def _vllm_precisions() -> tuple[tuple[str, ...], ...]:
     """Return FP8 weights of each kind, an FP8 KV cache, both, and other attention kernels."""
     key = "++generation.vllm_kwargs"
     weights, cache = [f"{key}.quantization={way}" for way in VLLM_QUANTIZATIONS], f"{key}.kv_cache_dtype=fp8"
-    own = [CASCADE] if fits("vllm", CASCADE_RELEASE) else []
+    own = [CASCADE] if fits("vllm", KERNEL_RELEASE) else []
     kernels = [f"{key}.attention_backend={kind}" for kind in ("FLASHINFER", "TRITON_ATTN", *own)]
     return *((one,) for one in (*weights, cache, *kernels)), (f"{key}.quantization=fp8_per_channel", cache)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from nemo_rl_lite.compat.versions import CASCADE_RELEASE
+from nemo_rl_lite.compat.versions import KERNEL_RELEASE
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.engines import CASCADE, engine_of, speculation
 from nemo_rl_lite.config.schema import Config
@@ -135,7 +135,7 @@ class Advice:
             return None
         # Lines of nvidia-smi: name, memory, driver.
         gpu_bytes = min(parse_size(line.split(",")[1]) for line in gpus)
-        has_release = environment.get("versions", {}).get("vllm", "").startswith(f"{CASCADE_RELEASE}.")
+        has_release = environment.get("versions", {}).get("vllm", "").startswith(f"{KERNEL_RELEASE}.")
         return cls(config, shape, gpu_bytes, has_release and not shape.latent)
 
     def news(self, history: History) -> Iterator[str]:

@@ -64,6 +64,7 @@ SETTINGS: dict[str, list[str]] = {
     "cascade attention": [CASCADE],
     "cascade attention in one split": [CASCADE, ONE_SPLIT],
     "fp8 cache": [f"{KWARGS}.kv_cache_dtype=fp8"],
+    "vLLM's attention": [f"{KWARGS}.attention_backend=FLASH_ATTN"],
     "first runner": [],
 }
 ENVIRONMENTS = {"first runner": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}

@@ -1,0 +1,143 @@
+"""Decoding steps with the launcher's kernels: attention of batches with one new token per request, and samples.
+
+vLLM's FlashAttention computes all other batches, and layers with sliding windows, sinks, ALiBi, soft caps or FP8
+caches. An explicit `attention_backend` keeps vLLM's attention.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.compat.versions import KERNEL_RELEASE, fits, written_for
+
+written_for(__name__, "vllm", "0.26")
+
+# Environment variable from an engine's process to those of its ranks: "1" if the launcher's attention applies.
+_ATTENTION = "NRL_DECODE_ATTENTION"
+# Compute capability, in tenths, of GPUs whose shared memory suffices.
+_HOPPER = 90
+# Head sizes that a matrix product can have, and whose tiles fit the shared memory.
+_SIZES = (32, 64, 128, 256)
+
+
+def choose_attention(options: Mapping[str, Any]) -> None:
+    """Make the ranks of this process's engine use the launcher's attention, unless vLLM's options choose a backend."""
+    os.environ[_ATTENTION] = "0" if options.get("attention_backend") else "1"
+
+
+def decode_with_own_kernels() -> None:
+    """Replace vLLM's attention and samples of decoding steps. Each rank of an engine on Hopper GPUs calls this; other
+    GPUs, and other releases of vLLM, keep vLLM's."""
+    from vllm.platforms import current_platform
+
+    if not fits("vllm", KERNEL_RELEASE) or not current_platform.is_cuda():
+        return
+    if not current_platform.has_device_capability(_HOPPER):
+        return
+    replace_samples()
+    if os.environ.get(_ATTENTION) == "1":
+        replace_attention()
+
+
+def replace_attention() -> None:
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
+
+    from nemo_rl_lite.generation.vllm.attention_kernel import attend
+
+    layers: Any = FlashAttentionImpl
+    forward = layers.forward
+
+    def forward_or_decode(
+        self: Any,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *scales: Any,
+        **named: Any,
+    ) -> Tensor:
+        if attn_metadata is None or not is_decoding(attn_metadata) or not is_plain(self):
+            return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)
+        count = attn_metadata.num_actual_tokens
+        attend(query[:count], kv_cache, attn_metadata.block_table, attn_metadata.seq_lens, self.scale, output[:count])
+        return output
+
+    layers.forward = forward_or_decode
+    # FlashAttention's graphs of decoding steps also compute prompts; these do not.
+    FlashAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+def is_decoding(metadata: Any) -> bool:
+    """Return whether each request of a batch has one new token, which attends to its whole cache."""
+    return (
+        metadata.max_query_len == 1
+        and metadata.num_actual_tokens == len(metadata.seq_lens)
+        and metadata.causal is True
+        and not metadata.use_cascade
+        and metadata.mm_prefix_range_tensor is None
+        and metadata.rswa_prefix_lens is None
+    )
+
+
+def is_plain(layer: Any) -> bool:
+    """Return whether the kernel computes what this `FlashAttentionImpl` computes."""
+    from vllm.v1.attention.backend import AttentionType
+
+    return (
+        layer.attn_type == AttentionType.DECODER
+        and layer.head_size in _SIZES
+        and layer.sliding_window == (-1, -1)
+        and layer.alibi_slopes is None
+        and layer.sinks is None
+        and not layer.logits_soft_cap
+        and not layer.kv_cache_dtype.startswith("fp8")
+        and layer.dcp_world_size == 1
+        and not layer.batch_invariant_enabled
+    )
+
+
+def replace_samples() -> None:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample import sampler
+
+    from nemo_rl_lite.generation.vllm.sampling_kernel import sample
+
+    module: Any = sampler
+    draw, score = module.gumbel_sample, module.compute_topk_scores
+    # Logits, tokens and logprobs of the last call.
+    last: list[Any] = [None, None, None]
+
+    def draw_and_score(
+        logits: Tensor,
+        states: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        *,
+        use_fp64: bool = False,
+        **named: Any,
+    ) -> Tensor:
+        if use_fp64:
+            return draw(logits, states, temperatures, seeds, positions, use_fp64=True, **named)
+        tokens, logprobs = sample(logits, states, temperatures, seeds, positions)
+        last[:] = logits.data_ptr(), tokens, logprobs
+        return tokens
+
+    def known_scores(
+        logits: Tensor, count: int, tokens: Tensor, ends: Any = None, *, logits_mode: bool = False, **named: Any
+    ) -> Any:
+        drawn_from, drawn, logprobs = last
+        others = count or named.get("max_per_req_token_ids") or logits_mode
+        if others or drawn is not tokens or drawn_from != logits.data_ptr():
+            return score(logits, count, tokens, ends, logits_mode=logits_mode, **named)
+        # Ranks of tokens, which nothing reads, would need another pass over the logits.
+        return LogprobsTensors(tokens[:, None], logprobs[:, None], torch.zeros_like(tokens), ends)
+
+    module.gumbel_sample, module.compute_topk_scores = draw_and_score, known_scores
