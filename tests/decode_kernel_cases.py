@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Of the vocabulary, in engines.
+SLICE = 4096
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -50,9 +53,10 @@ def check_attention(batch: Batch, device: str, dtype: torch.dtype, heads_first: 
         assert wrong < (1e-2 if dtype is torch.bfloat16 else 1e-5), (batch, row, float(wrong))
 
 
-def check_samples(vocabulary: int, device: str, dtype: torch.dtype) -> None:
-    """Logprobs are exact, forbidden tokens are never drawn, and a seed and a position decide the draw."""
-    from nemo_rl_lite.generation.vllm.sampling_kernel import sample
+def check_samples(vocabulary: int, device: str, dtype: torch.dtype, width: int = SLICE) -> None:
+    """Logprobs are exact, forbidden tokens are never drawn, and a seed and a position decide the draw. `width`: of a
+    slice of the vocabulary."""
+    from nemo_rl_lite.generation.vllm import sampling_kernel
 
     logits = (3 * torch.randn(6, vocabulary)).to(dtype)
     logits[0, torch.randperm(vocabulary)[5:]] = -torch.inf
@@ -62,28 +66,29 @@ def check_samples(vocabulary: int, device: str, dtype: torch.dtype) -> None:
     temperatures, seeds = torch.tensor([1.0, 0.7, 0.0, 1.0]), torch.tensor([5, 2**40, 7, 9])
     positions = torch.tensor([4, 4, 4, 5, 6, 7])
     given = [one.to(device) for one in (logits, states, temperatures, seeds, positions)]
-    tokens, logprobs = (found.cpu() for found in sample(*given))
+    tokens, logprobs = (found.cpu() for found in sampling_kernel.sample(*given, width=width))
     assert ((tokens >= 0) & (tokens < vocabulary)).all() and tokens[4] == logits[4].argmax()
     expected = logits[:5].float().log_softmax(-1).gather(1, tokens[:5, None])[:, 0]
     torch.testing.assert_close(logprobs[:5], expected, rtol=1e-5, atol=1e-5)
     order = torch.tensor([3, 1, 0])
     some = [one[order.to(device)] if len(one) == 6 else one for one in given]
-    again, scores = (found.cpu() for found in sample(*some))
+    again, scores = (found.cpu() for found in sampling_kernel.sample(*some, width=width))
     assert torch.equal(again, tokens[order]) and torch.equal(scores, logprobs[order])
 
 
-def check_distribution(draws: int, device: str) -> None:
+def check_distribution(draws: int, device: str, width: int = SLICE) -> None:
     """Frequencies of tokens in three slices are those of their probabilities, by a chi-squared test."""
     from nemo_rl_lite.generation.vllm import sampling_kernel
 
-    vocabulary = 2 * sampling_kernel._SLICE + 100
+    vocabulary = 2 * width + width // 2
     logits = torch.full((vocabulary,), -torch.inf)
     own = torch.arange(0, vocabulary, vocabulary // 30)
     logits[own] = torch.randn(len(own))
     positions = torch.arange(draws, device=device)
     states = torch.zeros(draws, dtype=torch.int32, device=device)
     rows, temperatures = logits.to(device).expand(draws, -1), torch.ones(1, device=device)
-    tokens, _ = sampling_kernel.sample(rows, states, temperatures, torch.tensor([11], device=device), positions)
+    seeds = torch.tensor([11], device=device)
+    tokens, _ = sampling_kernel.sample(rows, states, temperatures, seeds, positions, width=width)
     counts: Tensor = tokens.cpu().bincount(minlength=vocabulary)[own].double()
     expected = draws * logits[own].double().softmax(0)
     # The mean is len(own) - 1, and the standard deviation its root times 1.4.

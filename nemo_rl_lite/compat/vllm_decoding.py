@@ -17,6 +17,8 @@ written_for(__name__, "vllm", "0.26")
 
 # Environment variable from an engine's process to those of its ranks: "1" if the launcher's attention applies.
 _ATTENTION = "NRL_DECODE_ATTENTION"
+# Attribute of a builder: the result of `all_plain`.
+_ALL_PLAIN = "nemo_rl_lite_all_plain"
 # Compute capability, in tenths, of GPUs whose shared memory suffices.
 _HOPPER = 90
 # Head sizes that a matrix product can have, and whose tiles fit the shared memory.
@@ -43,13 +45,15 @@ def decode_with_own_kernels() -> None:
 
 
 def replace_attention() -> None:
+    """Make FlashAttention's layers compute decoding steps by the kernel."""
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
 
     from nemo_rl_lite.generation.vllm.attention_kernel import attend
 
     layers: Any = FlashAttentionImpl
-    forward = layers.forward
+    builders: Any = FlashAttentionMetadataBuilder
+    forward, build = layers.forward, builders.build
 
     def forward_or_decode(
         self: Any,
@@ -69,9 +73,14 @@ def replace_attention() -> None:
         attend(query[:count], kv_cache, attn_metadata.block_table, attn_metadata.seq_lens, self.scale, output[:count])
         return output
 
-    layers.forward = forward_or_decode
+    def build_for_both(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        # FlashAttention's schedule for the step would not be read.
+        unread = common_attn_metadata.max_query_len == 1 and all_plain(self)
+        return build(self, common_prefix_len, common_attn_metadata, fast_build or unread)
+
+    layers.forward, builders.build = forward_or_decode, build_for_both
     # FlashAttention's graphs of decoding steps also compute prompts; these do not.
-    FlashAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    builders._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
 def is_decoding(metadata: Any) -> bool:
@@ -103,7 +112,21 @@ def is_plain(layer: Any) -> bool:
     )
 
 
+def all_plain(builder: Any) -> bool:
+    """Return whether the kernel computes all layers of a `FlashAttentionMetadataBuilder`."""
+    found: bool | None = getattr(builder, _ALL_PLAIN, None)
+    if found is None:
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention import Attention
+
+        layers = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names)
+        found = all(is_plain(layer.impl) for layer in layers.values())
+        setattr(builder, _ALL_PLAIN, found)
+    return found
+
+
 def replace_samples() -> None:
+    """Make runner V2 draw tokens by the kernel, which also computes their logprobs."""
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample import sampler
 

@@ -6,8 +6,7 @@ block. The fast path handles these steps in two short loops. All other steps use
 `vllm.decode_scheduler` selects it on the versions of vLLM on which a test compares both.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -33,6 +32,21 @@ else:
     _QUEUE, _LATE, _ADDS = "skipped_waiting", "async_tokens_to_discard", ("enable_return_routed_experts",)
 
 
+# Attribute of a request.
+_ENDS = "nemo_rl_lite_ends"
+
+
+class _Ends(NamedTuple):
+    """What does not change while a request runs."""
+
+    tokens: frozenset[int | None]
+    """Tokens that may end it."""
+    length: int
+    """Tokens, with the prompt's, from which on it may end at any token."""
+    has_more: bool
+    """Whether its tokens need more than plain sampling."""
+
+
 class DecodeScheduler(AsyncScheduler):
     """vLLM's asynchronous scheduler with a fast path. There, `EngineCoreOutput.new_logprobs` is a list of the sampled
     tokens' logprobs, without events, prefill statistics and trace headers."""
@@ -53,14 +67,17 @@ class DecodeScheduler(AsyncScheduler):
         """Schedule one token per running request. Return None, without changes, if a request needs more or the cache
         has too few blocks."""
         scheduled: list[Request] = []
-        computed_before, sampled_before, without_room = [], [], []
+        computed_before: list[int] = []
+        without_room: list[int] = []
         size, last = self.block_size, self.max_model_len - 1
         for request in self.running:
             computed, pending = request.num_computed_tokens, request.num_output_placeholders
             if pending and computed + 2 - pending >= request.num_prompt_tokens + request.max_tokens:
                 # Its last token is in flight.
                 continue
-            if len(request._all_token_ids) + pending - computed != 1 or _has_more(request):
+            if len(request._all_token_ids) + pending - computed != 1 or request.is_prefill_chunk:
+                return None
+            if (getattr(request, _ENDS, None) or self._find_ends(request)).has_more:
                 return None
             if computed >= last:
                 continue
@@ -68,21 +85,22 @@ class DecodeScheduler(AsyncScheduler):
                 without_room.append(len(scheduled))
             scheduled.append(request)
             computed_before.append(computed)
-            sampled_before.append(len(request._output_token_ids) + pending)
         manager = self.kv_cache_manager
         if not scheduled or len(without_room) > manager.block_pool.get_num_free_blocks():
             return None
         manager.new_step_starts()
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(scheduled)
         for place in without_room:
-            blocks = manager.allocate_slots(scheduled[place], 1)
-            if blocks is None:
-                raise RuntimeError("vLLM's cache has fewer free blocks than it reports")
-            new_blocks[place] = blocks.get_block_ids(allow_none=True)
-        for request in scheduled:
-            request.num_computed_tokens += 1
+            # `allocate_slots` would also free and hash blocks, of which such a step has none.
+            tokens = computed_before[place] + 1
+            blocks = manager.coordinator.allocate_new_blocks(scheduled[place].request_id, tokens, tokens)
+            new_blocks[place] = tuple([block.block_id for block in own] for own in blocks)
+        sampled_before: list[int] = []
+        for request, computed in zip(scheduled, computed_before, strict=True):
+            request.num_computed_tokens = computed + 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += 1
+            sampled_before.append(computed + 1 - request.num_prompt_tokens)
         self.current_step += 1
         finished, self.finished_req_ids = self.finished_req_ids, set()
         names = [request.request_id for request in scheduled]
@@ -113,7 +131,7 @@ class DecodeScheduler(AsyncScheduler):
         if not self._plain or self._is_special(scheduler_output) or _says_more(model_runner_output):
             return super().update_from_output(scheduler_output, model_runner_output)
         ended: set[Request] = set()
-        outputs = list(self._sampled(scheduler_output, model_runner_output, ended))
+        outputs = self._sampled(scheduler_output, model_runner_output, ended)
         if ended:
             self.running = remove_all(self.running, ended)
             if preempted := [request for request in ended if request in self.waiting]:
@@ -131,60 +149,70 @@ class DecodeScheduler(AsyncScheduler):
             self._preempted = {request for request in unfinished if getattr(request, _LATE)}
         return step.has_structured_output_requests or bool(self._preempted or self.grammar_compile_error_reqs)
 
-    def _sampled(
-        self, step: SchedulerOutput, result: ModelRunnerOutput, ended: set[Request]
-    ) -> Iterator[EngineCoreOutput]:
-        """Give each request its token and yield the engine's outputs. Add finished requests to `ended`."""
-        size, places, sampled = self.block_size, result.req_id_to_index, result.sampled_token_ids
+    def _sampled(self, step: SchedulerOutput, result: ModelRunnerOutput, ended: set[Request]) -> list[EngineCoreOutput]:
+        """Give each request its token and return the engine's outputs. Add finished requests to `ended`."""
+        # Attribute lookups and calls cost as much as the work on a token.
+        size, requests = self.block_size, self.requests
+        places, sampled = result.req_id_to_index, result.sampled_token_ids
         logprobs = None if result.logprobs is None else result.logprobs.logprobs[:, :1].tolist()
+        running, cache_blocks = RequestStatus.RUNNING, self.kv_cache_manager.cache_blocks
+        outputs: list[EngineCoreOutput] = []
         for name, count in step.num_scheduled_tokens.items():
-            request = self.requests.get(name)
+            request = requests.get(name)
             if request is None:
                 # Aborted while the model computed.
                 continue
             request.num_in_flight_tokens -= count
-            if request.is_finished():
+            is_running = request.status is running
+            if not is_running and request.is_finished():
                 continue
             place = places[name]
             tokens = sampled[place] if sampled else []
             if not tokens:
                 # A chunk of the prompt, not the last.
                 continue
-            if request.status is not RequestStatus.RUNNING or len(tokens) > 1:
+            if not is_running or len(tokens) > 1:
                 tokens, stopped = self._update_request_with_output(request, tokens)
                 if not tokens:
                     continue
             else:
-                request._output_token_ids.append(tokens[0])
-                request._all_token_ids.append(tokens[0])
-                if len(request._all_token_ids) % size == 0:
+                token, known = tokens[0], request._all_token_ids
+                request._output_token_ids.append(token)
+                known.append(token)
+                length = len(known)
+                if length % size == 0:
                     request.update_block_hashes()
-                stopped = self._may_stop(request, tokens[0]) and check_stop(request, self.max_model_len)
+                ends = getattr(request, _ENDS, None) or self._find_ends(request)
+                stopped = (length >= ends.length or token in ends.tokens) and check_stop(request, self.max_model_len)
                 request.num_output_placeholders -= 1
                 committed = request.num_computed_tokens - request.num_output_placeholders
                 if committed % size == 0:
-                    self.kv_cache_manager.cache_blocks(request, committed)
-            # vLLM takes it with the first token, and expects None when a request recomputes its prompt.
-            request.prefill_stats = None
-            reason = None
+                    cache_blocks(request, committed)
+            if request.prefill_stats is not None:
+                # vLLM takes it with the first token, and expects None when a request recomputes its prompt.
+                request.prefill_stats = None
+            own = None if logprobs is None else logprobs[place]
             if stopped:
-                reason = request.get_finished_reason()
+                reason, token = request.get_finished_reason(), request.stop_reason
                 ended.add(request)
                 self._free_request(request)
-            own = None if logprobs is None else logprobs[place]
-            yield EngineCoreOutput(name, tokens, own, finish_reason=reason, stop_reason=request.stop_reason)  # pyrefly: ignore
+                given = EngineCoreOutput(name, tokens, own, finish_reason=reason, stop_reason=token)  # pyrefly: ignore
+            else:
+                given = EngineCoreOutput(name, tokens, own)  # pyrefly: ignore
+            outputs.append(given)
+        return outputs
 
-    def _may_stop(self, request: Request, token: int) -> bool:
-        """Return whether `check_stop` may return True."""
+    def _find_ends(self, request: Request) -> "_Ends":
+        """Return, and keep, what ends the request."""
         parameters = request.sampling_params
-        return (
-            parameters is None
-            or token == parameters.eos_token_id
-            or token in (parameters.stop_token_ids or ())
-            or len(request._output_token_ids) >= request.max_tokens
-            or len(request._all_token_ids) >= self.max_model_len
-            or parameters.repetition_detection is not None
-        )
+        if parameters is None or parameters.repetition_detection is not None or request.resumable:
+            ends = _Ends(frozenset(), 0, request.resumable)
+        else:
+            tokens = frozenset((parameters.eos_token_id, *(parameters.stop_token_ids or ())))
+            length = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+            ends = _Ends(tokens, length, request.structured_output_request is not None or bool(request.mm_features))
+        setattr(request, _ENDS, ends)
+        return ends
 
 
 def _is_plain(scheduler: AsyncScheduler) -> bool:
@@ -205,16 +233,6 @@ def _is_plain(scheduler: AsyncScheduler) -> bool:
         and not scheduler.is_encoder_decoder
         and not scheduler.log_stats
         and scheduler.connector is scheduler.ec_connector is scheduler.finished_req_ids_dict is None
-    )
-
-
-def _has_more(request: Request) -> bool:
-    """Return whether the request's next token needs more than plain sampling."""
-    return (
-        request.is_prefill_chunk
-        or request.structured_output_request is not None
-        or bool(request.mm_features)
-        or request.resumable
     )
 
 

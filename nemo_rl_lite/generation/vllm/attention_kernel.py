@@ -5,6 +5,8 @@ kernels compute 16, so that several programs fit on a multiprocessor and their r
 machines with a GPU. Shapes: R requests, H query heads, K key heads, d head size, B blocks of t tokens.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -133,28 +135,17 @@ def attend(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: 
     rows, heads, size = query.shape
     _, key_heads, block, _ = cache.shape
     most, least = (16, 256) if rows * key_heads < _FEW else (8, 2048)
-    most = min(most, triton.cdiv(table.shape[1] * block, least))
+    most = min(most, -(-table.shape[1] * block // least))
     partial, totals = output, lengths
     if most > 1:
         partial = torch.empty(rows, heads, most, size, dtype=torch.float32, device=query.device)
         totals = torch.empty(rows, heads, most, dtype=torch.float32, device=query.device)
     group, tile = heads // key_heads, max(16, _ELEMENTS // size)
     division = {"SIZE": size, "TILE": tile, "LEAST": least, "MOST": most}
-    _attend[(key_heads, rows, most)](
-        output,
-        partial,
-        totals,
-        query,
-        cache,
-        table,
-        lengths,
-        scale * _LOG2_E,
-        query.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
-        table.stride(0),
-        output.stride(0),
+    attend_to_part: Any = _attend[(key_heads, rows, most)]
+    attend_to_part(
+        *(output, partial, totals, query, cache, table, lengths, scale * _LOG2_E),
+        *(query.stride(0), *cache.stride()[:3], table.stride(0), output.stride(0)),
         GROUP=group,
         ROWS=max(_ROWS, triton.next_power_of_2(group)),
         BLOCK=block,
@@ -163,7 +154,6 @@ def attend(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: 
         **division,
     )
     if most > 1:
+        combine: Any = _combine[(heads, rows)]
         padded = triton.next_power_of_2(most)
-        _combine[(heads, rows)](
-            output, partial, totals, lengths, output.stride(0), PADDED=padded, num_warps=1, **division
-        )
+        combine(output, partial, totals, lengths, output.stride(0), PADDED=padded, num_warps=1, **division)

@@ -5,12 +5,13 @@ read all logits once and need two random numbers per token, where the Gumbel met
 module only on machines with a GPU. Shapes: N tokens, V vocabulary, S slices, R request states.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_SLICE = 4096
 _WARPS = 4
 
 
@@ -87,7 +88,7 @@ def _draw(
 
 
 def sample(
-    logits: Tensor, states: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor, states: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, width: int = 4096
 ) -> tuple[Tensor, Tensor]:
     """Return the sampled tokens, (N) int64, and their logprobs, (N) float32 in nats.
 
@@ -99,28 +100,20 @@ def sample(
         temperatures: (R), float32. 0 takes the largest logit.
         seeds: (R), int64.
         positions: (N), position of each token in its sequence.
+        width: entries of a slice, a power of two.
     """
     count, vocabulary = logits.shape
-    slices = triton.cdiv(vocabulary, _SLICE)
+    slices, stride = -(-vocabulary // width), logits.stride(0)
     largest, totals = torch.empty(2, count, slices, dtype=torch.float32, device=logits.device)
     sampled = torch.empty(count, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
-    stride = logits.stride(0)
-    _reduce[(count, slices)](largest, totals, logits, stride, vocabulary, SLICE=_SLICE, num_warps=_WARPS)
-    _draw[(count,)](
-        sampled,
-        logprobs,
-        largest,
-        totals,
-        logits,
-        stride,
-        states,
-        temperatures,
-        seeds,
-        positions,
-        vocabulary,
-        slices,
-        SLICE=_SLICE,
+    reduce: Any = _reduce[(count, slices)]
+    reduce(largest, totals, logits, stride, vocabulary, SLICE=width, num_warps=_WARPS)
+    draw: Any = _draw[(count,)]
+    draw(
+        *(sampled, logprobs, largest, totals, logits, stride),
+        *(states, temperatures, seeds, positions, vocabulary, slices),
+        SLICE=width,
         SLICES=triton.next_power_of_2(slices),
         num_warps=_WARPS,
     )

@@ -276,16 +276,21 @@ class VLLMEngine:
         """Run one step: each running request gets a token, or several if drafts are accepted."""
         before = self._cache.preemptions
         stopped, cached, prompts, started = [], 0, 0, time.perf_counter()
-        given = self._engine.engine_core.get_output()
+        unfinished, given = self._unfinished, self._engine.engine_core.get_output()
         for output in given.outputs:
-            response = self._unfinished.get(output.request_id)
+            response = unfinished.get(output.request_id)
             # A step in flight samples one more token of a finished or aborted request.
             if response is None:
                 continue
-            if response.tokens:
-                cached += len(response.request.prompt) + len(response.tokens)
+            if count := len(response.tokens):
+                cached += response.prompt_length + count
             else:
                 prompts += 1
+            if response.is_plain and output.finish_reason is None and type(output.new_logprobs) is list:
+                # Most tokens, 512 in a step: each call would cost as much as the rest.
+                response.tokens.extend(output.new_token_ids)
+                response.logprobs.extend(output.new_logprobs)
+                continue
             if output.routed_experts is not None:
                 response.routed_experts.append(output.routed_experts)
             response.add_alternatives(output.new_logprobs)
@@ -322,6 +327,8 @@ class UnfinishedResponse:
         self.routed_experts: list[np.ndarray] = []
         # vLLM's incremental detokenizer, if the request has stop strings.
         self.detokenizer = detokenizer
+        self.prompt_length = len(request.prompt)
+        self.is_plain = detokenizer is None and not request.sampling.options.top_logprobs
         if (begun := request.begun) is not None:
             self.tokens.extend(begun.tokens.tolist())
             self.logprobs.extend(begun.logprobs.tolist())
