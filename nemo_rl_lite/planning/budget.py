@@ -58,13 +58,15 @@ class Gpu:
     mib: int
     flops: float
     bandwidth: float
+    decode_kernels: bool = False
+    """Whether engines decode by the kernels of `compat/vllm_decoding.py`, unless they have another backend."""
 
 
 # Memory sizes of the H100 and the H200 are from nvidia-smi, other figures from the vendor. Variants, such as the H100
 # PCIe, have other names and rates.
 KNOWN = {
-    "H100": Gpu("NVIDIA H100 80GB HBM3", 81559, 989e12, 3.35e12),
-    "H200": Gpu("NVIDIA H200", 143771, 989e12, 4.8e12),
+    "H100": Gpu("NVIDIA H100 80GB HBM3", 81559, 989e12, 3.35e12, decode_kernels=True),
+    "H200": Gpu("NVIDIA H200", 143771, 989e12, 4.8e12, decode_kernels=True),
     "A100-80GB": Gpu("NVIDIA A100-SXM4-80GB", 81920, 312e12, 2.04e12),
     "A100-40GB": Gpu("NVIDIA A100-SXM4-40GB", 40960, 312e12, 1.56e12),
     "B200": Gpu("NVIDIA B200", 183359, 2250e12, 8e12),

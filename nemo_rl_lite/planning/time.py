@@ -7,7 +7,7 @@ layer with experts takes `LAUNCH_EXPERTS_S`, and `LAUNCH_EXPERT_S` for each expe
 its busiest stage, and fills once per optimizer step. Replicas reduce gradients and gather weights once per optimizer
 step; overlapped, only what exceeds the passes counts.
 
-Engines read weights once per decoding step and each request's KV cache once per token, at `READS` of the memory
+Engines read weights once per decoding step and each request's KV cache once per token, at a share of the memory
 bandwidth. Samples of a prompt find part of its cache on the chip, or read it once with cascade attention. Where the
 FLOPs of linear layers or of attention take longer than their bytes, they count instead. The host schedules the next
 step meanwhile, so the slower of GPU and host counts.
@@ -63,17 +63,20 @@ from nemo_rl_lite.planning.memory import (
 
 # Achieved shares of peak FLOP/s, and of memory bandwidth: the policy's and an engine's.
 MFU, POLICY_READS, READS = 0.56, 0.78, 0.64
+# The share at which the launcher's attention reads KV caches; vLLM's reads them at `READS`.
+CACHE_READS = 0.85
 # Minimum time of a layer's forward or backward pass over a micro-batch: without experts; with them, and for each one.
 LAUNCH_S, LAUNCH_EXPERTS_S, LAUNCH_EXPERT_S = 4.5e-3, 1.7e-2, 7e-5
 # An engine's host time per decoding step, token and request. vLLM's first model runner, which records experts, draws
 # each request's token by a separate kernel, and takes longer per token.
-ENGINE_STEP_S, TOKEN_S, TOKEN_FIRST_RUNNER_S, REQUEST_S = 2e-3, 1.7e-5, 6e-5, 5e-4
+ENGINE_STEP_S, TOKEN_S, TOKEN_FIRST_RUNNER_S, REQUEST_S = 2e-3, 1.2e-5, 6e-5, 5e-4
 # Query heads that cascade attention computes for one key head and prompt (`compat/vllm_cascade.py`).
 CASCADE_ROWS = 64
 # Share of a prompt's reads that go to the GPU's memory; other samples have brought the rest to its cache.
 PROMPT_READS = 0.45
-# An engine's GPU time per token outside of matrices and attention: sampling, logprobs, small kernels and gaps.
-SAMPLE_S = 5e-6
+# An engine's GPU time per token outside of matrices and attention: sampling, logprobs, small kernels and gaps. The
+# launcher's kernels take less.
+SAMPLE_S, OWN_SAMPLE_S = 5e-6, 2.5e-6
 # Time of a CPU optimizer step per parameter of a rank.
 CPU_OPTIMIZER_S = 8e-10
 # Fixed time of a refit and its check: non-colocated engines, colocated engines that wake up, and colocated engines that
@@ -192,6 +195,10 @@ def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: in
     prompt = lengths.mean * lengths.prompt * _reads_per_sample(config, shape, together)
     caches = requests * (prompt + mean_square(lengths, requests) / 2) * token_bytes
     weights = steps * matrix_weights(shape, shape.experts) * item / wide
+    chosen = config.generation.vllm_kwargs.get("attention_backend")
+    own_attention = gpu.decode_kernels and shape.latent is None and not chosen
+    cache_reads = CACHE_READS if own_attention else READS
+    sample_s = OWN_SAMPLE_S if own_attention or (gpu.decode_kernels and chosen == CASCADE) else SAMPLE_S
     reading, rate = READS * gpu.bandwidth, MFU * gpu.flops * wide
     whole = lengths.prompt + lengths.mean
     prompts = requests / together * forward_flops(shape, lengths.prompt)
@@ -199,8 +206,8 @@ def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: in
         prompts += sum(forward_flops(shape, lengths.prompt + own) for own in _unfinished(config, lengths, *decoding))
     linear = requests * matrix_flops(shape, lengths.mean)
     attention = requests * (attention_flops(shape, whole) - attention_flops(shape, lengths.prompt))
-    layers = max(weights / reading, linear / rate) + max(caches / reading, attention / rate)
-    return prompts / rate + layers + requests * lengths.mean * SAMPLE_S
+    layers = max(weights / reading, linear / rate) + max(caches / (cache_reads * gpu.bandwidth), attention / rate)
+    return prompts / rate + layers + requests * lengths.mean * sample_s
 
 
 def _reads_per_sample(config: Config, shape: ModelShape, together: float) -> float:

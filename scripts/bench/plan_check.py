@@ -38,7 +38,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import parallel_dims, samples_per_step, sequences_per_optimizer_step
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.offload.residency import Phase, Residency
-from nemo_rl_lite.planning import memory
+from nemo_rl_lite.planning import memory, time
 from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import budget, speed_of
 from nemo_rl_lite.planning.lengths import Lengths
@@ -52,6 +52,8 @@ GIB = 2**30
 TOLERANCE = 0.1
 # The runs and records had a prompt in each row.
 ALONE = "policy.sequence_packing.shared_prompts=false"
+# Engines of all runs, and of most records, decoded by vLLM's kernels, and their hosts took longer per token.
+BACKEND, VLLM, EARLIER_TOKEN_S = "attention_backend", "FLASH_ATTN", 1.7e-5
 SMOLLM2 = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -111,6 +113,8 @@ class Recorded:
     """Tokens that the record's engine samples: it has no policy, and a throughput instead of seconds."""
     kind: str = "dense"
     """Group of the record: `experts`, or what the prediction leaves out."""
+    own_kernels: bool = False
+    """Whether the engine decoded by the launcher's kernels."""
 
     def measured(self, quantity: str) -> float | None:
         results = json.loads((record.FOLDER / f"{self.record}.json").read_text())["results"]
@@ -121,9 +125,14 @@ class Recorded:
 
     def predicted(self) -> dict[str, float]:
         """Return seconds by phase, and of the step."""
+        with patch.object(time, "TOKEN_S", time.TOKEN_S if self.own_kernels else EARLIER_TOKEN_S):
+            return self._predicted()
+
+    def _predicted(self) -> dict[str, float]:
         shape = model_shape(random_model.model_config(self.model).to_dict())
         known = "Qwen/Qwen3-30B-A3B" if shape.experts else published_row.PUBLISHED
-        config = compose_config([ALONE, *self.overrides, f"policy.model_name={known}"])
+        backend = [f"++generation.vllm_kwargs.{BACKEND}={VLLM}"] * (not self.own_kernels)
+        config = compose_config([*backend, ALONE, *self.overrides, f"policy.model_name={known}"])
         nbytes = GPU_MIB[self.record.rpartition("-")[2]] * 2**20
         if not generates(config):
             return {"train": optimizer_step_seconds(config, shape, speed_of(nbytes)[1], self.lengths)}
@@ -185,9 +194,12 @@ def _experts(*arguments: Any, **others: Any) -> Recorded:
 LONG, MIDDLE, SHORT = Lengths(10, 512, 512), Lengths(10, 256, 256), Lengths(10, 190, 512)
 REPLAY = "experts-router-replay-qwen3-moe-1.5b-1x-h100"
 _decoding = partial(_engine, prompt=rollout_rate.PROMPT_TOKENS, sequences=512, setting="the launcher's")
-_prompts = partial(
-    _engine, "decode-512-prompts-2048-1x-h200", "qwen3-1.7b", 2048, 512, sequences=512, kind="prompts of 2,048"
-)
+
+
+def _prompts(name: str = "decode-512-prompts-2048-1x-h200", **others: Any) -> Recorded:
+    return _engine(name, "qwen3-1.7b", 2048, 512, sequences=512, kind="prompts of 2,048", **others)
+
+
 # The packs of this run, by its note.
 SMALL_PACKS = [f"{ways.PACKS}.{phase}_mb_tokens=4096" for phase in ("train", "logprob")]
 SMALL_BATCH = "policy.train_global_batch_size=16"
@@ -206,7 +218,11 @@ RECORDS = [
     _decoding("engine-settings-1x-h100", "qwen3-1.7b", tokens=512, setting="default"),
     # By its trace.
     _decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", tokens=512, fitted=True),
-    _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512),
+    _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512, fitted=True, own_kernels=True),
+    _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512, setting="vLLM's attention"),
+    _decoding("decode-64-1x-h200", "qwen3-1.7b", tokens=512, sequences=64, own_kernels=True),
+    _decoding("decode-llama3.1-8b-1x-h200", "llama3.1-8b", tokens=512, own_kernels=True),
+    _prompts("decode-512-prompts-2048-own-kernels-1x-h200", setting="the launcher's", own_kernels=True),
     _prompts(setting="the launcher's", fitted=True),
     _prompts(setting="cascade attention"),
     _prompts(setting="cascade attention in one split"),
@@ -387,7 +403,8 @@ def config_of(run: dict[str, Any]) -> Config:
     """Return the run's configuration; keys newer than the run have their defaults, or the behaviour before them."""
     name = run["config"]["algorithm"]["name"]
     before = [f"algorithm={name}", "refit.cuda_ipc=false", ALONE]
-    before += ["algorithm.loss_fn.force_on_policy_ratio=false"] if name == "grpo" else []
+    if name == "grpo":
+        before += ["algorithm.loss_fn.force_on_policy_ratio=false", f"++generation.vllm_kwargs.{BACKEND}={VLLM}"]
     whole = dataclasses.asdict(compose_config(before))
     return restore(json.dumps(_laid_over(whole, run["config"])))
 
@@ -422,9 +439,10 @@ def of_run(run: dict[str, Any]) -> Iterator[Compared]:
     }
     shape = shape_of(config.policy.model_name)
     if generates(config):
-        time = predict_step(config, shape, nbytes, lengths_of(run))
-        predicted = {phase: getattr(time, phase) for phase in PHASES if phase != "step time"}
-        predicted["step time"] = time.synchronous
+        with patch.object(time, "TOKEN_S", EARLIER_TOKEN_S):
+            step = predict_step(config, shape, nbytes, lengths_of(run))
+        predicted = {phase: getattr(step, phase) for phase in PHASES if phase != "step time"}
+        predicted["step time"] = step.synchronous
     else:
         chat = median(run, "train/total_num_tokens") / sequences_per_optimizer_step(config)
         lengths = Lengths(0, chat, config.policy.max_total_sequence_length)

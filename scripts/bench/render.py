@@ -213,8 +213,8 @@ TABLES = {
     ),
     "engine settings table": Table(
         "analysis/engines",
-        "engine-settings-1x-h100",
-        columns=("throughput", "start", "bandwidth share of decoding"),
+        "decode-512-1x-h200",
+        columns=("throughput", "start", "bandwidth share of decoding", "roofline share of decoding"),
     ),
     "precision table": Table(
         "analysis/engines",

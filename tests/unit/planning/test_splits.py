@@ -127,7 +127,7 @@ def test_a_policy_that_takes_the_step_shares_all_gpus():
 def test_stale_rollouts_must_save_more():
     """A few seconds less with stale rollouts are no reason to give up synchronous ones, but they are one to stay."""
     small = model_shape(KNOWN_MODELS["Qwen/Qwen3-0.6B"])
-    batch = ["algorithm.num_prompts_per_step=192", "policy.train_global_batch_size=1536"]
+    batch = ["algorithm.num_prompts_per_step=256", "policy.train_global_batch_size=2048"]
     sync = replace(splits_of(*batch, "generation.max_new_tokens=500"), shape=small)
     faster = next(one for one in sync.others if one.colocated and one.overlaps)
     assert 0.85 * sync.present.seconds < faster.seconds < 0.95 * sync.present.seconds
@@ -232,13 +232,13 @@ KWARGS = "+generation.vllm_kwargs"
 @pytest.mark.parametrize(
     ("prompt", "overrides", "is_told"),
     [
-        (2048, [], True),
+        (4096, [], True),
         (128, [], False),
-        (2048, [f"{KWARGS}.kv_cache_dtype=fp8"], False),
-        (2048, [f"{KWARGS}.attention_backend=FLASHINFER"], False),
-        (2048, [f"{KWARGS}.enable_prefix_caching=false"], False),
-        (2048, ["policy.router_replay.enabled=true"], False),
-        (2048, [f"{KWARGS}.speculative_config={{method: ngram, num_speculative_tokens: 3}}"], False),
+        (4096, [f"{KWARGS}.kv_cache_dtype=fp8"], False),
+        (4096, [f"{KWARGS}.attention_backend=FLASHINFER"], False),
+        (4096, [f"{KWARGS}.enable_prefix_caching=false"], False),
+        (4096, ["policy.router_replay.enabled=true"], False),
+        (4096, [f"{KWARGS}.speculative_config={{method: ngram, num_speculative_tokens: 3}}"], False),
     ],
 )
 def test_long_prompts_ask_for_cascade_attention(prompt, overrides, is_told):
@@ -257,7 +257,7 @@ def long_prompts(tokens: int) -> list[dict]:
 def test_only_a_release_with_cascade_attention_is_told_of_it(version, told, folder):
     environment = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(json.dumps(environment | {"versions": {"vllm": version}}))
-    news = [*Advice.of(folder).news(long_prompts(2048))]
+    news = [*Advice.of(folder).news(long_prompts(4096))]
     assert sum("cascade attention" in one for one in news) == told
 
 
