@@ -37,14 +37,14 @@ _ENDS = "nemo_rl_lite_ends"
 
 
 class _Ends(NamedTuple):
-    """What does not change while a request runs."""
+    """Constants of a running request."""
 
     tokens: frozenset[int | None]
     """Tokens that may end it."""
     length: int
     """Tokens, with the prompt's, from which on it may end at any token."""
     has_more: bool
-    """Whether its tokens need more than plain sampling."""
+    """True if its tokens need more than plain sampling."""
 
 
 class DecodeScheduler(AsyncScheduler):

@@ -59,7 +59,7 @@ class Gpu:
     flops: float
     bandwidth: float
     decode_kernels: bool = False
-    """Whether engines decode by the kernels of `compat/vllm_decoding.py`, unless they have another backend."""
+    """True if engines decode by the kernels of `compat/vllm_decoding.py`, unless they have another backend."""
 
 
 # Memory sizes of the H100 and the H200 are from nvidia-smi, other figures from the vendor. Variants, such as the H100

@@ -114,7 +114,7 @@ class Recorded:
     kind: str = "dense"
     """Group of the record: `experts`, or what the prediction leaves out."""
     own_kernels: bool = False
-    """Whether the engine decoded by the launcher's kernels."""
+    """True if the engine decoded by the launcher's kernels."""
 
     def measured(self, quantity: str) -> float | None:
         results = json.loads((record.FOLDER / f"{self.record}.json").read_text())["results"]

@@ -1,4 +1,4 @@
-"""Triton kernels that sample a token of each request and compute its logprob.
+"""Triton kernels that draw the next token of each request and compute its logprob.
 
 They draw by the inverse of the distribution function, first a slice of the vocabulary and then a token in it. So they
 read all logits once and need two random numbers per token, where the Gumbel method needs one per logit. Import this

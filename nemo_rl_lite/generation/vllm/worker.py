@@ -287,7 +287,7 @@ class VLLMEngine:
             else:
                 prompts += 1
             if response.is_plain and output.finish_reason is None and type(output.new_logprobs) is list:
-                # Most tokens, 512 in a step: each call would cost as much as the rest.
+                # The usual case. Function calls would double its time.
                 response.tokens.extend(output.new_token_ids)
                 response.logprobs.extend(output.new_logprobs)
                 continue

@@ -76,7 +76,7 @@ def test_plain_layers(change, plain):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the kernel and FlashAttention are called with, and how its metadata is built."""
+    """Calls of the kernel, of FlashAttention and of its metadata's builder."""
     seen = []
     kernel = SimpleNamespace(attend=lambda *given: seen.append(("kernel", given)))
     monkeypatch.setitem(sys.modules, "nemo_rl_lite.generation.vllm.attention_kernel", kernel)
