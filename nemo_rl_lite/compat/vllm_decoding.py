@@ -5,7 +5,7 @@ caches. An explicit `attention_backend` keeps vLLM's attention.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,10 @@ from torch import Tensor
 from nemo_rl_lite.compat.versions import KERNEL_RELEASE, fits, written_for
 
 written_for(__name__, "vllm", "0.26")
+
+# See `attention_kernel.py` and `sampling_kernel.py` of generation/vllm.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor], None]
+Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # Environment variable from an engine's process to those of its ranks: "1" if the launcher's attention applies.
 _ATTENTION = "NRL_DECODE_ATTENTION"
@@ -30,26 +34,25 @@ def choose_attention(options: Mapping[str, Any]) -> None:
     os.environ[_ATTENTION] = "0" if options.get("attention_backend") else "1"
 
 
-def decode_with_own_kernels() -> None:
-    """Replace vLLM's attention and samples of decoding steps. Each rank of an engine on Hopper GPUs calls this; other
-    GPUs, and other releases of vLLM, keep vLLM's."""
+def takes_kernels() -> bool:
+    """Return whether this rank's GPU and release of vLLM have decoding steps that the launcher's kernels fit."""
     from vllm.platforms import current_platform
 
-    if not fits("vllm", KERNEL_RELEASE) or not current_platform.is_cuda():
-        return
-    if not current_platform.has_device_capability(_HOPPER):
-        return
-    replace_samples()
+    on_hopper = current_platform.is_cuda() and current_platform.has_device_capability(_HOPPER)
+    return on_hopper and fits("vllm", KERNEL_RELEASE)
+
+
+def replace_decoding(attend: Attend, sample: Sample) -> None:
+    """Replace vLLM's samples of decoding steps, and its attention unless a backend was chosen. Each rank calls this."""
+    replace_samples(sample)
     if os.environ.get(_ATTENTION) == "1":
-        replace_attention()
+        replace_attention(attend)
 
 
-def replace_attention() -> None:
+def replace_attention(attend: Attend) -> None:
     """Make FlashAttention's layers compute decoding steps by the kernel."""
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
-
-    from nemo_rl_lite.generation.vllm.attention_kernel import attend
 
     layers: Any = FlashAttentionImpl
     builders: Any = FlashAttentionMetadataBuilder
@@ -125,12 +128,10 @@ def all_plain(builder: Any) -> bool:
     return found
 
 
-def replace_samples() -> None:
+def replace_samples(sample: Sample) -> None:
     """Make runner V2 draw tokens by the kernel, which also computes their logprobs."""
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample import sampler
-
-    from nemo_rl_lite.generation.vllm.sampling_kernel import sample
 
     module: Any = sampler
     draw, score = module.gumbel_sample, module.compute_topk_scores

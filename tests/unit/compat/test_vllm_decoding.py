@@ -78,12 +78,10 @@ def test_plain_layers(change, plain):
 def calls(monkeypatch):
     """Calls of the kernel, of FlashAttention and of its metadata's builder."""
     seen = []
-    kernel = SimpleNamespace(attend=lambda *given: seen.append(("kernel", given)))
-    monkeypatch.setitem(sys.modules, "nemo_rl_lite.generation.vllm.attention_kernel", kernel)
     for owner, name in ((FlashAttentionImpl, "forward"), (FlashAttentionMetadataBuilder, "build")):
         monkeypatch.setattr(owner, name, lambda self, *given, name=name: seen.append((name, given)))
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS)
-    replace_attention()
+    replace_attention(lambda *given: seen.append(("kernel", given)))
     return seen
 
 
@@ -123,12 +121,25 @@ def test_a_chosen_backend_is_kept(options, own, monkeypatch):
     assert os.environ[vllm_decoding._ATTENTION] == own
 
 
-def test_a_cpu_keeps_vllms_kernels(monkeypatch):
-    def fail() -> None:
-        raise AssertionError
+@pytest.mark.parametrize(
+    ("is_cuda", "hopper", "release", "takes"),
+    [(True, True, True, True), (False, False, True, False), (True, False, True, False), (True, True, False, False)],
+)
+def test_other_gpus_and_releases_keep_vllms_kernels(is_cuda, hopper, release, takes, monkeypatch):
+    platform = SimpleNamespace(is_cuda=lambda: is_cuda, has_device_capability=lambda _: hopper)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    monkeypatch.setattr(vllm_decoding, "fits", lambda *_: release)
+    assert vllm_decoding.takes_kernels() == takes
 
-    monkeypatch.setattr(vllm_decoding, "replace_samples", fail)
-    vllm_decoding.decode_with_own_kernels()
+
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_a_chosen_backend_replaces_the_attention_alone(is_chosen, monkeypatch):
+    seen = []
+    monkeypatch.setattr(vllm_decoding, "replace_samples", lambda _: seen.append("samples"))
+    monkeypatch.setattr(vllm_decoding, "replace_attention", lambda _: seen.append("attention"))
+    monkeypatch.setenv(vllm_decoding._ATTENTION, str(int(not is_chosen)))
+    vllm_decoding.replace_decoding(print, print)
+    assert seen == ["samples", "attention"][: 2 - is_chosen]
 
 
 def test_samples_come_with_their_logprobs():
@@ -136,12 +147,13 @@ def test_samples_come_with_their_logprobs():
     program = """
 import torch
 from nemo_rl_lite.compat.vllm_decoding import replace_samples
+from nemo_rl_lite.generation.vllm.sampling_kernel import sample
 from vllm.v1.worker.gpu.sample import sampler
 
 others = []
 sampler.gumbel_sample = lambda *given, **named: others.append("draw")
 sampler.compute_topk_scores = lambda *given, **named: others.append("score")
-replace_samples()
+replace_samples(sample)
 logits, states = torch.randn(4, 500), torch.arange(4, dtype=torch.int32)
 given = logits, states, torch.ones(4), torch.arange(4), torch.arange(4)
 options = {"logprob_token_ids_state": None, "expanded_idx_mapping": states, "max_per_req_token_ids": 0}
