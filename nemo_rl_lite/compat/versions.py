@@ -8,6 +8,8 @@ log = logging.getLogger(__name__)
 
 # Release of vLLM that `vllm_cascade.py` and `vllm_decoding.py` fit.
 KERNEL_RELEASE = "0.26"
+# Head sizes of the attention kernel: a matrix product can have them, and their tiles fit the shared memory.
+KERNEL_HEAD_SIZES = (32, 64, 128, 256)
 
 
 def constraints_file() -> Path:

@@ -5,13 +5,13 @@ caches. An explicit `attention_backend` keeps vLLM's attention.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.compat.versions import KERNEL_RELEASE, fits, written_for
+from nemo_rl_lite.compat.versions import KERNEL_HEAD_SIZES, KERNEL_RELEASE, fits, written_for
 
 written_for(__name__, "vllm", "0.26")
 
@@ -23,22 +23,21 @@ Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor
 _ATTENTION = "NRL_DECODE_ATTENTION"
 # Attribute of a builder: the result of `all_plain`.
 _ALL_PLAIN = "nemo_rl_lite_all_plain"
-# Compute capability, in tenths, of GPUs whose shared memory suffices.
+# Compute capability, in tenths, of the GPUs on which the kernels were measured.
 _HOPPER = 90
-# Head sizes that a matrix product can have, and whose tiles fit the shared memory.
-_SIZES = (32, 64, 128, 256)
 
 
-def choose_attention(options: Mapping[str, Any]) -> None:
-    """Make the ranks of this process's engine use the launcher's attention, unless vLLM's options choose a backend."""
-    os.environ[_ATTENTION] = "0" if options.get("attention_backend") else "1"
+def allow_own_attention(is_allowed: bool) -> None:
+    """Tell the ranks of this process's engine whether they may use the launcher's attention. A process has one engine,
+    since its ranks' patches stay."""
+    os.environ[_ATTENTION] = "1" if is_allowed else "0"
 
 
 def takes_kernels() -> bool:
     """Return whether this rank's GPU and release of vLLM have decoding steps that the launcher's kernels fit."""
     from vllm.platforms import current_platform
 
-    on_hopper = current_platform.is_cuda() and current_platform.has_device_capability(_HOPPER)
+    on_hopper = current_platform.is_cuda() and current_platform.is_device_capability_family(_HOPPER)
     return on_hopper and fits("vllm", KERNEL_RELEASE)
 
 
@@ -70,7 +69,8 @@ def replace_attention(attend: Attend) -> None:
         *scales: Any,
         **named: Any,
     ) -> Tensor:
-        if attn_metadata is None or not is_decoding(attn_metadata) or not is_plain(self):
+        decodes = attn_metadata is not None and is_decoding(attn_metadata) and is_plain(self)
+        if not decodes or query.stride()[1:] != (self.head_size, 1):
             return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)
         count = attn_metadata.num_actual_tokens
         attend(query[:count], kv_cache, attn_metadata.block_table, attn_metadata.seq_lens, self.scale, output[:count])
@@ -104,7 +104,7 @@ def is_plain(layer: Any) -> bool:
 
     return (
         layer.attn_type == AttentionType.DECODER
-        and layer.head_size in _SIZES
+        and layer.head_size in KERNEL_HEAD_SIZES
         and layer.sliding_window == (-1, -1)
         and layer.alibi_slopes is None
         and layer.sinks is None

@@ -5,7 +5,7 @@ a row here. The row has the class's dotted path.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,11 @@ class Engine:
     """Settings that change its rounding and speed on GPUs, as overrides."""
     temperatures: tuple[float, float] = (0.0, math.inf)
     """Lowest and highest sampling temperature that it applies unchanged, apart from 0."""
+
+
+def chosen_attention(options: Mapping[str, Any]) -> str | None:
+    """Return the attention backend that vLLM's options choose; None if vLLM and the launcher decide."""
+    return options.get("attention_backend") or (options.get("attention_config") or {}).get("backend")
 
 
 def _vllm_precisions() -> tuple[tuple[str, ...], ...]:

@@ -8,7 +8,7 @@ from statistics import median
 
 from nemo_rl_lite.compat.versions import KERNEL_RELEASE
 from nemo_rl_lite.config.algorithms import generates
-from nemo_rl_lite.config.engines import CASCADE, engine_of, speculation
+from nemo_rl_lite.config.engines import CASCADE, chosen_attention, engine_of, speculation
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError
@@ -61,7 +61,7 @@ def cascade_attention(config: Config, shape: ModelShape, gpu_bytes: int, steps: 
     `steps`: see `measured_steps`.
     """
     generation, options = config.generation, config.generation.vllm_kwargs
-    has_own = {"attention_backend", "kv_cache_dtype"} & options.keys() or options.get("enable_prefix_caching") is False
+    has_own = chosen_attention(options) or "kv_cache_dtype" in options or options.get("enable_prefix_caching") is False
     # Drafts and recorded experts need vLLM's first model runner, or several tokens per step.
     needs_other = speculation(generation) is not None or config.policy.router_replay.enabled
     if has_own or needs_other or not engine_of(config).precisions:

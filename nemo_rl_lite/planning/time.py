@@ -21,8 +21,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from nemo_rl_lite.compat.versions import KERNEL_HEAD_SIZES
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.engines import CASCADE, engine_of, engines_quantize, engines_sleep
+from nemo_rl_lite.config.engines import CASCADE, chosen_attention, engine_of, engines_quantize, engines_sleep
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     as_teacher,
@@ -195,10 +196,8 @@ def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: in
     prompt = lengths.mean * lengths.prompt * _reads_per_sample(config, shape, together)
     caches = requests * (prompt + mean_square(lengths, requests) / 2) * token_bytes
     weights = steps * matrix_weights(shape, shape.experts) * item / wide
-    chosen = config.generation.vllm_kwargs.get("attention_backend")
-    own_attention = gpu.decode_kernels and shape.latent is None and not chosen
-    cache_reads = CACHE_READS if own_attention else READS
-    sample_s = OWN_SAMPLE_S if own_attention or (gpu.decode_kernels and chosen == CASCADE) else SAMPLE_S
+    cache_reads = CACHE_READS if gpu.decode_kernels and _has_own_attention(config, shape) else READS
+    sample_s = OWN_SAMPLE_S if gpu.decode_kernels and not _has_first_runner(config, shape) else SAMPLE_S
     reading, rate = READS * gpu.bandwidth, MFU * gpu.flops * wide
     whole = lengths.prompt + lengths.mean
     prompts = requests / together * forward_flops(shape, lengths.prompt)
@@ -210,17 +209,30 @@ def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: in
     return prompts / rate + layers + requests * lengths.mean * sample_s
 
 
+def _has_own_attention(config: Config, shape: ModelShape) -> bool:
+    """Return whether engines decode by the launcher's attention (`compat/vllm_decoding.py`), on GPUs that have it."""
+    options = config.generation.vllm_kwargs
+    has_fp8_cache = str(options.get("kv_cache_dtype", "")).startswith("fp8")
+    fits = shape.latent is None and shape.head_dim in KERNEL_HEAD_SIZES and not has_fp8_cache
+    return fits and chosen_attention(options) is None
+
+
+def _has_first_runner(config: Config, shape: ModelShape) -> bool:
+    """Return whether engines need vLLM's first model runner, which samples by its own kernels."""
+    return bool(shape.experts) and config.policy.router_replay.enabled
+
+
 def _reads_per_sample(config: Config, shape: ModelShape, together: float) -> float:
     """Return how often a decoding step reads the keys and values of a prompt from memory, divided by the samples that
     an engine has `together`."""
-    if config.generation.vllm_kwargs.get("attention_backend") == CASCADE:
+    if chosen_attention(config.generation.vllm_kwargs) == CASCADE:
         return 1 / min(together, max(1, CASCADE_ROWS // (shape.heads // shape.kv_heads)))
     return max(1 / together, PROMPT_READS)
 
 
 def _scheduling_seconds(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> float:
     steps, requests = _decoding(config, shape, gpu_bytes, lengths)
-    token_s = TOKEN_FIRST_RUNNER_S if shape.experts and config.policy.router_replay.enabled else TOKEN_S
+    token_s = TOKEN_FIRST_RUNNER_S if _has_first_runner(config, shape) else TOKEN_S
     return steps * ENGINE_STEP_S + requests * (lengths.mean * token_s + REQUEST_S)
 
 

@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -53,7 +54,8 @@ TOLERANCE = 0.1
 # The runs and records had a prompt in each row.
 ALONE = "policy.sequence_packing.shared_prompts=false"
 # Engines of all runs, and of most records, decoded by vLLM's kernels, and their hosts took longer per token.
-BACKEND, VLLM, EARLIER_TOKEN_S = "attention_backend", "FLASH_ATTN", 1.7e-5
+BACKEND, VLLM = "attention_backend", "FLASH_ATTN"
+VLLM_KERNELS = partial(patch.multiple, time, TOKEN_S=1.7e-5, OWN_SAMPLE_S=time.SAMPLE_S)
 SMOLLM2 = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -114,7 +116,7 @@ class Recorded:
     kind: str = "dense"
     """Group of the record: `experts`, or what the prediction leaves out."""
     own_kernels: bool = False
-    """True if the engine decoded by the launcher's kernels."""
+    """True if the engine sampled by the launcher's kernel, and had its attention unless the setting has another one."""
 
     def measured(self, quantity: str) -> float | None:
         results = json.loads((record.FOLDER / f"{self.record}.json").read_text())["results"]
@@ -125,7 +127,7 @@ class Recorded:
 
     def predicted(self) -> dict[str, float]:
         """Return seconds by phase, and of the step."""
-        with patch.object(time, "TOKEN_S", time.TOKEN_S if self.own_kernels else EARLIER_TOKEN_S):
+        with nullcontext() if self.own_kernels else VLLM_KERNELS():
             return self._predicted()
 
     def _predicted(self) -> dict[str, float]:
@@ -219,7 +221,7 @@ RECORDS = [
     # By its trace.
     _decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", tokens=512, fitted=True),
     _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512, fitted=True, own_kernels=True),
-    _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512, setting="vLLM's attention"),
+    _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512, setting="vLLM's attention", own_kernels=True),
     _decoding("decode-64-1x-h200", "qwen3-1.7b", tokens=512, sequences=64, own_kernels=True),
     _decoding("decode-llama3.1-8b-1x-h200", "llama3.1-8b", tokens=512, own_kernels=True),
     _prompts("decode-512-prompts-2048-own-kernels-1x-h200", setting="the launcher's", own_kernels=True),
@@ -439,7 +441,7 @@ def of_run(run: dict[str, Any]) -> Iterator[Compared]:
     }
     shape = shape_of(config.policy.model_name)
     if generates(config):
-        with patch.object(time, "TOKEN_S", EARLIER_TOKEN_S):
+        with VLLM_KERNELS():
             step = predict_step(config, shape, nbytes, lengths_of(run))
         predicted = {phase: getattr(step, phase) for phase in PHASES if phase != "step time"}
         predicted["step time"] = step.synchronous

@@ -16,10 +16,11 @@ from nemo_rl_lite.compat.vllm import (
     prefer_second_runner,
     repair_cpu_build,
 )
-from nemo_rl_lite.compat.vllm_decoding import choose_attention
+from nemo_rl_lite.compat.vllm_decoding import allow_own_attention
 from nemo_rl_lite.compat.vllm_warm_up import warm_up_with
 from nemo_rl_lite.config.engines import (
     EngineHost,
+    chosen_attention,
     engines_quantize,
     engines_serve_adapters,
     has_draft_model,
@@ -58,7 +59,7 @@ def engine_arguments(
     import_model_class(Path(model_path))
     prefer_second_runner()
     offer_cascade_attention()
-    choose_attention(generation.vllm_kwargs)
+    allow_own_attention(chosen_attention(generation.vllm_kwargs) is None)
     if on_gpu and engines_quantize(generation):
         keep_first_scales()
     if not on_gpu:

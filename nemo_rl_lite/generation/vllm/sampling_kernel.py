@@ -104,7 +104,9 @@ def sample(
     """
     count, vocabulary = logits.shape
     slices, stride = -(-vocabulary // width), logits.stride(0)
-    largest, totals = torch.empty(2, count, slices, dtype=torch.float32, device=logits.device)
+    # Separate tensors are aligned. Triton compiles for aligned and other addresses separately.
+    largest = torch.empty(count, slices, dtype=torch.float32, device=logits.device)
+    totals = torch.empty_like(largest)
     sampled = torch.empty(count, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
     reduce: Any = _reduce[(count, slices)]
@@ -112,7 +114,7 @@ def sample(
     draw: Any = _draw[(count,)]
     draw(
         *(sampled, logprobs, largest, totals, logits, stride),
-        *(states, temperatures, seeds, positions, vocabulary, slices),
+        *(states.contiguous(), temperatures, seeds, positions.contiguous(), vocabulary, slices),
         SLICE=width,
         SLICES=triton.next_power_of_2(slices),
         num_warps=_WARPS,

@@ -11,11 +11,19 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.platforms.interface import DeviceCapability, Platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
 
 from nemo_rl_lite.compat import vllm_decoding
-from nemo_rl_lite.compat.vllm_decoding import all_plain, choose_attention, is_decoding, is_plain, replace_attention
+from nemo_rl_lite.compat.vllm_decoding import (
+    all_plain,
+    allow_own_attention,
+    is_decoding,
+    is_plain,
+    replace_attention,
+)
+from nemo_rl_lite.config.engines import chosen_attention
 
 STEP = {
     "max_query_len": 1,
@@ -50,6 +58,7 @@ LAYER = {
         ({"causal": False}, False),
         ({"use_cascade": True}, False),
         ({"mm_prefix_range_tensor": torch.zeros(1)}, False),
+        ({"rswa_prefix_lens": torch.zeros(1)}, False),
     ],
 )
 def test_decoding_steps(change, decodes):
@@ -66,6 +75,8 @@ def test_decoding_steps(change, decodes):
         ({"logits_soft_cap": 30.0}, False),
         ({"kv_cache_dtype": "fp8_e4m3"}, False),
         ({"sinks": torch.zeros(2)}, False),
+        ({"alibi_slopes": torch.zeros(2)}, False),
+        ({"batch_invariant_enabled": True}, False),
         ({"attn_type": AttentionType.ENCODER_ONLY}, False),
         ({"dcp_world_size": 2}, False),
     ],
@@ -114,20 +125,41 @@ def test_a_schedule_that_is_not_read_is_not_computed(calls, monkeypatch, tokens,
     assert [given[2] for _, given in calls] == [skips] * 2 and all_plain(builder) == (not layer)
 
 
-@pytest.mark.parametrize(("options", "own"), [({}, "1"), ({"attention_backend": "FLASH_ATTN"}, "0")])
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        ({}, "1"),
+        ({"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1}}, "1"),
+        ({"attention_backend": "FLASH_ATTN"}, "0"),
+        ({"attention_config": {"backend": "FLASH_ATTN"}}, "0"),
+    ],
+)
 def test_a_chosen_backend_is_kept(options, own, monkeypatch):
     monkeypatch.delenv(vllm_decoding._ATTENTION, raising=False)
-    choose_attention(options)
+    allow_own_attention(chosen_attention(options) is None)
     assert os.environ[vllm_decoding._ATTENTION] == own
 
 
 @pytest.mark.parametrize(
-    ("is_cuda", "hopper", "release", "takes"),
-    [(True, True, True, True), (False, False, True, False), (True, False, True, False), (True, True, False, False)],
+    ("is_cuda", "capability", "release", "takes"),
+    [
+        (True, (9, 0), True, True),
+        (False, None, True, False),
+        (True, (8, 9), True, False),
+        (True, (10, 0), True, False),
+        (True, (9, 0), False, False),
+    ],
 )
-def test_other_gpus_and_releases_keep_vllms_kernels(is_cuda, hopper, release, takes, monkeypatch):
-    platform = SimpleNamespace(is_cuda=lambda: is_cuda, has_device_capability=lambda _: hopper)
-    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+def test_other_gpus_and_releases_keep_vllms_kernels(is_cuda, capability, release, takes, monkeypatch):
+    class Device(Platform):
+        def is_cuda(self) -> bool:
+            return is_cuda
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
+            return None if capability is None else DeviceCapability(*capability)
+
+    monkeypatch.setattr("vllm.platforms.current_platform", Device())
     monkeypatch.setattr(vllm_decoding, "fits", lambda *_: release)
     assert vllm_decoding.takes_kernels() == takes
 

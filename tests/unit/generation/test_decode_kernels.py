@@ -22,7 +22,7 @@ for heads_first in (False, True):
         check_attention(batch, "cpu", torch.float32, heads_first)
 for vocabulary in (50, 200):
     check_samples(vocabulary, "cpu", torch.float32, 64)
-check_distribution(200, "cpu", 64)
+check_distribution(800, "cpu", 16)
 """
     root, environment = Path(__file__).parents[3], os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True)
