@@ -78,7 +78,7 @@ def check_samples(vocabulary: int, device: str, dtype: torch.dtype, width: int =
 
 def check_distribution(draws: int, device: str, width: int = SLICE) -> None:
     """Frequencies of tokens in three slices are those of their probabilities, by a chi-squared test. Half of the draws
-    have seeds of their own, and half have positions of their own."""
+    differ in their seed, and half in their position."""
     from nemo_rl_lite.generation.vllm import sampling_kernel
 
     vocabulary = 2 * width + width // 2
