@@ -90,7 +90,8 @@ class Engine:
 
 def chosen_attention(options: Mapping[str, Any]) -> str | None:
     """Return the attention backend that vLLM's options choose; None if vLLM and the launcher decide."""
-    return options.get("attention_backend") or (options.get("attention_config") or {}).get("backend")
+    attention = options.get("attention_config")
+    return options.get("attention_backend") or (attention.get("backend") if isinstance(attention, Mapping) else None)
 
 
 def _vllm_precisions() -> tuple[tuple[str, ...], ...]:

@@ -38,7 +38,7 @@ def _first_beyond(weights, fraction, place):
     """Return the first place where the running sum exceeds the fraction of the sum. Its weight is positive."""
     sums = tl.cumsum(weights, 0)
     beyond = (sums > fraction * tl.max(sums, 0)) & (weights > 0)
-    # Sums of float32 may fall by rounding. The last place of all is then the largest weight.
+    # Running sums of float32 may fall by rounding. If no place exceeds the fraction, take the largest weight.
     found = tl.min(tl.where(beyond, place, 1 << 30), 0)
     return tl.where(found == 1 << 30, tl.argmax(weights, 0), found)
 

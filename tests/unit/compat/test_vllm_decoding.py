@@ -132,6 +132,8 @@ def test_a_schedule_that_is_not_read_is_not_computed(calls, monkeypatch, tokens,
         ({"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1}}, "1"),
         ({"attention_backend": "FLASH_ATTN"}, "0"),
         ({"attention_config": {"backend": "FLASH_ATTN"}}, "0"),
+        # vLLM rejects it at the engine's start.
+        ({"attention_config": 5}, "1"),
     ],
 )
 def test_a_chosen_backend_is_kept(options, own, monkeypatch):
