@@ -23,6 +23,7 @@ from torch.utils.serialization import config as torch_format
 
 from nemo_rl_lite.compat.megatron_cpu import prepare_import
 from nemo_rl_lite.compat.versions import written_for
+from nemo_rl_lite.errors import HostMemoryError
 
 written_for(__name__, "megatron-bridge", "0.6")
 
@@ -146,26 +147,34 @@ def async_request(state: dict[str, Any], folder: Path, files: int) -> Any:
     return dist_checkpointing.save(state, str(folder), divided, async_sharded_save=True, async_strategy="mcore")
 
 
-def staged_writing(request: Any, stage: Callable[[Any], Any]) -> Callable[[], dict[str, list[tuple[int, str]]]] | None:
-    """Stage a request's buckets, which are (file, key, (bytes, tensors)). Return the function that writes each in a
-    thread, and returns the lengths and digests of the parts of each file, in order.
+def staged_writing(
+    request: Any, copied: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+) -> Callable[[], dict[str, list[tuple[int, str]]]] | None:
+    """Copy a request's tensors to host memory by `copied`. Return the function that writes each file in a thread, and
+    returns the lengths and digests of the parts of each file, in order.
 
-    Returns None on a rank without a part of the state.
+    Returns None on a rank without a part of the state. If `copied` raises HostMemoryError, nothing is written, and the
+    request's finalizing functions raise it on all ranks.
     """
     if request.async_fn is None:
         return None
-    _, _, results = request.async_fn_args
-    buckets = [stage(bucket) for bucket in request.preload_fn()]
+    _, buckets, results = request.async_fn_args
+    try:
+        copies = iter(copied([tensor for *_, (_, own) in buckets for _, tensor in own]))
+    except HostMemoryError as error:
+        results.put(error)
+        return dict[str, list[tuple[int, str]]]
+    staged = [(*file, (data, [(item, next(copies)) for item, _ in own])) for *file, (data, own) in buckets]
 
     def write() -> dict[str, list[tuple[int, str]]]:
         # The digests replace the checksums of torch's format, which hold the interpreter's lock.
         without_checksums = torch_format.patch({"save.compute_crc32": False})  # pyrefly: ignore[missing-attribute]
-        with without_checksums, ThreadPoolExecutor(len(buckets)) as pool:
-            written = [*pool.map(_written, buckets)]
+        with without_checksums, ThreadPoolExecutor(len(staged)) as pool:
+            written = [*pool.map(_written, staged)]
         failures = [one for one, _ in written if isinstance(one, Exception)]
         # The request's finalizing functions take the results later.
         results.put(failures[0] if failures else {number: items for number, (items, _) in enumerate(written)})
-        return {key: parts for (_, key, _), (_, parts) in zip(buckets, written, strict=True)}
+        return {key: parts for (_, key, _), (_, parts) in zip(staged, written, strict=True)}
 
     return write
 

@@ -14,8 +14,9 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from nemo_rl_lite.system.machine import free_host_bytes
 log = logging.getLogger(__name__)
 GIB = 2**30
 
+# Alignment of tensors in host memory, in bytes.
+ALIGNMENT = 512
 # 2.5 ms at 50 GB/s: short for work that waits, long compared with the link's idle time between chunks.
 CHUNK_BYTES = 128 << 20
 
@@ -116,6 +119,22 @@ class HostArena:
                 "policy.use_pinned_optimizer_offload=false",
                 *(buffer.numel() / GIB, self._purpose, error, shown),
             )
+
+
+def copies_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors of any device to the arena, blocking. Each copy has its own storage, because `torch.save` writes
+    whole storages. Raises HostMemoryError as `reserve` does."""
+    begins = [0, *accumulate(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in tensors)]
+    host, copies = arena.reserve(begins[-1]).numpy(), list[Tensor]()
+    for one, begin in zip(tensors, begins, strict=False):
+        if one.numel():
+            copy = torch.frombuffer(host, dtype=one.dtype, count=one.numel(), offset=begin).view(one.shape)
+            copies.append(copy.copy_(one, non_blocking=True))
+        else:
+            copies.append(torch.empty_like(one, device="cpu"))
+    if any(one.is_cuda for one in tensors):
+        torch.cuda.current_stream().synchronize()
+    return copies
 
 
 def _touched(nbytes: int) -> Tensor:

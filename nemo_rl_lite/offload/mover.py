@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from nemo_rl_lite.compat.torch import storage_id
-from nemo_rl_lite.offload.host_memory import Copies, HostArena
+from nemo_rl_lite.offload.host_memory import ALIGNMENT, Copies, HostArena
 
-# Alignment of storages in host memory, in bytes.
-ALIGNMENT = 512
 # The link's bandwidth before the first measurement.
 ASSUMED_BYTES_PER_S = 20e9
 # Elements of a part of `HostCopy.blend`, which needs a few copies of it on the device.

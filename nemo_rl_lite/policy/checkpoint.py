@@ -7,7 +7,7 @@ this module adds them.
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from nemo_rl_lite.compat.megatron import (
     staged_writing,
 )
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.offload.host_memory import CudaRegistrar, HostArena, copies_in
 from nemo_rl_lite.policy import optimizer as cpu_optimizer
 from nemo_rl_lite.policy.checkpoint_reading import first_line, read_common, read_state
 from nemo_rl_lite.policy.memory import torch_optimizers
@@ -52,9 +53,12 @@ class PolicyState:
         optimizer: Any,
         scheduler: Any,
         reference: Reference | None = None,
+        registrar: CudaRegistrar | None = None,
     ):
+        """`registrar`: pins host memory for the copies of a save."""
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._reference = reference
+        self._arena = HostArena("the copies of a checkpoint", registrar)
         self._writing: _Writing | None = None
 
     def begin_save(self, folder: Path) -> None:
@@ -82,7 +86,7 @@ class PolicyState:
         # megatron-core rejects a model or optimizer with an assertion, on all ranks.
         except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
             raise CheckpointError(_cause(error)) from error
-        self._writing = _Writing(request, self._live_storages())
+        self._writing = _Writing(request, self._live_storages(), self._arena)
 
     def is_written(self) -> bool:
         """Return whether this rank's thread has ended."""
@@ -92,7 +96,12 @@ class PolicyState:
         """Wait for all ranks and make the folder loadable. Returns the parts of this rank's files, by name. Raises
         CheckpointError: a rank could not write."""
         writing, self._writing = self._writing, None
-        return {} if writing is None else writing.finish()
+        try:
+            return {} if writing is None else writing.finish()
+        finally:
+            # Memory that a GPU copies to is slow to allocate, so it is kept for the next save.
+            if self._model.device.type == "cpu":
+                self._arena.release()
 
     def load(self, folder: Path) -> None:
         """Resume from a checkpoint of any layout, on all ranks or none. Raises CheckpointError: there is none, it is
@@ -152,20 +161,19 @@ class PolicyState:
 class _Writing:
     """Save in flight: a copy of the state, and the thread that writes it."""
 
-    def __init__(self, request: Any, changing: set[int]):
-        """Copy the state of megatron-core's `request` to host memory, and start to write it. `changing`: addresses of
+    def __init__(self, request: Any, changing: set[int], arena: HostArena):
+        """Copy the state of megatron-core's `request` to the arena, and start to write it. `changing`: addresses of
         storages that training writes to."""
         self._finalize = request.finalize_fns
         self._parts: dict[str, list[Part]] = {}
 
-        def staged(bucket: Any) -> Any:
-            """Copy a bucket to host memory. megatron-core returns host tensors without a copy; training writes to
-            them."""
-            file, key, (data, tensors) = bucket
-            own = [(item, t.clone() if t.untyped_storage().data_ptr() in changing else t) for item, t in tensors]
-            return file, key, (data, own)
+        def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+            """Host tensors that nothing else writes to are megatron-core's copies."""
+            is_own = [one.device.type == "cpu" and one.untyped_storage().data_ptr() not in changing for one in tensors]
+            copies = iter(copies_in(arena, [one for one, own in zip(tensors, is_own, strict=True) if not own]))
+            return [one if own else next(copies) for one, own in zip(tensors, is_own, strict=True)]
 
-        writing = staged_writing(request, staged)
+        writing = staged_writing(request, copied)
 
         def work() -> None:
             # None if other ranks write this rank's state.

@@ -33,7 +33,13 @@ from nemo_rl_lite.policy.graphs import CudaRecorder, MicroBatchGraphs
 from nemo_rl_lite.policy.groups import beat, begin_abort, leave_groups
 from nemo_rl_lite.policy.hf_folder import export_folder, exported_adapters
 from nemo_rl_lite.policy.interface import SAVED_WORK, ParallelPlace, with_scores
-from nemo_rl_lite.policy.memory import clear_module_caches, phase_memory, require_weights, return_memory
+from nemo_rl_lite.policy.memory import (
+    clear_module_caches,
+    host_registrar,
+    phase_memory,
+    require_weights,
+    return_memory,
+)
 from nemo_rl_lite.policy.micro_batches import Layout
 from nemo_rl_lite.policy.model import build_model
 from nemo_rl_lite.policy.moe import expert_biases
@@ -109,7 +115,8 @@ class MegatronWorker:
         self._experts: dict[str, RoutedExperts | None] = {}
         self._updates: dict[str, list[Update]] = {}
         self._score_writer = ScoreWriter(self._model.place.data_rank)
-        self._state = PolicyState(self._model, self._optimizer, self._scheduler, self._reference)
+        registrar = host_registrar(policy, self._model)
+        self._state = PolicyState(self._model, self._optimizer, self._scheduler, self._reference, registrar)
 
     def place(self) -> ParallelPlace:
         return self._model.place

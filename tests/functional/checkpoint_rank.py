@@ -7,7 +7,10 @@ Rank 0 writes what the ranks that report measured, by case.
 import json
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.supervised import SFTLoss
+from nemo_rl_lite.offload import host_memory
 from nemo_rl_lite.policy import worker as policy_worker
 from nemo_rl_lite.policy.worker import MegatronWorker
 from tests.functional.rank import gathered, is_first, policies
@@ -49,7 +53,11 @@ def run(worker: MegatronWorker, folder: Path, name: str, saved_by: str | None) -
     measured = {}
     if saved_by is None:
         train(worker, [0, 1])
-        measured["a full disk"] = fail_to_save(worker, folder / "unfinished" / name)
+        unfinished = folder / "unfinished" / name
+        measured["no host memory"] = fail_to_save(
+            worker, unfinished / "1", patch.object(host_memory, "free_host_bytes", int)
+        )
+        measured["a full disk"] = fail_to_save(worker, unfinished / "2", full_disk())
         save(worker, folder / name)
         measured["after a skipped step"] = skip(worker)
     else:
@@ -85,18 +93,23 @@ def save(worker: MegatronWorker, folder: Path) -> None:
     worker.begin_save(str(folder))
 
 
-def fail_to_save(worker: MegatronWorker, folder: Path) -> str:
-    """What the error says where one rank cannot write more than a little."""
-    if is_first():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    save(worker, folder)
-    try:
-        worker.finish_save()
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+def fail_to_save(worker: MegatronWorker, folder: Path, cause: AbstractContextManager[object]) -> str:
+    """What the error says with this cause on one rank."""
+    with cause if is_first() else nullcontext():
+        save(worker, folder)
+        try:
+            worker.finish_save()
+        except CheckpointError as error:
+            return str(error)
     return "nothing was raised"
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can be longer than a little."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def skip(worker: MegatronWorker) -> dict[str, object]:

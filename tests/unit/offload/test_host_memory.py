@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.offload import host_memory
-from nemo_rl_lite.offload.host_memory import Copies, HostArena, LockError, chunks
+from nemo_rl_lite.offload.host_memory import Copies, HostArena, LockError, chunks, copies_in
 from nemo_rl_lite.system.machine import free_host_bytes
 
 
@@ -39,6 +39,21 @@ def test_memory_is_exact_locked_once_and_reused():
     again = arena.reserve(1000)
     assert again.data_ptr() == buffer.data_ptr() and again.numel() == 1000 and again[999] == 7
     assert registrar.tried == 1
+
+
+def test_copies_in_an_arena_are_saved_alone(tmp_path):
+    arena = HostArena("copies", FakeRegistrar())
+    tensors = [torch.randn(300, 5)[1:3].t(), torch.tensor(2.0), torch.randn(0, 2), torch.arange(5).to(torch.bfloat16)]
+    expected = [one.clone() for one in tensors]
+    copies = copies_in(arena, tensors)
+    for one in tensors:
+        one.zero_()
+    for copy, own in zip(copies, expected, strict=True):
+        assert torch.equal(copy, own) and copy.dtype == own.dtype
+        # torch.save writes whole storages.
+        assert copy.untyped_storage().nbytes() == own.nbytes
+        assert not copy.numel() or 0 <= copy.data_ptr() - arena.reserve(1).data_ptr() < arena.nbytes
+    assert arena.nbytes == 3 * 512
 
 
 def test_release_pairs_with_the_lock_and_may_come_twice():

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from nemo_rl_lite.checkpoint.store import has_digest
 from nemo_rl_lite.compat.megatron import staged_writing
 from nemo_rl_lite.compat.megatron_cpu import prepare_import
-from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.errors import CheckpointError, HostMemoryError
 from nemo_rl_lite.policy import checkpoint_reading
 from nemo_rl_lite.policy.checkpoint_reading import INDEX_FILE, _SharedReader, reading_only
 
@@ -101,7 +101,7 @@ def test_threads_read_ahead_up_to_a_limit_and_in_order(monkeypatch):
     assert sorted(begun) == [("file", one) for one in range(5)]
 
 
-def written(folder, buckets):
+def written(folder, buckets, copied=list):
     """The parts of each file, and what the threads tell megatron-core."""
     prepare_import()
     results = queue.Queue()
@@ -109,8 +109,8 @@ def written(folder, buckets):
         (str(folder / name), name, ([], [(_create_write_items("a", tensor)[0], tensor) for tensor in tensors]))
         for name, tensors in buckets.items()
     ]
-    request = SimpleNamespace(async_fn=object(), async_fn_args=(0, files, results), preload_fn=lambda: files)
-    return staged_writing(request, lambda bucket: bucket)(), results.get_nowait()
+    request = SimpleNamespace(async_fn=object(), async_fn_args=(0, files, results))
+    return staged_writing(request, copied)(), results.get_nowait()
 
 
 def test_tensors_that_threads_write_to_files_are_read_with_their_digests(tmp_path):
@@ -134,6 +134,14 @@ def test_tensors_that_threads_write_to_files_are_read_with_their_digests(tmp_pat
         assert all(map(torch.equal, found, tensors if name == "one" else tensors[::-1]))
         with pytest.raises(EOFError, match=f"{name} ends early"):
             reader.part(name, places[-1][0], places[-1][1] + 1)
+
+
+def test_copies_that_find_no_memory_are_an_error_of_the_save(tmp_path):
+    def fails(tensors):
+        raise HostMemoryError("too large")
+
+    parts, told = written(tmp_path, {"one": [torch.ones(2)]}, fails)
+    assert not parts and isinstance(told, HostMemoryError) and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("names", [("there", "missing/file"), ("missing/file", "there")])
