@@ -266,6 +266,17 @@ RECORDS = [
         _training("training-tensor-2x-h200", "tensor", way, "llama3.1-70b:4", kind="tensor parallel")
         for way in ("no recomputation", "MLPs recomputed")
     ),
+    *(
+        _training("training-layouts-2x-h200", "layouts", way, "llama3.1-8b:16", kind=kind)
+        for way, kind in (
+            ("data parallel", "dense"),
+            ("tensor parallel", "tensor parallel"),
+            ("pipeline", "pipeline"),
+            ("pipeline, packs of 8,192", "pipeline"),
+            ("pipeline, a layer less in the last stage", "pipeline"),
+        )
+    ),
+    _way("peers-trl-1.7b-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, "nemo_rl_lite", own_kernels=True),
 ]
 GRID = [
     _way("async-rate-2x-h200", "async_2", "sync, 1 + 1 GPUs", "qwen3-1.7b", SHORT),

@@ -266,6 +266,7 @@ TABLES = {
         ),
     ),
     "experts training table": Table("analysis/moe", "training-experts-1x-h200", columns=TRAINING),
+    "training layouts table": Table("analysis/supervised", "training-layouts-2x-h200", columns=TRAINING),
     "tensor table": Table("training", "training-tensor-2x-h200", columns=TRAINING),
     "expert parallel table": Table("analysis/moe", "training-expert_parallel-2x-h200", columns=TRAINING),
     "precision training table": Table("training", "training-precision-1x-h200", columns=TRAINING),
