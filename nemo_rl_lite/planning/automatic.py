@@ -49,7 +49,7 @@ from nemo_rl_lite.planning.budget import (
     with_first_share,
     with_more_share,
 )
-from nemo_rl_lite.planning.lengths import Lengths, assumed_lengths
+from nemo_rl_lite.planning.lengths import assumed_lengths
 from nemo_rl_lite.planning.memory import kept_logits, micro_batch, own_part, totals
 from nemo_rl_lite.planning.time import logprob_seconds, optimizer_step_seconds, predict_step
 
@@ -218,7 +218,7 @@ def _with_pipelined_tokens(chosen: Config, given: Config, shape: ModelShape, gpu
     if parallel_dims(given).pp == 1 or mode == "fixed":
         return chosen
     limits, gpu = token_limits(given.policy, mode), speed_of(gpu_bytes)[1]
-    lengths = assumed_lengths(given) if generates(given) else Lengths(0, longest / 2, longest)
+    lengths = assumed_lengths(given)
     passes: list[tuple[str, bool, Callable[..., float]]] = [("train_mb_tokens", True, optimizer_step_seconds)]
     passes += [("logprob_mb_tokens", False, logprob_seconds)] * generates(given)
     for key, training, predict in passes:

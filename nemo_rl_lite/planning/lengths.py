@@ -9,6 +9,7 @@ from functools import cache
 from math import exp
 from statistics import NormalDist, fmean
 
+from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.models.flops import forward_flops
 from nemo_rl_lite.models.shape import ModelShape
@@ -29,7 +30,9 @@ class Lengths:
 
 def assumed_lengths(config: Config, mean: float | None = None) -> Lengths:
     """Assume lengths before a run. Responses have half of `max_new_tokens` without `mean`, the longest has all, and
-    prompts have half of the remaining length."""
+    prompts have half of the remaining length. Without rollouts, sequences have half of the maximum."""
+    if not generates(config):
+        return Lengths(0, config.policy.max_total_sequence_length / 2, config.policy.max_total_sequence_length)
     longest = config.generation.max_new_tokens
     room = max(2, config.policy.max_total_sequence_length - longest)
     return Lengths(room / 2, longest / 2 if mean is None else mean, longest)

@@ -35,10 +35,14 @@ from nemo_rl_lite.planning.budget import Budget, budget, headers, last_that, ref
 from nemo_rl_lite.planning.disk import DiskUse
 from nemo_rl_lite.planning.lengths import assumed_lengths, shared_work
 from nemo_rl_lite.planning.memory import micro_batch, token_cache_bytes
+from nemo_rl_lite.planning.time import optimizer_step_seconds
 from nemo_rl_lite.validation.compose import compose_config
 
 RANK_ROWS = 24
 GRAIN = 256
+LAST_STAGE = "policy.megatron_cfg.num_layers_in_last_pipeline_stage"
+# The share of training that a suggestion must save.
+MUCH = 0.05
 Row = tuple[str, str]
 
 
@@ -105,7 +109,7 @@ def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None)
     for reason in plan.automatic:
         console.say(f"auto: {reason}")
     presets = dict(preset_budgets(plan.overrides, shape, one.gpu_bytes, plan.host_bytes)) if on_gpus(config) else {}
-    for line in _verdict(plan, presets):
+    for line in (*_verdict(plan, presets), *_faster_stages(plan)):
         console.say(line)
     if presets:
         rows = [_preset_row(plan, name, preset) for name, preset in presets.items()]
@@ -153,6 +157,27 @@ def _verdict(plan: Plan, presets: dict[str, Budget | str]) -> Iterator[str]:
     if not plan.fits:
         fitting = [name for name, preset in presets.items() if _preset_row(plan, name, preset)[-1] == "fits"]
         yield f"would fit: {', '.join(f'offload={name}' for name in fitting) or 'no offload preset'}"
+
+
+def _faster_stages(plan: Plan) -> Iterator[str]:
+    """Yield a line if fewer layers in the last pipeline stage fit and shorten training by `MUCH`."""
+    config, dims, nbytes = plan.config, parallel_dims(plan.config), plan.budget.gpu_bytes
+    if nbytes is None or dims.pp == 1 or dims.chunks > 1 or dims.first_layers or dims.last_layers:
+        return
+    policy, gpu, lengths = config.policy, speed_of(nbytes)[1], assumed_lengths(config)
+
+    def seconds(own: Config) -> float:
+        return optimizer_step_seconds(own, plan.shape, gpu, lengths)
+
+    best, layers = config, plan.shape.layers
+    for count in range(1, layers // dims.pp):
+        parallel = replace(policy.megatron_cfg, num_layers_in_last_pipeline_stage=count)
+        one = replace(config, policy=replace(policy, megatron_cfg=parallel))
+        if (layers - count) % (dims.pp - 1) == 0 and seconds(one) < seconds(best):
+            best = one if budget(one, plan.shape, nbytes).fits_device else best
+    if (share := 1 - seconds(best) / seconds(config)) >= MUCH:
+        key, count = LAST_STAGE, best.policy.megatron_cfg.num_layers_in_last_pipeline_stage
+        yield f"training would take {share:.0%} less time with {key}={count}: the last stage also computes the logits"
 
 
 def _preset_row(plan: Plan, name: str, one: Budget | str) -> list[str]:

@@ -56,6 +56,18 @@ def test_lengths_that_cannot_be_used(arguments, words, capsys):
     assert status == 2 and words in error
 
 
+def test_it_suggests_fewer_layers_in_the_last_pipeline_stage(capsys):
+    """Each stage has 8 layers, and the last one the LM head: 9, 9, 9 and 5 take less time."""
+    sizes = "policy.megatron_cfg.{}={}"
+    deep = ["recipes=grpo-llama3.1-8b-1n8g-pp2", sizes.format("pipeline_model_parallel_size", 4), "--gpu", "H100"]
+    suggested = sizes.format("num_layers_in_last_pipeline_stage", 5)
+    _, text, _ = ends_with(deep, capsys)
+    assert f"10% less time with {suggested}:" in text
+    for other in (suggested, sizes.format("virtual_pipeline_model_parallel_size", 2)):
+        _, text, _ = ends_with([*deep, other], capsys)
+        assert "less time with" not in text
+
+
 def test_a_mistake_is_one_line(capsys, tmp_path):
     assert ends_with(["policy.nothing=1"], capsys)[0] == 2
     status, _, error = ends_with(["--gpu", "H1000"], capsys)
