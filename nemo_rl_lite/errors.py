@@ -61,7 +61,7 @@ class UsageError(LauncherError):
 
 
 class HostMemoryError(LauncherError):
-    """An offload needs more host memory than is free."""
+    """An offload or a save needs more host memory than is free."""
 
 
 class CheckpointError(LauncherError):

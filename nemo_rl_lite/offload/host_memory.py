@@ -123,13 +123,13 @@ class HostArena:
 
 def copies_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors of any device to the arena, blocking. Each copy has its own storage, because `torch.save` writes
-    whole storages. Raises HostMemoryError as `reserve` does."""
+    whole storages. The next call overwrites the copies. Raises HostMemoryError as `reserve` does."""
     begins = [0, *accumulate(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in tensors)]
     host, copies = arena.reserve(begins[-1]).numpy(), list[Tensor]()
     for one, begin in zip(tensors, begins, strict=False):
         if one.numel():
             copy = torch.frombuffer(host, dtype=one.dtype, count=one.numel(), offset=begin).view(one.shape)
-            copies.append(copy.copy_(one, non_blocking=True))
+            copies.append(copy.copy_(one.detach(), non_blocking=True))
         else:
             copies.append(torch.empty_like(one, device="cpu"))
     if any(one.is_cuda for one in tensors):

@@ -99,9 +99,13 @@ class PolicyState:
         try:
             return {} if writing is None else writing.finish()
         finally:
-            # Memory that a GPU copies to is slow to allocate, so it is kept for the next save.
-            if self._model.device.type == "cpu":
+            # Pinned memory is slow to allocate, so it is kept for the next save.
+            if not self._arena.locked:
                 self._arena.release()
+
+    def release(self) -> None:
+        """Free the host memory that is kept between saves. No save is in flight."""
+        self._arena.release()
 
     def load(self, folder: Path) -> None:
         """Resume from a checkpoint of any layout, on all ranks or none. Raises CheckpointError: there is none, it is
@@ -162,16 +166,16 @@ class _Writing:
     """Save in flight: a copy of the state, and the thread that writes it."""
 
     def __init__(self, request: Any, changing: set[int], arena: HostArena):
-        """Copy the state of megatron-core's `request` to the arena, and start to write it. `changing`: addresses of
-        storages that training writes to."""
+        """Copy the state of megatron-core's `request` to host memory, that of a GPU to the arena, and start to write
+        it. `changing`: addresses of storages that training writes to."""
         self._finalize = request.finalize_fns
         self._parts: dict[str, list[Part]] = {}
 
         def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-            """Host tensors that nothing else writes to are megatron-core's copies."""
-            is_own = [one.device.type == "cpu" and one.untyped_storage().data_ptr() not in changing for one in tensors]
-            copies = iter(copies_in(arena, [one for one, own in zip(tensors, is_own, strict=True) if not own]))
-            return [one if own else next(copies) for one, own in zip(tensors, is_own, strict=True)]
+            """Host tensors that training does not write to need no copy."""
+            of_device = iter(copies_in(arena, [one for one in tensors if not one.is_cpu]))
+            on_host = [one if one.is_cpu else next(of_device) for one in tensors]
+            return [one.clone() if one.untyped_storage().data_ptr() in changing else one for one in on_host]
 
         writing = staged_writing(request, copied)
 

@@ -139,9 +139,10 @@ class MegatronWorker:
         self._memory.note("generate")
 
     def release_host_memory(self) -> None:
-        """Reload all components, and free the host memory of moves, at the end of a run."""
+        """Reload all components, and free the host memory of moves and saves, at the end of a run."""
         self._leave_training(Phase.TRAIN)
         self._phases.release()
+        self._state.release()
 
     def pop_moves(self) -> list[tuple[str, Move]]:
         """Return moves since the last call, by "<component>/to_host" or "/to_device"."""

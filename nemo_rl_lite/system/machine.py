@@ -179,8 +179,8 @@ def control_groups(controller: str, system: Path = Path("/")) -> Iterator[Path]:
 def _allowed_bytes(group: Path) -> float:
     """Return the bytes that a control group still allows; infinity without a readable limit."""
     for limit, used, cached in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("memory.max", "memory.current", ("inactive_file", "active_file")),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     ):
         try:
             most, now = int((group / limit).read_text()), int((group / used).read_text())
@@ -188,7 +188,8 @@ def _allowed_bytes(group: Path) -> float:
         except (OSError, ValueError):
             # A file is missing, or has "max".
             continue
-        return most - now + int(kept.get(cached, 0))
+        # The kernel frees cached files before it ends a process.
+        return most - now + sum(int(kept.get(name, 0)) for name in cached)
     return math.inf
 
 

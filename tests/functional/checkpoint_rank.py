@@ -15,10 +15,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.errors import CheckpointError, HostMemoryError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.supervised import SFTLoss
-from nemo_rl_lite.offload import host_memory
+from nemo_rl_lite.policy import checkpoint
 from nemo_rl_lite.policy import worker as policy_worker
 from nemo_rl_lite.policy.worker import MegatronWorker
 from tests.functional.rank import gathered, is_first, policies
@@ -54,9 +54,8 @@ def run(worker: MegatronWorker, folder: Path, name: str, saved_by: str | None) -
     if saved_by is None:
         train(worker, [0, 1])
         unfinished = folder / "unfinished" / name
-        measured["no host memory"] = fail_to_save(
-            worker, unfinished / "1", patch.object(host_memory, "free_host_bytes", int)
-        )
+        no_memory = patch.object(checkpoint, "copies_in", side_effect=HostMemoryError("copies of a checkpoint"))
+        measured["no host memory"] = fail_to_save(worker, unfinished / "1", no_memory)
         measured["a full disk"] = fail_to_save(worker, unfinished / "2", full_disk())
         save(worker, folder / name)
         measured["after a skipped step"] = skip(worker)
@@ -108,8 +107,10 @@ def fail_to_save(worker: MegatronWorker, folder: Path, cause: AbstractContextMan
 def full_disk() -> Iterator[None]:
     """No file can be longer than a little."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def skip(worker: MegatronWorker) -> dict[str, object]:

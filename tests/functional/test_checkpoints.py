@@ -166,7 +166,7 @@ def test_a_step_without_finite_gradients_is_left_out_on_every_rank(folder, case)
 
 @pytest.mark.parametrize("case", ["tensor", "lora", "sgd", "half"])
 def test_where_one_rank_cannot_write_all_say_so_and_the_next_save_is_whole(folder, case):
-    for cause, own in (("a full disk", "Worker failure"), ("no host memory", "copies of a checkpoint need")):
+    for cause, own in (("a full disk", "Worker failure"), ("no host memory", "copies of a checkpoint")):
         said = [one[cause] for one in json.loads((folder / f"{case}.json").read_text())]
         assert all(re.search(f"{own}|another rank could not write", line) for line in said)
         assert any(own in line for line in said)

@@ -89,7 +89,12 @@ def test_the_tightest_of_a_process_control_groups_counts(tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/slurm/job_7/step_0\n")
     groups = tmp_path / "sys/fs/cgroup"
-    write(groups / "slurm/job_7", max="1000000\n", current="600000\n", stat="anon 100\ninactive_file 50000\n")
+    write(
+        groups / "slurm/job_7",
+        max="1000000\n",
+        current="600000\n",
+        stat="anon 100\ninactive_file 20000\nactive_file 30000\n",
+    )
     write(groups / "slurm/job_7/step_0", max="max\n", current="600000\n", stat="anon 100\n")
     assert free_host_bytes(tmp_path) == 450_000
     write(groups / "slurm", max="700000\n", current="690000\n", stat="")
