@@ -50,6 +50,8 @@ LONGEST = (
     *("GPU in use", "GPU in use, predicted"),
 )
 TRAINING = ("step time", "train", "MFU of training", "policy's memory in training", "loss")
+# Names of settings in records, and in tables.
+SHOWN = {"the launcher's": "default"}
 # The key is the mark around the table.
 TABLES = {
     "quickstart table": Table(
@@ -415,7 +417,7 @@ def settings_table(one: dict[str, Any], names: Sequence[str]) -> list[str]:
     lines = [f"| setting | {head} |", f"|---|{'---:|' * len(names)}"]
     for setting in dict.fromkeys(config for config, _ in medians):
         cells = (number(medians[setting, name]) if (setting, name) in medians else "" for name in names)
-        lines.append(f"| {setting} | {' | '.join(cells)} |")
+        lines.append(f"| {SHOWN.get(setting, setting)} | {' | '.join(cells)} |")
     return lines
 
 
